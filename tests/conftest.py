@@ -1,0 +1,36 @@
+"""What all tests share: fixed seeds, one thread per worker, and the optional folder of large files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Property tests draw the same examples in every run; a slow shared machine is no failure (pytest-timeout guards hangs).
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Every test starts from seed 0, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of large weights and texts: HOWSMOOTH_SHARED, or `shared` beside the checkout; skips without it."""
+    folder = Path(os.environ.get("HOWSMOOTH_SHARED") or REPOSITORY.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"needs the folder {folder}, which is missing: set HOWSMOOTH_SHARED to where it is")
+    return folder
