@@ -1,0 +1,209 @@
+"""What every attention map shares: projections, stages, logits, weights, output."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.stages import TokenStage
+from howsmooth.errors import InvalidInput
+
+Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
+
+
+class AttentionMap(nn.Module):
+    """Multi-head attention x ↦ Σ_h O_h(x) W_h + b: the block with its output projection, nothing around it.
+
+    For each head the projected tokens q_i, k_j, v_j pass token-wise stages (normalisation, rotation, scale); then
+
+        S_ij = cap(q_i · k_j) + bias_ij,   P = weights(S),   O_i = Σ_j P_ij v_j.
+
+    Residual, LayerNorm and dropout are not part of the map. A query that sees no key has output zero and derivative
+    zero. Weights follow `torch.nn.Linear`: ``(out_features, in_features)``.
+
+    Attributes:
+        query_weight: ``(heads, k, d)``; key_weight ``(kv_heads, k, d)``; value_weight ``(kv_heads, v, d)``.
+        output_weight: ``(heads, v, d_out)``: each head's own slice of the output projection.
+        weighting: "softmax", or "sigmoid" for weights that are not normalised over the keys.
+        softcap: logits become c·tanh(s/c) before masks and biases, when set.
+    """
+
+    query_weight: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    output_weight: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    kind = "attention"
+    weighting = "softmax"
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        logit_biases: Sequence[LogitBias] = (),
+        softcap: float | None = None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        _check_heads(heads, kv_heads)
+        width = query.shape[-1]
+        for name, weight, groups in (("query", query, heads), ("key", key, kv_heads), ("value", value, kv_heads)):
+            if weight.dim() != 2 or not weight.is_floating_point():
+                raise InvalidInput(
+                    f"the {name} weight must be a floating (out_features, in_features) matrix, got {weight.dtype} "
+                    f"of shape {tuple(weight.shape)}."
+                )
+            if weight.shape[1] != width:
+                raise InvalidInput(
+                    f"the {name} weight takes {weight.shape[1]} features, but the query weight takes {width}."
+                )
+            if weight.shape[0] % groups:
+                raise InvalidInput(f"{weight.shape[0]} {name} features do not split into {groups} heads.")
+        if query.shape[0] * kv_heads != key.shape[0] * heads:
+            raise InvalidInput(
+                f"queries are {query.shape[0] // heads} wide per head but keys are {key.shape[0] // kv_heads}: "
+                "their dot product needs equal widths (check heads and kv_heads)."
+            )
+        mixed = value.shape[0] // kv_heads * heads
+        if output is None:
+            output = torch.eye(mixed, dtype=value.dtype, device=value.device)
+        if output.dim() != 2 or output.shape[1] != mixed:
+            raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
+        if softcap is not None and not softcap > 0:
+            raise InvalidInput(f"a logit soft-cap must be positive, got {softcap}.")
+        self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
+        self.register_buffer("query_weight", query.reshape(heads, -1, width))
+        self.register_buffer("key_weight", key.reshape(kv_heads, -1, width))
+        self.register_buffer("value_weight", value.reshape(kv_heads, -1, width))
+        self.register_buffer("output_weight", output.T.reshape(heads, -1, output.shape[0]))
+        self.register_buffer("query_bias", _split_bias("query", query_bias, heads, query.shape[0]))
+        self.register_buffer("key_bias", _split_bias("key", key_bias, kv_heads, key.shape[0]))
+        self.register_buffer("value_bias", _split_bias("value", value_bias, kv_heads, value.shape[0]))
+        self.register_buffer("output_bias", _split_bias("output", output_bias, None, output.shape[0]))
+        self.logit_biases = nn.ModuleList(logit_biases)
+        self.query_stages = nn.ModuleList()
+        self.key_stages = nn.ModuleList()
+        self.value_stages = nn.ModuleList()
+
+    @property
+    def in_features(self) -> int:
+        """Width d of a token."""
+        return self.query_weight.shape[-1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of an output token."""
+        return self.output_weight.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        return self.query_weight.dtype
+
+    def stages(self, query: Tensor, key: Tensor) -> Stages:
+        """The token stages of queries, keys and values (which may depend on the projected tokens; see L2 attention)."""
+        return tuple(self.query_stages), tuple(self.key_stages), tuple(self.value_stages)  # type: ignore[arg-type]
+
+    def logit_terms(self) -> Iterator[LogitBias]:
+        """Masks and additive biases of the logits."""
+        for term in self.logit_biases:
+            assert isinstance(term, LogitBias)
+            yield term
+
+    def in_dtype(self, dtype: torch.dtype) -> AttentionMap:
+        """This map in another floating dtype (itself when nothing changes)."""
+        return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
+        tokens = x[:, None]
+        group = self.heads // self.kv_heads
+
+        def heads_of(weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = tokens @ weight.mT
+            return out if bias is None else out + bias[:, None]
+
+        return (
+            heads_of(self.query_weight, self.query_bias),
+            heads_of(self.key_weight, self.key_bias).repeat_interleave(group, dim=1),
+            heads_of(self.value_weight, self.value_bias).repeat_interleave(group, dim=1),
+        )
+
+    def weights(self, x: Tensor) -> Tensor:
+        """The attention weights P, ``(batch, heads, n, n)`` (no batch axis when x has none)."""
+        single = x.dim() == 2
+        query, key, _ = self._heads(x[None] if single else x)
+        weights = self._weights(query, key)
+        return weights[0] if single else weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map at x, ``(n, d)`` or ``(batch, n, d)``. Readable and differentiable; builds the n × n weights."""
+        single = x.dim() == 2
+        query, key, value = self._heads(x[None] if single else x)  # (batch, heads, n, ·)
+        mixed = self._weights(query, key) @ value
+        out = (mixed @ self.output_weight).sum(1)  # Σ_h O_h W_h
+        out = out if self.output_bias is None else out + self.output_bias
+        return out[0] if single else out
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.project(x)
+        for_query, for_key, for_value = self.stages(query, key)
+        for stage in for_query:
+            query = stage(query)
+        for stage in for_key:
+            key = stage(key)
+        for stage in for_value:
+            value = stage(value)
+        return query, key, value
+
+    def _weights(self, query: Tensor, key: Tensor) -> Tensor:
+        batch, heads, n, _ = query.shape
+        scores = query @ key.mT
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        maps = Maps.every(batch, heads, n, query)
+        for term in self.logit_terms():
+            term.check(n, heads, batch)
+            block = term.block(slice(0, n), slice(0, n), maps)
+            if block is not None:
+                scores = (scores.flatten(0, 1) + block).unflatten(0, (batch, heads))
+        if self.weighting == "sigmoid":
+            return torch.sigmoid(scores)
+        blind = (scores == float("-inf")).all(-1, keepdim=True)
+        return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+
+    def extra_repr(self) -> str:
+        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        return (
+            f"{self.in_features} → {self.out_features}, heads={self.heads}{grouped}, "
+            f"width={self.query_weight.shape[1]}, {str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise InvalidInput(f"heads ({heads}) must be a positive multiple of kv_heads ({kv_heads}).")
+
+
+def _split_bias(name: str, bias: Tensor | None, groups: int | None, size: int) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.shape != (size,):
+        raise InvalidInput(f"the {name} bias must have {size} entries, got shape {tuple(bias.shape)}.")
+    return bias if groups is None else bias.reshape(groups, -1)

@@ -1,0 +1,166 @@
+"""Dot-product attention with everything today's transformers put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.masks import LogitBias, as_mask
+from howsmooth.attention.positions import Rotary
+from howsmooth.attention.stages import Scale, UnitNorm
+from howsmooth.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QKNorm = Literal["rms", "l2"] | tuple[UnitNorm, UnitNorm] | None
+
+
+class SelfAttention(AttentionMap):
+    """Dot-product self-attention f(X) = Σ_h softmax(q_h k_hᵀ) v_h W_h (Vaswani et al. 2017).
+
+    Args:
+        query, key, value, output: weights as in `torch.nn.Linear`; ``output=None`` leaves the heads side by side.
+        heads, kv_heads: query heads, and key–value heads when fewer (grouped or multi-query attention).
+        query_bias, key_bias, value_bias, output_bias: optional vectors.
+        mask: None, "causal", booleans (True = may look), logits to add, or a `LogitBias` (`Causal`, `SlidingWindow`,
+            `Padding`, …).
+        logit_biases: further additive terms: `ALiBi`, `RelativeBias`, …
+        rotary: rotary positions applied to queries and keys.
+        qk_norm: "rms", "l2", or a pair of `UnitNorm` stages; applied before the rotation.
+        softcap: logits become c·tanh(s/c) before masks and biases.
+        scale: factor on the logits; 1/√(head width) when None.
+
+    >>> import torch, howsmooth as hs
+    >>> attention = hs.SelfAttention(*torch.eye(4).repeat(4, 1, 1), heads=2, mask="causal")
+    >>> attention(torch.ones(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    kind = "dot_product"
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        mask: LogitBias | Tensor | str | None = None,
+        logit_biases: Sequence[LogitBias] = (),
+        rotary: Rotary | None = None,
+        qk_norm: QKNorm = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ):
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            heads=heads,
+            kv_heads=kv_heads,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            logit_biases=[*as_mask(mask), *logit_biases],
+            softcap=softcap,
+        )
+        width = self.query_weight.shape[1]
+        if qk_norm is not None:
+            for_query, for_key = _norms(qk_norm, width)
+            self.query_stages.append(for_query)
+            self.key_stages.append(for_key)
+        if rotary is not None:
+            self.query_stages.append(rotary)
+            self.key_stages.append(rotary)
+        self.scale = width**-0.5 if scale is None else float(scale)
+        self.query_stages.append(Scale(self.scale))
+
+    @classmethod
+    def from_bilinear(cls, a: Tensor, v: Tensor, bias: Tensor | None = None, **options: object) -> SelfAttention:
+        """One head in the notation of the theory: P_ij ∝ exp(x_jᵀ A x_i + b·x_j), f(X)_i = V Σ_j P_ij x_j.
+
+        >>> import torch, howsmooth as hs
+        >>> hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))(torch.zeros(3, 2)).shape
+        torch.Size([3, 2])
+        """
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        return cls(a, identity, v, query_bias=bias, scale=1.0, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    def random(
+        cls,
+        width: int,
+        heads: int = 1,
+        *,
+        kv_heads: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **options: object,
+    ) -> SelfAttention:
+        """Weights of variance 1/width: tokens of unit variance give queries and keys of unit variance."""
+        if heads < 1 or width % heads:
+            raise InvalidInput(f"a width of {width} does not split into {heads} heads.")
+        generator = torch.Generator().manual_seed(seed)
+        shared = width // heads * (kv_heads or heads)
+
+        def draw(rows: int) -> Tensor:
+            return (torch.randn(rows, width, generator=generator, dtype=torch.float64) * width**-0.5).to(dtype)
+
+        weights = draw(width), draw(shared), draw(shared), draw(width)
+        return cls(*weights, heads=heads, kv_heads=kv_heads, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, causal: bool = False) -> SelfAttention:
+        """The self-attention x ↦ module(x, x, x) of a `torch.nn.MultiheadAttention`, without its dropout."""
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            raise InvalidInput(
+                "this nn.MultiheadAttention appends an extra key (add_bias_kv or add_zero_attn), which SelfAttention "
+                "does not model: measure it as a function instead, hs.measure(lambda x: module(x, x, x)[0], x)."
+            )
+        if not module._qkv_same_embed_dim:
+            raise InvalidInput("self-attention needs kdim = vdim = embed_dim, but this nn.MultiheadAttention differs.")
+        query, key, value = module.in_proj_weight.detach().chunk(3)
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.detach().chunk(3)
+        output_bias = module.out_proj.bias
+        return cls(
+            query,
+            key,
+            value,
+            module.out_proj.weight.detach(),
+            heads=module.num_heads,
+            query_bias=biases[0],
+            key_bias=biases[1],
+            value_bias=biases[2],
+            output_bias=None if output_bias is None else output_bias.detach(),
+            mask="causal" if causal else None,
+        )
+
+    @classmethod
+    def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention:
+        """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
+        from howsmooth.models import from_transformers
+
+        return from_transformers(model, layer)
+
+
+def _norms(qk_norm: QKNorm, width: int) -> tuple[UnitNorm, UnitNorm]:
+    if qk_norm == "rms":
+        return UnitNorm.rms(width), UnitNorm.rms(width)
+    if qk_norm == "l2":
+        return UnitNorm(eps=1e-12), UnitNorm(eps=1e-12)
+    if isinstance(qk_norm, tuple) and len(qk_norm) == 2:
+        return qk_norm
+    raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of UnitNorm stages, got {qk_norm!r}.")

@@ -1,0 +1,135 @@
+"""Positions: what tells attention where a token stands.
+
+`Rotary` turns queries and keys (a token stage); `ALiBi` and `RelativeBias` add to the logits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.errors import InvalidInput
+
+
+class Rotary(TokenStage):
+    """Rotary position embedding (Su et al. 2021): the pair (x_a, x_b) at position t turns by the angle t·ω.
+
+    Args:
+        frequencies: the angles per position ω, one per pair; see `Rotary.standard`.
+        interleaved: pairs are (0,1), (2,3), … (GPT-J) instead of (0, m), (1, m+1), … (Llama, GPT-NeoX).
+        amplitude: factor on cosine and sine (YaRN and relatives).
+        positions: the position of each token; 0, 1, 2, … when None.
+
+    Coordinates beyond the pairs pass unchanged (partial rotary).
+    """
+
+    def __init__(
+        self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
+    ):
+        super().__init__()
+        self.frequencies: Tensor
+        self.positions: Tensor | None
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("positions", positions, persistent=False)
+        self.interleaved, self.amplitude = interleaved, amplitude
+
+    @classmethod
+    def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+        """ω_m = base^{−2m/dim}, in double precision."""
+        if dim < 2 or dim % 2:
+            raise InvalidInput(f"rotary positions turn pairs of coordinates: the width must be even, got {dim}.")
+        return cls(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), interleaved)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        n, width = x.shape[-2:]
+        pairs = len(self.frequencies)
+        if 2 * pairs > width:
+            raise InvalidInput(f"rotary positions need {2 * pairs} coordinates per head, but heads are {width} wide.")
+        places = torch.arange(n, device=x.device) if self.positions is None else self.positions
+        if len(places) != n:
+            raise InvalidInput(f"rotary positions are given for {len(places)} tokens, but the input has {n}.")
+        angle = places.to(self.frequencies)[:, None] * self.frequencies
+        turn = _Turn(
+            (angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), pairs, self.interleaved
+        )
+        return turn.jvp(x), turn
+
+
+class _Turn(TokenDerivative):
+    """The rotation itself: linear, the same for every head and batch item."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool):
+        self.cos, self.sin, self.pairs, self.interleaved = cos, sin, pairs, interleaved
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return self._turn(dx, self.sin)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self._turn(gy, -self.sin)
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return self
+
+    def _turn(self, x: Tensor, sin: Tensor) -> Tensor:
+        turned, rest = x[..., : 2 * self.pairs], x[..., 2 * self.pairs :]
+        if self.interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            parts = torch.stack([a * self.cos - b * sin, b * self.cos + a * sin], dim=-1).flatten(-2)
+            return torch.cat([parts, rest], dim=-1)
+        a, b = turned[..., : self.pairs], turned[..., self.pairs :]
+        return torch.cat([a * self.cos - b * sin, b * self.cos + a * sin, rest], dim=-1)
+
+
+class ALiBi(LogitBias):
+    """Linear biases (Press et al. 2022): the logit of (i, j) in head h gains −slope_h·|i − j|."""
+
+    def __init__(self, slopes: Tensor):
+        super().__init__()
+        self.slopes: Tensor
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    @classmethod
+    def standard(cls, heads: int) -> ALiBi:
+        """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
+        closest = 2 ** math.floor(math.log2(heads))
+        slopes = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]
+        slopes += [2 ** (-4 * (2 * h + 1) / closest) for h in range(heads - closest)]
+        return cls(torch.tensor(slopes, dtype=torch.float64))
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        distance = (maps.positions(rows)[:, None] - maps.positions(cols)).abs()
+        return -self.slopes[maps.heads, None, None].to(maps.like) * distance
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.slopes) != heads:
+            raise InvalidInput(f"ALiBi has {len(self.slopes)} slopes, but the attention has {heads} heads.")
+
+
+class RelativeBias(LogitBias):
+    """Additive bias by relative position: the logit of (i, j) in head h gains ``table[h, clip(j − i) + reach]``.
+
+    Args:
+        table: ``(heads or 1, 2·reach + 1)``; offsets beyond ± reach use the outermost entries. Bucketed schemes
+            (T5, MPNet) are of this form once their buckets are written out by offset.
+    """
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        if table.dim() != 2 or table.shape[1] % 2 == 0:
+            raise InvalidInput(f"a relative bias table has shape (heads, 2·reach + 1), got {tuple(table.shape)}.")
+        self.table: Tensor
+        self.register_buffer("table", table, persistent=False)
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        reach = self.table.shape[1] // 2
+        offset = maps.positions(cols) - maps.positions(rows)[:, None]
+        table = self.table if len(self.table) == 1 else self.table[maps.heads]
+        return table.to(maps.like)[:, offset.clamp(-reach, reach) + reach]
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.table) not in (1, heads):
+            raise InvalidInput(f"the relative bias has {len(self.table)} rows, but the attention has {heads} heads.")

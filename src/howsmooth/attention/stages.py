@@ -1,0 +1,135 @@
+"""Token stages: what happens to a projected query, key or value before tokens meet.
+
+Each stage acts on every token by itself and knows its own derivative in closed form. Tensors are ``(maps, n, width)``
+(or any leading shape): one map per head and batch item.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenDerivative(ABC):
+    """Derivative of a stage at the tokens it was linearised at."""
+
+    @abstractmethod
+    def jvp(self, dx: Tensor) -> Tensor:
+        """Tangents through the stage."""
+
+    @abstractmethod
+    def vjp(self, gy: Tensor) -> Tensor:
+        """Cotangents back through the stage."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> TokenDerivative:
+        """The derivative for the maps at ``index`` only."""
+
+
+class TokenStage(nn.Module):
+    """A map x_i ↦ y_i applied to every token."""
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        """The value at x and the derivative there."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linearize(x)[0]
+
+
+@dataclass(frozen=True)
+class Chain(TokenDerivative):
+    """Stages one after the other; the empty chain is the identity."""
+
+    links: tuple[TokenDerivative, ...]
+
+    @classmethod
+    def through(cls, stages: Sequence[TokenStage], x: Tensor) -> tuple[Tensor, Chain]:
+        """Run x through the stages and keep their derivatives."""
+        links = []
+        for stage in stages:
+            x, link = stage.linearize(x)
+            links.append(link)
+        return x, cls(tuple(links))
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        for link in self.links:
+            dx = link.jvp(dx)
+        return dx
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        for link in reversed(self.links):
+            gy = link.vjp(gy)
+        return gy
+
+    def select(self, index: Tensor) -> Chain:
+        return Chain(tuple(link.select(index) for link in self.links))
+
+
+class Scale(TokenStage, TokenDerivative):
+    """y = c·x: linear, hence its own derivative."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        return x * self.factor, self
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return dx * self.factor
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return gy * self.factor
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return self
+
+
+class UnitNorm(TokenStage):
+    """y = c·g∘x/√(|x|² + ε): queries, keys or values brought to (nearly) one length.
+
+    Its derivative is c·g∘(dx − u (u·dx))/√(|x|² + ε) with u = x/√(|x|² + ε).
+    """
+
+    def __init__(self, eps: float, length: float = 1.0, gain: Tensor | None = None):
+        super().__init__()
+        self.gain: Tensor | None
+        self.eps, self.length = eps, length
+        self.register_buffer("gain", gain, persistent=False)
+
+    @classmethod
+    def rms(cls, width: int, eps: float = 1e-6, gain: Tensor | None = None) -> UnitNorm:
+        """RMSNorm over ``width`` coordinates: x/√(mean x² + ε) = √width·x/√(|x|² + width·ε)."""
+        return cls(eps * width, width**0.5, gain)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        inverse = (x.square().sum(-1, keepdim=True) + self.eps).rsqrt()
+        unit = x * inverse
+        gain = torch.full((), self.length, dtype=x.dtype, device=x.device)
+        if self.gain is not None:
+            gain = gain * self.gain.to(x)
+        return unit * gain, _UnitNormDerivative(unit, inverse, gain)
+
+
+@dataclass(frozen=True)
+class _UnitNormDerivative(TokenDerivative):
+    unit: Tensor
+    inverse: Tensor
+    gain: Tensor
+
+    def _project(self, t: Tensor) -> Tensor:
+        return (t - self.unit * (self.unit * t).sum(-1, keepdim=True)) * self.inverse
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return self._project(dx) * self.gain
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self._project(gy * self.gain)
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return _UnitNormDerivative(self.unit[index], self.inverse[index], self.gain)
