@@ -1,0 +1,59 @@
+"""Jacobian operators: closed forms for attention, torch.func for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap, SelfAttention
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobian.function import FunctionJacobian, function_jacobian
+from howsmooth.jacobian.operator import JacobianOperator, MatrixOperator
+
+__all__ = [
+    "DEFAULT_MEMORY",
+    "AttentionJacobian",
+    "FunctionJacobian",
+    "JacobianOperator",
+    "MatrixOperator",
+    "as_attention",
+    "attention_jacobian",
+    "function_jacobian",
+    "jacobian",
+]
+
+
+def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: int = DEFAULT_MEMORY) -> JacobianOperator:
+    r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
+
+    Args:
+        f: an attention map or a `torch.nn.MultiheadAttention` (closed form), or any differentiable function or module
+            (torch.func).
+        x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
+        memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
+
+    Returns:
+        An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.
+
+    >>> import torch, howsmooth as hs
+    >>> J = hs.jacobian(torch.sin, torch.zeros(2, 3))
+    >>> J.matvec(torch.ones(2, 3)).sum()
+    tensor(6.)
+    """
+    attention = as_attention(f)
+    if attention is not None:
+        return attention_jacobian(attention, x, memory=memory)
+    return function_jacobian(f, x)
+
+
+def as_attention(f: object) -> AttentionMap | None:
+    """``f`` as an attention map when it is one; None when it must be treated as a function."""
+    if isinstance(f, AttentionMap):
+        return f
+    if isinstance(f, nn.MultiheadAttention):
+        if f.training and f.dropout > 0:
+            raise InvalidInput("this nn.MultiheadAttention is in training mode with dropout: call .eval() first.")
+        return SelfAttention.from_torch(f)
+    return None

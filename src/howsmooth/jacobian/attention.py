@@ -1,0 +1,174 @@
+"""The Jacobian of attention in closed form: block or head by head, whole or one path at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.stages import Chain
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian.checks import check_finite, check_tokens
+from howsmooth.jacobian.mixing import Mixing
+from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobian.projection import BlockProjection, HeadProjection, Projection
+
+Path = Literal["all", "value", "score"]
+DEFAULT_MEMORY = 2**29
+"""Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
+
+
+@dataclass(frozen=True)
+class _Derivatives:
+    """Derivatives of the token stages of queries, keys and values."""
+
+    query: Chain
+    key: Chain
+    value: Chain
+
+    def select(self, index: Tensor) -> _Derivatives:
+        return _Derivatives(self.query.select(index), self.key.select(index), self.value.select(index))
+
+
+class AttentionJacobian(JacobianOperator):
+    """Products with the Jacobian of an `AttentionMap` at x; build it with `attention_jacobian`.
+
+    ``path`` keeps one of the two additive parts: "value" (weights P held fixed: the map P ⊗ WV) or "score" (values held
+    fixed: what moves through the weights).
+    """
+
+    def __init__(
+        self,
+        mixing: Mixing,
+        derivatives: _Derivatives,
+        projection: Projection,
+        batch_shape: torch.Size,
+        path: Path = "all",
+    ):
+        self.mixing, self.derivatives, self.projection, self.path = mixing, derivatives, projection, path
+        n = mixing.query.shape[1]
+        self.batch_shape = batch_shape
+        self.in_shape = torch.Size([n, projection.in_width])
+        self.out_shape = torch.Size([n, projection.out_width])
+        self.dtype, self.device = mixing.query.dtype, mixing.query.device
+        self.method = "closed form, streamed" if mixing.streamed else "closed form"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether every head is a map of its own."""
+        return isinstance(self.projection, HeadProjection)
+
+    @torch.no_grad()
+    def matvec(self, v: Tensor) -> Tensor:
+        query, key, value = self.projection.into_heads(v.reshape(-1, *self.in_shape))
+        moved = self.mixing.jvp(
+            self.derivatives.query.jvp(query) if self.path != "value" else None,
+            self.derivatives.key.jvp(key) if self.path != "value" else None,
+            self.derivatives.value.jvp(value) if self.path != "score" else None,
+        )
+        return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
+
+    @torch.no_grad()
+    def rmatvec(self, u: Tensor) -> Tensor:
+        grad = self.projection.distribute(u.reshape(-1, *self.out_shape))
+        query, key, value = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
+        back = self.projection.from_heads(
+            self.derivatives.query.vjp(query), self.derivatives.key.vjp(key), self.derivatives.value.vjp(value)
+        )
+        return back.reshape(*self.batch_shape, *self.in_shape)
+
+    def along(self, path: Path) -> AttentionJacobian:
+        """The same Jacobian restricted to one path."""
+        if path not in ("all", "value", "score"):
+            raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
+        return AttentionJacobian(self.mixing, self.derivatives, self.projection, self.batch_shape, path)
+
+    def subset(self, index: Tensor) -> AttentionJacobian:
+        maps = self.projection.maps_of(index)
+        return AttentionJacobian(
+            self.mixing.select(maps),
+            self.derivatives.select(maps),
+            self.projection.select(index),
+            index.shape,
+            self.path,
+        )
+
+    def lift_in(self, v: Tensor) -> Tensor:
+        return self._lift(v, getattr(self.projection, "basis_in", None))
+
+    def lift_out(self, u: Tensor) -> Tensor:
+        return self._lift(u, getattr(self.projection, "basis_out", None))
+
+    def _lift(self, vector: Tensor, basis: Tensor | None) -> Tensor:
+        if basis is None:
+            return vector
+        several = vector.dim() - len(self.batch_shape) - 2  # top-k vectors have an axis of their own
+        return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
+
+
+def attention_jacobian(
+    attention: AttentionMap,
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    reduced: bool = False,
+    memory: int = DEFAULT_MEMORY,
+) -> AttentionJacobian:
+    """The Jacobian of an attention map at x, ``(n, d)`` or ``(batch, n, d)``, in closed form.
+
+    Args:
+        per_head: one map x ↦ W_h f_h(x) per head; the batch shape is then ``(heads,)`` or ``(batch, heads)``.
+        reduced: with ``per_head``, work in orthonormal coordinates of each head's own subspaces: same singular values,
+            shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
+        memory: bytes of attention weights to keep between products.
+
+    Half precision is computed in float32; otherwise the wider dtype of x and the weights is used.
+
+    >>> import howsmooth as hs, torch
+    >>> J = attention_jacobian(hs.SelfAttention.random(8, heads=2), torch.randn(5, 8))
+    >>> J.matvec(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
+    check_tokens(x)
+    if x.shape[-1] != attention.in_features:
+        raise InvalidInput(
+            f"tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}: "
+            f"x has shape {tuple(x.shape)}, expected (…, n, {attention.in_features})."
+        )
+    for name, tensor in attention.named_buffers():
+        if tensor.is_floating_point() and not name.startswith("logit_biases"):
+            check_finite(tensor, name.replace("_", " "))
+    dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
+    batch_shape = x.shape[:-2]
+    with torch.no_grad():
+        tokens = x.detach().to(dtype).reshape(-1, *x.shape[-2:])
+        attention = attention.in_dtype(dtype)
+        batch, n, _ = tokens.shape
+        for term in attention.logit_terms():
+            term.check(n, attention.heads, batch)
+        query, key, value = (t.flatten(0, 1) for t in attention.project(tokens))
+        for_query, for_key, for_value = attention.stages(query, key)
+        query, query_chain = Chain.through(for_query, query)
+        key, key_chain = Chain.through(for_key, key)
+        value, value_chain = Chain.through(for_value, value)
+        mixing = Mixing.at(
+            query,
+            key,
+            value,
+            Maps.every(batch, attention.heads, n, query),
+            tuple(attention.logit_terms()),
+            softcap=attention.softcap,
+            softmax=attention.weighting == "softmax",
+            memory=memory,
+        )
+        projection: Projection
+        if per_head:
+            projection = HeadProjection.of(attention, batch, reduced)
+            batch_shape = torch.Size([*batch_shape, attention.heads])
+        else:
+            projection = BlockProjection.of(attention)
+    return AttentionJacobian(mixing, _Derivatives(query_chain, key_chain, value_chain), projection, batch_shape)

@@ -1,0 +1,189 @@
+"""What must hold before a Jacobian is worth computing, one readable error for each way it can fail.
+
+The first group looks at tensors and serves every Jacobian, closed form or not. The second looks at a function: whether
+it returns numbers that depend on x, returns the same ones twice, and treats the items of a batch one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput, NotDifferentiable
+
+# Relative difference up to which two evaluations count as one. It does not shrink in float64, because many models
+# round to float32 inside whatever the dtype of x (the RMSNorm of transformers' Llama does).
+SAME_VALUE = 1e-4
+
+
+def check_finite(tensor: Tensor, name: str) -> None:
+    """Refuse NaN and infinity, saying how many there are and where the first one is.
+
+    >>> check_finite(torch.tensor([[0.0, float("nan")]]), "x")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x holds 1 NaN or infinite value, at index (0, 1): replace or drop it.
+    """
+    bad = (~torch.isfinite(tensor)).nonzero()
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        count = "1 NaN or infinite value, at" if len(bad) == 1 else f"{len(bad)} NaN or infinite values, the first at"
+        raise InvalidInput(f"{name} holds {count} index {first}: replace or drop {'it' if len(bad) == 1 else 'them'}.")
+
+
+def check_point(x: Tensor, name: str = "x") -> None:
+    """Refuse what no Jacobian can be taken at: not a floating tensor, above 3-D, empty, or not finite."""
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"{name} must be a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor.")
+    if not x.is_floating_point():
+        raise InvalidInput(
+            f"{name} has dtype {_short(x.dtype)}, but a Jacobian needs real floating-point numbers: pass embeddings "
+            f"rather than token ids, or convert with {name}.float()."
+        )
+    if x.dim() > 3:
+        raise InvalidInput(
+            f"{name} has shape {tuple(x.shape)}, but must be (n, d) or (batch, n, d): merge or index axes."
+        )
+    if x.numel() == 0:
+        raise InvalidInput(f"{name} has shape {tuple(x.shape)}, which holds no numbers: every size must be at least 1.")
+    check_finite(x, name)
+
+
+def check_tokens(x: Tensor, name: str = "x") -> None:
+    """Refuse anything but finite floating tokens of shape (n, d) or (batch, n, d).
+
+    >>> check_tokens(torch.zeros(4))
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x has shape (4,), but must be (n, d) or (batch, n, d): add the missing axes.
+    """
+    check_point(x, name)
+    if x.dim() < 2:
+        raise InvalidInput(
+            f"{name} has shape {tuple(x.shape)}, but must be (n, d) or (batch, n, d): add the missing axes."
+        )
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor meant by what a function or model returned.
+
+    A tensor is itself; a transformers ``ModelOutput`` gives ``last_hidden_state`` or else its first tensor; a tuple,
+    list or mapping gives its first tensor.
+
+    >>> first_tensor((None, torch.ones(2), torch.zeros(3)))
+    tensor([1., 1.])
+    """
+    named = getattr(output, "last_hidden_state", None)
+    if isinstance(named, Tensor):
+        return named
+    if isinstance(output, Mapping):
+        candidates = list(output.values())
+    else:
+        candidates = list(output) if isinstance(output, tuple | list) else [output]
+    for candidate in candidates:
+        if isinstance(candidate, Tensor):
+            return candidate
+    raise InvalidInput(f"f returned no tensor but {type(output).__name__}: make it return the tensor to differentiate.")
+
+
+def evaluate(f: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    """The tensor f(x); an exception of f's own passes through with a note on what it was called with."""
+    try:
+        output = f(x)
+    except Exception as error:
+        if "Inference tensors cannot be saved" in str(error):
+            raise InvalidInput(
+                "f holds tensors that were created under torch.inference_mode, which autograd cannot use: "
+                "create them under torch.no_grad, or clone them outside inference mode."
+            ) from error
+        error.add_note(f"howsmooth called f with a tensor of shape {tuple(x.shape)} and dtype {_short(x.dtype)}.")
+        raise
+    return first_tensor(output)
+
+
+def check_output(y: Tensor, x: Tensor) -> None:
+    """Refuse values y = f(x) that have no Jacobian: complex, integer, empty, not finite, or without the batch first."""
+    if y.is_complex():
+        raise InvalidInput("f returns complex numbers: return torch.view_as_real(...) of them to get a real Jacobian.")
+    if not y.is_floating_point():
+        raise NotDifferentiable(
+            f"f returns {_short(y.dtype)} values, which have no derivative: return the scores before argmax, "
+            "comparison or rounding to integers."
+        )
+    if y.numel() == 0:
+        raise InvalidInput(f"f(x) has shape {tuple(y.shape)}, which holds no numbers: make f return at least one.")
+    check_finite(y.detach(), "f(x)")
+    if x.dim() == 3 and (y.dim() == 0 or len(y) != len(x)):
+        raise InvalidInput(
+            f"f(x) has shape {tuple(y.shape)} for x of shape {tuple(x.shape)}, but a 3-D x is a batch and f(x) must "
+            "start with the same batch size: keep that axis first, or pass one input of shape (n, d)."
+        )
+
+
+def check_repeatable(again: Callable[[], Tensor], y: Tensor) -> None:
+    """Refuse a function whose value ``again()`` differs from the first one, y, or draws from torch's random numbers.
+
+    The state of the generator is compared as well because a light dropout often leaves a small tensor as it was.
+    """
+    state = torch.get_rng_state()
+    second = again().detach()
+    same = second.shape == y.shape and relative_error(second, y.detach()) <= SAME_VALUE
+    if not same or not torch.equal(state, torch.get_rng_state()):
+        raise InvalidInput(
+            "f is random: two evaluations at the same x differ or draw random numbers, as dropout does in training "
+            "mode: call .eval() on the model, or fix the noise outside f."
+        )
+
+
+def check_reads_items_alone(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    """Refuse an f whose value at the first item of a batch changes when the other items are absent.
+
+    An f that cannot take one item (a mask or bias for each item of the batch) is let through: what remains to be seen
+    is in its derivative, see ``mixes_items``.
+    """
+    try:
+        alone = f(x[:1]).detach()
+    except Exception:
+        return
+    if alone.shape == (1, *y.shape[1:]) and relative_error(alone, y[:1].detach()) > SAME_VALUE:
+        raise mixing_error()
+
+
+def mixes_items(pull: Callable[[Tensor], Tensor], y: Tensor) -> bool:
+    """Whether the first or last item of y = f(x) has a derivative in another item of x; ``pull`` is u ↦ Jᵀu.
+
+    The first and the last: in a causal map read along the wrong axis the first item depends on nothing else.
+    """
+    for item in (0, len(y) - 1):
+        u = torch.zeros_like(y)
+        u[item] = random_like(y[item])
+        gradient = pull(u).clone()
+        gradient[item] = 0
+        if gradient.any():
+            return True
+    return False
+
+
+def mixing_error() -> InvalidInput:
+    """The error for an f whose batch items are not independent."""
+    return InvalidInput(
+        "f mixes the items of the batch, or reads the axes of x in another order than (batch, n, d): transpose inside "
+        "f, or pass one input of shape (n, d)."
+    )
+
+
+def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
+    """Standard normal numbers of the same shape, dtype and device, from their own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """‖value − reference‖ / ‖reference‖, and 0 when both vanish."""
+    error, scale = float(torch.linalg.vector_norm(value - reference)), float(torch.linalg.vector_norm(reference))
+    return 0.0 if error == 0 else error / scale if scale else float("inf")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

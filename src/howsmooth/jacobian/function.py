@@ -1,0 +1,398 @@
+"""The Jacobian of any differentiable torch function or module, known through its products.
+
+Reverse mode, Jᵀu, is one recorded autograd graph, walked again for each product. Forward mode, Jv, takes the first of
+these that works and that agrees with reverse mode:
+
+1. ``torch.func linearize``: f traced once into the graph of v ↦ Jv; no product runs f again.
+2. ``torch.func jvp``: when f cannot be traced (branches on values) or the trace is wrong (some in-place writes);
+   every product runs f.
+3. ``double backward``: when an operation has no forward mode. Jᵀu is linear in u, so Jv is the gradient of
+   ⟨Jᵀu, v⟩ in u [1]_; the graph is recorded once.
+4. ``dense rows``: when that graph cannot be differentiated again (``torch.cdist``): J itself, row by row, if f has at
+   most 4096 outputs.
+
+Every one gives the same numbers, so a fallback is not warned about: ``method`` names the way taken and ``notes`` says
+why the earlier ones were left. What does raise a `DerivativeWarning` is reason to doubt the derivative itself.
+
+.. [1] J. Townsend, *A new trick for calculating Jacobian vector products*, 2017.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, linearize, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.jacobian import checks
+from howsmooth.jacobian.operator import JacobianOperator
+
+_MOST_DENSE_ROWS = 4096
+_NUMBERS_PER_CHUNK = 2**21
+# Relative errors allowed between forward and reverse mode, and between a trace and what it traces. They catch wrong
+# derivatives, not rounding, and leave room for models that round to float32 inside whatever the dtype of x.
+_SAME_PRODUCT = 1e-3
+_SAME_TRACE = 1e-5
+
+Map = Callable[[Tensor], Tensor]
+
+
+class DerivativeWarning(UserWarning):
+    """The Jacobian was computed as asked, but f gives reason to doubt that it is the derivative meant."""
+
+
+def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian:
+    """The Jacobian of f at x as an operator.
+
+    A 2-D x (or below) is one input and J one map, ``batch_shape == ()``. A 3-D x is a batch of inputs, one map for
+    each, ``batch_shape == (batch,)``; f(x) must then keep the batch first and its items independent. f receives x as
+    given and may return any shape; of a tuple, list or ``ModelOutput`` the first tensor (``last_hidden_state``) counts.
+    A module built sequence first (``batch_first=False``) has the axes of a 3-D x exchanged around it.
+
+    The dtype of x rules: a module's parameters follow it, so a float64 x gives float64 products of a float32 module;
+    float16 and bfloat16 are computed in float32. Modules keep their parameters, gradients, buffers and mode. A plain
+    function runs as it is: a module called inside it must have the dtype of x, and keeps its own side effects.
+
+    >>> J = function_jacobian(lambda x: x.softmax(-1), torch.zeros(3, 2, dtype=torch.float64))
+    >>> J
+    FunctionJacobian((3, 2) → (3, 2), torch.func linearize, float64)
+    >>> J.matvec(torch.tensor([[1.0, 0.0]] * 3, dtype=torch.float64))[0]
+    tensor([ 0.2500, -0.2500], dtype=torch.float64)
+    """
+    checks.check_point(x)
+    notes: list[str] = []
+    with _exact_autograd(x.device):
+        point = x.detach().clone().to(torch.float32 if x.dtype.itemsize < 4 else x.dtype)
+        call = _tensor_map(f, x.dtype, point.dtype)
+        if point.dim() == 3 and isinstance(f, nn.Module) and _reads_sequence_first(f, call, point):
+            call = _exchange_axes(call)
+        tape = _Tape.record(call, point)
+        checks.check_output(tape.output, point)
+        checks.check_repeatable(lambda: _Tape.record(call, point).output, tape.output)
+        u = checks.random_like(tape.output)
+        try:
+            pulled = tape.pull(u)
+        except RuntimeError as error:
+            raise NotDifferentiable(
+                f"autograd cannot go back through f, replace the operation it names: {_first_line(error)}"
+            ) from error
+        if not torch.isfinite(pulled).all():
+            raise NotDifferentiable(
+                "the Jacobian of f has NaN or infinite entries at this x (as sqrt has at 0): move x away from that "
+                "point, or smooth f there."
+            )
+        if point.dim() == 3:
+            _check_independent_items(call, point, tape)
+        if not pulled.any():
+            _doubt(
+                notes, "the Jacobian of f is exactly zero at x: f is constant or piecewise constant there, as round is."
+            )
+        push = _forward_products(call, point, tape, u, pulled, notes)
+    return FunctionJacobian(point, tape, push, tuple(notes))
+
+
+class FunctionJacobian(JacobianOperator):
+    """The Jacobian of a torch function at a point; build it with `function_jacobian`.
+
+    Attributes:
+        notes: sentences on fallbacks taken and doubts raised; empty when all went the usual way.
+    """
+
+    def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...]):
+        y = tape.output
+        batch_axes = 1 if x.dim() == 3 else 0
+        self.batch_shape = x.shape[:batch_axes]
+        self.in_shape, self.out_shape = x.shape[batch_axes:], y.shape[batch_axes:]
+        self.dtype, self.device = x.dtype, x.device
+        self.method, self.notes = push.name, notes
+        self._push, self._pull = push, _Products("vjp", tape.pull, tape.pull_many)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self._product(self._push, v, self.in_shape)
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return self._product(self._pull, u, self.out_shape)
+
+    def columns(self, index: Tensor) -> Tensor:
+        return self._on_basis(self._push, index, self.in_shape)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self._on_basis(self._pull, index, self.out_shape)
+
+    def _product(self, products: _Products, v: Tensor, shape: torch.Size) -> Tensor:
+        expected = self.batch_shape + shape
+        if v.shape != expected:
+            raise InvalidInput(f"this product takes vectors of shape {tuple(expected)}, not {tuple(v.shape)}: reshape.")
+        with _exact_autograd(self.device):
+            return products.one(v.detach().to(self.device, self.dtype)).detach()
+
+    def _on_basis(self, products: _Products, index: Tensor, shape: torch.Size) -> Tensor:
+        numbers = max(self.batch_size, 1) * max(self.in_size, self.out_size)
+        chunk = max(1, min(256, _NUMBERS_PER_CHUNK // numbers))
+        with _exact_autograd(self.device):
+            parts = [products.stacked(self._unit_vectors(i, shape)) for i in index.split(chunk)]
+        return torch.cat(parts).detach()
+
+    def _unit_vectors(self, index: Tensor, shape: torch.Size) -> Tensor:
+        units = torch.zeros(len(index), math.prod(shape), dtype=self.dtype, device=self.device)
+        units[torch.arange(len(index)), index] = 1
+        return units.reshape(-1, *[1] * len(self.batch_shape), *shape).expand(-1, *self.batch_shape, *shape)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """One linear map: ``one`` applies it to a vector, ``many`` to vectors stacked along a new first axis."""
+
+    name: str
+    one: Map
+    many: Map
+
+    def stacked(self, vectors: Tensor) -> Tensor:
+        try:
+            return self.many(vectors)
+        except (RuntimeError, ValueError):  # an operation without a batching rule, or too little memory
+            return torch.stack([self.one(v) for v in vectors])
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """f evaluated once with its autograd graph kept: Jᵀu without another forward pass."""
+
+    leaf: Tensor
+    output: Tensor
+
+    @classmethod
+    def record(cls, call: Map, x: Tensor) -> _Tape:
+        leaf = x.detach().clone().requires_grad_()
+        return cls(leaf, call(leaf))
+
+    def pull(self, u: Tensor) -> Tensor:
+        return self._grad(u)
+
+    def pull_many(self, us: Tensor) -> Tensor:
+        return self._grad(us, is_grads_batched=True)
+
+    def _grad(self, u: Tensor, **options: bool) -> Tensor:
+        gradient = None
+        if self.output.requires_grad:
+            (gradient,) = torch.autograd.grad(
+                self.output, self.leaf, u, retain_graph=True, allow_unused=True, **options
+            )
+        if gradient is None:
+            raise NotDifferentiable(
+                "f(x) is not connected to x by differentiable operations: look inside f for detach, no_grad, numpy, "
+                "comparisons or a result that ignores x."
+            )
+        return gradient
+
+
+@contextmanager
+def _exact_autograd(device: torch.device) -> Iterator[None]:
+    """Autograd on whatever the caller's mode, at full precision, with only those kernels that have a forward mode."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtype) -> Map:
+    """f as a pure map of tensors of ``dtype``: no write reaches x, and a module's state is copied, never touched."""
+    is_module = isinstance(f, nn.Module) and not isinstance(f, torch.jit.ScriptModule)  # functional_call refuses those
+    run = _with_own_state(cast(nn.Module, f), dtype) if is_module else f
+    dtype_trouble = re.compile(r"dtype|scalar type|type \(.*should be the same")
+
+    def call(x: Tensor) -> Tensor:
+        try:
+            y = checks.evaluate(run, x.clone())
+        except RuntimeError as error:
+            if given != dtype and not is_module and dtype_trouble.search(str(error)):
+                raise InvalidInput(
+                    f"f does not accept float32, in which a {str(given).removeprefix('torch.')} x is computed: convert "
+                    "what f holds to float32 and pass x.float()."
+                ) from error
+            raise
+        return y.to(dtype) if y.is_floating_point() else y
+
+    return call
+
+
+def _with_own_state(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    """The module with detached parameters in ``dtype``, and fresh copies of its buffers for each call."""
+
+    def own(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    parameters = {name: own(p) for name, p in module.named_parameters()}
+    buffers = {name: own(b) for name, b in module.named_buffers()}
+    return lambda x: functional_call(module, parameters | {name: b.clone() for name, b in buffers.items()}, (x,))
+
+
+def _reads_sequence_first(module: nn.Module, call: Map, x: Tensor) -> bool:
+    """Whether the module takes (n, batch, d): a part says ``batch_first=False`` and the items of a batch would mix."""
+    if all(getattr(part, "batch_first", True) for part in module.modules()):
+        return False
+    try:
+        tape = _Tape.record(call, _at_least_two(x))
+    except (RuntimeError, ValueError):  # a size that only fits the other order of axes
+        return True
+    return len(tape.output) != len(tape.leaf) or checks.mixes_items(tape.pull, tape.output)
+
+
+def _exchange_axes(call: Map) -> Map:
+    return lambda x: call(x.transpose(0, 1)).transpose(0, 1)
+
+
+def _at_least_two(x: Tensor) -> Tensor:
+    return x if len(x) > 1 else torch.cat([x, x])
+
+
+def _check_independent_items(call: Map, x: Tensor, tape: _Tape) -> None:
+    """One item cannot mix with others but can be read along the wrong axis, so it is tried next to a copy of itself."""
+    if len(x) > 1:
+        checks.check_reads_items_alone(call, x, tape.output)
+    else:
+        try:
+            tape = _Tape.record(call, _at_least_two(x))
+        except Exception:
+            return
+        if tape.output.dim() == 0 or len(tape.output) != 2:
+            return
+    if checks.mixes_items(tape.pull, tape.output):
+        raise checks.mixing_error()
+
+
+def _forward_products(call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tensor, notes: list[str]) -> _Products:
+    """The first way to compute Jv that works and agrees with reverse mode."""
+    v = checks.random_like(x, seed=1)
+
+    def disagreement(jv: Tensor) -> float:
+        """The larger defect of ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ for w = u, and for w = Jv, which leaves no room for cancellation."""
+        defects = []
+        for w, jtw in ((u, pulled), (jv, tape.pull(jv))):
+            scale = torch.linalg.vector_norm(w) * torch.linalg.vector_norm(jv)
+            scale = scale + torch.linalg.vector_norm(jtw) * torch.linalg.vector_norm(v)
+            defects.append(float(((w * jv).sum() - (jtw * v).sum()).abs() / scale) if scale > 0 else 0.0)
+        return max(defects)
+
+    def agrees(jv: Tensor, way: str) -> bool:
+        defect = disagreement(jv)
+        if defect <= _SAME_PRODUCT:
+            return True
+        _doubt(
+            notes,
+            f"{way} and reverse mode disagree on ⟨u, Jv⟩ by {defect:.1e}, so reverse mode was taken: "
+            "look in f for a custom derivative that is wrong, or for side effects.",
+        )
+        return False
+
+    try:
+        jv = jvp(call, (x,), (v,))[1].detach()
+    except Exception as error:
+        notes.append(f"forward mode is not possible: {_first_line(error)}")
+    else:
+        if agrees(jv, "forward mode"):
+            return _linearized(call, x, v, jv, notes) or _pushed_forward(call, x)
+    try:
+        products = _double_backward(tape)
+        if agrees(products.one(v), "double backward"):
+            return products
+    except Exception as error:
+        notes.append(f"double backward is not possible: {_first_line(error)}")
+    return _dense_rows(x, tape)
+
+
+def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -> _Products | None:
+    """``torch.func.linearize``, if the graph reproduces Jv, also when used again.
+
+    The check is needed: the tracer takes a buffer that f writes into for a constant, and silently returns wrong
+    products (torch 2.13, ``out = zeros(...); out[1:] += x * x; out.mul_(out)``).
+    """
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # f has run before; what is left is the tracer's talk about its own graph
+            _, push = linearize(call, x)
+            first = push(v)
+            kept = first.clone()
+            second = push(checks.random_like(v, seed=2))
+            again = push(v)
+    except Exception as error:
+        notes.append(f"f cannot be linearized once: {_first_line(error)}")
+        return None
+    shared = first.data_ptr() == second.data_ptr()
+    if shared or max(checks.relative_error(kept, jv), checks.relative_error(again, jv)) > _SAME_TRACE:
+        notes.append("f cannot be linearized once: the trace does not reproduce f's derivative (in-place writes in f).")
+        return None
+
+    def one(v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return push(v)
+
+    return _Products("torch.func linearize", one, vmap(one))
+
+
+def _pushed_forward(call: Map, x: Tensor) -> _Products:
+    def one(v: Tensor) -> Tensor:
+        return jvp(call, (x,), (v,))[1]
+
+    return _Products("torch.func jvp", one, vmap(one))
+
+
+def _double_backward(tape: _Tape) -> _Products:
+    u = torch.zeros_like(tape.output).requires_grad_()
+    (pulled,) = torch.autograd.grad(tape.output, tape.leaf, u, create_graph=True)
+
+    def one(v: Tensor) -> Tensor:
+        return torch.autograd.grad(pulled, u, v, retain_graph=True)[0]
+
+    def many(vs: Tensor) -> Tensor:
+        return torch.autograd.grad(pulled, u, vs, retain_graph=True, is_grads_batched=True)[0]
+
+    return _Products("double backward", one, many)
+
+
+def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
+    y = tape.output
+    batch = len(x) if x.dim() == 3 else 1
+    out_size, in_size = y.numel() // batch, x.numel() // batch
+    if out_size > _MOST_DENSE_ROWS:
+        raise NotDifferentiable(
+            f"f has no forward mode and cannot be differentiated twice, and its {out_size} outputs are too many to "
+            f"take J row by row (at most {_MOST_DENSE_ROWS}): replace the operation without forward mode (torch.cdist "
+            "by |a|² - 2ab + |b|²), or measure fewer tokens."
+        )
+    basis = torch.eye(out_size, dtype=x.dtype, device=x.device).unsqueeze(1).expand(-1, batch, -1)
+    pull = _Products("vjp", tape.pull, tape.pull_many)
+    rows = [pull.stacked(part.reshape(-1, *y.shape)) for part in basis.split(max(1, _NUMBERS_PER_CHUNK // x.numel()))]
+    matrix = torch.cat(rows).reshape(out_size, batch, in_size).movedim(0, 1)
+
+    def one(v: Tensor) -> Tensor:
+        return (matrix @ v.reshape(batch, in_size, 1)).reshape(y.shape)
+
+    return _Products("dense rows", one, vmap(one))
+
+
+def _doubt(notes: list[str], sentence: str) -> None:
+    notes.append(sentence)
+    warnings.warn(sentence, DerivativeWarning, stacklevel=4)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]

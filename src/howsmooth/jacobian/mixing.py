@@ -1,0 +1,240 @@
+"""Where tokens meet: the derivative of O = P(q, k) v in closed form, tile by tile.
+
+For tangents dq, dk, dv and cotangents g of every map (one head of one batch item), with S the logits, P the weights and
+D = ∂P_ij/∂s_ij up to normalisation (P for softmax, P(1 − P) for sigmoid, times the slope of a soft-cap):
+
+    JVP   T = D ∘ (dq kᵀ + q dkᵀ),  dO = T v − rowsum(T) ∘ O + P dv
+    VJP   E = D ∘ (g vᵀ − rowsum(g ∘ O)),  gq = E k,  gk = Eᵀ q,  gv = Pᵀ g
+
+where the terms with O stand only for softmax. Four n × n × width products each way and no forward pass. The n × n
+arrays are cut into tiles that fit the cache; tiles that a mask hides altogether do not exist. Tiles of P are kept while
+they fit the memory budget and recomputed from the log-sum-exp of their rows beyond it, so that memory is O(n) at any n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.errors import InvalidInput
+
+TILE_ROWS = 256
+TILE_COLS = 1024
+TILE_SIZE = 2**19
+"""Most entries of a tile: the arrays of one tile stay in the cache between the steps that touch them."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One block of queries and keys for a run of maps, with its weights when they are kept."""
+
+    maps: slice
+    rows: slice
+    cols: slice
+    weights: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def queries(self) -> tuple[slice, slice]:
+        return self.maps, self.rows
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        return self.maps, self.cols
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The map (q, k, v) ↦ O at one point, ready for products with its Jacobian.
+
+    Tensors are ``(maps, n, width)``; build with `Mixing.at`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    log_sums: Tensor
+    tiles: tuple[Tile, ...]
+    maps: Maps
+    terms: tuple[LogitBias, ...]
+    softcap: float | None
+    softmax: bool
+
+    @classmethod
+    @torch.no_grad()
+    def at(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        maps: Maps,
+        terms: Sequence[LogitBias] = (),
+        *,
+        softcap: float | None = None,
+        softmax: bool = True,
+        memory: int = 2**29,
+    ) -> Mixing:
+        """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes."""
+        output = torch.zeros_like(value)
+        log_sums = torch.zeros_like(query[..., :1])
+        self = cls(query, key, value, output, log_sums, (), maps, tuple(terms), softcap, softmax)
+        kept: list[Tile] = []
+        for band in self._bands():
+            logits = [self._logits(tile) for tile in band]
+            if softmax and band:
+                self.log_sums[band[0].queries] = _log_sum(logits)
+            for tile, logit in zip(band, logits, strict=True):
+                weights, slopes = self._from_logits(tile, logit)
+                self.output[tile.queries].baddbmm_(weights, value[tile.keys])
+                size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
+                if size <= memory:
+                    memory -= size
+                    tile = replace(tile, weights=weights, slopes=slopes)
+                kept.append(tile)
+        if not bool(torch.isfinite(self.output).all()):
+            raise InvalidInput(
+                f"the attention logits overflow in {str(query.dtype).removeprefix('torch.')}: "
+                "pass float64 inputs and weights, or scale them down."
+            )
+        return replace(self, tiles=tuple(kept))
+
+    @property
+    def streamed(self) -> bool:
+        """Whether some weights are recomputed in every product."""
+        return any(tile.weights is None for tile in self.tiles)
+
+    def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
+        """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
+        dout = torch.zeros_like(self.output)
+        score = dquery is not None and dkey is not None
+        if score:
+            left = torch.cat([dquery, self.query], dim=-1)  # type: ignore[list-item]
+            right = torch.cat([self.key, dkey], dim=-1).mT  # type: ignore[list-item]
+            row_sums = torch.zeros_like(self.log_sums)
+        for tile in self.tiles:
+            weights, slopes = self._weights(tile)
+            part = dout[tile.queries]
+            if score:
+                moved = torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                part.baddbmm_(moved, self.value[tile.keys])
+                if self.softmax:
+                    row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
+            if dvalue is not None:
+                part.baddbmm_(weights, dvalue[tile.keys])
+        return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
+
+    def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
+        gquery, gkey, gvalue = (torch.zeros_like(t) for t in (self.query, self.key, self.value))
+        left, right = grad, self.value
+        if self.softmax:
+            left = torch.cat([grad, -(grad * self.output).sum(-1, keepdim=True)], dim=-1)
+            right = torch.cat([self.value, torch.ones_like(self.log_sums)], dim=-1)
+        right = right.mT
+        for tile in self.tiles:
+            weights, slopes = self._weights(tile)
+            if score:
+                moved = torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                gquery[tile.queries].baddbmm_(moved, self.key[tile.keys])
+                gkey[tile.keys].baddbmm_(moved.mT, self.query[tile.queries])
+            if value:
+                gvalue[tile.keys].baddbmm_(weights.mT, grad[tile.queries])
+        return gquery, gkey, gvalue
+
+    def select(self, index: Tensor) -> Mixing:
+        """The maps at ``index`` (increasing) only; tiles that belong to one map are shared, not copied."""
+        tiles = []
+        for tile in self.tiles:
+            inside = (index >= tile.maps.start) & (index < tile.maps.stop)
+            if not bool(inside.any()):
+                continue
+            place = inside.nonzero().flatten()
+            span = slice(int(place[0]), int(place[-1]) + 1)
+            local = index[inside] - tile.maps.start
+            weights, slopes = tile.weights, tile.slopes
+            if weights is not None and slopes is not None and len(local) < len(weights):
+                same = slopes is weights
+                weights = weights[local]
+                slopes = weights if same else slopes[local]
+            tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
+        return replace(
+            self,
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            output=self.output[index],
+            log_sums=self.log_sums[index],
+            tiles=tuple(tiles),
+            maps=self.maps.select(index),
+        )
+
+    def column_sums(self) -> Tensor:
+        """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
+        sums = torch.zeros_like(self.log_sums[..., 0])
+        for tile in self.tiles:
+            sums[tile.keys].add_(self._weights(tile)[0].sum(-2))
+        return sums
+
+    def entropy(self) -> Tensor:
+        """Mean over queries of −Σ_j P_ij ln P_ij, ``(maps,)``, in nats (softmax weights)."""
+        total = torch.zeros_like(self.log_sums[..., 0])
+        for tile in self.tiles:
+            total[tile.queries].add_(torch.special.entr(self._weights(tile)[0]).sum(-1))
+        return total.mean(-1)
+
+    def _bands(self) -> Iterator[list[Tile]]:
+        """The tiles of each block of queries, hidden ones left out."""
+        count, n, _ = self.query.shape
+        rows = min(TILE_ROWS, n)
+        group = max(1, TILE_SIZE // (rows * min(TILE_COLS, n)))
+        for first in range(0, count, group):
+            maps = slice(first, min(first + group, count))
+            for start in range(0, n, rows):
+                stop = min(start + rows, n)
+                ranges = [term.key_range(start, stop, n) for term in self.terms]
+                low = max([0, *(r[0] for r in ranges)])
+                high = min([n, *(r[1] for r in ranges)])
+                yield [
+                    Tile(maps, slice(start, stop), slice(left, min(left + TILE_COLS, high)))
+                    for left in range(low, high, TILE_COLS)
+                ]
+
+    def _logits(self, tile: Tile) -> Tensor:
+        logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        maps = self.maps.select(tile.maps)
+        for term in self.terms:
+            block = term.block(tile.rows, tile.cols, maps)
+            if block is not None:
+                logits.add_(block)
+        return logits
+
+    def _from_logits(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and slopes of a tile; uses up ``logits``."""
+        if self.softmax:
+            slopes = weights = logits.sub_(self.log_sums[tile.queries]).exp_()
+        else:
+            weights = logits.sigmoid_()
+            slopes = weights - weights.square()
+        if self.softcap is not None:
+            capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
+            slopes = slopes * (1 - capped.square_())
+        return weights, slopes
+
+    def _weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        if tile.weights is None or tile.slopes is None:
+            return self._from_logits(tile, self._logits(tile))
+        return tile.weights, tile.slopes
+
+
+def _log_sum(logits: list[Tensor]) -> Tensor:
+    """Row-wise log-sum-exp over several tiles; 0 for rows that see nothing, whose weights are then exp(−∞) = 0."""
+    parts = torch.cat([part.logsumexp(-1, keepdim=True) for part in logits], dim=-1)
+    total = parts.logsumexp(-1, keepdim=True) if len(logits) > 1 else parts
+    return total.masked_fill(total == float("-inf"), 0.0)

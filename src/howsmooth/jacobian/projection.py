@@ -1,0 +1,184 @@
+"""Between tokens and heads: the linear maps on both ends of attention, for a whole block or head by head.
+
+`into_heads` turns tangents of the input into tangents of the raw queries, keys and values (``(maps, n, width)``), and
+`from_heads` carries cotangents back; `combine` and `distribute` do the same on the output side. The block form sums
+over heads; the head form keeps one map per head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+class Projection(ABC):
+    """The linear ends of an attention map, seen as a batch of maps on tokens."""
+
+    in_width: int
+    out_width: int
+
+    @abstractmethod
+    def into_heads(self, v: Tensor) -> Heads:
+        """Tangents of the input → tangents of raw q, k, v."""
+
+    @abstractmethod
+    def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
+        """Cotangents of raw q, k, v → cotangents of the input (the transpose of `into_heads`)."""
+
+    @abstractmethod
+    def combine(self, mixed: Tensor) -> Tensor:
+        """Tangents of the heads' outputs → tangents of the output."""
+
+    @abstractmethod
+    def distribute(self, u: Tensor) -> Tensor:
+        """The transpose of `combine`."""
+
+    @abstractmethod
+    def maps_of(self, index: Tensor) -> Tensor:
+        """Positions of the (item, head) maps that belong to the given items of the batch."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> Projection:
+        """The projection for some items of the batch."""
+
+
+@dataclass(frozen=True)
+class BlockProjection(Projection):
+    """All heads at once: tokens ``(batch, n, d)``, one fused matrix in, one matrix out."""
+
+    weight_in: Tensor
+    weight_out: Tensor
+    widths: tuple[int, int, int]
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, attention: AttentionMap) -> BlockProjection:
+        parts = (attention.query_weight, attention.key_weight, attention.value_weight)
+        return cls(
+            torch.cat([part.flatten(0, 1) for part in parts]).mT.contiguous(),
+            attention.output_weight.flatten(0, 1),
+            (parts[0].shape[1], parts[1].shape[1], parts[2].shape[1]),
+            attention.heads,
+            attention.kv_heads,
+        )
+
+    @property
+    def in_width(self) -> int:  # type: ignore[override]
+        return self.weight_in.shape[0]
+
+    @property
+    def out_width(self) -> int:  # type: ignore[override]
+        return self.weight_out.shape[1]
+
+    def into_heads(self, v: Tensor) -> Heads:
+        groups = self._groups()
+        parts = (v @ self.weight_in).split([count * width for count, width in groups], dim=-1)
+        query, key, value = (
+            part.unflatten(-1, group).transpose(1, 2) for part, group in zip(parts, groups, strict=True)
+        )
+        return query.flatten(0, 1), self._repeat(key), self._repeat(value)
+
+    def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
+        query = gquery.unflatten(0, (-1, self.heads))
+        parts = (query, self._gather(gkey), self._gather(gvalue))
+        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1) @ self.weight_in.mT
+
+    def combine(self, mixed: Tensor) -> Tensor:
+        return mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2) @ self.weight_out
+
+    def distribute(self, u: Tensor) -> Tensor:
+        mixed = (u @ self.weight_out.mT).unflatten(-1, (self.heads, self.widths[2]))
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+    def maps_of(self, index: Tensor) -> Tensor:
+        return (index[:, None] * self.heads + torch.arange(self.heads, device=index.device)).flatten()
+
+    def select(self, index: Tensor) -> Projection:
+        return self
+
+    def _groups(self) -> list[tuple[int, int]]:
+        return list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
+
+    def _repeat(self, shared: Tensor) -> Tensor:
+        return shared.repeat_interleave(self.heads // self.kv_heads, dim=1).flatten(0, 1)
+
+    def _gather(self, grad: Tensor) -> Tensor:
+        return grad.unflatten(0, (-1, self.kv_heads, self.heads // self.kv_heads)).sum(2)
+
+
+@dataclass(frozen=True)
+class HeadProjection(Projection):
+    """One map per head and batch item: tokens ``(maps, n, d)``.
+
+    With orthonormal bases Q_in of the span of a head's q, k, v weights and Q_out of the range of its output matrix, the
+    map in reduced coordinates Q_outᵀ J Q_in has the singular values of J and vectors of a fraction of the length:
+    3k and k coordinates per token instead of d.
+    """
+
+    weight_in: Tensor  # (maps, width, q + k + v)
+    weight_out: Tensor  # (maps, v, width_out)
+    widths: tuple[int, int, int]
+    basis_in: Tensor | None = None  # (maps, d, width)
+    basis_out: Tensor | None = None  # (maps, d_out, width_out)
+
+    @classmethod
+    def of(cls, attention: AttentionMap, batch: int, reduced: bool) -> HeadProjection:
+        group = attention.heads // attention.kv_heads
+        shared = (w.repeat_interleave(group, dim=0) for w in (attention.key_weight, attention.value_weight))
+        parts = (attention.query_weight, *shared)
+        weight_in = torch.cat(parts, dim=1).mT.contiguous()
+        weight_out = attention.output_weight
+        basis_in = basis_out = None
+        if reduced and weight_in.shape[-1] < weight_in.shape[-2]:
+            basis_in, weight_in = torch.linalg.qr(weight_in)
+        if reduced and weight_out.shape[-2] < weight_out.shape[-1]:
+            basis_out, triangle = torch.linalg.qr(weight_out.mT)
+            weight_out = triangle.mT
+
+        def per_map(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.repeat(batch, 1, 1)
+
+        return cls(
+            weight_in.repeat(batch, 1, 1),
+            weight_out.repeat(batch, 1, 1),
+            (parts[0].shape[1], parts[1].shape[1], parts[2].shape[1]),
+            per_map(basis_in),
+            per_map(basis_out),
+        )
+
+    @property
+    def in_width(self) -> int:  # type: ignore[override]
+        return self.weight_in.shape[1]
+
+    @property
+    def out_width(self) -> int:  # type: ignore[override]
+        return self.weight_out.shape[2]
+
+    def into_heads(self, v: Tensor) -> Heads:
+        query, key, value = (v @ self.weight_in).split(self.widths, dim=-1)
+        return query, key, value
+
+    def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
+        return torch.cat([gquery, gkey, gvalue], dim=-1) @ self.weight_in.mT
+
+    def combine(self, mixed: Tensor) -> Tensor:
+        return mixed @ self.weight_out
+
+    def distribute(self, u: Tensor) -> Tensor:
+        return u @ self.weight_out.mT
+
+    def maps_of(self, index: Tensor) -> Tensor:
+        return index
+
+    def select(self, index: Tensor) -> Projection:
+        basis_in = None if self.basis_in is None else self.basis_in[index]
+        basis_out = None if self.basis_out is None else self.basis_out[index]
+        return HeadProjection(self.weight_in[index], self.weight_out[index], self.widths, basis_in, basis_out)
