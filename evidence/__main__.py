@@ -1,0 +1,30 @@
+"""`python -m evidence [page …]`: make the evidence pages of the documentation anew."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from evidence import certificate, jacobian_grid
+from evidence.tables import write
+
+PAGES = {"jacobian": jacobian_grid, "certificate": certificate}
+
+
+def main(names: list[str]) -> int:
+    console = Console(stderr=True)
+    unknown = [name for name in names if name not in PAGES]
+    if unknown:
+        console.print(f"unknown page {unknown[0]!r}: choose from {', '.join(PAGES)}.")
+        return 2
+    for name in names or PAGES:
+        page = PAGES[name]
+        with console.status(f"{name} …") as status:
+            parts = page.parts(lambda text, name=name, status=status: status.update(f"{name}: {text}"))  # type: ignore[misc]
+        print(write(name, page.TITLE, parts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

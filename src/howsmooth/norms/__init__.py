@@ -1,0 +1,65 @@
+"""From a Jacobian operator to a trustworthy number.
+
+`operator_norm` chooses the way; the ways themselves are `golub_kahan`, `dense_norm`, `one_norm`, `inf_norm` and
+`frobenius_norm`. All return a `Measurement`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.norms.dense import dense_norm
+from howsmooth.norms.frobenius import frobenius_norm
+from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.measurement import Measurement, NormKind
+from howsmooth.norms.one_norm import inf_norm, one_norm
+
+__all__ = ["Measurement", "dense_norm", "frobenius_norm", "golub_kahan", "inf_norm", "one_norm", "operator_norm"]
+
+_DENSE_BYTES = 2**29
+_NAMES: dict[NormKind, NormKind] = {2: 2, "2": 2, 1: 1, "1": 1, math.inf: math.inf, "inf": math.inf, "fro": "fro"}
+
+
+def operator_norm(
+    op: JacobianOperator,
+    norm: NormKind = 2,
+    k: int = 1,
+    rtol: float = 1e-3,
+    confidence: float = 0.99,
+    seed: int = 0,
+    dense_limit: int = 256,
+    exact_limit: int = 2048,
+    start: Tensor | None = None,
+    max_steps: int = 1000,
+    basis_limit: int | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Measurement:
+    """A norm of every map of ``op``: 2 (with the k largest singular triplets), 1, ``math.inf`` or ``"fro"``.
+
+    With min(in_size, out_size) ≤ ``dense_limit``, and the matrices within half a GiB, the answer comes from the
+    matrices and is exact; otherwise from products alone: `golub_kahan`, `one_norm`, `inf_norm`, `frobenius_norm`,
+    which say what the further options mean.
+
+    >>> import torch
+    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> op = MatrixOperator(torch.diag(torch.linspace(1, 2, 300, dtype=torch.float64)))
+    >>> operator_norm(op).method, operator_norm(op, dense_limit=300).method, operator_norm(op, norm="inf").method
+    ('golub-kahan', 'dense', 'entries')
+    """
+    if norm not in _NAMES:
+        raise InvalidInput(f"norm={norm!r} is not known: choose 2, 1, inf or 'fro'.")
+    kind = _NAMES[norm]
+    if kind != 2 and (k != 1 or start is not None):
+        raise InvalidInput(f"k and start belong to the 2-norm: leave them out for norm={norm!r}.")
+    small = min(op.in_size, op.out_size) <= dense_limit
+    if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
+        return dense_norm(op, kind, k)
+    if kind == 2:
+        return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress)
+    exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[kind]
+    return exact(op, rtol=rtol, confidence=confidence, seed=seed, exact_limit=exact_limit)

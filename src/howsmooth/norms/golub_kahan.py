@@ -1,0 +1,231 @@
+"""The spectral norm and the top singular triplets of Jacobians from products, with bounds on both sides."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.norms.bidiagonal import Bidiagonalisation
+from howsmooth.norms.certificate import Certificate, Projection
+from howsmooth.norms.measurement import Measurement
+from howsmooth.norms.products import FlatProducts, random_stream, rounding_allowance
+
+BASIS_BYTES = 2**30
+_ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
+
+
+def golub_kahan(
+    op: JacobianOperator,
+    k: int = 1,
+    rtol: float = 1e-3,
+    confidence: float = 0.99,
+    seed: int = 0,
+    max_steps: int = 1000,
+    basis_limit: int | None = None,
+    start: Tensor | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Measurement:
+    r"""‖J‖₂ = σ₁ and the k largest singular triplets of every map, by Golub–Kahan–Lanczos from a random start.
+
+    Every map runs until
+
+    (i)  σ₁ is certified: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (always below σ₁) and upper the
+         probabilistic bound of `howsmooth.norms.certificate`;
+    (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
+
+    ``converged`` is exactly (i) and (ii). Maps that are done leave the batch. Both bounds are widened by
+    `rounding_allowance` for the steps made.
+
+    By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
+    the first only: copies of a repeated singular value are invisible to a Krylov space.
+
+    Args:
+        op: the Jacobians.
+        k: how many triplets.
+        rtol: relative accuracy.
+        confidence: probability with which ``upper`` shall hold, for each map by itself.
+        seed: of the random start, drawn from a stream of its own, so that it is independent of an operator made with
+            the same seed.
+        max_steps: of two products each; a map that is not done by then has ``converged`` False and true bounds.
+        basis_limit: vectors kept per side before a restart; by default as many as fit in 1 GiB, within [k + 8, 300].
+        start: ``batch_shape + in_shape``, a guess of the right singular vector. A start that is not random gives no
+            upper bound: ``upper`` is infinite, ``confidence`` 0, and only (ii) decides.
+        progress: called after every step with the number of steps and the largest value so far.
+
+    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> matrix = torch.diag(torch.linspace(1, 2, 500, dtype=torch.float64))
+    >>> m = golub_kahan(MatrixOperator(matrix), rtol=1e-4)
+    >>> bool(m.lower <= 2 <= m.upper <= 1.0001 * m.lower), bool(m.converged)
+    (True, True)
+    """
+    started = time.perf_counter()
+    products = FlatProducts(op)
+    limit = _check(op, k, rtol, max_steps, basis_limit)
+    generator = random_stream(seed, "golub-kahan start")
+    certificate = Certificate(op.batch_size, op.in_size, confidence) if start is None else None
+    with torch.no_grad():
+        first = _random_start(op, generator) if start is None else _given_start(op, start)
+        process = Bidiagonalisation(products, first, generator)
+        del first
+        results = _Results(op, k, rtol)
+        _run(process, certificate, results, max_steps, limit, progress)
+    notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
+    if rtol < _least_rtol(op.dtype, results.steps):
+        notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can certify")
+    if k > 1:
+        notes.append("repeated singular values may be counted once")
+    return results.measurement(products.count, confidence if start is None else 0.0, started, tuple(notes))
+
+
+def _run(
+    process: Bidiagonalisation,
+    certificate: Certificate | None,
+    results: _Results,
+    max_steps: int,
+    limit: int,
+    progress: Callable[[int, float], None] | None,
+) -> None:
+    running = torch.ones(results.op.batch_size, dtype=torch.bool)  # of the maps still in the process
+    value = 0.0
+    for steps in range(1, max_steps + 1):
+        process.step()
+        results.steps = steps
+        m, exhausted = process.size, process.beta == 0
+        full, last = m == limit, steps == max_steps
+        due = m <= _ALWAYS_CHECK or m % (m // 16) == 0 or full or last or bool((exhausted & running).any())
+        if due:
+            small = process.project()
+            value = max(value, float(small.theta[:, 0].max()))
+        if progress is not None:
+            progress(steps, value)
+        if not due:
+            continue
+        done = running
+        if not last:
+            done = running & (m >= results.k) & (exhausted | results.settled(small, certificate))
+        if bool(done.any()):
+            results.record(process, small, certificate, done)
+            running = running & ~done
+        if not bool(running.any()):
+            return
+        if full:
+            kept = results.k + (limit - results.k) // 2
+            if certificate is not None:
+                certificate.restart(small, kept)
+            process.restart(small, kept)
+        if bool((exhausted & running).any()):
+            process.refresh(exhausted & running)
+        if 4 * int(running.sum()) <= 3 * len(running):
+            process.keep(running)
+            if certificate is not None:
+                certificate.keep(running)
+            running = running[running]
+
+
+class _Results:
+    """What is known of every map of the batch, filled in as they finish."""
+
+    def __init__(self, op: JacobianOperator, k: int, rtol: float):
+        maps = op.batch_size
+        self.op, self.k, self.rtol, self.steps = op, k, rtol, 0
+        self.values = torch.zeros(maps, k, dtype=torch.float64)
+        self.residuals = torch.zeros_like(self.values)
+        self.lower = torch.zeros(maps, dtype=torch.float64)
+        self.upper = torch.full_like(self.lower, math.inf)
+        self.converged = torch.zeros(maps, dtype=torch.bool)
+        self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
+        self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
+
+    @property
+    def allowance(self) -> float:
+        return rounding_allowance(self.op.dtype, 2 * self.steps)
+
+    def settled(self, small: Projection, certificate: Certificate | None) -> Tensor:
+        """Whether a map has reached rtol, or all that its dtype can give."""
+        rtol = max(self.rtol, _least_rtol(self.op.dtype, self.steps))
+        top = small.theta[:, 0]
+        accurate = (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
+        if certificate is None:
+            return accurate
+        target = top * (1 + rtol) * (1 - self.allowance) / (1 + self.allowance)
+        return accurate & certificate.excludes(target**2, small)
+
+    def record(
+        self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
+    ) -> None:
+        where, top, k = process.products.maps[done], small.theta[done, 0], min(self.k, process.size)
+        self.values[where, :k], self.residuals[where, :k] = small.theta[done, :k], small.residuals[done, :k].abs()
+        self.lower[where] = top * (1 - self.allowance)
+        certified = torch.ones_like(top, dtype=torch.bool)
+        if certificate is not None:
+            # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
+            self.upper[where] = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
+            certified = self.upper[where] <= (1 + self.rtol) * self.lower[where]
+        accurate = (self.residuals[where] <= self.rtol * top[:, None]).all(-1) & (process.size >= self.k)
+        self.converged[where] = accurate & certified
+        device = self.op.device
+        left, right = process.vectors(small, done, k)
+        self.left[where.to(device), :k], self.right[where.to(device), :k] = left, right
+
+    def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
+        batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
+        return Measurement(
+            value=self.values[:, 0].reshape(batch),
+            lower=self.lower.reshape(batch),
+            upper=self.upper.reshape(batch),
+            confidence=confidence,
+            norm=2,
+            converged=self.converged.reshape(batch),
+            products=products,
+            method="golub-kahan",
+            dtype=self.op.dtype,
+            seconds=time.perf_counter() - started,
+            left=self.left.reshape(*batch, *triplets, *self.op.out_shape),
+            right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
+            values=self.values.reshape(*batch, self.k),
+            residuals=self.residuals.reshape(*batch, self.k),
+            notes=notes,
+        )
+
+
+def _least_rtol(dtype: torch.dtype, steps: int) -> float:
+    return 4 * rounding_allowance(dtype, 2 * steps)
+
+
+def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:
+    """The number of basis vectors to keep, once the options make sense."""
+    most = min(op.in_size, op.out_size)
+    if not 1 <= k <= most:
+        raise InvalidInput(f"k={k} singular values do not exist for {op!r}: choose 1 to {most}.")
+    if not 0 < rtol < 1:
+        raise InvalidInput(f"rtol is a relative accuracy strictly between 0 and 1, not {rtol}.")
+    if max_steps < k:
+        raise InvalidInput(f"max_steps={max_steps} cannot give k={k} triplets: allow at least {k} steps.")
+    if basis_limit is None:
+        per_step = op.batch_size * (op.in_size + op.out_size) * op.dtype.itemsize
+        basis_limit = min(max(BASIS_BYTES // per_step, k + 8), 300)
+    if basis_limit < min(k + 2, op.in_size):
+        raise InvalidInput(f"basis_limit={basis_limit} is too small for k={k}: allow at least {k + 2} vectors.")
+    return min(basis_limit, op.in_size)
+
+
+def _random_start(op: JacobianOperator, generator: torch.Generator) -> Tensor:
+    """Uniform on the sphere, one for each map, drawn on the CPU so that a seed means the same on every device."""
+    v = torch.randn(op.batch_size, op.in_size, generator=generator, dtype=op.dtype).to(op.device)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+
+
+def _given_start(op: JacobianOperator, start: Tensor) -> Tensor:
+    if start.shape != op.batch_shape + op.in_shape:
+        raise InvalidInput(f"start has shape {tuple(start.shape)}: give {tuple(op.batch_shape + op.in_shape)}.")
+    v = start.detach().to(dtype=op.dtype, device=op.device).reshape(op.batch_size, op.in_size)
+    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    if not bool(torch.isfinite(length).all() & (length > 0).all()):
+        raise InvalidInput("start holds a zero, NaN or infinite vector: give one nonzero finite vector per map.")
+    return v / length

@@ -1,0 +1,136 @@
+"""The result of measuring a norm: a number that knows how far it can be trusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+
+NormKind = float | str
+_SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "‖J‖_∞", "fro": "‖J‖_F"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Measurement:
+    """A norm of every map of a batch, with bounds.
+
+    The tensors are float64 of the operator's batch shape (0-dimensional for a single map).
+
+    Attributes:
+        value: the estimate.
+        lower: a bound on the true norm from below, always true.
+        upper: a bound from above, true with probability ``confidence``. Both include an allowance for rounding, see
+            `rounding_allowance`.
+        confidence: probability with which ``upper`` holds, for each map by itself; 1.0 when no chance is involved and
+            0.0 when there is no upper bound. The chance lies in the solver's own random start, not in the operator.
+        norm: 2, 1, ``math.inf`` or ``"fro"``.
+        converged: whether each map reached the accuracy that was asked for.
+        products: Jacobian products made; one J v or Jᵀ u over all maps still running counts as one.
+        method: how the number was found.
+        dtype: of the products.
+        seconds: time taken.
+        left, right: unit singular vectors u, v with J v = value·u, ``batch_shape + out_shape`` and
+            ``batch_shape + in_shape``; with k > 1 asked for, a dimension of size k comes before the map's own.
+            Where the singular value is zero the left vector may be zero.
+        values: the k largest singular values, ``batch_shape + (k,)``.
+        residuals: ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm, the standard error of ``value``.
+        notes: what else the reader should know.
+
+    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.norms import operator_norm
+    >>> m = operator_norm(MatrixOperator(torch.diag(torch.tensor([3.0, 4.0]))))
+    >>> float(m)
+    4.0
+    >>> m
+    ‖J‖₂ = 4 (≥ 3.9999 always, ≤ 4.0001 always; converged, 2 products, dense float32)
+    """
+
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
+    confidence: float
+    norm: NormKind
+    converged: Tensor
+    products: int
+    method: str
+    dtype: torch.dtype
+    seconds: float
+    left: Tensor | None = None
+    right: Tensor | None = None
+    values: Tensor | None = None
+    residuals: Tensor | None = None
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        if self.value.numel() != 1:
+            raise InvalidInput(
+                f"This measurement holds {self.value.numel()} maps: use .value, or .value.max() for the largest."
+            )
+        return float(self.value)
+
+    def to_dict(self, vectors: bool = False) -> dict[str, Any]:
+        """Plain Python for JSON: lists instead of tensors, None where there is no bound, vectors only if asked for."""
+        plain: dict[str, Any] = {
+            "norm": "inf" if self.norm == math.inf else self.norm,
+            "value": _plain(self.value),
+            "lower": _plain(self.lower),
+            "upper": _plain(self.upper),
+            "confidence": self.confidence,
+            "converged": self.converged.tolist(),
+            "products": self.products,
+            "method": self.method,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seconds": self.seconds,
+            "values": _plain(self.values),
+            "residuals": _plain(self.residuals),
+            "notes": list(self.notes),
+        }
+        if vectors:
+            plain |= {"left": _plain(self.left), "right": _plain(self.right)}
+        return plain
+
+    def __repr__(self) -> str:
+        symbol, count = _SYMBOLS[self.norm], self.value.numel()
+        how = f"{self.products} products, {self.method} {str(self.dtype).removeprefix('torch.')}"
+        above = _holds(self.confidence)
+        if count == 1:
+            low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} always"
+            high = f"≤ {rounded(float(self.upper), ROUND_CEILING)}{above}" if self.confidence else "no upper bound"
+            state = "converged" if bool(self.converged) else "not converged"
+            return f"{symbol} = {rounded(float(self.value), ROUND_HALF_EVEN, 4)} ({low}, {high}; {state}, {how})"
+        low, high = (rounded(float(x), ROUND_HALF_EVEN, 4) for x in (self.value.min(), self.value.max()))
+        ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
+        gap = f"each ≥ lower always, ≤ upper{above}, upper/lower at most {rounded(ratio, ROUND_CEILING)}"
+        if not self.confidence:
+            gap = "each ≥ lower always, no upper bound"
+        state = f"{int(self.converged.sum())}/{count} converged"
+        return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how})"
+
+
+def _plain(x: Tensor | None) -> Any:
+    if x is None:
+        return None
+    if x.ndim:
+        return [_plain(entry) for entry in x] if x.ndim > 1 else [_plain(entry) for entry in x.unbind()]
+    return float(x) if math.isfinite(x) else None
+
+
+def rounded(x: float, rounding: str = ROUND_HALF_EVEN, digits: int = 5) -> str:
+    """``x`` in few digits, rounded towards the side on which the statement stays true.
+
+    >>> rounded(1.23456, digits=4), rounded(1.23456, ROUND_FLOOR), rounded(1.23451, ROUND_CEILING)
+    ('1.235', '1.2345', '1.2346')
+    """
+    if not math.isfinite(x):
+        return "∞" if x > 0 else str(x)
+    return f"{float(Context(prec=digits, rounding=rounding).create_decimal(Decimal(x))):.{digits}g}"
+
+
+def _holds(confidence: float) -> str:
+    return " always" if confidence == 1 else f" with probability {100 * confidence:.6g} %"

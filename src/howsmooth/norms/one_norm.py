@@ -1,0 +1,139 @@
+"""The 1-norm and the ∞-norm of Jacobians: largest column sum and largest row sum of |J|.
+
+‖J‖_∞ = ‖Jᵀ‖₁, so everything is written for the 1-norm.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator, onenormest
+from torch import Tensor
+
+from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.measurement import Measurement
+from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, rounding_allowance
+
+
+def inf_norm(
+    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 2048
+) -> Measurement:
+    """‖J‖_∞ = max_i Σ_j |J_ij|, as the 1-norm of Jᵀ; see `one_norm`. Hence ‖J‖_∞ ≤ √in_size · ‖J‖₂.
+
+    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> float(inf_norm(MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, -5.0]]))))
+    9.0
+    """
+    return replace(one_norm(op.adjoint, rtol, confidence, seed, exact_limit), norm=math.inf)
+
+
+def one_norm(
+    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 2048
+) -> Measurement:
+    """‖J‖₁ = max_j Σ_i |J_ij|.
+
+    Exact (up to rounding) when min(in_size, out_size) ≤ ``exact_limit``, which is the number of products it takes: with
+    columns each sum is read off, with rows all sums grow together. Beyond that, ``value`` is the block estimate of
+    Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so always a lower bound. The upper bound is
+
+        ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,
+
+    with ‖J‖₂ bounded by `golub_kahan` at this ``confidence``. They are usually far apart, and ``converged`` is False.
+
+    References:
+        [1] N. J. Higham, F. Tisseur, "A block algorithm for matrix 1-norm estimation, with an application to 1-norm
+            pseudospectra", SIAM J. Matrix Anal. Appl. 21 (2000) 1185–1201.
+
+    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> float(one_norm(MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, -5.0]]))))
+    7.0
+    """
+    started = time.perf_counter()
+    flat = FlatProducts(op)
+    lines = min(op.in_size, op.out_size)
+    with torch.no_grad():
+        if lines <= exact_limit:
+            value, products, method = _largest_column_sum(op), lines, "entries"
+            upper, certain = value * (1 + rounding_allowance(op.dtype, lines)), 1.0
+        else:
+            value, method = _estimate(flat, seed), "higham-tisseur"
+            spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
+            products = flat.count + spectral.products
+            upper, certain = math.sqrt(op.out_size) * spectral.upper.reshape(-1), confidence
+    lower = value * (1 - rounding_allowance(op.dtype, lines if certain == 1 else 1))
+    batch = op.batch_shape
+    return Measurement(
+        value=value.reshape(batch),
+        lower=lower.reshape(batch),
+        upper=upper.reshape(batch),
+        confidence=certain,
+        norm=1,
+        converged=((upper <= (1 + rtol) * lower) | (certain == 1)).reshape(batch),
+        products=products,
+        method=method,
+        dtype=op.dtype,
+        seconds=time.perf_counter() - started,
+        notes=() if certain == 1 else ("the value is the largest column found, hence a lower bound",),
+    )
+
+
+def _largest_column_sum(op: JacobianOperator) -> Tensor:
+    best = torch.zeros(op.batch_size, dtype=torch.float64)
+    sums: Tensor | None = None
+    for by_columns, block in entry_blocks(op):
+        if by_columns:
+            best = torch.maximum(best, block.abs().sum(-1).amax(0).cpu())
+        else:
+            part = block.abs().sum(0)
+            sums = part if sums is None else sums + part
+    return best if sums is None else sums.amax(-1).cpu()
+
+
+def _estimate(flat: FlatProducts, seed: int) -> Tensor:
+    """scipy's estimate for one map after the other, J padded with zeros to a square matrix."""
+    maps, rows, columns = flat.op.batch_size, flat.op.out_size, flat.op.in_size
+    size = max(rows, columns)
+    found = []
+    for i in range(maps):
+        single = FlatProducts(flat.op)
+        if maps > 1:
+            single.keep(torch.arange(maps) == i)
+
+        def forward(x: np.ndarray, single: FlatProducts = single) -> np.ndarray:
+            return _padded(single, x, columns, size, True)
+
+        def backward(x: np.ndarray, single: FlatProducts = single) -> np.ndarray:
+            return _padded(single, x, rows, size, False)
+
+        with _numpy_seed(seed):
+            square = LinearOperator((size, size), matvec=forward, rmatvec=backward, dtype=np.float64)
+            found.append(float(onenormest(square, t=min(4, size))))
+        flat.count += single.count
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _padded(single: FlatProducts, x: np.ndarray, length: int, size: int, forward: bool) -> np.ndarray:
+    op = single.op
+    v = torch.as_tensor(np.ascontiguousarray(x).reshape(-1)[:length], dtype=op.dtype, device=op.device)[None]
+    y = (single.matvec(v) if forward else single.rmatvec(v))[0].double().cpu().numpy()
+    if not np.isfinite(y).all():
+        raise not_finite(op)
+    return np.pad(y, (0, size - len(y)))
+
+
+@contextmanager
+def _numpy_seed(seed: int) -> Iterator[None]:
+    """`onenormest` draws from numpy's global generator: seed it, and leave it as it was."""
+    state = np.random.get_state()  # noqa: NPY002
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(state)  # noqa: NPY002

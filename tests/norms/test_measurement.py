@@ -1,0 +1,77 @@
+"""How a measurement reads and travels."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian.operator import MatrixOperator
+from howsmooth.norms import Measurement, frobenius_norm, golub_kahan, operator_norm
+
+
+def example(**changes: object) -> Measurement:
+    fields: dict[str, object] = {
+        "value": torch.tensor(3.2141),
+        "lower": torch.tensor(3.21399).double(),
+        "upper": torch.tensor(3.21704).double(),
+        "confidence": 0.99,
+        "norm": 2,
+        "converged": torch.tensor(True),
+        "products": 18,
+        "method": "golub-kahan",
+        "dtype": torch.float32,
+        "seconds": 0.1,
+    }
+    return Measurement(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_single_map_reads_as_one_line_with_bounds_rounded_outwards() -> None:
+    assert str(example()) == (
+        "‖J‖₂ = 3.214 (≥ 3.2139 always, ≤ 3.2171 with probability 99 %; converged, 18 products, golub-kahan float32)"
+    )
+
+
+def test_missing_upper_bound_and_missing_convergence_are_said() -> None:
+    text = repr(example(upper=torch.tensor(math.inf), confidence=0.0, converged=torch.tensor(False), norm=math.inf))
+    assert text.startswith("‖J‖_∞ = 3.214 (≥ 3.2139 always, no upper bound; not converged")
+
+
+def test_batch_reads_as_one_line_with_range() -> None:
+    matrix = torch.diag_embed(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    assert str(golub_kahan(MatrixOperator(matrix))) == (
+        "‖J‖₂ of 3 maps = 2 … 6 (each ≥ lower always, ≤ upper with probability 99 %, upper/lower at most 1.0001; "
+        "3/3 converged, 4 products, golub-kahan float32)"
+    )
+
+
+def test_sampled_norm_says_which_end_is_certain() -> None:
+    m = frobenius_norm(MatrixOperator(torch.eye(50)), exact_limit=0)
+    assert "≥ 0.99999 always" in repr(m)
+    assert repr(m).count("with probability 99 %") == 1
+    assert m.lower <= m.value <= m.upper
+
+
+def test_dictionary_survives_json_and_has_no_vectors_unless_asked() -> None:
+    m = operator_norm(MatrixOperator(torch.eye(4).expand(2, 4, 4)), dense_limit=0, start=torch.ones(2, 4))
+    plain = m.to_dict()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain["value"] == m.value.tolist()
+    assert plain["upper"] == [None, None]
+    assert plain["converged"] == [True, True]
+    assert "left" not in plain
+    assert m.right is not None
+    assert m.to_dict(vectors=True)["right"] == m.right.double().tolist()
+
+
+def test_norm_inf_is_a_word_in_json() -> None:
+    assert operator_norm(MatrixOperator(torch.eye(4)), "inf").to_dict()["norm"] == "inf"
+
+
+def test_float_of_a_batch_is_refused_with_advice() -> None:
+    assert float(example()) == pytest.approx(3.2141)
+    with pytest.raises(InvalidInput, match=r"\.value\.max"):
+        float(operator_norm(MatrixOperator(torch.eye(4).expand(2, 4, 4))))
