@@ -1,0 +1,60 @@
+"""howsmooth: how smooth is this attention?
+
+It measures the local Lipschitz constant of self-attention, from one head to a whole model, exactly and fast.
+
+>>> import torch, howsmooth as hs
+>>> attention = hs.SelfAttention.random(64, heads=4, mask="causal")
+>>> x = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+>>> result = hs.measure(attention, x)
+>>> bool(result.lower <= result.value <= result.upper)
+True
+"""
+
+from importlib.metadata import version
+
+from howsmooth.attention import (
+    ALiBi,
+    Causal,
+    CosineAttention,
+    DenseBias,
+    L2SelfAttention,
+    Padding,
+    RelativeBias,
+    Rotary,
+    SelfAttention,
+    SigmoidAttention,
+    SlidingWindow,
+)
+from howsmooth.errors import HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
+from howsmooth.explain import Explanation, explain, token_influence
+from howsmooth.jacobian import JacobianOperator, jacobian
+from howsmooth.measure import measure, measure_heads
+from howsmooth.norms import Measurement
+
+__version__ = version("howsmooth")
+
+__all__ = [
+    "ALiBi",
+    "Causal",
+    "CosineAttention",
+    "DenseBias",
+    "Explanation",
+    "HowsmoothError",
+    "InvalidInput",
+    "JacobianOperator",
+    "L2SelfAttention",
+    "Measurement",
+    "NotDifferentiable",
+    "Padding",
+    "RelativeBias",
+    "Rotary",
+    "SelfAttention",
+    "SigmoidAttention",
+    "SlidingWindow",
+    "UnsupportedModel",
+    "explain",
+    "jacobian",
+    "measure",
+    "measure_heads",
+    "token_influence",
+]

@@ -1,0 +1,175 @@
+"""Why a map is rough: which path, which token, which direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobian.token_blocks import TokenBlocks
+from howsmooth.measure import in_tokens, solve
+from howsmooth.norms import Measurement, operator_norm
+
+_BLOCK_ENTRIES = 2**22
+"""Entries of the vectors held for one chunk of token blocks."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What makes an attention map rough at an input.
+
+    ``…`` stands for the shape of the batch, ``()`` for a single input; heads follow when asked for.
+
+    Attributes:
+        total: the local Lipschitz constant itself, with its top singular vectors.
+        value_path: norm with the weights P held fixed: P ⊗ WV. Grows with the attention sink.
+        score_path: norm with the values held fixed: what moves through the weights.
+        value_share: uᵀJ_value v/σ for the top singular vectors u, v: the share of σ = uᵀJv that the value path has in
+            the worst direction. The rest is the score path's; below 0 or above 1 the two work against each other.
+        sink: largest column sum of P per head, ``(…, heads)``: the attention one token receives, between 1 and n for
+            softmax weights; ‖P‖₂ ≤ √sink.
+        sink_token: the position of that token.
+        entropy: mean entropy of the rows of P in nats, per head.
+        input_energy: |v_j|² of the top right singular vector, ``(…, n)``: where a perturbation does most. Sums to one.
+        output_energy: |u_i|² of the top left singular vector: where it shows.
+        influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not asked for.
+    """
+
+    total: Measurement
+    value_path: Measurement
+    score_path: Measurement
+    value_share: Tensor
+    sink: Tensor
+    sink_token: Tensor
+    entropy: Tensor
+    input_energy: Tensor
+    output_energy: Tensor
+    influence: Tensor | None = None
+
+
+def explain(
+    attention: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    influence: bool = True,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    confidence: float = 0.99,
+    memory: int = DEFAULT_MEMORY,
+) -> Explanation:
+    """Measure an attention map and say where its roughness comes from.
+
+    The Jacobian is the sum of a value path and a score path, so that total ≤ value_path + score_path.
+
+    Args:
+        attention: an attention map or `torch.nn.MultiheadAttention`.
+        x: ``(n, d)`` or ``(batch, n, d)``.
+        per_head: explain every head by itself.
+        influence: also compute the n × n map of token influences.
+        rtol, seed, confidence, memory: as in `howsmooth.measure`.
+
+    >>> import torch, howsmooth as hs
+    >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    >>> story = hs.explain(hs.SelfAttention.random(8, heads=2, mask="causal"), x)
+    >>> bool(story.influence[0, 5] == 0)  # the first token cannot see the last
+    True
+    """
+    found = as_attention(attention)
+    if found is None:
+        raise InvalidInput(
+            f"explain needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
+            ".from_torch or .from_transformers; token_influence and measure take any function."
+        )
+    operator = attention_jacobian(found, x, per_head=per_head, reduced=per_head, memory=memory)
+    options: dict[str, Any] = {"rtol": rtol, "seed": seed, "confidence": confidence}
+    total = operator_norm(operator, **options)
+    assert total.left is not None
+    assert total.right is not None
+    by_value = (total.left * operator.along("value").matvec(total.right)).sum((-2, -1))
+    lifted = in_tokens(operator, total)
+    assert lifted.left is not None
+    assert lifted.right is not None
+    sums = operator.mixing.column_sums().unflatten(0, (*x.shape[:-2], found.heads))
+    sink = sums.max(-1)
+    return Explanation(
+        total=lifted,
+        value_path=solve(operator.along("value"), **options),
+        score_path=solve(operator.along("score"), **options),
+        value_share=by_value / total.value.clamp_min(torch.finfo(torch.float64).tiny),
+        sink=sink.values,
+        sink_token=sink.indices,
+        entropy=operator.mixing.entropy().unflatten(0, (*x.shape[:-2], found.heads)),
+        input_energy=lifted.right.square().sum(-1),
+        output_energy=lifted.left.square().sum(-1),
+        influence=_influence(operator, max(rtol, 1e-2), seed) if influence else None,
+    )
+
+
+def token_influence(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    head: int | None = None,
+    rtol: float = 1e-2,
+    seed: int = 0,
+    memory: int = DEFAULT_MEMORY,
+) -> Tensor:
+    """‖J_ij‖₂ for every output token i and input token j: ``(…, n, n)``.
+
+    Attention maps use their closed form; other functions need a dense Jacobian, hence a small input.
+
+    Args:
+        per_head: every head by itself, ``(…, heads, n, n)``.
+        head: this head alone, ``(…, n, n)``.
+        rtol: relative accuracy of each entry.
+    """
+    found = as_attention(f)
+    if found is None:
+        return _dense_influence(f, x)
+    if head is None:
+        operator = attention_jacobian(found, x, per_head=per_head, reduced=per_head, memory=memory)
+        return _influence(operator, rtol, seed)
+    if not -found.heads <= head < found.heads:
+        raise InvalidInput(f"there is no head {head}: the attention has {found.heads}, counted from 0.")
+    operator = attention_jacobian(found, x, per_head=True, reduced=True, memory=memory)
+    index = torch.arange(operator.batch_size, device=operator.device).unflatten(0, operator.batch_shape)[..., head]
+    maps = [_influence_of_one(operator.subset(item[None]), rtol, seed)[0] for item in index.reshape(-1)]
+    return torch.stack(maps).reshape(*index.shape, *maps[0].shape)
+
+
+def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    operator = jacobian(f, x)
+    shapes = operator.out_shape, operator.in_shape
+    if len(shapes[0]) != 2 or len(shapes[1]) != 2:
+        raise InvalidInput(f"token influence needs tokens in and out, but f maps {shapes[1]} to {shapes[0]}.")
+    blocks = operator.dense().unflatten(-1, shapes[1]).unflatten(-3, shapes[0]).transpose(-3, -2)
+    return torch.linalg.matrix_norm(blocks, ord=2)
+
+
+def _influence(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
+    items = operator.batch_shape[:-1] if operator.by_head else operator.batch_shape
+    maps_per_item = operator.batch_shape[-1] if operator.by_head else 1
+    count = max(1, operator.batch_size // maps_per_item)
+    found = []
+    for item in range(count):
+        index = torch.arange(item * maps_per_item, (item + 1) * maps_per_item, device=operator.device)
+        found.append(_influence_of_one(operator.subset(index), rtol, seed))
+    return torch.stack(found).reshape(*items, *found[0].shape)
+
+
+def _influence_of_one(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
+    n = operator.in_shape[0]
+    chunk = max(1, _BLOCK_ENTRIES // (n * max(operator.in_shape[1], operator.out_shape[1]) * operator.batch_size))
+    parts = []
+    for start in range(0, n, chunk):
+        blocks = TokenBlocks(operator, slice(start, min(start + chunk, n)))
+        parts.append(operator_norm(blocks, rtol=rtol, seed=seed).value)
+    full = torch.cat(parts)  # (n, n) or (n, heads, n)
+    return full.transpose(0, 1) if operator.by_head else full

@@ -1,0 +1,106 @@
+"""The main question: how smooth is this map at this input?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobian import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.norms import Measurement, operator_norm
+from howsmooth.norms.measurement import NormKind
+
+
+def measure(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    norm: NormKind = 2,
+    k: int = 1,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    *,
+    confidence: float = 0.99,
+    memory: int = DEFAULT_MEMORY,
+    **solver: Any,
+) -> Measurement:
+    r"""The local Lipschitz constant of ``f`` at ``x``: the norm of its Jacobian there.
+
+    .. math:: \mathrm{Lip}_x(f) = \lim_{\varepsilon \to 0} \sup_{|y - x| \le \varepsilon} \frac{|f(y) - f(x)|}{|y - x|}
+              = \|J(x)\|
+
+    For ``norm=2`` this is the largest singular value σ_max of the (n·d) × (n·d) Jacobian, tokens measured in the
+    Frobenius norm.
+
+    Args:
+        f: an attention map, a `torch.nn.MultiheadAttention`, or any differentiable function or module of x.
+        x: ``(n, d)``, or ``(batch, n, d)`` for one number per item.
+        norm: 2, 1, inf or "fro".
+        k: how many of the largest singular values and vectors to find (norm 2).
+        rtol: relative accuracy of the value; ``converged`` says that it is certified.
+        seed: of the random start.
+        confidence: probability with which the upper end holds.
+        memory: bytes of attention weights kept between products.
+        solver: further options of `howsmooth.norms.operator_norm`.
+
+    Returns:
+        A `Measurement` with value, lower and upper ends; `float(m)` for a single map.
+
+    >>> import torch, howsmooth as hs
+    >>> attention = hs.SelfAttention.from_bilinear(torch.zeros(1, 1), torch.ones(1, 1), mask="causal")
+    >>> round(float(hs.measure(attention, torch.zeros(10, 1))), 3)  # the Cesàro matrix
+    1.41
+    """
+    operator = jacobian(f, x, memory=memory)
+    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
+
+
+def measure_heads(
+    attention: Callable[[Tensor], Tensor],
+    x: Tensor,
+    norm: NormKind = 2,
+    k: int = 1,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    *,
+    confidence: float = 0.99,
+    memory: int = DEFAULT_MEMORY,
+    **solver: Any,
+) -> Measurement:
+    """The local Lipschitz constant of every head x ↦ W_h f_h(x), its own slice of the output projection included.
+
+    Arguments as in `measure`; the value has shape ``(heads,)`` or ``(batch, heads)``. All heads are solved together, in
+    the coordinates of their own subspaces where that leaves the norm unchanged.
+
+    >>> import torch, howsmooth as hs
+    >>> x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
+    torch.Size([4])
+    """
+    found = as_attention(attention)
+    if found is None:
+        raise InvalidInput(
+            f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "
+            "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
+        )
+    unitary = norm in (2, "2", "fro")
+    operator = attention_jacobian(found, x, per_head=True, reduced=unitary, memory=memory)
+    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
+
+
+def solve(operator: JacobianOperator, **options: Any) -> Measurement:
+    """`howsmooth.norms.operator_norm` with its vectors in the coordinates of tokens and the operator's own notes."""
+    return in_tokens(operator, operator_norm(operator, **options))
+
+
+def in_tokens(operator: JacobianOperator, result: Measurement) -> Measurement:
+    """A measurement whose vectors have been lifted from the operator's coordinates to those of tokens."""
+    left, right = result.left, result.right
+    return replace(
+        result,
+        left=None if left is None else operator.lift_out(left),
+        right=None if right is None else operator.lift_in(right),
+        notes=operator.notes + result.notes,
+    )
