@@ -1,0 +1,122 @@
+"""Where each kind of model keeps its attention: a table of names, and the search for them.
+
+A kind is listed only when a test reads a small instance of it. Matching names alone would not do: some models (BigBird)
+attend fully on short inputs and sparsely on long ones, which no check on a short input can notice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Layout = Literal["separate", "contiguous", "per_head"]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How an attention block names its parts, as paths inside the block.
+
+    Attributes:
+        inputs: the projections: query, key and value, or the one fused projection.
+        output: the output projection.
+        layout: of a fused projection's features: "contiguous" (all queries, all keys, all values) or "per_head" (query,
+            key and value of the first head, then of the second, …).
+        norms: normalisations of queries and keys, where the block has them.
+        after: what follows the output projection inside the block and is not part of the map.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    layout: Layout = "separate"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    after: tuple[str, ...] = ()
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether the module holds all projections."""
+        return all(submodule(module, path) is not None for path in (*self.inputs, self.output))
+
+
+_Q_K_V_PROJ = ("q_proj", "k_proj", "v_proj")
+_O_PROJ = Convention(_Q_K_V_PROJ, "o_proj")
+_BERT = Convention(("self.query", "self.key", "self.value"), "output.dense", after=("output.LayerNorm",))
+
+CONVENTIONS: dict[str, Convention] = {
+    **dict.fromkeys(["bert", "camembert", "electra", "roberta", "xlm-roberta"], _BERT),
+    **dict.fromkeys(["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3"], _O_PROJ),
+    **dict.fromkeys(["smollm3", "starcoder2", "deit", "dinov2", "vit"], _O_PROJ),
+    "distilbert": Convention(("q_lin", "k_lin", "v_lin"), "out_lin"),
+    "gpt2": Convention(("c_attn",), "c_proj", "contiguous"),
+    "gpt_neox": Convention(("query_key_value",), "dense", "per_head"),
+    "mpnet": Convention(("q", "k", "v"), "o"),
+    "opt": Convention(_Q_K_V_PROJ, "out_proj"),
+    "phi": Convention(_Q_K_V_PROJ, "dense"),
+    "phi3": Convention(("qkv_proj",), "o_proj", "contiguous"),
+}
+"""Model type (as in a model's configuration) → names."""
+
+MODEL_TYPES = tuple(sorted(CONVENTIONS))
+"""The model types that can be read."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention block of a model."""
+
+    layer: int
+    block: nn.Module
+    names: Convention
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the projections and their settings (head width, scale, causal or not)."""
+        return self.part(self.names.inputs[0].rpartition(".")[0])
+
+    def part(self, path: str) -> nn.Module:
+        """A submodule of the block."""
+        return self.block.get_submodule(path)
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at ``path``, or None when there is none."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def attention_sites(model: PreTrainedModel) -> list[Site]:
+    """The self-attention blocks of a model, one per layer, in order."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in CONVENTIONS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} (model type {kind!r}) is not among the models whose attention can be read "
+            f"({', '.join(MODEL_TYPES)}): build an hs.SelfAttention from its weights, or measure its attention as a "
+            "function."
+        )
+    names = CONVENTIONS[kind]
+    found = {path: module for path, module in model.named_modules() if names.fits(module)}
+    stacks = sorted({re.sub(r"\b\d+\b", "*", path) for path in found})
+    if len(stacks) != 1:
+        raise UnsupportedModel(
+            f"this {type(model).__name__} holds {len(stacks)} stacks of attention ({', '.join(stacks) or 'none'}), but "
+            "one stack of self-attention can be read: pass the part of the model that has it."
+        )
+    return [Site(layer, block, names) for layer, block in enumerate(found.values())]
+
+
+def attention_site(model: PreTrainedModel, layer: int) -> Site:
+    """The self-attention block of one layer, counted from 0."""
+    sites = attention_sites(model)
+    if not 0 <= layer < len(sites):
+        raise InvalidInput(
+            f"layer {layer} does not exist: this {type(model).__name__} has {len(sites)} layers, 0 to {len(sites) - 1}."
+        )
+    return sites[layer]

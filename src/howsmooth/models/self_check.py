@@ -1,0 +1,136 @@
+"""No map leaves without having reproduced the model's own attention.
+
+The model runs once on random tokens; what its attention block was called with (positions, mask) is kept, and a copy of
+the block is called with it again in double precision, on the tokens it saw and on louder ones whose logits are large
+enough that a wrong scale, soft-cap or mask cannot hide behind nearly uniform weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import SelfAttention, SlidingWindow
+from howsmooth.errors import UnsupportedModel
+from howsmooth.models.capture import Call, record_calls, reference_mode
+from howsmooth.models.conventions import Site
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Rotations = dict[int, tuple[Tensor, Tensor]]
+"""Identity of a rounded tensor → that tensor (kept, so that the identity stays its own) and the same unrounded."""
+TOLERANCE = 1e-4
+"""Largest relative difference (Frobenius norm, without the output bias) between the map and the model's own output."""
+_TOKENS = 24
+_LONGEST = 512
+_LOUD = 4.0
+
+
+def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAttention) -> None:
+    """Raise `UnsupportedModel` when the map differs from the model's own attention by more than `TOLERANCE`."""
+    with _sharp_rotations(model) as sharp:
+        call = record_calls(model, [site], random_inputs(model, _length(model, attention)))[site.layer]
+    exact = copy.deepcopy(attention).to("cpu", torch.float64)
+    with reference_mode(model):
+        block = copy.deepcopy(site.block).to("cpu", torch.float64)
+        seen = _double(call.hidden, sharp)
+        for tokens in (seen, _loud_tokens(exact, seen)):
+            own = _own_output(Site(site.layer, block, site.names), call, tokens, sharp)
+            error = _relative_error(exact(tokens), own, exact.output_bias)
+            if not error <= TOLERANCE:
+                raise UnsupportedModel(
+                    f"the attention of layer {site.layer} as read from {type(model).__name__} differs from what the "
+                    f"model computes by a relative {error:.1e}: a feature of it is not modelled, so measure it as "
+                    "a function instead."
+                )
+
+
+def random_inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
+    """Random token ids or a random image, whichever the model takes; the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    config: Any = model.config
+    if model.main_input_name == "input_ids":
+        return {"input_ids": torch.randint(config.vocab_size, (1, length), generator=generator)}
+    if model.main_input_name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        image = torch.randn(1, config.num_channels, height, width, generator=generator)
+        return {"pixel_values": image.to(model.dtype)}
+    raise UnsupportedModel(
+        f"{type(model).__name__} takes {model.main_input_name!r}, but only token ids and images can be checked."
+    )
+
+
+def _length(model: PreTrainedModel, attention: SelfAttention) -> int:
+    """Enough tokens to see past a sliding window, unless it is very long."""
+    windows = [term.window for term in attention.logit_terms() if isinstance(term, SlidingWindow)]
+    wanted = max([_TOKENS, *(window + 8 for window in windows if window + 8 <= _LONGEST)])
+    # RoBERTa counts positions from 2.
+    return max(2, min(wanted, getattr(model.config, "max_position_embeddings", wanted + 2) - 2))
+
+
+def _loud_tokens(attention: SelfAttention, like: Tensor) -> Tensor:
+    """Random tokens, scaled so that logits have a root mean square of about four."""
+    tokens = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
+    query, key, _ = attention.project(tokens)
+    size = float((query @ key.mT).square().mean().sqrt()) * attention.scale
+    return tokens * (_LOUD / size) ** 0.5 if size > 0 else tokens
+
+
+def _own_output(site: Site, call: Call, tokens: Tensor, sharp: Rotations) -> Tensor:
+    """What the block's output projection returns when the block is called on ``tokens``."""
+    outputs: list[Tensor] = []
+    handle = site.part(site.names.output).register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        site.block(tokens, *_double(call.args, sharp), **_double(call.kwargs, sharp))
+    finally:
+        handle.remove()
+    return outputs[-1]
+
+
+def _relative_error(ours: Tensor, own: Tensor, bias: Tensor | None) -> float:
+    difference = float((ours - own).norm())
+    size = float((own if bias is None else own - bias).norm())
+    return difference / size if size > 0 else difference
+
+
+def _double(value: Any, sharp: Rotations) -> Any:
+    """Every floating tensor inside ``value`` in double precision on the CPU."""
+    if isinstance(value, Tensor):
+        value = sharp.get(id(value), (value, value))[1].cpu()
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_double(item, sharp) for item in value)
+    if isinstance(value, dict):
+        return {name: _double(item, sharp) for name, item in value.items()}
+    return value
+
+
+@contextmanager
+def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
+    """Collects the cosines and sines of rotary positions before the model rounds them to its own precision.
+
+    In half precision that leaves about three digits, far above the tolerance.
+    """
+    sharp: Rotations = {}
+
+    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+        exact = module.forward(args[0].double(), *args[1:], **kwargs)
+        sharp.update({id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)})
+
+    handles = [
+        module.register_forward_hook(listen, with_kwargs=True)
+        for path, module in model.named_modules()
+        if path.split(".")[-1] == "rotary_emb"
+    ]
+    try:
+        yield sharp
+    finally:
+        for handle in handles:
+            handle.remove()
