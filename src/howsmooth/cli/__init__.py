@@ -1,0 +1,48 @@
+"""The command line: `howsmooth COMMAND …`, one module per command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.console import OneLineErrors
+from howsmooth.cli.demo import demo
+from howsmooth.cli.measure import measure
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    name="howsmooth",
+    help="How smooth is this attention? Measures the local Lipschitz constant of self-attention, with bounds.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong; 130 interrupted.",
+)
+app.command()(measure)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from howsmooth import __version__
+
+        typer.echo(f"howsmooth {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="howsmooth")

@@ -1,0 +1,65 @@
+"""The pictures commands write: which panels, at which cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.cli.sources import Site
+from howsmooth.errors import InvalidInput
+from howsmooth.explain import token_influence
+from howsmooth.figures import head_bars, influence_map, new_figure, save_figure, token_energies
+from howsmooth.norms import Measurement
+
+MOST_TOKENS_FOR_MAP = 256
+
+
+def draw_head(
+    attention: AttentionMap, x: Tensor, head: int, heads: Measurement, tokens: Sequence[str] | None, name: str, ax: Axes
+) -> None:
+    """One head in detail: its influence map, or, where n × n blocks would take long, its token energies."""
+    if x.shape[-2] <= MOST_TOKENS_FOR_MAP:
+        found = token_influence(attention, x.reshape(x.shape[-2:]), head=head)
+        influence_map(found, tokens, title=f"{name}: which token moves which", ax=ax)
+        return
+    assert heads.left is not None
+    assert heads.right is not None
+    came, went = (_leading(t, attention.heads)[head] for t in (heads.right, heads.left))
+    token_energies(came, went, tokens, title=f"{name}: where the worst perturbation sits and shows", ax=ax)
+
+
+def _leading(vectors: Tensor, maps: int) -> Tensor:
+    """Energy per token of each map's leading singular vector, ``(maps, n)``; with -k the leading vector comes first."""
+    return vectors.reshape(maps, -1, *vectors.shape[-2:])[:, 0].square().sum(-1)
+
+
+def check_drawable(site: Site, what: str, norm: str) -> None:
+    """Refuse a picture that cannot be drawn, before anything is measured."""
+    if site.x.dim() == 3 and len(site.x) > 1:
+        raise InvalidInput(f"--figure draws one input, but --input holds {len(site.x)}: store one of them by itself.")
+    if norm != "2" and (what == "block" or site.x.shape[-2] > MOST_TOKENS_FOR_MAP):
+        raise InvalidInput(
+            f"--figure shows singular vectors for a block alone, or for more than {MOST_TOKENS_FOR_MAP} tokens: use "
+            "--norm 2."
+        )
+
+
+def draw_measurement(site: Site, found: dict[str, Measurement], path: Path, symbol: str) -> None:
+    """The picture of `howsmooth measure`: all heads, and the roughest one in detail; or the block's token energies."""
+    if "heads" not in found:
+        m = found["block"]
+        assert m.left is not None
+        assert m.right is not None
+        came, went = (_leading(t, 1)[0] for t in (m.right, m.left))
+        save_figure(token_energies(came, went, title="Block: where the worst perturbation sits and shows"), path)
+        return
+    m = found["heads"]
+    figure, (left, right) = new_figure(2, 6.8, 5.6)
+    head_bars(m.value.reshape(-1), m.lower.reshape(-1), m.upper.reshape(-1), quantity=symbol, ax=left)
+    head = int(m.value.reshape(-1).argmax())
+    draw_head(site.attention, site.x, head, m, None, f"Head {head}", right)
+    save_figure(figure, path)

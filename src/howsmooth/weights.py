@@ -1,0 +1,349 @@
+"""Attention weights and tokens from files, read without ever running code from them.
+
+A file knows the matrices of an attention block by the names its framework gave them; `CONVENTIONS` lists those names.
+It does not know the mask, the positions or the logit scale: those are said by the caller.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from howsmooth.attention import LogitBias, SelfAttention
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a framework names the projections of one attention block.
+
+    Attributes:
+        inputs: the query, key and value projections, or a single one that holds all three.
+        output: the output projection.
+        weight, bias: what follows the name of an input projection.
+        transposed: weights are (in, out), so that heads are columns (GPT-2's Conv1D).
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    weight: str = ".weight"
+    bias: str = ".bias"
+    transposed: bool = False
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Tensors without which this convention is not what the file follows."""
+        return tuple(name + self.weight for name in self.inputs)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Tensors that may be missing: biases, and the output projection."""
+        return (*(name + self.bias for name in self.inputs), self.output + ".weight", self.output + ".bias")
+
+
+CONVENTIONS = (
+    Convention(("c_attn",), "c_proj", transposed=True),  # GPT-2
+    Convention(("in_proj",), "out_proj", weight="_weight", bias="_bias"),  # torch.nn.MultiheadAttention
+    Convention(("self.query", "self.key", "self.value"), "output.dense"),  # BERT, RoBERTa
+    Convention(("attention.query", "attention.key", "attention.value"), "output.dense"),  # ViT
+    Convention(("q_proj", "k_proj", "v_proj"), "o_proj"),  # Llama and its descendants
+    Convention(("q_proj", "k_proj", "v_proj"), "out_proj"),  # OPT, BART, CLIP
+    Convention(("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
+    Convention(("query", "key", "value"), "output"),
+)
+
+# Beside the projections and known not to change the map: GPT-2's stored causal mask, and the norm after BERT's block.
+_HARMLESS = ("bias", "masked_bias", "output.LayerNorm.weight", "output.LayerNorm.bias")
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The matrices of one attention block, as in `torch.nn.Linear`, with its numbers of heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor | None
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    heads: int
+    kv_heads: int
+
+    @property
+    def head_width(self) -> int:
+        """Width k of a query."""
+        return self.query.shape[0] // self.heads
+
+    def attention(self, mask: LogitBias | Tensor | str | None = None, **options: Any) -> SelfAttention:
+        """The map with these weights; options as in `SelfAttention`."""
+        return SelfAttention(**vars(self), mask=mask, **options)
+
+
+def load_attention(
+    path: str | Path,
+    prefix: str | None = None,
+    heads: int | None = None,
+    mask: LogitBias | Tensor | str | None = None,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> SelfAttention:
+    """One attention block from a weights file.
+
+    Args:
+        path: a ``.safetensors`` file, or a ``.pt``/``.pth`` file that holds nothing but tensors.
+        prefix: what the names of the block's tensors begin with, for example ``"h.0.attn."``; may be left out when the
+            file holds a single block.
+        heads, kv_heads: numbers of heads, unless stored in the metadata of the file; kv_heads follows from the shapes.
+        mask, options: what the file does not hold; see `SelfAttention` (rotary, softcap, scale, …).
+        dtype: convert the weights to it.
+
+    >>> import tempfile, torch
+    >>> mha = torch.nn.MultiheadAttention(8, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save(mha.state_dict(), f"{folder}/mha.pt")
+    ...     load_attention(f"{folder}/mha.pt", heads=2, mask="causal").heads
+    2
+    """
+    found = read_attention_weights(path, prefix, heads, kv_heads=kv_heads, dtype=dtype, rotary="rotary" in options)
+    return found.attention(mask, **options)
+
+
+def read_attention_weights(
+    path: str | Path,
+    prefix: str | None = None,
+    heads: int | None = None,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    rotary: bool = False,
+) -> AttentionWeights:
+    """The weights behind `load_attention`, for callers that need the head width before they can choose positions.
+
+    A file that shows something beside the projections which would change the map (normalised queries, extra keys, an
+    adapter) is refused; stored rotary frequencies are accepted when ``rotary`` says that the caller supplies them.
+    """
+    path = Path(path)
+    tensors, metadata = read_tensors(path)
+    blocks = find_blocks(tensors)
+    prefix = _choose(prefix, blocks, path)
+    convention = blocks[prefix]
+    parts: dict[str, Tensor] = {}
+    for name in (*convention.required, *convention.optional):
+        if prefix + name in tensors:
+            parts[name] = _real(tensors[prefix + name], prefix + name, path, dtype)
+    _refuse_unknown([n.removeprefix(prefix) for n in tensors if n.startswith(prefix)], convention, prefix, rotary, path)
+    heads = _count("heads", heads, metadata)
+    if heads is None:
+        raise InvalidInput(f"{path.name} does not say how many heads it has: give heads (--heads on the command line).")
+    weights = _split(tuple(parts[name] for name in convention.required), convention, prefix)
+    names = convention.optional
+    biases = tuple(parts.get(name) for name in names[:-2])
+    if len(biases) == 1:
+        biases = (None,) * 3 if biases[0] is None else biases[0].chunk(3)
+    output = parts.get(names[-2])
+    if output is not None and convention.transposed:
+        output = output.T
+    kv_heads = _count("kv_heads", kv_heads, metadata)
+    if kv_heads is None:  # shared keys show in the shapes: as many key features per head as query features
+        kv_heads = max(1, heads * weights[1].shape[0] // weights[0].shape[0])
+    return AttentionWeights(
+        query=weights[0],
+        key=weights[1],
+        value=weights[2],
+        output=output,
+        query_bias=biases[0],
+        key_bias=biases[1],
+        value_bias=biases[2],
+        output_bias=parts.get(names[-1]),
+        heads=heads,
+        kv_heads=kv_heads,
+    )
+
+
+def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
+    """The prefixes at which an attention block begins, with the convention it follows.
+
+    >>> list(find_blocks({"h.3.attn.c_attn.weight": None, "h.3.mlp.c_proj.weight": None}))
+    ['h.3.attn.']
+    """
+    found: dict[str, Convention] = {}
+    taken: set[str] = set()
+    for convention in sorted(CONVENTIONS, key=lambda c: -len(c.required[0])):  # self.query before query
+        first = convention.required[0]
+        for name in tensors:
+            prefix = name.removesuffix(first)
+            whole = name.endswith(first) and (not prefix or prefix.endswith("."))
+            if not whole or name in taken or not all(prefix + other in tensors for other in convention.required):
+                continue
+            rivals = [c for c in CONVENTIONS if c.required == convention.required]
+            found[prefix] = next((c for c in rivals if f"{prefix}{c.output}.weight" in tensors), convention)
+            taken.update(prefix + other for other in convention.required)
+    return found
+
+
+def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
+    """The tokens x, (n, d) or (batch, n, d), stored in a ``.safetensors``, ``.pt``, ``.pth`` or ``.npy`` file.
+
+    Args:
+        name: which tensor, when the file holds several.
+    """
+    path = Path(path)
+    tensors, _ = read_tensors(path)
+    if name is None:
+        if len(tensors) != 1:
+            raise InvalidInput(f"{path.name} holds {_listed(tensors)}: choose one by name (--input-name).")
+        name = next(iter(tensors))
+    if name not in tensors:
+        raise InvalidInput(f"{path.name} holds no tensor {name!r}, but {_listed(tensors)}.")
+    return tensors[name]
+
+
+def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """All tensors of a file by name, read when asked for where the format allows it, and its metadata.
+
+    Nested dictionaries are joined by dots; a file that holds one bare tensor gives it the name "tensor".
+    """
+    if path.suffix not in SUFFIXES:
+        raise InvalidInput(f"{path.name} is not a kind of file that can be read safely: use {', '.join(SUFFIXES)}.")
+    if not path.is_file():
+        raise InvalidInput(f"there is no file {path}: check the path.")
+    try:
+        if path.suffix == ".safetensors":
+            file = safe_open(path, framework="pt")
+            return _Lazy(file), dict(file.metadata() or {})
+        if path.suffix == ".npy":
+            return {"tensor": torch.as_tensor(np.load(path, allow_pickle=False))}, {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of files that it then refuses
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidInput(
+            f"{path.name} is refused: it holds pickled Python objects, which can run code when loaded: store nothing "
+            "but tensors (a state_dict), best as .safetensors."
+        ) from error
+    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise InvalidInput(
+            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_first_line(error)})."
+        ) from error
+    tensors = dict(_flat("", stored))
+    return tensors, stored if isinstance(stored, dict) else {}
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """A safetensors file as a mapping that reads a tensor when it is asked for."""
+
+    def __init__(self, file: Any):
+        self.file, self.names = file, tuple(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.file.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _flat(name: str, stored: object) -> list[tuple[str, Tensor]]:
+    if isinstance(stored, Tensor):
+        return [(name or "tensor", stored.detach())]
+    if isinstance(stored, Mapping):
+        return [pair for key, entry in stored.items() for pair in _flat(f"{name}.{key}" if name else str(key), entry)]
+    return []
+
+
+def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) -> str:
+    if not blocks:
+        known = "; ".join(", ".join((*c.required, c.output + ".weight")) for c in CONVENTIONS)
+        raise UnsupportedModel(f"{path.name} holds no attention block with names known here ({known}).")
+    if prefix is None and len(blocks) == 1:
+        return next(iter(blocks))
+    for candidate in (prefix, f"{prefix}."):
+        if prefix is not None and candidate in blocks:
+            return str(candidate)
+    choices = ", ".join(repr(p) for p in sorted(blocks))
+    problem = "several attention blocks" if prefix is None else f"no attention block with the prefix {prefix!r}"
+    raise InvalidInput(f"{path.name} holds {problem}: choose a prefix (--prefix) from {choices}.")
+
+
+def _refuse_unknown(names: list[str], convention: Convention, prefix: str, rotary: bool, path: Path) -> None:
+    known = {*convention.required, *convention.optional, *_HARMLESS}
+    for name in sorted(set(names) - known):
+        if name == "rotary_emb.inv_freq":
+            if rotary:
+                continue
+            raise UnsupportedModel(
+                f"{path.name} stores rotary frequencies under {prefix!r}: say so with rotary (--rope)."
+            )
+        raise UnsupportedModel(
+            f"{path.name} holds {prefix + name!r} beside the projections, so this is more than plain attention: read "
+            "it through its model, hs.SelfAttention.from_transformers."
+        )
+
+
+def _split(weights: tuple[Tensor, ...], convention: Convention, prefix: str) -> tuple[Tensor, ...]:
+    for name, weight in zip(convention.required, weights, strict=True):
+        if weight.dim() != 2:
+            raise InvalidInput(f"{prefix + name} has shape {tuple(weight.shape)}, but a projection is a matrix.")
+    if convention.transposed:
+        weights = tuple(weight.T for weight in weights)
+    if len(weights) == 3:
+        return weights
+    if weights[0].shape[0] % 3:
+        raise InvalidInput(
+            f"{prefix + convention.required[0]} has {weights[0].shape[0]} output features, which do not split into "
+            "queries, keys and values of one size."
+        )
+    return weights[0].chunk(3)
+
+
+def _real(tensor: Tensor, name: str, path: Path, dtype: torch.dtype | None) -> Tensor:
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UnsupportedModel(
+            f"{name} in {path.name} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights must be "
+            "written out as float16, bfloat16, float32 or float64 first."
+        )
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _count(name: str, given: int | None, metadata: Mapping[str, Any]) -> int | None:
+    stored = metadata.get(name)
+    if isinstance(stored, str):
+        stored = int(stored) if stored.isdecimal() else None
+    found = given if given is not None else stored if isinstance(stored, int) else None
+    if found is not None and found < 1:
+        raise InvalidInput(f"{name} must be at least 1, got {found}.")
+    return found
+
+
+def _listed(tensors: Mapping[str, Any], most: int = 8) -> str:
+    names = sorted(tensors)
+    shown = ", ".join(repr(name) for name in names[:most])
+    return (f"the tensors {shown}" if names else "no tensors") + (
+        f" and {len(names) - most} more" * (len(names) > most)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
