@@ -1,0 +1,94 @@
+"""The physical limit: the eight n × n × k matrix products of one JᵀJ product of attention, and nothing else.
+
+Without the elementwise steps between them the results mean nothing; only the time does. `whole_batch` runs them as
+eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobian.mixing.Mixing` (hidden tiles left
+out), where one product feeds the next while it is in the cache. Outputs have their memory beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.jacobian import AttentionJacobian
+from howsmooth.jacobian.mixing import Mixing
+from howsmooth.jacobian.projection import BlockProjection
+
+Tangents = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.no_grad()
+def whole_batch(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor, ...]]:
+    """dq kᵀ + q dkᵀ =: M, M v + P dv =: g, g vᵀ =: N, N k, Nᵀ q and Pᵀ g, each for all maps at once."""
+    query, key, value = mixing.query, mixing.key, mixing.value
+    dquery, dkey, dvalue = tangents
+    maps, n, _ = query.shape
+    weights = query.new_zeros(maps, n, n)
+    for tile in mixing.tiles:
+        assert tile.weights is not None
+        weights[tile.maps, tile.rows, tile.cols] = tile.weights
+    moved = torch.empty_like(weights)
+    out, gquery, gkey, gvalue = (torch.empty_like(t) for t in (value, query, key, value))
+
+    def run() -> tuple[Tensor, ...]:
+        torch.bmm(dquery, key.mT, out=moved)
+        moved.baddbmm_(query, dkey.mT)
+        torch.bmm(moved, value, out=out)
+        out.baddbmm_(weights, dvalue)
+        torch.bmm(out, value.mT, out=moved)
+        torch.bmm(moved, key, out=gquery)
+        torch.bmm(moved.mT, query, out=gkey)
+        torch.bmm(weights.mT, out, out=gvalue)
+        return gquery, gkey, gvalue
+
+    return run
+
+
+@torch.no_grad()
+def in_tiles(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor, ...]]:
+    """The same products tile by tile; dq kᵀ + q dkᵀ is one product of twice the width, as in `Mixing.jvp`."""
+    dquery, dkey, dvalue = tangents
+    left = torch.cat([dquery, mixing.query], dim=-1)
+    right = torch.cat([mixing.key, dkey], dim=-1).mT
+    out, gquery, gkey, gvalue = (torch.empty_like(t) for t in (mixing.value, mixing.query, mixing.key, mixing.value))
+    scratch = {tile.weights.shape: torch.empty_like(tile.weights) for tile in mixing.tiles if tile.weights is not None}
+
+    def run() -> tuple[Tensor, ...]:
+        for total in (out, gquery, gkey, gvalue):
+            total.zero_()
+        for tile in mixing.tiles:
+            assert tile.weights is not None
+            moved = scratch[tile.weights.shape]
+            torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols], out=moved)
+            out[tile.queries].baddbmm_(moved, mixing.value[tile.keys]).baddbmm_(tile.weights, dvalue[tile.keys])
+        for tile in mixing.tiles:
+            assert tile.weights is not None
+            moved, grad = scratch[tile.weights.shape], out[tile.queries]
+            torch.bmm(grad, mixing.value[tile.keys].mT, out=moved)
+            gquery[tile.queries].baddbmm_(moved, mixing.key[tile.keys])
+            gkey[tile.keys].baddbmm_(moved.mT, mixing.query[tile.queries])
+            gvalue[tile.keys].baddbmm_(tile.weights.mT, grad)
+        return gquery, gkey, gvalue
+
+    return run
+
+
+@torch.no_grad()
+def projections(operator: AttentionJacobian, v: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """The four products of a block with its projections, into the heads and out of them, both ways."""
+    projection = operator.projection
+    assert isinstance(projection, BlockProjection)
+    into, out = projection.weight_in, projection.weight_out
+    tangents, mixed = v @ into, v @ out.mT
+    results = torch.empty_like(tangents), mixed @ out, torch.empty_like(mixed), torch.empty_like(v)
+
+    def run() -> tuple[Tensor, ...]:
+        torch.mm(v, into, out=results[0])
+        torch.mm(mixed, out, out=results[1])
+        torch.mm(v, out.mT, out=results[2])
+        torch.mm(tangents, into.mT, out=results[3])
+        return results
+
+    return run

@@ -1,0 +1,45 @@
+"""Section 6 (``--long``): the full measurement of one head at n = 32,768."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from benchmarks.report import Section, Table, Target
+from benchmarks.worker import in_process
+
+TEXT = """`hs.measure` with its defaults (to 1e-3, bounds certified with probability 99 %) on one head of width 64
+in float32, in a process of its own; the memory is the peak of the whole process."""
+
+
+def run(quick: bool, report: Callable[[str], None]) -> Section:
+    """Measure with and without a causal mask."""
+    n = 2048 if quick else 32_768
+    return measured("measure_long", f"6. A full measurement at n = {n:,}", n, (False, True), report)
+
+
+def measured(name: str, title: str, n: int, masks: Iterable[bool], report: Callable[[str], None]) -> Section:
+    """The section for one length."""
+    section, rows = Section(name, title, TEXT), []
+    for causal in masks:
+        what = f"n = {n:,}, {'causal' if causal else 'unmasked'}"
+        report(what)
+        found = in_process(task="measure", n=n, causal=causal, threads=torch.get_num_threads())
+        rows.append(
+            [
+                what,
+                f"{found['value']:.5g}",
+                f"{found['lower']:.6g} … {found['upper']:.6g}",
+                "yes" if found["converged"] else "no",
+                f"{found['products']}",
+                f"{found['seconds']:.0f}",
+                f"{found['peak'] / 2**30:.2f}",
+            ]
+        )
+        peak = found["peak"] / 2**30
+        section.targets.append(
+            Target(f"hs.measure, one head, {what}: peak memory", "< 2 GiB", f"{peak:.2f} GiB", peak < 2)
+        )
+    section.tables = [Table(["one head × 64", "‖J‖₂", "bounds", "converged", "products", "s", "peak GiB"], rows)]
+    return section
