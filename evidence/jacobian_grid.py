@@ -11,7 +11,7 @@ from torch import Tensor
 from evidence import attention_cases as cases
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.jacobian import JacobianOperator, attention_jacobian
+from howsmooth.jacobians import JacobianOperator, attention_jacobian
 
 TITLE = "Closed-form Jacobians against autograd"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.jacobian.operator import JacobianOperator, MatrixOperator
+from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
 _RANKS = torch.arange(1000, dtype=torch.float64)
 

@@ -26,9 +26,9 @@ from howsmooth.attention import (
     SlidingWindow,
 )
 from howsmooth.errors import HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
-from howsmooth.explain import Explanation, explain, token_influence
-from howsmooth.jacobian import JacobianOperator, jacobian
-from howsmooth.measure import measure, measure_heads
+from howsmooth.explaining import Explanation, explain, token_influence
+from howsmooth.jacobians import JacobianOperator, jacobian
+from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
 
 __version__ = version("howsmooth")

@@ -11,7 +11,7 @@ from scipy.stats import beta as beta_distribution
 
 from evidence.spectra import families, orthogonal, with_spectrum
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import MatrixOperator
+from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.certificate import Certificate, Projection, kuczynski_wozniakowski1992, smallest_component
 from howsmooth.norms.products import random_stream

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import MatrixOperator
+from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import Measurement, frobenius_norm, golub_kahan, operator_norm
 
 
@@ -44,7 +44,7 @@ def test_batch_reads_as_one_line_with_range() -> None:
     matrix = torch.diag_embed(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     assert str(golub_kahan(MatrixOperator(matrix))) == (
         "‖J‖₂ of 3 maps = 2 … 6 (each ≥ lower always, ≤ upper with probability 99 %, upper/lower at most 1.0001; "
-        "3/3 converged, 4 products, golub-kahan float32)"
+        "3/3 converged, 5 products, golub-kahan float32)"
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evidence.spectra import families, with_spectrum
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import MatrixOperator
+from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, inf_norm, one_norm, operator_norm
 from howsmooth.norms.frobenius import interval
 

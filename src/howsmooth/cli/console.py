@@ -152,7 +152,7 @@ def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> s
 def lower_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
     """The lower end of one map in words, rounded down so that it stays true.
 
-    >>> from howsmooth.jacobian import MatrixOperator
+    >>> from howsmooth.jacobians import MatrixOperator
     >>> from howsmooth.norms import operator_norm
     >>> m = operator_norm(MatrixOperator(torch.tensor([[2.0]])))
     >>> lower_bound(m), upper_bound(m)

@@ -24,9 +24,9 @@ from howsmooth.cli.console import (
     written,
 )
 from howsmooth.cli.pictures import draw_head
-from howsmooth.explain import Explanation, explain
+from howsmooth.explaining import Explanation, explain
 from howsmooth.figures import heads_heatmap, new_figure, save_figure
-from howsmooth.measure import measure
+from howsmooth.measuring import measure
 from howsmooth.norms import Measurement
 
 MODEL = "minilm"

@@ -26,10 +26,10 @@ from howsmooth.cli.console import (
 from howsmooth.cli.pictures import check_drawable, draw_measurement
 from howsmooth.cli.sources import Settings, Site, open_site
 from howsmooth.errors import InvalidInput
-from howsmooth.explain import Explanation, explain
+from howsmooth.explaining import Explanation, explain
 from howsmooth.figures import check_figure_path
-from howsmooth.measure import measure as measure_block
-from howsmooth.measure import measure_heads
+from howsmooth.measuring import measure as measure_block
+from howsmooth.measuring import measure_heads
 from howsmooth.norms import Measurement
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})

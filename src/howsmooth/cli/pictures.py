@@ -11,7 +11,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.cli.sources import Site
 from howsmooth.errors import InvalidInput
-from howsmooth.explain import token_influence
+from howsmooth.explaining import token_influence
 from howsmooth.figures import head_bars, influence_map, new_figure, save_figure, token_energies
 from howsmooth.norms import Measurement
 

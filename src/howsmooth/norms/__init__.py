@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.dense import dense_norm
 from howsmooth.norms.frobenius import frobenius_norm
 from howsmooth.norms.golub_kahan import golub_kahan
@@ -46,7 +46,7 @@ def operator_norm(
     which say what the further options mean.
 
     >>> import torch
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.diag(torch.linspace(1, 2, 300, dtype=torch.float64)))
     >>> operator_norm(op).method, operator_norm(op, dense_limit=300).method, operator_norm(op, norm="inf").method
     ('golub-kahan', 'dense', 'entries')

@@ -1,13 +1,19 @@
-"""Golub–Kahan–Lanczos bidiagonalisation of a batch of Jacobians, with both bases kept orthonormal.
+"""Golub–Kahan–Lanczos bidiagonalisation of a batch of Jacobians, with the right basis kept orthonormal.
 
 After m steps from v₁:  J V = U B,  Jᵀ U = V Bᵀ + β v_{m+1} e_mᵀ,  with B upper bidiagonal (α on the diagonal, β above)
 until a thick restart puts a diagonal block and one full column in front [1, 2].
+
+Reorthogonalising V alone is enough: J V = U B holds by construction, so an orthonormal V makes BᵀB the Rayleigh quotient
+of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the shorter
+vectors. After a restart, which mixes the left vectors, U is reorthogonalised too.
 
 References:
     [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer. Anal. 2
         (1965).
     [2] J. Baglama, L. Reichel, "Augmented implicitly restarted Lanczos bidiagonalization methods", SIAM J. Sci. Comput.
         27 (2005).
+    [3] H. Simon, H. Zha, "Low-rank matrix approximation using the Lanczos bidiagonalization process with applications",
+        SIAM J. Sci. Comput. 21 (2000).
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from torch import Tensor
 from howsmooth.norms.certificate import Projection
 from howsmooth.norms.products import FlatProducts, not_finite
 
-_FIRST_CAPACITY = 16
+_FIRST_CAPACITY = 32
 
 
 class Bidiagonalisation:
@@ -28,7 +34,7 @@ class Bidiagonalisation:
         size: m, the number of basis vectors on each side (v_{m+1} waits in the right basis).
         beta: the last β of every map, float64 on the CPU; zero where the space is invariant and holds no more.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> products = FlatProducts(MatrixOperator(torch.diag(torch.tensor([3.0, 4.0])).double()))
     >>> process = Bidiagonalisation(products, torch.tensor([[0.6, 0.8]], dtype=torch.float64), torch.Generator())
     >>> process.step()
@@ -48,6 +54,7 @@ class Bidiagonalisation:
         self._right[:, 0] = start
         self._scale = torch.zeros(len(start), dtype=torch.float64)
         self._follows_left = False  # whether J v_m meets the left basis in its last vector only
+        self._restarted = False
 
     def step(self) -> None:
         """One more vector in both bases: one product with J and one with Jᵀ."""
@@ -58,7 +65,7 @@ class Bidiagonalisation:
         u = self.products.matvec(v)
         if self._follows_left:
             u = u - self.beta.to(u)[:, None] * self._left[:, m - 1]
-        u, alpha = self._orthonormal(u, self._left[:, :m])
+        u, alpha = self._orthonormal(u, self._left[:, : m if self._restarted else 0])
         w = self.products.rmatvec(u) - alpha.to(u)[:, None] * v
         w, beta = self._orthonormal(w, self._right[:, : m + 1])
         if self._follows_left:
@@ -71,13 +78,10 @@ class Bidiagonalisation:
         """The singular value decomposition of B."""
         return Projection.of(self._b[:, : self.size, : self.size], self.beta)
 
-    def vectors(self, small: Projection, maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k leading Ritz vectors, left and right, of the running maps chosen by the mask: ``(chosen, k, size)``."""
-        chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the bases
-        return (
-            _combine(small.left[chosen, :, :k], self._left[chosen, : self.size]),
-            _combine(small.right[chosen, :, :k], self._right[chosen, : self.size]),
-        )
+    def right_vectors(self, small: Projection, maps: Tensor, k: int) -> Tensor:
+        """The k leading right Ritz vectors of the running maps chosen by the mask: ``(chosen, k, in_size)``."""
+        chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the basis
+        return _combine(small.right[chosen, :, :k], self._right[chosen, : self.size])
 
     def refresh(self, maps: Tensor) -> None:
         """Where the space is invariant, go on from a random direction orthogonal to it."""
@@ -88,18 +92,19 @@ class Bidiagonalisation:
 
     def restart(self, small: Projection, keep: int) -> None:
         """Thick restart: the ``keep`` largest Ritz triplets lead the bases, v_{m+1} stays the next vector."""
-        left, right = self.vectors(small, torch.ones(len(self.beta), dtype=torch.bool), keep)
+        left = _combine(small.left[..., :keep], self._left[:, : self.size])
+        right = _combine(small.right[..., :keep], self._right[:, : self.size])
         next_right = self._right[:, self.size].clone()
         self._left[:, :keep], self._right[:, :keep], self._right[:, keep] = left, right, next_right
         self._b.zero_()
         self._b[:, :keep, :keep] = torch.diag_embed(small.theta[:, :keep])
         self._b[:, :keep, keep] = small.residuals[:, :keep]
-        self.size, self._follows_left = keep, False
+        self.size, self._follows_left, self._restarted = keep, False, True
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
         self.products.keep(mask)
-        self._left, self._right = self._left[mask], self._right[mask]
+        self._left, self._right = _moved_up(self._left, mask, self.size), _moved_up(self._right, mask, self.size + 1)
         self._b, self.beta, self._scale = self._b[mask], self.beta[mask], self._scale[mask]
 
     def _orthonormal(self, x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +122,15 @@ class Bidiagonalisation:
         self._left = torch.cat([self._left, self._left.new_empty(len(self.beta), more, self._left.shape[-1])], 1)
         self._right = torch.cat([self._right, self._right.new_empty(len(self.beta), more, self._right.shape[-1])], 1)
         self._b = torch.nn.functional.pad(self._b, (0, more, 0, more))
+
+
+def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
+    """The bases of the maps where ``mask`` is true, moved to the front of the same memory."""
+    index = mask.nonzero().flatten().tolist()
+    for place, source in enumerate(index):
+        if place != source:
+            basis[place, :used] = basis[source, :used]
+    return basis[: len(index)]
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind
 from howsmooth.norms.products import FlatProducts, not_finite, rounding_allowance
 
@@ -18,7 +18,7 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1) -> Measurem
     ``norm`` is 2 (largest singular value; with the k largest triplets), 1 (largest column sum of |J|), ``math.inf``
     (largest row sum) or ``"fro"``. All work after the products is done in float64.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, 5.0]], dtype=torch.float64))
     >>> [round(float(dense_norm(op, norm)), 6) for norm in (2, 1, float("inf"), "fro")]
     [6.708204, 7.0, 9.0, 7.071068]

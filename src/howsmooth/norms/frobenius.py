@@ -35,7 +35,7 @@ from scipy.special import lambertw
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
 from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, random_stream, rounding_allowance
@@ -56,7 +56,7 @@ def frobenius_norm(
     holds with probability ``confidence`` for each map by itself. The number of probes is fixed in advance: stopping
     when the interval looks narrow would make it false.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.eye(100))
     >>> float(frobenius_norm(op))
     10.0

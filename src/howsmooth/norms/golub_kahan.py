@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.certificate import Certificate, Projection
 from howsmooth.norms.measurement import Measurement
@@ -42,6 +43,10 @@ def golub_kahan(
     ``converged`` is exactly (i) and (ii). Maps that are done leave the batch. Both bounds are widened by
     `rounding_allowance` for the steps made.
 
+    The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
+    ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
+    rounding did before.
+
     By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
     the first only: copies of a repeated singular value are invisible to a Krylov space.
 
@@ -58,12 +63,14 @@ def golub_kahan(
             upper bound: ``upper`` is infinite, ``confidence`` 0, and only (ii) decides.
         progress: called after every step with the number of steps and the largest value so far.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> matrix = torch.diag(torch.linspace(1, 2, 500, dtype=torch.float64))
     >>> m = golub_kahan(MatrixOperator(matrix), rtol=1e-4)
     >>> bool(m.lower <= 2 <= m.upper <= 1.0001 * m.lower), bool(m.converged)
     (True, True)
     """
+    if op.out_size < op.in_size and start is None:
+        return _transposed(golub_kahan(op.adjoint, k, rtol, confidence, seed, max_steps, basis_limit, None, progress))
     started = time.perf_counter()
     products = FlatProducts(op)
     limit = _check(op, k, rtol, max_steps, basis_limit)
@@ -73,14 +80,16 @@ def golub_kahan(
         first = _random_start(op, generator) if start is None else _given_start(op, start)
         process = Bidiagonalisation(products, first, generator)
         del first
-        results = _Results(op, k, rtol)
+        results = _Results(op, k, rtol, certifiable=start is None)
         _run(process, certificate, results, max_steps, limit, progress)
+        del process
+        count = products.count + results.verify()
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
     if rtol < _least_rtol(op.dtype, results.steps):
         notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can certify")
     if k > 1:
         notes.append("repeated singular values may be counted once")
-    return results.measurement(products.count, confidence if start is None else 0.0, started, tuple(notes))
+    return results.measurement(count, confidence if start is None else 0.0, started, tuple(notes))
 
 
 def _run(
@@ -131,14 +140,14 @@ def _run(
 class _Results:
     """What is known of every map of the batch, filled in as they finish."""
 
-    def __init__(self, op: JacobianOperator, k: int, rtol: float):
+    def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool):
         maps = op.batch_size
-        self.op, self.k, self.rtol, self.steps = op, k, rtol, 0
+        self.op, self.k, self.rtol, self.certifiable, self.steps = op, k, rtol, certifiable, 0
         self.values = torch.zeros(maps, k, dtype=torch.float64)
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
         self.upper = torch.full_like(self.lower, math.inf)
-        self.converged = torch.zeros(maps, dtype=torch.bool)
+        self.accurate = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
         self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
 
@@ -161,17 +170,30 @@ class _Results:
     ) -> None:
         where, top, k = process.products.maps[done], small.theta[done, 0], min(self.k, process.size)
         self.values[where, :k], self.residuals[where, :k] = small.theta[done, :k], small.residuals[done, :k].abs()
-        self.lower[where] = top * (1 - self.allowance)
-        certified = torch.ones_like(top, dtype=torch.bool)
         if certificate is not None:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
             self.upper[where] = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
-            certified = self.upper[where] <= (1 + self.rtol) * self.lower[where]
-        accurate = (self.residuals[where] <= self.rtol * top[:, None]).all(-1) & (process.size >= self.k)
-        self.converged[where] = accurate & certified
-        device = self.op.device
-        left, right = process.vectors(small, done, k)
-        self.left[where.to(device), :k], self.right[where.to(device), :k] = left, right
+        self.accurate[where] = (self.residuals[where] <= self.rtol * top[:, None]).all(-1) & (process.size >= self.k)
+        self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
+
+    def verify(self) -> int:
+        """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
+        products = FlatProducts(self.op)
+        for i in range(self.k):
+            right = self.right[:, i]
+            length = torch.linalg.vector_norm(right, dim=-1, dtype=torch.float64)
+            moved = products.matvec(right)
+            norm = torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float64)
+            self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu()
+            self.left[:, i] = moved / norm.clamp_min(torch.finfo(self.op.dtype).tiny).to(moved)[:, None]
+        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1))
+        return products.count
+
+    @property
+    def converged(self) -> Tensor:
+        """Whether the residuals are small and, unless the start was given, the value is certified."""
+        certified = self.upper <= (1 + self.rtol) * self.lower
+        return self.accurate & certified if self.certifiable else self.accurate
 
     def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
         batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
@@ -192,6 +214,10 @@ class _Results:
             residuals=self.residuals.reshape(*batch, self.k),
             notes=notes,
         )
+
+
+def _transposed(m: Measurement) -> Measurement:
+    return replace(m, left=m.right, right=m.left)
 
 
 def _least_rtol(dtype: torch.dtype, steps: int) -> float:

@@ -35,14 +35,15 @@ class Measurement:
         method: how the number was found.
         dtype: of the products.
         seconds: time taken.
-        left, right: unit singular vectors u, v with J v = value·u, ``batch_shape + out_shape`` and
-            ``batch_shape + in_shape``; with k > 1 asked for, a dimension of size k comes before the map's own.
-            Where the singular value is zero the left vector may be zero.
+        left, right: unit singular vectors u, v, ``batch_shape + out_shape`` and ``batch_shape + in_shape``. One of
+            J v = value·u and Jᵀu = value·v holds exactly, the other up to the residual. With k > 1 asked for, a
+            dimension of size k comes before the map's own. Where the singular value is zero one of them may be zero.
         values: the k largest singular values, ``batch_shape + (k,)``.
-        residuals: ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm, the standard error of ``value``.
+        residuals: the larger of ‖J v − σ u‖ and ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm,
+            the standard error of ``value``.
         notes: what else the reader should know.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> from howsmooth.norms import operator_norm
     >>> m = operator_norm(MatrixOperator(torch.diag(torch.tensor([3.0, 4.0]))))
     >>> float(m)

@@ -16,7 +16,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
 from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, rounding_allowance
@@ -27,7 +27,7 @@ def inf_norm(
 ) -> Measurement:
     """‖J‖_∞ = max_i Σ_j |J_ij|, as the 1-norm of Jᵀ; see `one_norm`. Hence ‖J‖_∞ ≤ √in_size · ‖J‖₂.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> float(inf_norm(MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, -5.0]]))))
     9.0
     """
@@ -51,7 +51,7 @@ def one_norm(
         [1] N. J. Higham, F. Tisseur, "A block algorithm for matrix 1-norm estimation, with an application to 1-norm
             pseudospectra", SIAM J. Matrix Anal. Appl. 21 (2000) 1185–1201.
 
-    >>> from howsmooth.jacobian.operator import MatrixOperator
+    >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> float(one_norm(MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, -5.0]]))))
     7.0
     """

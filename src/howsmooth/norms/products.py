@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.operator import JacobianOperator
 
 CHUNK_BYTES = 2**26
 

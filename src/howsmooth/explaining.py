@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
-from howsmooth.jacobian.token_blocks import TokenBlocks
-from howsmooth.measure import in_tokens, solve
+from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
 
 _BLOCK_ENTRIES = 2**22

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from evidence import attention_cases as cases
-from howsmooth.jacobian import attention_jacobian
+from howsmooth.jacobians import attention_jacobian
 
 
 def sigma(f, x: Tensor) -> float:

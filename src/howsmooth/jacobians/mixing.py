@@ -13,6 +13,7 @@ they fit the memory budget and recomputed from the log-sum-exp of their rows bey
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,10 +23,13 @@ from torch import Tensor
 from howsmooth.attention.masks import LogitBias, Maps
 from howsmooth.errors import InvalidInput
 
-TILE_ROWS = 256
+TILE_ROWS = 1024
 TILE_COLS = 1024
-TILE_SIZE = 2**19
-"""Most entries of a tile: the arrays of one tile stay in the cache between the steps that touch them."""
+TILE_SIZE = 2**21
+"""Most entries of a tile, over all its maps: enough for the matrix products to run at full speed, little enough for the
+arrays of a tile to stay in the cache between the steps that touch them."""
+MASKED_SHARE = 4
+"""Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,12 @@ class Mixing:
             left = torch.cat([dquery, self.query], dim=-1)  # type: ignore[list-item]
             right = torch.cat([self.key, dkey], dim=-1).mT  # type: ignore[list-item]
             row_sums = torch.zeros_like(self.log_sums)
+        work = _Workspace(dout)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
             part = dout[tile.queries]
             if score:
-                moved = torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                moved = work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 part.baddbmm_(moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
@@ -136,10 +141,11 @@ class Mixing:
             left = torch.cat([grad, -(grad * self.output).sum(-1, keepdim=True)], dim=-1)
             right = torch.cat([self.value, torch.ones_like(self.log_sums)], dim=-1)
         right = right.mT
+        work = _Workspace(grad)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
             if score:
-                moved = torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                moved = work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 gquery[tile.queries].baddbmm_(moved, self.key[tile.keys])
                 gkey[tile.keys].baddbmm_(moved.mT, self.query[tile.queries])
             if value:
@@ -190,7 +196,7 @@ class Mixing:
     def _bands(self) -> Iterator[list[Tile]]:
         """The tiles of each block of queries, hidden ones left out."""
         count, n, _ = self.query.shape
-        rows = min(TILE_ROWS, n)
+        rows = min(max(1, TILE_ROWS // MASKED_SHARE) if self.terms else TILE_ROWS, n)
         group = max(1, TILE_SIZE // (rows * min(TILE_COLS, n)))
         for first in range(0, count, group):
             maps = slice(first, min(first + group, count))
@@ -231,6 +237,21 @@ class Mixing:
         if tile.weights is None or tile.slopes is None:
             return self._from_logits(tile, self._logits(tile))
         return tile.weights, tile.slopes
+
+
+class _Workspace:
+    """One buffer for the tile at hand, used again for the next: fresh memory would cost page faults at every tile."""
+
+    def __init__(self, like: Tensor):
+        self.buffer = like.new_empty(0)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The batched matrix product, valid until the next call."""
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+        size = math.prod(shape)
+        if self.buffer.numel() < size:
+            self.buffer = self.buffer.new_empty(size)
+        return torch.bmm(left, right, out=self.buffer[:size].view(shape))
 
 
 def _log_sum(logits: list[Tensor]) -> Tensor:

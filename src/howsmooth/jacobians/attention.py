@@ -12,10 +12,10 @@ from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.checks import check_finite, check_tokens
-from howsmooth.jacobian.mixing import Mixing
-from howsmooth.jacobian.operator import JacobianOperator
-from howsmooth.jacobian.projection import BlockProjection, HeadProjection, Projection
+from howsmooth.jacobians.checks import check_finite, check_tokens
+from howsmooth.jacobians.mixing import Mixing
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29

@@ -1,6 +1,6 @@
 """The n × n blocks of an attention Jacobian: J_ij, how output token i moves when input token j moves.
 
-In one head, with D the slopes of the weights (see `howsmooth.jacobian.mixing`), M the derivatives of the token stages
+In one head, with D the slopes of the weights (see `howsmooth.jacobians.mixing`), M the derivatives of the token stages
 and W the output matrix,
 
     J_ij = W [ P_ij M^v_j + D_ij (v_j − o_i)(q_iᵀ M^k_j) ] + δ_ij W Σ_l D_il (v_l − o_i)(k_lᵀ M^q_i),
@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.jacobian.attention import AttentionJacobian
-from howsmooth.jacobian.mixing import Tile
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians.attention import AttentionJacobian
+from howsmooth.jacobians.mixing import Tile
+from howsmooth.jacobians.operator import JacobianOperator
 
 
 class TokenBlocks(JacobianOperator):

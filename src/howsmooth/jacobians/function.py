@@ -33,8 +33,8 @@ from torch.func import functional_call, jvp, linearize, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.jacobian import checks
-from howsmooth.jacobian.operator import JacobianOperator
+from howsmooth.jacobians import checks
+from howsmooth.jacobians.operator import JacobianOperator
 
 _MOST_DENSE_ROWS = 4096
 _NUMBERS_PER_CHUNK = 2**21

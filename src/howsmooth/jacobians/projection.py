@@ -108,10 +108,13 @@ class BlockProjection(Projection):
         return list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
 
     def _repeat(self, shared: Tensor) -> Tensor:
-        return shared.repeat_interleave(self.heads // self.kv_heads, dim=1).flatten(0, 1)
+        group = self.heads // self.kv_heads
+        return (shared if group == 1 else shared.repeat_interleave(group, dim=1)).flatten(0, 1)
 
     def _gather(self, grad: Tensor) -> Tensor:
-        return grad.unflatten(0, (-1, self.kv_heads, self.heads // self.kv_heads)).sum(2)
+        group = self.heads // self.kv_heads
+        grad = grad.unflatten(0, (-1, self.kv_heads, group))
+        return grad[:, :, 0] if group == 1 else grad.sum(2)
 
 
 @dataclass(frozen=True)

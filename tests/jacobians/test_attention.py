@@ -10,8 +10,8 @@ import howsmooth as hs
 from evidence import attention_cases as cases
 from evidence.jacobian_grid import autograd_jacobian, by_columns, by_rows, compare, relative_error
 from howsmooth.attention import AttentionMap
-from howsmooth.jacobian import attention_jacobian
-from howsmooth.jacobian import mixing as mixing_module
+from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians import mixing as mixing_module
 
 TOLERANCE = 1e-11
 
@@ -47,7 +47,7 @@ SAMPLE = [
 @pytest.mark.parametrize("tiling", ["kept", "streamed", "small tiles", "small tiles, streamed"])
 def test_every_way_of_tiling_gives_the_same_jacobian(case: tuple, tiling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiling.startswith("small"):
-        monkeypatch.setattr(mixing_module, "TILE_ROWS", 4)
+        monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
         monkeypatch.setattr(mixing_module, "TILE_COLS", 3)
         monkeypatch.setattr(mixing_module, "TILE_SIZE", 24)
     attention, x = cases.build(*case), cases.tokens()
@@ -60,7 +60,7 @@ def test_every_way_of_tiling_gives_the_same_jacobian(case: tuple, tiling: str, m
 
 
 def test_memory_budget_keeps_what_fits_and_recomputes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing_module, "TILE_ROWS", 2)
+    monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
     monkeypatch.setattr(mixing_module, "TILE_SIZE", 1)
     attention, x = cases.build("dot_product", "causal", 4, 2, "rotary", True, "plain"), cases.tokens()
     operator = attention_jacobian(attention, x, memory=200)
@@ -141,7 +141,7 @@ def _mix(attention: AttentionMap, weights: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_subset_of_a_batch_is_the_operator_of_the_subset(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing_module, "TILE_ROWS", 4)
+    monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
     monkeypatch.setattr(mixing_module, "TILE_SIZE", 24 * 3)
     attention = cases.build("dot_product", "causal", 4, 2, "rotary", True, "rms qk-norm")
     operator = attention_jacobian(attention, cases.tokens(3), per_head=per_head, reduced=per_head)

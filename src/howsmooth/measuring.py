@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 

@@ -7,7 +7,7 @@ import torch
 
 import howsmooth as hs
 from evidence import attention_cases as cases
-from howsmooth.jacobian import attention_jacobian
+from howsmooth.jacobians import attention_jacobian
 
 MAPS = [
     ("dot_product", "none", 4, 2, "rotary", True, "rms qk-norm and softcap"),

@@ -17,8 +17,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from howsmooth.errors import NotDifferentiable
-from howsmooth.jacobian import function
-from howsmooth.jacobian.function import DerivativeWarning, FunctionJacobian, function_jacobian
+from howsmooth.jacobians import function
+from howsmooth.jacobians.function import DerivativeWarning, FunctionJacobian, function_jacobian
 
 N, D = 5, 4
 LINEARIZE, JVP, DOUBLE_BACKWARD, DENSE_ROWS = "torch.func linearize", "torch.func jvp", "double backward", "dense rows"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.jacobian import checks
-from howsmooth.jacobian.function import DerivativeWarning, function_jacobian
+from howsmooth.jacobians import checks
+from howsmooth.jacobians.function import DerivativeWarning, function_jacobian
 
 NAN, INF = float("nan"), float("inf")
 N, D = 5, 4

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobian.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobian.function import FunctionJacobian, function_jacobian
-from howsmooth.jacobian.operator import JacobianOperator, MatrixOperator
+from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
+from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
 __all__ = [
     "DEFAULT_MEMORY",
