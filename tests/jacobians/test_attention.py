@@ -82,6 +82,20 @@ def test_products_are_adjoint_to_each_other(kind: str) -> None:
     torch.testing.assert_close(there, back, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_rows_by_token_blocks_are_the_rows(case: tuple) -> None:
+    attention, x = cases.build(*case), cases.tokens()
+    index = torch.tensor([3, 0, 7, 8, 29])
+    expected = autograd_jacobian(attention, x)[index]
+    operator = attention_jacobian(attention, x)
+    torch.testing.assert_close(operator.rows(index).flatten(1), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(operator.adjoint.columns(index).flatten(1), expected, rtol=1e-10, atol=1e-12)
+    heads = attention_jacobian(attention, torch.stack([x, x + 1]), per_head=True)
+    rows = heads.rows(index)
+    assert rows.shape == (5, 2, attention.heads, *heads.in_shape)
+    torch.testing.assert_close(rows[:, 0].sum(1).flatten(1), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_masked_tiles_do_not_exist() -> None:
     x = torch.randn(4096, 8)
     full = attention_jacobian(hs.SelfAttention.random(8), x, memory=0).mixing.tiles

@@ -81,6 +81,36 @@ class AttentionJacobian(JacobianOperator):
         )
         return back.reshape(*self.batch_shape, *self.in_shape)
 
+    def line_costs(self) -> tuple[float, float]:
+        if not self._has_blocks:
+            return super().line_costs()
+        n, width = self.in_shape[0], sum(t.shape[-1] for t in (self.mixing.query, self.mixing.key, self.mixing.value))
+        row = n * width * self.in_shape[1]  # the rows of one token touch the weights of one query
+        product = n * width * (4 * n / 3 + self.in_shape[1])
+        return self.out_size * min(1.0, row / product), self.in_size
+
+    def rows(self, index: Tensor) -> Tensor:
+        if not self._has_blocks:
+            return super().rows(index)
+        from howsmooth.jacobians.token_blocks import TokenBlocks
+
+        token, coordinate = index // self.out_shape[1], index % self.out_shape[1]
+        first = int(token.min())
+        blocks = TokenBlocks(self, slice(first, int(token.max()) + 1))
+        found = index.new_empty((len(index), *self.batch_shape, *self.in_shape), dtype=self.dtype)
+        for a in coordinate.unique().tolist():
+            unit = torch.zeros((*blocks.batch_shape, *blocks.out_shape), dtype=self.dtype, device=self.device)
+            unit[..., a] = 1
+            here = coordinate == a
+            rows = blocks.rmatvec(unit)[token[here] - first]
+            found[here] = rows.reshape(-1, *self.batch_shape, *self.in_shape)
+        return found
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own."""
+        return self.by_head or self.batch_size == 1
+
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):

@@ -95,9 +95,14 @@ class JacobianOperator(ABC):
         """Rows of J at the flat output coordinates ``index``: ``(len(index),) + batch_shape + in_shape``."""
         return torch.stack([self.rmatvec(e) for e in self._basis(index, self.out_shape)])
 
+    def line_costs(self) -> tuple[float, float]:
+        """What all rows, and what all columns, of J cost in products: out_size and in_size without a short cut."""
+        return self.out_size, self.in_size
+
     def dense(self) -> Tensor:
-        """The matrices themselves, ``batch_shape + (out_size, in_size)``. Costs min(in_size, out_size) products."""
-        if self.in_size <= self.out_size:
+        """The matrices themselves, ``batch_shape + (out_size, in_size)``, by rows or columns, whichever costs less."""
+        by_rows, by_columns = self.line_costs()
+        if by_columns <= by_rows:
             cols = self.columns(torch.arange(self.in_size, device=self.device))
             return cols.reshape(self.in_size, *self.batch_shape, self.out_size).movedim(0, -1)
         rows = self.rows(torch.arange(self.out_size, device=self.device))
@@ -198,6 +203,10 @@ class _Adjoint(JacobianOperator):
 
     def rows(self, index: Tensor) -> Tensor:
         return self.parent.columns(index)
+
+    def line_costs(self) -> tuple[float, float]:
+        by_rows, by_columns = self.parent.line_costs()
+        return by_columns, by_rows
 
     def dense(self) -> Tensor:
         return self.parent.dense().mT

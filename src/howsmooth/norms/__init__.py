@@ -33,7 +33,7 @@ def operator_norm(
     confidence: float = 0.99,
     seed: int = 0,
     dense_limit: int = 256,
-    exact_limit: int = 2048,
+    exact_limit: int = 4096,
     start: Tensor | None = None,
     max_steps: int = 1000,
     basis_limit: int | None = None,

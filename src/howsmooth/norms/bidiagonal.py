@@ -3,9 +3,9 @@
 After m steps from v₁:  J V = U B,  Jᵀ U = V Bᵀ + β v_{m+1} e_mᵀ,  with B upper bidiagonal (α on the diagonal, β above)
 until a thick restart puts a diagonal block and one full column in front [1, 2].
 
-Reorthogonalising V alone is enough: J V = U B holds by construction, so an orthonormal V makes BᵀB the Rayleigh quotient
-of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the shorter
-vectors. After a restart, which mixes the left vectors, U is reorthogonalised too.
+Reorthogonalising V alone is enough: J V = U B holds by construction, so an orthonormal V makes BᵀB the Rayleigh
+quotient of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the
+shorter vectors. After a restart, which mixes the left vectors, U is reorthogonalised too.
 
 References:
     [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer. Anal. 2

@@ -46,10 +46,10 @@ def frobenius_norm(
     rtol: float = 1e-3,
     confidence: float = 0.99,
     seed: int = 0,
-    exact_limit: int = 2048,
+    exact_limit: int = 4096,
     probes: int = 64,
 ) -> Measurement:
-    """‖J‖_F of every map: exact when min(in_size, out_size) ≤ ``exact_limit`` (that many products), else sampled.
+    """‖J‖_F of every map: exact when all entries cost at most ``exact_limit`` products, else sampled.
 
     Sampled, ``value`` is √Y for Gaussian ``probes`` (within its bounds), ``residuals`` its standard error, ``upper``
     the end of the interval of this module, ``lower`` that of σ₁; a note gives the other end of the interval, which
@@ -66,15 +66,15 @@ def frobenius_norm(
     """
     started = time.perf_counter()
     flat = FlatProducts(op)
-    lines = min(op.in_size, op.out_size)
-    exact = lines <= exact_limit
+    lines, cost = min(op.in_size, op.out_size), math.ceil(min(op.line_costs()))
+    exact = cost <= exact_limit
     residuals, notes = None, tuple[str, ...]()
     with torch.no_grad():
         if exact:
             squares = torch.zeros(op.batch_size, dtype=torch.float64)
             for _, block in entry_blocks(op):
                 squares = squares + (block * block).sum((0, -1)).cpu()
-            value, products = squares.sqrt(), lines
+            value, products = squares.sqrt(), cost
             allowance = rounding_allowance(op.dtype, lines)
             lower, upper = value * (1 - allowance), value * (1 + allowance)
         else:

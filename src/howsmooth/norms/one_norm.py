@@ -23,7 +23,7 @@ from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, rou
 
 
 def inf_norm(
-    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 2048
+    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:
     """‖J‖_∞ = max_i Σ_j |J_ij|, as the 1-norm of Jᵀ; see `one_norm`. Hence ‖J‖_∞ ≤ √in_size · ‖J‖₂.
 
@@ -35,13 +35,14 @@ def inf_norm(
 
 
 def one_norm(
-    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 2048
+    op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:
     """‖J‖₁ = max_j Σ_i |J_ij|.
 
-    Exact (up to rounding) when min(in_size, out_size) ≤ ``exact_limit``, which is the number of products it takes: with
-    columns each sum is read off, with rows all sums grow together. Beyond that, ``value`` is the block estimate of
-    Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so always a lower bound. The upper bound is
+    Exact (up to rounding) when all entries cost at most ``exact_limit`` products (min(in_size, out_size) in general,
+    less for attention): with columns each sum is read off, with rows all sums grow together. Beyond that, ``value`` is
+    the block estimate of Higham & Tisseur [1] as found in scipy. It is the sum of a column of J, so always a lower
+    bound. The upper bound is
 
         ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,
 
@@ -57,10 +58,10 @@ def one_norm(
     """
     started = time.perf_counter()
     flat = FlatProducts(op)
-    lines = min(op.in_size, op.out_size)
+    lines, cost = min(op.in_size, op.out_size), math.ceil(min(op.line_costs()))
     with torch.no_grad():
-        if lines <= exact_limit:
-            value, products, method = _largest_column_sum(op), lines, "entries"
+        if cost <= exact_limit:
+            value, products, method = _largest_column_sum(op), cost, "entries"
             upper, certain = value * (1 + rounding_allowance(op.dtype, lines)), 1.0
         else:
             value, method = _estimate(flat, seed), "higham-tisseur"

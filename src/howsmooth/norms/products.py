@@ -89,9 +89,10 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
     """All entries of J block by block, in float64: pairs (by_columns, block).
 
     A block has shape ``(lines, maps, length)``, its lines being columns of J when ``by_columns`` and rows otherwise:
-    whichever takes fewer products, so that the whole costs min(in_size, out_size).
+    whichever costs less (`JacobianOperator.line_costs`).
     """
-    by_columns = op.in_size <= op.out_size
+    rows_cost, columns_cost = op.line_costs()
+    by_columns = columns_cost <= rows_cost
     lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
     chunk = max(1, CHUNK_BYTES // (8 * op.batch_size * length))
     for index in torch.arange(lines, device=op.device).split(chunk):
