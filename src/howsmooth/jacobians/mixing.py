@@ -14,7 +14,7 @@ they fit the memory budget and recomputed from the log-sum-exp of their rows bey
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,8 @@ TILE_COLS = 1024
 TILE_SIZE = 2**21
 """Most entries of a tile, over all its maps: enough for the matrix products to run at full speed, little enough for the
 arrays of a tile to stay in the cache between the steps that touch them."""
+BAND_SIZE = 2**23
+"""Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
 MASKED_SHARE = 4
 """Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
@@ -41,6 +43,10 @@ class Tile:
     cols: slice
     weights: Tensor | None = None
     slopes: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(span.stop - span.start for span in (self.maps, self.rows, self.cols))
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -89,10 +95,11 @@ class Mixing:
         self = cls(query, key, value, output, log_sums, (), maps, tuple(terms), softcap, softmax)
         kept: list[Tile] = []
         for band in self._bands():
-            logits = [self._logits(tile) for tile in band]
+            narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
+            logits = [self._logits(tile) for tile in band] if narrow else None
             if softmax and band:
-                self.log_sums[band[0].queries] = _log_sum(logits)
-            for tile, logit in zip(band, logits, strict=True):
+                self.log_sums[band[0].queries] = _log_sum(logits or map(self._logits, band))
+            for tile, logit in zip(band, logits or map(self._logits, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
                 self.output[tile.queries].baddbmm_(weights, value[tile.keys])
                 size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
@@ -254,8 +261,8 @@ class _Workspace:
         return torch.bmm(left, right, out=self.buffer[:size].view(shape))
 
 
-def _log_sum(logits: list[Tensor]) -> Tensor:
+def _log_sum(logits: Iterable[Tensor]) -> Tensor:
     """Row-wise log-sum-exp over several tiles; 0 for rows that see nothing, whose weights are then exp(−∞) = 0."""
     parts = torch.cat([part.logsumexp(-1, keepdim=True) for part in logits], dim=-1)
-    total = parts.logsumexp(-1, keepdim=True) if len(logits) > 1 else parts
+    total = parts.logsumexp(-1, keepdim=True) if parts.shape[-1] > 1 else parts
     return total.masked_fill(total == float("-inf"), 0.0)
