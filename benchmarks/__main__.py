@@ -26,9 +26,7 @@ def main() -> None:
         "--quick", action="store_true", help="small sizes, to see that everything runs; records nothing"
     )
     parser.add_argument("--long", action="store_true", help="only the full measurement at n = 32,768 (minutes)")
-    parser.add_argument(
-        "--huge", action="store_true", help="only the full measurement at n = 131,072 (a quarter of an hour)"
-    )
+    parser.add_argument("--huge", action="store_true", help="only the full measurement at n = 131,072 (long)")
     parser.add_argument("--threads", type=int, default=machine.cores(), help="threads of torch (default: all cores)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

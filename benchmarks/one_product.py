@@ -105,7 +105,7 @@ def _compare(
 ) -> tuple[Table, list[Target]]:
     """Time the contestants and lay their figures beside the targets; the best of each kind of peer counts."""
     errors = {name: _error(product(), reference) for name, product in products.items() if not name.startswith("bare")}
-    best = best_seconds(products, rounds=5, budget=25)
+    best = best_seconds(products, rounds=12, budget=40)
     rows = [
         [
             name,

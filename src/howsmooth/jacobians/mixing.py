@@ -74,6 +74,7 @@ class Mixing:
     terms: tuple[LogitBias, ...]
     softcap: float | None
     softmax: bool
+    work: _Workspace
 
     @classmethod
     @torch.no_grad()
@@ -92,7 +93,7 @@ class Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes."""
         output = torch.zeros_like(value)
         log_sums = torch.zeros_like(query[..., :1])
-        self = cls(query, key, value, output, log_sums, (), maps, tuple(terms), softcap, softmax)
+        self = cls(query, key, value, output, log_sums, (), maps, tuple(terms), softcap, softmax, _Workspace())
         kept: list[Tile] = []
         for band in self._bands():
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
@@ -123,16 +124,15 @@ class Mixing:
         """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
         dout = torch.zeros_like(self.output)
         score = dquery is not None and dkey is not None
-        if score:
-            left = torch.cat([dquery, self.query], dim=-1)  # type: ignore[list-item]
-            right = torch.cat([self.key, dkey], dim=-1).mT  # type: ignore[list-item]
+        if dquery is not None and dkey is not None:
+            left = self.work.joined("left", dquery, self.query)
+            right = self.work.joined("right", self.key, dkey).mT
             row_sums = torch.zeros_like(self.log_sums)
-        work = _Workspace(dout)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
             part = dout[tile.queries]
             if score:
-                moved = work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 part.baddbmm_(moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
@@ -145,14 +145,13 @@ class Mixing:
         gquery, gkey, gvalue = (torch.zeros_like(t) for t in (self.query, self.key, self.value))
         left, right = grad, self.value
         if self.softmax:
-            left = torch.cat([grad, -(grad * self.output).sum(-1, keepdim=True)], dim=-1)
-            right = torch.cat([self.value, torch.ones_like(self.log_sums)], dim=-1)
+            left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
+            right = self.work.joined("right", self.value, torch.ones_like(self.log_sums))
         right = right.mT
-        work = _Workspace(grad)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
             if score:
-                moved = work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 gquery[tile.queries].baddbmm_(moved, self.key[tile.keys])
                 gkey[tile.keys].baddbmm_(moved.mT, self.query[tile.queries])
             if value:
@@ -184,6 +183,7 @@ class Mixing:
             log_sums=self.log_sums[index],
             tiles=tuple(tiles),
             maps=self.maps.select(index),
+            work=_Workspace(),
         )
 
     def column_sums(self) -> Tensor:
@@ -247,18 +247,24 @@ class Mixing:
 
 
 class _Workspace:
-    """One buffer for the tile at hand, used again for the next: fresh memory would cost page faults at every tile."""
+    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile."""
 
-    def __init__(self, like: Tensor):
-        self.buffer = like.new_empty(0)
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """The batched matrix product, valid until the next call."""
-        shape = (left.shape[0], left.shape[1], right.shape[2])
+        return torch.bmm(left, right, out=self._buffer("tile", (*left.shape[:2], right.shape[2]), left))
+
+    def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a and b side by side, valid until the next call with this name."""
+        return torch.cat([a, b], dim=-1, out=self._buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         size = math.prod(shape)
-        if self.buffer.numel() < size:
-            self.buffer = self.buffer.new_empty(size)
-        return torch.bmm(left, right, out=self.buffer[:size].view(shape))
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = like.new_empty(size)
+        return self.buffers[name][:size].view(shape)
 
 
 def _log_sum(logits: Iterable[Tensor]) -> Tensor:
