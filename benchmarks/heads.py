@@ -18,8 +18,8 @@ calls or on `linearize` + one `vjp` closure, whose tracing is shown but not coun
 `scipy.sparse.linalg.svds(k=1)` on the latter; it works on 20 Lanczos vectors at least.
 
 First each by its own rule: ours until the value is certified to 1e-3 and the residual ‖Jᵀu − σv‖ is below 1e-3·σ, power
-iteration until the same residual is. Then at equal error: an oracle that knows the answer stops both once every head is
-within 1e-3. That leaves out what makes a number trustworthy, and is the comparison kindest to power iteration."""
+iteration until the same residual is. Then at equal error: an oracle that knows the answer stops both on each head
+once it is within 1e-3. That leaves out what makes a number trustworthy, and is kindest to power iteration."""
 
 
 def run(quick: bool, report: Callable[[str], None]) -> Section:

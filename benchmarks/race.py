@@ -2,7 +2,7 @@
 
 First each by its own rule, as it would be used: ours until its certificate and its residual say 1e-3, power iteration
 until its residual says 1e-3, ARPACK until ARPACK is content. Then at equal error: an oracle that knows the answer stops
-ours and power iteration as soon as every map is within 1e-3. `linearize` may trace before the clock starts.
+ours and power iteration on every map as soon as it is within 1e-3. `linearize` may trace before the clock starts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def race(
     traced: list[FuncProducts] = []
     setup = seconds_of(lambda: traced.extend(FuncProducts.traced(f, case.x) for f in maps))
     out_size = len(case.x) * case.attention.out_features
-    steps = steps_to_target(case, measure, target)
+    goal = target.reshape(measure(case, RTOL, max_steps=1, dense_limit=0).value.shape) * (1 - RTOL)
 
     def power(operators: Sequence[FuncProducts], oracle: bool) -> Callable[[], Finish]:
         return lambda: _peer(
@@ -92,7 +92,7 @@ def race(
         power(fresh, oracle=False),
         power(traced, oracle=False),
         lambda: _peer(traced, target, lambda J, sigma, left: arpack(J, case.x, out_size, RTOL)),
-        lambda: _ours(case, measure, target, {"max_steps": steps}),
+        lambda: _ours(case, measure, target, {"stop_at": goal, "dense_limit": 0}),
         power(fresh, oracle=True),
         power(traced, oracle=True),
     ]
@@ -100,27 +100,24 @@ def race(
     started = time.perf_counter()
     finishes: list[list[Finish]] = []
     while not finishes or (len(finishes) < rounds and time.perf_counter() - started < budget):
-        finishes.append([contestant() for contestant in contestants])
+        finishes.append([_best_of_short(contestant) for contestant in contestants])
     best = [min(runs, key=lambda run: run.seconds) for runs in zip(*finishes, strict=True)]
     for i in (2, 3, 6):
         best[i] = replace(best[i], setup=setup)
     return Result(case, best[0], tuple(best[1:4])), Result(case, best[4], tuple(best[5:]))
 
 
-def steps_to_target(case: Case, measure: Measure, target: Tensor) -> int:
-    """The oracle for ours: the fewest steps after which every map is within 1e-3 of the truth."""
-    for steps in range(1, 1000):
-        found = measure(case, RTOL, max_steps=steps, dense_limit=0)
-        if _error(found.value, target) <= RTOL:
-            return steps
-    raise RuntimeError(f"{case.name}: no number of steps reaches the reference.")
+def _best_of_short(contestant: Callable[[], Finish]) -> Finish:
+    """A run, or the best of three when it takes less than a second: a short one is easily disturbed."""
+    first = contestant()
+    return first if first.seconds > 1 else min((first, contestant(), contestant()), key=lambda run: run.seconds)
 
 
 def _error(value: Tensor, target: Tensor) -> float:
     return float((value.reshape(-1) / target - 1).abs().max())
 
 
-def _ours(case: Case, measure: Measure, target: Tensor, options: dict[str, int]) -> Finish:
+def _ours(case: Case, measure: Measure, target: Tensor, options: dict[str, Any]) -> Finish:
     results: list[hs.Measurement] = []
     seconds = seconds_of(lambda: results.append(measure(case, RTOL, **options)))
     (found,) = results

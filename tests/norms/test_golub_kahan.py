@@ -249,7 +249,7 @@ def test_progress_is_called_after_every_step() -> None:
     seen: list[tuple[int, float]] = []
     m = golub_kahan(MatrixOperator(gaussian(60, 60)), progress=lambda step, value: seen.append((step, value)))
     assert [step for step, _ in seen] == list(range(1, m.products // 2 + 1))
-    assert all(a <= b <= float(m) for (_, a), (_, b) in itertools.pairwise(seen))
+    assert all(a <= b <= float(m) * (1 + 1e-14) for (_, a), (_, b) in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize(
@@ -273,3 +273,17 @@ def test_half_precision_and_empty_operators_are_refused() -> None:
         golub_kahan(MatrixOperator(torch.eye(4, dtype=torch.bfloat16)))
     with pytest.raises(InvalidInput, match="no entries"):
         golub_kahan(MatrixOperator(torch.zeros(0, 3, 3)))
+
+
+def test_stops_where_told_and_does_not_call_it_converged() -> None:
+    matrix = gaussian(3, 80, 80)
+    sigma = torch.linalg.svdvals(matrix)[:, 0]
+    full = golub_kahan(MatrixOperator(matrix), rtol=1e-3)
+    goal = torch.stack([0.9 * sigma[0], 0.5 * sigma[1], 2 * sigma[2]])
+    found = golub_kahan(MatrixOperator(matrix), rtol=1e-3, stop_at=goal)
+    assert found.converged.tolist() == [False, False, True]  # the last cannot be reached, so it runs to the end
+    assert (found.value[:2] >= (1 - 1e-12) * goal[:2]).all()
+    assert (found.lower <= sigma).all()
+    assert (sigma <= found.upper).all()
+    early = golub_kahan(MatrixOperator(matrix[:1]), rtol=1e-3, stop_at=0.5 * float(sigma[0]))
+    assert early.products < full.products / 2

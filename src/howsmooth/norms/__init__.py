@@ -38,6 +38,7 @@ def operator_norm(
     max_steps: int = 1000,
     basis_limit: int | None = None,
     progress: Callable[[int, float], None] | None = None,
+    stop_at: Tensor | float | None = None,
 ) -> Measurement:
     """A norm of every map of ``op``: 2 (with the k largest singular triplets), 1, ``math.inf`` or ``"fro"``.
 
@@ -54,12 +55,12 @@ def operator_norm(
     if norm not in _NAMES:
         raise InvalidInput(f"norm={norm!r} is not known: choose 2, 1, inf or 'fro'.")
     kind = _NAMES[norm]
-    if kind != 2 and (k != 1 or start is not None):
-        raise InvalidInput(f"k and start belong to the 2-norm: leave them out for norm={norm!r}.")
+    if kind != 2 and (k != 1 or start is not None or stop_at is not None):
+        raise InvalidInput(f"k, start and stop_at belong to the 2-norm: leave them out for norm={norm!r}.")
     small = min(op.in_size, op.out_size) <= dense_limit
     if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
         return dense_norm(op, kind, k)
     if kind == 2:
-        return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress)
+        return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress, stop_at)
     exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[kind]
     return exact(op, rtol=rtol, confidence=confidence, seed=seed, exact_limit=exact_limit)

@@ -64,9 +64,9 @@ class Bidiagonalisation:
         v = self._right[:, m]
         u = self.products.matvec(v)
         if self._follows_left:
-            u = u - self.beta.to(u)[:, None] * self._left[:, m - 1]
+            u = torch.addcmul(u, self.beta.to(u)[:, None], self._left[:, m - 1], value=-1)
         u, alpha = self._orthonormal(u, self._left[:, : m if self._restarted else 0])
-        w = self.products.rmatvec(u) - alpha.to(u)[:, None] * v
+        w = torch.addcmul(self.products.rmatvec(u), alpha.to(u)[:, None], v, value=-1)
         w, beta = self._orthonormal(w, self._right[:, : m + 1])
         if self._follows_left:
             self._b[:, m - 1, m] = self.beta

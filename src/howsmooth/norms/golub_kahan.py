@@ -31,6 +31,7 @@ def golub_kahan(
     basis_limit: int | None = None,
     start: Tensor | None = None,
     progress: Callable[[int, float], None] | None = None,
+    stop_at: Tensor | float | None = None,
 ) -> Measurement:
     r"""‖J‖₂ = σ₁ and the k largest singular triplets of every map, by Golub–Kahan–Lanczos from a random start.
 
@@ -62,6 +63,8 @@ def golub_kahan(
         start: ``batch_shape + in_shape``, a guess of the right singular vector. A start that is not random gives no
             upper bound: ``upper`` is infinite, ``confidence`` 0, and only (ii) decides.
         progress: called after every step with the number of steps and the largest value so far.
+        stop_at: a map whose value has reached this (one number, or one per map) needs to know no more: "is it at least
+            L?" is answered long before the norm is certified. Its bounds are true, but it does not count as converged.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> matrix = torch.diag(torch.linspace(1, 2, 500, dtype=torch.float64))
@@ -70,7 +73,8 @@ def golub_kahan(
     (True, True)
     """
     if op.out_size < op.in_size and start is None:
-        return _transposed(golub_kahan(op.adjoint, k, rtol, confidence, seed, max_steps, basis_limit, None, progress))
+        turned = golub_kahan(op.adjoint, k, rtol, confidence, seed, max_steps, basis_limit, None, progress, stop_at)
+        return replace(turned, left=turned.right, right=turned.left)
     started = time.perf_counter()
     products = FlatProducts(op)
     limit = _check(op, k, rtol, max_steps, basis_limit)
@@ -81,6 +85,8 @@ def golub_kahan(
         process = Bidiagonalisation(products, first, generator)
         del first
         results = _Results(op, k, rtol, certifiable=start is None)
+        if stop_at is not None:
+            results.enough = torch.as_tensor(stop_at, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
         _run(process, certificate, results, max_steps, limit, progress)
         del process
         count = products.count + results.verify()
@@ -117,7 +123,8 @@ def _run(
             continue
         done = running
         if not last:
-            done = running & (m >= results.k) & (exhausted | results.settled(small, certificate))
+            reached = small.theta[:, 0] >= results.enough[process.products.maps]
+            done = running & (m >= results.k) & (exhausted | reached | results.settled(small, certificate))
         if bool(done.any()):
             results.record(process, small, certificate, done)
             running = running & ~done
@@ -147,6 +154,7 @@ class _Results:
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
         self.upper = torch.full_like(self.lower, math.inf)
+        self.enough = torch.full_like(self.lower, math.inf)
         self.accurate = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
         self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
@@ -214,10 +222,6 @@ class _Results:
             residuals=self.residuals.reshape(*batch, self.k),
             notes=notes,
         )
-
-
-def _transposed(m: Measurement) -> Measurement:
-    return replace(m, left=m.right, right=m.left)
 
 
 def _least_rtol(dtype: torch.dtype, steps: int) -> float:
