@@ -224,7 +224,7 @@ def test_wrong_requests_are_one_line(weights: Path, tmp_path: Path) -> None:
     assert "memory" in refusal("random", "--memory", "lots")
     assert "picture" in refusal("random", "--figure", tmp_path / "f.docx")
     assert "rtol" in refusal("random", "--rtol", "0", "--length", 300)
-    assert "k and start" in refusal("random", "-k", 2, "--norm", "fro")
+    assert "k, start and stop_at" in refusal("random", "-k", 2, "--norm", "fro")
     assert "positive, got -5" in refusal("random", "--rope-base", "-5")
     assert "--explain" in refusal("random", "--explain", "--norm", "1")
     assert "--width" in refusal(weights, *LAYER, "--width", 8)
