@@ -7,6 +7,7 @@ skipped), and what to add inside the block. Masks live here, position-dependent 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -51,16 +52,16 @@ class Maps:
         return torch.where(seen, torch.zeros((), dtype=self.like.dtype, device=self.like.device), HIDDEN)
 
 
-class LogitBias(nn.Module):
+class LogitBias(nn.Module, ABC):
     """A term added to the logits that does not depend on the tokens."""
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         """Smallest known range of keys that contains every key seen by the queries ``start … stop − 1``."""
         return 0, n
 
+    @abstractmethod
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         """What to add to the logits of a block, ``(g or 1, rows, cols)``, or None when nothing."""
-        raise NotImplementedError
 
     def check(self, n: int, heads: int, batch: int) -> None:
         """Raise `InvalidInput` when this term does not fit the input."""

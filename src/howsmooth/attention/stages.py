@@ -30,12 +30,12 @@ class TokenDerivative(ABC):
         """The derivative for the maps at ``index`` only."""
 
 
-class TokenStage(nn.Module):
+class TokenStage(nn.Module, ABC):
     """A map x_i ↦ y_i applied to every token."""
 
+    @abstractmethod
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         """The value at x and the derivative there."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linearize(x)[0]
