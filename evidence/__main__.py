@@ -6,10 +6,10 @@ import sys
 
 from rich.console import Console
 
-from evidence import certificate, jacobian_grid
+from evidence import certificate, certified_steps, jacobian_grid
 from evidence.tables import write
 
-PAGES = {"jacobian": jacobian_grid, "certificate": certificate}
+PAGES = {"jacobian": jacobian_grid, "certificate": certificate, "steps": certified_steps}
 
 
 def main(names: list[str]) -> int:
