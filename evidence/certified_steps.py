@@ -49,7 +49,7 @@ def parts(progress: Callable[[str], None], length: int = 128) -> list[str]:
         rows.append(row(f"layer {layer}", found))
     return [
         f"The {len(every)} heads of all-MiniLM-L6-v2 on the first {length} tokens of the story of Alice in Wonderland, "
-        "in float64, from a random start (seed 0): Golub–Kahan steps (two products each) until the value is within 1e-3 "
+        "in float64, from a random start (seed 0): steps (two products each) until the value is within 1e-3 "
         "of the truth, as an oracle sees it, and until it is certified at 99 % with a residual below 1e-3. Least, "
         "median, most.",
         table(["heads of", "value within 1e-3", "certified"], [*rows, row("all", every)]),
