@@ -3,7 +3,9 @@
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.cosine import CosineAttention
 from howsmooth.attention.dot_product import SelfAttention
+from howsmooth.attention.gradient_step import GradientStepAttention
 from howsmooth.attention.l2 import L2SelfAttention
+from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.attention.masks import Causal, DenseBias, LogitBias, Padding, SlidingWindow
 from howsmooth.attention.positions import ALiBi, RelativeBias, Rotary
 from howsmooth.attention.sigmoid import SigmoidAttention
@@ -15,7 +17,9 @@ __all__ = [
     "Causal",
     "CosineAttention",
     "DenseBias",
+    "GradientStepAttention",
     "L2SelfAttention",
+    "LipschitzNormAttention",
     "LogitBias",
     "Padding",
     "RelativeBias",

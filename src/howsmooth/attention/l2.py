@@ -28,8 +28,12 @@ class L2SelfAttention(AttentionMap):
 
     The row term |q_i|² is the same for every key and drops out of the softmax, so that logits are dot products of
     the features (2q_i, −1)/s and (k_j, |k_j|²), taken about the mean key, which changes nothing but rounding.
+
+    Attributes:
+        plain_value: W^V_h without the factor A_h, ``(heads, v, D)``; ``value_weight`` holds it folded in.
     """
 
+    plain_value: Tensor
     kind = "l2"
 
     def __init__(
@@ -57,6 +61,7 @@ class L2SelfAttention(AttentionMap):
         super().__init__(
             query, query if key is None else key, effective, output, heads=heads, logit_biases=as_mask(mask)
         )
+        self.register_buffer("plain_value", value.reshape(heads, -1, value.shape[1]))
         self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
 
     def stages(self, query: Tensor, key: Tensor) -> Stages:
