@@ -12,12 +12,15 @@ True
 
 from importlib.metadata import version
 
+from howsmooth import bounds, meanfield
 from howsmooth.attention import (
     ALiBi,
     Causal,
     CosineAttention,
     DenseBias,
+    GradientStepAttention,
     L2SelfAttention,
+    LipschitzNormAttention,
     Padding,
     RelativeBias,
     Rotary,
@@ -25,7 +28,7 @@ from howsmooth.attention import (
     SigmoidAttention,
     SlidingWindow,
 )
-from howsmooth.errors import HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
+from howsmooth.errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
 from howsmooth.explaining import Explanation, explain, token_influence
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.measuring import measure, measure_heads
@@ -38,11 +41,14 @@ __all__ = [
     "Causal",
     "CosineAttention",
     "DenseBias",
+    "DoesNotApply",
     "Explanation",
+    "GradientStepAttention",
     "HowsmoothError",
     "InvalidInput",
     "JacobianOperator",
     "L2SelfAttention",
+    "LipschitzNormAttention",
     "Measurement",
     "NotDifferentiable",
     "Padding",
@@ -52,8 +58,10 @@ __all__ = [
     "SigmoidAttention",
     "SlidingWindow",
     "UnsupportedModel",
+    "bounds",
     "explain",
     "jacobian",
+    "meanfield",
     "measure",
     "measure_heads",
     "token_influence",

@@ -17,3 +17,7 @@ class NotDifferentiable(HowsmoothError, TypeError):
 
 class UnsupportedModel(HowsmoothError, ValueError):
     """A model or module whose attention cannot be read faithfully."""
+
+
+class DoesNotApply(HowsmoothError, ValueError):
+    """A theorem outside its assumptions; the message names the assumption and the nearest bound that does apply."""

@@ -1,0 +1,79 @@
+"""Theorems about the Lipschitz constant of attention, each knowing where it holds.
+
+One module per paper, this project's own in `sets`, `three_path`, … . Every entry of the catalogue is called with an
+attention map and where to bound it, and refuses outside its assumptions.
+
+>>> import torch, howsmooth as hs
+>>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
+>>> round(float(hs.bounds.get("howsmooth.sqrt_n")(head, n=100, radius=1.0)), 2)
+21.0
+"""
+
+from howsmooth.bounds import (
+    castin2024,
+    composition,
+    dasoulas2021,
+    furuya2026,
+    kim2021,
+    l2,
+    layers,
+    local,
+    lower,
+    nair2025,
+    neighbourhood,
+    normalised,
+    qi2023,
+    ramapuram2024,
+    sets,
+    sigmoid,
+    stacks,
+    three_path,
+    yudin2025,
+)
+from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get
+from howsmooth.bounds.composition import Stack, Stage
+from howsmooth.bounds.heads import HeadNumbers, head_numbers
+from howsmooth.bounds.settings import Setting, setting
+from howsmooth.bounds.stacks import measured_variances, stack
+from howsmooth.bounds.tabulating import Row, Table, table
+from howsmooth.bounds.tokens import TokenSet
+
+__all__ = [
+    "CATALOGUE",
+    "SCOPES",
+    "Assumption",
+    "Bound",
+    "HeadNumbers",
+    "Row",
+    "Setting",
+    "Stack",
+    "Stage",
+    "Table",
+    "TokenSet",
+    "applicable",
+    "castin2024",
+    "composition",
+    "dasoulas2021",
+    "furuya2026",
+    "get",
+    "head_numbers",
+    "kim2021",
+    "l2",
+    "layers",
+    "local",
+    "lower",
+    "measured_variances",
+    "nair2025",
+    "neighbourhood",
+    "normalised",
+    "qi2023",
+    "ramapuram2024",
+    "sets",
+    "setting",
+    "sigmoid",
+    "stack",
+    "stacks",
+    "table",
+    "three_path",
+    "yudin2025",
+]

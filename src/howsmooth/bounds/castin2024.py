@@ -1,0 +1,169 @@
+r"""Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024 (arXiv 2312.14820).
+
+Dot-product attention on the ball B_R, with :math:`a = \|A\|R^2`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.masks import Maps
+from howsmooth.bounds.assumptions import (
+    AT_LEAST_TWO,
+    BALL,
+    FINITE,
+    LINEAR,
+    NO_PLACES,
+    NO_QUERY_BIAS,
+    NO_ROTARY,
+    NO_SOFTCAP,
+    UNMASKED_OR_CAUSAL,
+)
+from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.heads import query_key, spectral, value_matrices
+from howsmooth.bounds.settings import Setting
+
+REFERENCE = "Castin, Ablin, Peyré 2024"
+
+
+def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
+    r"""Theorem 3.3: :math:`\mathrm{Lip}(f|_{B_R^n}) \le \sqrt3\,\|V\|\,(\|A\|^2R^4(4n+1) + n)^{1/2}`, masked or not.
+
+    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from `howsmooth.bounds.sets.sqrt_n`, which is never larger.
+
+    Args:
+        value, score: ‖V‖ and ‖A‖ of each head. radius: R. n: number of tokens.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> float(sqrt_n(one, one, radius=1.0, n=4))  # √3·√21
+    7.93725...
+    """
+    a = score * radius**2
+    return 3**0.5 * value * (a.square() * (4 * n + 1) + n).sqrt()
+
+
+def mean_field(value: Tensor, score: Tensor, radius: float) -> Tensor:
+    r"""Theorem 3.5: :math:`\mathrm{Lip}_{W_2}(F|_{\mathcal P(B_R)}) \le \|V\|(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}`, unmasked.
+
+    It bounds the constant for every n. **False under a mask**; see the errata.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> [round(float(mean_field(one, b * one, 1.0)), 1) for b in (1, 2)]
+    [29.6, 382.2]
+    """
+    a = score * radius**2
+    return value * (1 + 3 * a) * torch.exp(2 * a)
+
+
+def lower_sqrt_n(response: Tensor, gamma: Tensor, radius: float, n: float) -> Tensor:
+    r"""Proposition 3.4: :math:`\mathrm{Lip}(f|_{B_R^n}) \ge \tfrac12\|Vu\|\sqrt{n-1}` while
+    :math:`n \le 1+e^{2\gamma R^2}`, masked or not; NaN for longer sequences.
+
+    Here u is a unit eigenvector of A for a real eigenvalue: −γ (tokens −Ru, Ru, Ru, …) or 8γ (Ru, Ru/2, Ru/2, …).
+
+    Args:
+        response: ‖Vu‖. gamma: γ.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> float(lower_sqrt_n(one, one, radius=1.0, n=5)), float(lower_sqrt_n(one, one, radius=1.0, n=9))
+    (1.0, nan)
+    """
+    holds = n <= 1 + torch.exp(2 * gamma * radius**2)
+    return torch.where(holds, 0.5 * response * (n - 1) ** 0.5, torch.nan)
+
+
+def large_radius_limit(attention: AttentionMap, x: Tensor) -> Tensor:
+    r"""For almost every X, :math:`\|J(RX)\| \to \|V\|\,\sqrt{\text{largest in-degree}}` as R → ∞, of each head.
+
+    The in-degree of token j is the number of tokens whose largest logit is that of j (the hardmax map). Far out the
+    weights are one-hot, the score path vanishes and the Jacobian is the 0–1 matrix of the hardmax map times V.
+    Needs distinct logits in every row and linear queries, keys and values without biases.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), 2 * torch.eye(1))
+    >>> float(large_radius_limit(head, torch.tensor([[-1.0], [2.0], [3.0]])))  # both positive tokens look at the first
+    2.82842...
+    """
+    query, key, _ = query_key(attention)
+    x = x.double()
+    logits = (x @ query.mT) @ (x @ key.mT).mT
+    for term in attention.logit_terms():
+        block = term.block(slice(0, len(x)), slice(0, len(x)), Maps.every(1, attention.heads, len(x), logits))
+        logits = logits if block is None else logits + block
+    degree = torch.nn.functional.one_hot(logits.argmax(-1), len(x)).sum(1).amax(1)
+    return spectral(value_matrices(attention)) * degree.double().sqrt()
+
+
+def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
+    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, k)`` (NaN where complex), and unit eigenvectors.
+
+    A has rank k: its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A when s is one of it.
+    """
+    query, key, _ = query_key(attention)
+    values, vectors = torch.linalg.eig(query @ key.mT)
+    real = values.imag.abs() <= 1e-12 * values.abs().amax(-1, keepdim=True)
+    lifted = (key.mT @ vectors.real).mT  # (heads, k, d)
+    size = lifted.norm(dim=-1, keepdim=True)
+    return torch.where(real & (size[..., 0] > 0), values.real, torch.nan), lifted / size.clamp(min=1e-300)
+
+
+def _sqrt_n(where: Setting, folded: bool) -> Tensor:
+    numbers = where.numbers(folded)
+    return sqrt_n(numbers.value, numbers.score, where.radius, where.count)
+
+
+def _lower_sqrt_n(where: Setting, folded: bool) -> Tensor:
+    values, vectors = real_eigenpairs(where.map)
+    gamma = torch.maximum(-values, values / 8)
+    response = (value_matrices(where.map, folded) @ vectors.mT).norm(dim=-2)
+    found = lower_sqrt_n(response, gamma, where.radius, where.count)
+    best = found.nan_to_num(nan=-1.0).amax(-1)
+    return torch.where(best >= 0, best, torch.nan)
+
+
+def _mean_field(where: Setting, folded: bool) -> Tensor:
+    numbers = where.numbers(folded)
+    return mean_field(numbers.value, numbers.score, where.radius)
+
+
+register(
+    Bound(
+        name="castin2024.sqrt_n",
+        statement=r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
+        reference=f"{REFERENCE}, Theorem 3.3",
+        side="upper",
+        norm=2,
+        scope="ball",
+        kinds=("dot_product",),
+        assumptions=(LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP),
+        evaluate=_sqrt_n,
+    )
+)
+register(
+    Bound(
+        name="castin2024.mean_field",
+        statement=r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
+        reference=f"{REFERENCE}, Theorem 3.5",
+        side="upper",
+        norm=2,
+        scope="mean-field W2",
+        kinds=("dot_product",),
+        assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
+        evaluate=_mean_field,
+    )
+)
+register(
+    Bound(
+        name="castin2024.lower_sqrt_n",
+        statement=r"\tfrac12\|Vu\|\sqrt{n-1},\ n\le 1+e^{2\gamma R^2},\ \gamma=\max(-\gamma_{\min},\gamma_{\max}/8)",
+        reference=f"{REFERENCE}, Proposition 3.4",
+        side="lower",
+        norm=2,
+        scope="ball",
+        kinds=("dot_product",),
+        assumptions=(LINEAR, NO_QUERY_BIAS, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, BALL, FINITE, AT_LEAST_TWO),
+        evaluate=_lower_sqrt_n,
+    )
+)

@@ -1,0 +1,173 @@
+"""The catalogue: every theorem as an entry that knows where it holds, and refuses elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.settings import Setting, setting
+from howsmooth.errors import DoesNotApply, InvalidInput
+
+Side = Literal["upper", "lower"]
+Scope = Literal["point", "neighbourhood", "ball", "global", "mean-field W2", "mean-field d2"]
+Combine = Literal["heads", "block"]
+
+SCOPES: dict[str, str] = {
+    "point": "at the input",
+    "neighbourhood": "near the input",
+    "ball": "on a set, n tokens",
+    "global": "everywhere",
+    "mean-field W2": "on a set, every n (W₂)",
+    "mean-field d2": "on a set, every n (d₂)",
+}
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "point": ("x",),
+    "neighbourhood": ("x", "eps"),
+    "ball": ("n", "tokens"),
+    "global": ("n",),
+    "mean-field W2": ("tokens",),
+    "mean-field d2": ("tokens",),
+}
+_HOW_TO_GIVE = {"x": "an input x", "eps": "eps", "n": "n", "tokens": "a radius (or the LayerNorm before it)"}
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """Something a theorem takes for granted: ``sentence`` says what must hold, ``holds`` looks whether it does."""
+
+    sentence: str
+    holds: Callable[[Setting], bool]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One statement of the literature or of this project.
+
+    Calling it gives the bound for the whole block, or for every head with ``per_head=True``; outside its assumptions
+    it raises `DoesNotApply`.
+
+    Attributes:
+        name: "module.statement".
+        statement: LaTeX.
+        reference: where it comes from.
+        side: "upper" or "lower".
+        norm: 2 or inf.
+        scope: where it holds: see `SCOPES`.
+        kinds: kinds of attention it covers; empty for all attention maps.
+        assumptions: what else must hold.
+        evaluate: the number. With ``combine="heads"`` it takes (setting, folded) and gives ``(heads,)``, the output
+            matrix folded into V or left out; with ``combine="block"`` it takes the setting and gives the block's bound.
+        combine: how heads become a block.
+        block: the block's own bound, where it is not made from those of the heads.
+        needs: what must be given; by default what the scope asks for.
+    """
+
+    name: str
+    statement: str
+    reference: str
+    side: Side
+    norm: float
+    scope: Scope
+    kinds: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
+    evaluate: Callable[..., Tensor]
+    combine: Combine = "heads"
+    block: Callable[[Setting], Tensor] | None = None
+    needs: tuple[str, ...] | None = None
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The arguments that must be given."""
+        return _NEEDS[self.scope] if self.needs is None else self.needs
+
+    def __call__(self, attention: nn.Module, *, per_head: bool = False, **where: Any) -> Tensor:
+        """The bound; ``where`` as in `howsmooth.bounds.setting`."""
+        return self.at(setting(attention, **where), per_head)
+
+    def at(self, where: Setting, per_head: bool = False) -> Tensor:
+        """The bound in a checked setting, or `DoesNotApply`."""
+        reason = self.refusal(where, per_head)
+        if reason is not None:
+            raise DoesNotApply(f"{self.name} {reason}; {_nearest(self, where, per_head)}.")
+        with torch.no_grad():
+            if self.combine == "block":
+                return self.evaluate(where)
+            if per_head:
+                return self.evaluate(where, True)
+            return self._block(where) if self.block is None else self.block(where)
+
+    def refusal(self, where: Setting, per_head: bool = False) -> str | None:
+        """Why the bound cannot be had here, or None when it can."""
+        if not self.kinds and not isinstance(where.attention, AttentionMap):
+            return f"needs an attention map with heads, not {where.kind} attention"
+        if self.kinds and where.kind not in self.kinds:
+            return f"is for {' or '.join(self.kinds)} attention, not {where.kind}"
+        missing = [need for need in self.required if getattr(where, need) is None]
+        if missing:
+            return f"needs {' and '.join(_HOW_TO_GIVE[need] for need in missing)}"
+        for assumption in self.assumptions:
+            if not assumption.holds(where):
+                return f"assumes that {assumption.sentence}, which does not hold here"
+        if where.heads > 1:
+            if per_head and self.combine == "block":
+                return "is a statement on the whole block, not on single heads"
+            if not per_head and self.side == "lower" and self.combine == "heads" and self.block is None:
+                return "is a statement on single heads (per_head=True), not on a block of several"
+        return None
+
+    def _block(self, where: Setting) -> Tensor:
+        r"""From heads to the block: the smaller of :math:`\sum_h L_h` and :math:`\|W^O\| (\sum_h \ell_h^2)^{1/2}`,
+
+        with :math:`L_h` the bound of head h including its slice of the output matrix, and :math:`\ell_h` without.
+        """
+        summed = self.evaluate(where, True).sum()
+        if self.side == "lower" or not isinstance(where.attention, AttentionMap):
+            return summed
+        stacked = where.output_norm * self.evaluate(where, False).square().sum().sqrt()
+        return torch.minimum(summed, stacked)
+
+
+CATALOGUE: dict[str, Bound] = {}
+"""Every bound by name; the modules of this package fill it."""
+
+
+def register(bound: Bound) -> Bound:
+    """Add an entry; a name belongs to one statement."""
+    known = CATALOGUE.get(bound.name)
+    assert known is None or known.statement == bound.statement, f"two statements are called {bound.name}"
+    CATALOGUE[bound.name] = bound
+    return bound
+
+
+def get(name: str) -> Bound:
+    """The bound of that name.
+
+    >>> import howsmooth as hs
+    >>> hs.bounds.get("castin2024.sqrt_n").side
+    'upper'
+    """
+    if name not in CATALOGUE:
+        raise InvalidInput(f"there is no bound {name!r}: choose from {', '.join(sorted(CATALOGUE))}.")
+    return CATALOGUE[name]
+
+
+def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
+    """Every bound whose assumptions hold."""
+    return [bound for bound in CATALOGUE.values() if bound.refusal(where, per_head) is None]
+
+
+def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:
+    """The bound most like the wanted one that holds here, in words."""
+
+    def distance(other: Bound) -> int:
+        return 4 * (other.side != wanted.side) + 2 * (other.norm != wanted.norm) + (other.scope != wanted.scope)
+
+    found = min(applicable(where, per_head), key=distance, default=None)
+    if found is not None:
+        return f"the nearest bound that does apply is {found.name} ({SCOPES[found.scope]})"
+    return "no bound applies with what was given: give an input x, or n and a radius"

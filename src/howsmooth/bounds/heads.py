@@ -1,0 +1,180 @@
+r"""Weights in, numbers out: what the bounds on sets of tokens need to know of each head.
+
+For tokens :math:`x = c + \Gamma z,\ |z| \le \rho` (see `TokenSet`) and a head with logits
+
+.. math:: x_j^\top A_{ij} x_i + b_{ij}\cdot x_j + \beta_{ij}\cdot x_i + \text{const}, \qquad A_{ij} = K^\top R_{j-i} Q,
+
+(R the rotation of rotary positions, the identity without; the logit scale is inside Q) and value–output matrix V,
+every bound of this project on a set is a formula in the six numbers of `HeadNumbers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.attention.stages import Scale
+from howsmooth.bounds.tokens import TokenSet
+
+_MOST_OFFSETS = 4096
+"""Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""
+
+
+@dataclass(frozen=True)
+class HeadNumbers:
+    """What a head can do to tokens of a set; every entry is ``(heads,)``, float64.
+
+    Attributes:
+        value: ‖V‖.
+        spread: ρ‖VΓ‖ ≥ the standard deviation of the values under any weights.
+        pull: ≥ the standard deviation of ∂logit/∂x_i = A_ijᵀx_j + β_ij over the keys.
+        push: ≥ |∂logit/∂x_j| = |A_ij x_i + b_ij|.
+        swing: half the range of a row of logits over the set (without positions).
+        score: max ‖A_ij‖.
+    """
+
+    value: Tensor
+    spread: Tensor
+    pull: Tensor
+    push: Tensor
+    swing: Tensor
+    score: Tensor
+
+
+def spectral(matrix: Tensor) -> Tensor:
+    """Largest singular value of each matrix of a batch."""
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+def value_matrices(attention: AttentionMap, folded: bool = True) -> Tensor:
+    """V_h of every head, ``(heads, v, d)``, before non-linear stages; up to an isometry W_hV_h when ``folded``.
+
+    With the output slice W_h = U R (U with orthonormal columns), R V_h has the norms of W_hV_h and only v rows.
+    """
+    group = attention.heads // attention.kv_heads
+    value = attention.value_weight.double().repeat_interleave(group, dim=0)
+    for stage in attention.value_stages:
+        if isinstance(stage, Scale):
+            value = value * stage.factor
+    if not folded:
+        return value
+    return torch.linalg.qr(attention.output_weight.double().mT).R @ value
+
+
+def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
+    """Q (scaled) and K of every head, ``(heads, k, d)``, and the query bias, ``(heads, k)``: A = KᵀQ, b = Kᵀb_q."""
+    scores = _Scores.of(attention, 1)
+    return scores.query, scores.key, scores.query_bias
+
+
+def output_norm(attention: AttentionMap) -> float:
+    """‖W^O‖ of the whole output matrix."""
+    return float(spectral(attention.output_weight.double().flatten(0, 1)))
+
+
+def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bool = True) -> HeadNumbers:
+    """The numbers of every head of dot-product attention with linear queries, keys and values.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(-2 * torch.eye(2), 3 * torch.eye(2))
+    >>> numbers = head_numbers(head, TokenSet.ball(1.5, width=2), n=8)
+    >>> float(numbers.value), float(numbers.score), float(numbers.swing)
+    (3.0, 2.0, 4.5)
+    """
+    value = value_matrices(attention, folded)
+    scores = _Scores.of(attention, n)
+    axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
+    shifted_keys = scores.turned or attention.softcap is not None
+    pull = reach * scores.norm(key_side=axes)
+    if shifted_keys:
+        pull = pull + scores.key_pull(centre)
+    push = reach * scores.norm(query_side=axes) + scores.query_push(centre)
+    swing = reach * (reach * scores.norm(axes, axes) + scores.query_push(centre, axes))
+    if attention.softcap is not None:
+        swing = swing.clamp(max=attention.softcap)
+    return HeadNumbers(spectral(value), reach * spectral(value @ axes), pull, push, swing, scores.norm())
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Queries (scaled) and keys of each head, (heads, k, d), with their biases, and every rotation between them."""
+
+    query: Tensor
+    key: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    rotary: Rotary | None
+    offsets: Tensor | None
+
+    @classmethod
+    def of(cls, attention: AttentionMap, n: float) -> _Scores:
+        group = attention.heads // attention.kv_heads
+        query = attention.query_weight.double()
+        key = attention.key_weight.double().repeat_interleave(group, dim=0)
+        query_bias, key_bias = torch.zeros_like(query[..., 0]), torch.zeros_like(query[..., 0])
+        if attention.query_bias is not None:
+            query_bias = attention.query_bias.double()
+        if attention.key_bias is not None:
+            key_bias = attention.key_bias.double().repeat_interleave(group, dim=0)
+        rotary = None
+        for stage in attention.query_stages:
+            if isinstance(stage, Scale):
+                query, query_bias = query * stage.factor, query_bias * stage.factor
+            elif isinstance(stage, Rotary):
+                rotary = stage
+        return cls(query, key, query_bias, key_bias, rotary, None if rotary is None else _offsets(rotary, n))
+
+    @property
+    def turned(self) -> bool:
+        return self.rotary is not None
+
+    def norm(self, key_side: Tensor | None = None, query_side: Tensor | None = None) -> Tensor:
+        """max ‖Γ_kᵀ Kᵀ R Q Γ_q‖ over all rotations, (heads,)."""
+        key = self.key if key_side is None else self.key @ key_side
+        query = self.query if query_side is None else self.query @ query_side
+        # Only the triangular factors matter: k × k instead of d × d.
+        left, right = (torch.linalg.qr(part.mT).R.mT for part in (key, query))
+        return self._largest(left, right)
+
+    def query_push(self, centre: Tensor, key_side: Tensor | None = None) -> Tensor:
+        """max |Γ_kᵀ Kᵀ R (Qc + b_q)| over all rotations."""
+        key = self.key if key_side is None else self.key @ key_side
+        return self._largest(key, (self.query @ centre + self.query_bias)[..., None])
+
+    def key_pull(self, centre: Tensor) -> Tensor:
+        """max |Qᵀ Rᵀ (Kc + b_k)| over all rotations."""
+        return self._largest((self.key @ centre + self.key_bias)[..., None], self.query)
+
+    def _largest(self, left: Tensor, right: Tensor) -> Tensor:
+        """max over rotations R of ‖leftᵀ R right‖; both (heads, k, ·)."""
+        if self.rotary is None:
+            return spectral(left.mT @ right)
+        if self.offsets is None:
+            # Coordinates that do not turn keep their length, so an amplitude below one shrinks nothing for sure.
+            return spectral(left) * spectral(right) * max(1.0, self.rotary.amplitude) ** 2
+        best = torch.zeros(len(left), dtype=left.dtype)
+        for places in self.offsets.split(64):
+            turned = _turn(self.rotary, right, places)  # (heads, offsets, k, ·)
+            fixed = _turn(self.rotary, left, places.new_zeros(1))
+            best = torch.maximum(best, spectral(fixed.mT @ turned).amax(1))
+        return best
+
+
+def _turn(rotary: Rotary, matrix: Tensor, places: Tensor) -> Tensor:
+    """R_t M for every place t: (heads, k, ·) → (heads, places, k, ·)."""
+    stage = Rotary(rotary.frequencies.double(), rotary.interleaved, rotary.amplitude, places)
+    columns = matrix.mT[:, :, None].expand(-1, -1, len(places), -1)  # every column a sequence of tokens
+    return stage(columns).permute(0, 2, 3, 1)
+
+
+def _offsets(rotary: Rotary, n: float) -> Tensor | None:
+    """Every difference of two positions, or None when there are too many."""
+    if rotary.positions is not None:
+        places = rotary.positions.double()
+        found = (places[:, None] - places).unique() if len(places) <= _MOST_OFFSETS else None
+    else:
+        found = torch.arange(-int(n) + 1, int(n), dtype=torch.float64) if 2 * n <= _MOST_OFFSETS else None
+    return None if found is None or len(found) > _MOST_OFFSETS else found

@@ -1,0 +1,80 @@
+r"""The local bound: variances at the input in place of the radius of the ball.
+
+With V the value–output matrix and, under the weights of row i, :math:`m_i` the mean token,
+:math:`s_i^2 = \sum_jS_{ij}|x_j-m_i|^2`, :math:`w_{ij} = M^{k\top}_jq_i` (Ax_i + b without positions) and
+:math:`C_i = \sum_jS_{ij}(x_j-m_i)k_j^\top M^q_i` (Cov_i A without positions):
+
+.. math:: \|J\| \le \|V\|\Big[\max_i\|C_i\| + \max_i\big(1 + s_i\max_j|w_{ij}|\big)\,
+          \Big(\max_j\sum_iP_{ij}\Big)^{1/2}\Big].
+
+Proof. By `howsmooth.bounds.paths` with :math:`v_j = Vx_j` the Jacobian at token i is :math:`V[C_iy_i + \sum_j(P_{ij}y_j
++ S_{ij}(x_j-m_i)(w_{ij}\cdot y_j))]`. The first part is block diagonal. As :math:`0 \le S \le P`, Cauchy–Schwarz bounds
+the second by :math:`(1 + s_i\max_j|w_{ij}|)(\sum_jP_{ij}|y_j|^2)^{1/2}`, the maximum over the tokens that i sees;
+summing squares over i brings the column sums. ∎
+
+It holds for any mask, query bias, rotary positions, q/k normalisation and soft-cap, as long as values are linear; also
+for L2 attention. At one input `howsmooth.bounds.three_path` is the sharper bound on trained heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.assumptions import LINEAR_VALUES
+from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.paths import Paths, distances, paths
+from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.three_path import ROUNDING, TINY, largest, psd_norm, value_gain
+
+
+def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
+    """The local bound of every head at x, ``(heads,)`` or ``(batch, heads)``; values must be linear.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
+    >>> local(head, torch.tensor([[0.0], [1.0], [-1.0]]))  # 2/3 + (1 + 0.64)·√1.09
+    tensor([2.3...], dtype=torch.float64)
+    """
+    found = torch.cat([_local(part) for part in paths(attention, x, folded)])
+    return found.reshape(*x.shape[:-2], attention.heads) * (1 + ROUNDING)
+
+
+def _local(part: Paths) -> Tensor:
+    mean = part.weights @ part.tokens
+    spread = (part.slopes * distances(mean, part.tokens).square()).sum(-1)  # s_i²
+    pulls = (part.slopes @ part.pull.square().sum(-1, keepdim=True))[..., 0]
+
+    def gram(maps: Tensor, i: Tensor) -> Tensor:
+        block = part.query_block(maps, i, part.tokens)
+        short = block if block.shape[-2] <= block.shape[-1] else block.mT
+        return short @ short.mT
+
+    diagonal = largest(spread * pulls * _gain(part.pull_map), gram).sqrt()
+    push = part.push_lengths().masked_fill(part.scores == float("-inf"), 0.0).amax(-1)
+    columns = part.weights.sum(-2).amax(-1)
+    return value_gain(part) * (diagonal + (1 + spread.clamp_min(TINY).sqrt() * push).amax(-1) * columns.sqrt())
+
+
+def _gain(maps: Tensor | None) -> Tensor | float:
+    return 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
+
+
+def _evaluate(where: Setting, folded: bool) -> Tensor:
+    return local(where.map, where.point, folded)
+
+
+register(
+    Bound(
+        name="howsmooth.local",
+        statement=r"\|V\|\bigl[\max_i\|C_iA\|+\max_i(1+|Ax_i+b|\,s_i)\,(\max_j\textstyle\sum_iP_{ij})^{1/2}\bigr]",
+        reference="howsmooth",
+        side="upper",
+        norm=2,
+        scope="point",
+        kinds=("dot_product", "l2"),
+        assumptions=(LINEAR_VALUES,),
+        evaluate=_evaluate,
+    )
+)

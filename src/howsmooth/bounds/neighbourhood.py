@@ -1,0 +1,131 @@
+r"""The three-path bound near an input: for all X with :math:`|x_j - x^0_j| \le \varepsilon`, every j.
+
+For dot-product attention with linear queries, keys and values (:math:`M^q_i, M^k_j, M^v` constant; biases, masks,
+additive logit terms and rotary positions as they are). Quantities with a 0 are those at :math:`X^0`; :math:`V = WM^v`,
+c_i is the mean key and o_i the mean value under :math:`P^0_i`.
+
+**Weights.** Moving tokens by at most ε changes the logits of row i, up to a shift of the whole row, by at most
+
+.. math:: \delta_{ij} = \varepsilon\,|M^{q\top}_i(k^0_j - c_i)| + \varepsilon\,|M^{k\top}_jq^0_i|
+          + \varepsilon^2\,\|M^{k\top}_jM^q_i\|.
+
+A softmax weight grows with its own logit and falls with the others, so its largest value is reached in a corner:
+
+.. math:: P_{ij} \le \hat P_{ij} = \frac{P^0_{ij}e^{\delta_{ij}}}{P^0_{ij}e^{\delta_{ij}}
+          + \sum_{k\ne j}P^0_{ik}e^{-\delta_{ik}}} \;\le\; P^0_{ij}\,e^{\delta_{ij} + \max_k\delta_{ik}}.
+
+**Value path.** Norms of nonnegative matrices are monotone and rows of P sum to one, so
+:math:`\|P\| \le \min(\|\hat P\|, (\max_j\sum_i\hat P_{ij})^{1/2})`.
+
+**Spreads.** A covariance is below the second moment about any centre, and for tokens moved by :math:`a_j`, |a_j| ≤ ε,
+the matrix :math:`[\sqrt{P_{ij}}\,V a_j]_j` has norm at most ‖V‖ε. Hence :math:`\|W\mathrm{Cov}_i(v,v)W^\top\|^{1/2} \le
+\ell_i` with
+
+.. math:: \ell_i = \Big\|\sum_j\hat P_{ij}\,W(v^0_j-o_i)(v^0_j-o_i)^\top W^\top\Big\|^{1/2} + \|V\|\varepsilon,
+
+and the norm is also at most the largest :math:`|W(v^0_j-o_i)|^2` among the tokens that i sees. In the same way
+:math:`\|M^{q\top}_i\mathrm{Cov}_i(k,k)M^q_i\|^{1/2} \le \alpha_i`, with :math:`\max_{ij}\|M^{k\top}_jM^q_i\| =: \|A\|`
+for ‖V‖.
+
+**Together.** The diagonal path is at most :math:`\max_i \ell_i\alpha_i` by Cauchy–Schwarz, and in the cross path the
+queries move by :math:`|M^{k\top}_j(q_i - q^0_i)| \le \|A\|\varepsilon`:
+
+.. math:: \sup\|J\| \le \|P\|\,\|V\| + \max_i\ell_i\alpha_i + \max_j\Big[
+          \Big\|M^{k\top}_j\sum_i\hat P_{ij}\ell_i^2q^0_iq^{0\top}_iM^k_j\Big\|^{1/2}
+          + \|A\|\varepsilon\Big(\sum_i\hat P_{ij}\ell_i^2\Big)^{1/2}\Big]. \quad ∎
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
+from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
+from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.three_path import ROUNDING, nonnegative_norm, psd_norm, spread_norm, three_path
+from howsmooth.bounds.tokens import TokenSet
+
+
+def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool = True) -> Tensor:
+    """The bound on the constant of every head over all inputs whose tokens are within ``eps`` of x's, ``(heads,)``.
+
+    Never below `three_path` at x.
+
+    >>> import howsmooth as hs
+    >>> head, x = hs.SelfAttention.random(8, heads=2), torch.eye(5, 8)
+    >>> near, far = (three_path_ball(head, x, eps) for eps in (0.1, 0.2))
+    >>> bool((near < far).all() and (near > hs.measure_heads(head, x).value).all())
+    True
+    """
+    unit = TokenSet.ball(1.0, attention.in_features)
+    numbers = head_numbers(attention, unit, n=len(x), folded=folded)
+    found, first = [], 0
+    for part in paths(attention, x, folded):
+        own = slice(first, first := first + len(part.value))
+        found.append(_ball(part, eps, numbers.value[own], numbers.score[own]))
+    return torch.maximum(torch.cat(found) * (1 + ROUNDING), three_path(attention, x, folded))
+
+
+def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
+    r"""The largest each softmax weight can get when logit j of a row moves by at most ``radius[…, j]``.
+
+    .. math:: \hat p_j = \frac{e^{s_j+\delta_j}}{e^{s_j+\delta_j} + \sum_{k\ne j}e^{s_k-\delta_k}},
+
+    computed in logarithms: no overflow, at most 1, and 0 where the logit is −∞.
+
+    >>> softmax_ceiling(torch.tensor([0.0, 0.0, -float("inf")]), torch.tensor([800.0, 800.0, 800.0]))
+    tensor([1., 1., 0.])
+    """
+    hidden = scores == float("-inf")
+    low = scores - radius
+    everyone = low.logsumexp(-1, keepdim=True)
+    # What the others keep is 1 minus the own share: where that rounds to nothing, the ceiling is 1.
+    others = everyone + torch.log1p(-(low - everyone).exp().clamp(max=1.0))
+    return torch.sigmoid(scores + radius - others).masked_fill(hidden, 0.0)
+
+
+def _ball(part: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
+    seen = part.scores != float("-inf")
+    mean_key = part.weights @ part.pull
+    pull, push = part.pull_distances(mean_key), part.push_lengths()
+    weights = softmax_ceiling(part.scores, eps * (pull + push) + eps**2 * score[:, None, None])
+    norm = torch.minimum(nonnegative_norm(weights), weights.sum(-2).amax(-1).sqrt())
+
+    farthest = (distances(part.mean, part.value) * seen).amax(-1)
+    spread = torch.minimum(spread_norm(weights, part.value, part.mean).sqrt(), farthest) + value[:, None] * eps
+    longest = (pull * seen).amax(-1)
+    lean = spread_norm(weights, part.pull, mean_key, part.pull_map).sqrt()
+    lean = torch.minimum(lean, longest) + score[:, None] * eps
+
+    loads = weights * spread.square()[..., None]
+    queries = mixed_pairs(loads.mT, part.push, part.push)
+    if part.push_map is not None:
+        queries = part.push_map.mT @ queries @ part.push_map
+    cross = psd_norm(queries).sqrt() + score[:, None] * eps * loads.sum(-2).sqrt()
+    return norm * value + (spread * lean).amax(-1) + cross.amax(-1)
+
+
+def _evaluate(where: Setting, folded: bool) -> Tensor:
+    assert where.eps is not None
+    return three_path_ball(where.map, where.point, where.eps, folded)
+
+
+register(
+    Bound(
+        name="howsmooth.three_path_ball",
+        statement=r"\|\hat P\|\,\|V\|+\max_i\ell_i\alpha_i"
+        r"+\max_j\bigl[\|\textstyle\sum_i\hat P_{ij}\ell_i^2w_iw_i^\top\|^{1/2}"
+        r"+\|A\|\varepsilon(\sum_i\hat P_{ij}\ell_i^2)^{1/2}\bigr]",
+        reference="howsmooth",
+        side="upper",
+        norm=2,
+        scope="neighbourhood",
+        kinds=("dot_product",),
+        assumptions=(LINEAR, NO_SOFTCAP),
+        evaluate=_evaluate,
+    )
+)

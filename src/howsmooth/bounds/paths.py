@@ -1,0 +1,260 @@
+r"""The three paths of an attention Jacobian at an input, for every attention map.
+
+A head takes tokens through token-wise maps :math:`q_i(x_i), k_j(x_j), v_j(x_j)` (projection, bias, rotation,
+normalisation; :math:`M^q_i, M^k_j, M^v_j` their derivatives), has logits :math:`s_{ij} = q_i \cdot k_j` (soft-capped or
+not, plus constants), weights P and output :math:`W o_i,\ o_i = \sum_j P_{ij} v_j`. With the **slopes**
+
+.. math:: S_{ij} = P_{ij} \ (\text{softmax}),\quad P_{ij}(1-P_{ij}) \ (\text{sigmoid}),\quad
+          \text{times } 1 - \tanh^2(s_{ij}/c) \text{ under a soft-cap,}
+
+the Jacobian at token i, applied to tangents Y, is value path + diagonal score path + cross score path:
+
+.. math:: W\sum_j P_{ij} M^v_j y_j \;+\; W\Big[\sum_j S_{ij} (v_j - m_i) k_j^\top\Big] M^q_i y_i
+          \;+\; W\sum_j S_{ij} (v_j - m_i)\,(q_i \cdot M^k_j y_j),
+
+where :math:`m_i = o_i` for softmax and 0 for sigmoid. Proof: for sigmoid :math:`dP_{ij} = S_{ij}\,ds_{ij}`, hence
+:math:`\sum_j dP_{ij} v_j = \sum_j S_{ij} v_j\,ds_{ij}`. For softmax with cap slopes :math:`c_{ij}`,
+:math:`dP_{ij} = P_{ij}(c_{ij}ds_{ij} - \sum_l P_{il}c_{il}ds_{il})`, hence
+:math:`\sum_j dP_{ij}v_j = \sum_j P_{ij}c_{ij}\,ds_{ij}\,(v_j - o_i)`. Finally
+:math:`ds_{ij} = k_j\cdot M^q_iy_i + q_i\cdot M^k_jy_j`, and the product rule adds :math:`\sum_j P_{ij} M^v_jy_j`. ∎
+
+Only norms are wanted, so W and the projections are replaced by the triangular factors of their QR decompositions: a
+head of width k lives in k dimensions whatever the width of the tokens. All arithmetic is float64, and differentiable in
+x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.checks import check_tokens
+
+GROUP_SIZE = 2**19
+"""Most entries of the n × n weights, or of n matrices of size k × k, that are held at once over several heads."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    r"""What the three paths are made of, for a group of g maps (one head of one input each).
+
+    When the derivative :math:`M^q` is the same for all tokens, ``pull`` holds :math:`M^{q\top}k_j` and ``pull_map`` is
+    None; else ``pull`` holds :math:`k_j` and ``pull_map`` every :math:`M^q_i`. Likewise ``push`` for
+    :math:`M^{k\top}q_i` and ``push_map`` for :math:`M^k_j`.
+
+    Attributes:
+        scores: the logits with everything added, −∞ where a token is hidden, ``(g, n, n)``.
+        weights: P. slopes: S.
+        tokens: the inputs, ``(g, n, d)``.
+        value: :math:`Wv_j`, ``(g, n, m)`` (up to a common shift when softmax makes it irrelevant).
+        mean: :math:`Wm_i`, ``(g, n, m)``.
+        value_map: :math:`WM^v_j`, ``(g, n or 1, m, r)``.
+        pull, pull_map: what a query feels of each key: ``(g, n, r)`` and None, or ``(g, n, k)`` and ``(g, n, k, r)``.
+        push, push_map: what a key feels of each query, likewise.
+    """
+
+    scores: Tensor
+    weights: Tensor
+    slopes: Tensor
+    tokens: Tensor
+    value: Tensor
+    mean: Tensor
+    value_map: Tensor
+    pull: Tensor
+    pull_map: Tensor | None
+    push: Tensor
+    push_map: Tensor | None
+
+    def query_block(self, maps: Tensor, i: Tensor, vectors: Tensor | None = None) -> Tensor:
+        r""":math:`W[\sum_j S_{ij}(v_j - m_i)k_j^\top]M^q_i` for pairs (map, i), ``(pairs, m, r)``.
+
+        ``vectors`` (mixed by P like the values) stand in for :math:`Wv_j` when given.
+        """
+        value = self.value if vectors is None else vectors
+        mean = self.mean[maps, i] if vectors is None else (self.weights[maps, i][:, None] @ vectors[maps])[:, 0]
+        centred = value[maps] - mean[:, None]
+        block = (centred * self.slopes[maps, i][..., None]).mT @ self.pull[maps]
+        return block if self.pull_map is None else block @ self.pull_map[maps, i]
+
+    def key_block(self, maps: Tensor, j: Tensor, loads: Tensor) -> Tensor:
+        r""":math:`M^{k\top}_j(\sum_i S_{ij}\lambda_iq_iq_i^\top)M^k_j` for pairs (map, j); the loads are λ."""
+        push = self.push[maps]
+        gram = (push * (self.slopes[maps, :, j] * loads[maps])[..., None]).mT @ push
+        if self.push_map is None:
+            return gram
+        through = self.push_map[maps, j]
+        return through.mT @ gram @ through
+
+    def pull_distances(self, centres: Tensor) -> Tensor:
+        r""":math:`|M^{q\top}_i(k_j - c_i)|` for all i and j, ``(g, n, n)``; centres are given as ``pull`` is."""
+        return distances(centres, self.pull, self.pull_map)
+
+    def push_lengths(self) -> Tensor:
+        r""":math:`|M^{k\top}_jq_i|` for all i and j, ``(g, n, n)``."""
+        if self.push_map is None:
+            return self.push.norm(dim=-1, keepdim=True).expand_as(self.weights)
+        return distances(torch.zeros_like(self.push), self.push, self.push_map).mT
+
+
+def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool = True) -> Iterator[Paths]:
+    """The paths at x, ``(n, d)`` or ``(batch, n, d)``, in groups of maps (heads running fastest).
+
+    Args:
+        folded: W is the head's slice of the output matrix; the identity when False.
+        reduced: replace W and the projections by triangular factors, which leaves norms as they are.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.random(6, heads=2, mask="causal")
+    >>> [part.weights.shape for part in paths(head, torch.ones(3, 6))]
+    [torch.Size([2, 3, 3])]
+    """
+    check_tokens(x)
+    if x.shape[-1] != attention.in_features:
+        raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}.")
+    attention = attention.in_dtype(torch.float64)
+    tokens = x.double().reshape(-1, *x.shape[-2:])
+    batch, n, _ = tokens.shape
+    for term in attention.logit_terms():
+        term.check(n, attention.heads, batch)
+    raw = [part.flatten(0, 1) for part in attention.project(tokens)]
+    stages = attention.stages(raw[0], raw[1])
+    (query, query_chain), (key, key_chain), (value, value_chain) = (
+        Chain.through(own, part) for own, part in zip(stages, raw, strict=True)
+    )
+    chains = (query_chain, key_chain, value_chain)
+    weights_in = (attention.query_weight, attention.key_weight, attention.value_weight)
+    query_map, key_map, value_map = (
+        _derivative(own, chain, part, _per_map(weight.mT, len(part), batch, reduced).mT)
+        for own, chain, part, weight in zip(stages, chains, raw, weights_in, strict=True)
+    )
+    if folded:
+        output = _per_map(attention.output_weight.mT, len(value), batch, reduced)
+        value, value_map = value @ output.mT, output[:, None] @ value_map
+    softmax = attention.weighting == "softmax"
+    if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
+        value = value - value.mean(-2, keepdim=True)
+    centred = key - key.mean(-2, keepdim=True) if softmax and attention.softcap is None else key
+    pull, pull_map = (centred @ query_map[:, 0], None) if query_map.shape[1] == 1 else (centred, query_map)
+    push, push_map = (query @ key_map[:, 0], None) if key_map.shape[1] == 1 else (query, key_map)
+    every = Maps.every(batch, attention.heads, n, query)
+    widest = max(pull.shape[-1], push.shape[-1], value.shape[-1])
+    step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
+    for first in range(0, len(query), step):
+        own = slice(first, first + step)
+        scores, weights, slopes = _weights(attention, query[own], key[own], every.select(own))
+        yield Paths(
+            scores,
+            weights,
+            slopes,
+            tokens[every.batch[own]],
+            value[own],
+            weights @ value[own] if softmax else torch.zeros_like(value[own]),
+            value_map[own],
+            pull[own],
+            None if pull_map is None else pull_map[own],
+            push[own],
+            None if push_map is None else push_map[own],
+        )
+
+
+def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
+    r"""The derivative of each head's field in its query point, ``(heads, n, d_out, d)`` (batch first, when x has one).
+
+    It is :math:`W[\sum_j S_{ij}(v_j-m_i)k_j^\top]M^q_i`: for dot-product attention
+    :math:`W\,\mathrm{Cov}_i(v,k)\,M^q_i`, how the output at token i moves when its query moves and all keys and values
+    stay.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
+    >>> query_blocks(head, torch.tensor([[0.0], [1.0], [-1.0]]))[0, 0]  # the variance of 0, 1, −1
+    tensor([[0.6667]], dtype=torch.float64)
+    """
+    n = x.shape[-2]
+    blocks = []
+    for part in paths(attention, x, reduced=False):
+        maps, i = torch.cartesian_prod(torch.arange(len(part.value)), torch.arange(n)).unbind(1)
+        blocks.append(part.query_block(maps, i).unflatten(0, (-1, n)))
+    return torch.cat(blocks).reshape(*x.shape[:-2], attention.heads, n, attention.out_features, attention.in_features)
+
+
+def scatter(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
+    r""":math:`\sum_j w_{ij}(v_j-c_i)(v_j-c_i)^\top`, ``(g, n, k, k)``, by one product with all pairs of coordinates.
+
+    >>> scatter(torch.ones(1, 1, 2), torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[2.0]]]))
+    tensor([[[[2.]]]])
+    """
+    first = weights @ vectors - 0.5 * weights.sum(-1, keepdim=True) * centres
+    left, right = torch.stack([first, centres], dim=-1), torch.stack([centres, first], dim=-2)
+    return _minus_product(mixed_pairs(weights, vectors, vectors), left, right)
+
+
+def cross_scatter(weights: Tensor, left: Tensor, centres: Tensor, right: Tensor) -> Tensor:
+    r""":math:`\sum_j w_{ij}(l_j-c_i)r_j^\top`, ``(g, n, a, b)``."""
+    return _minus_product(mixed_pairs(weights, left, right), centres[..., None], (weights @ right)[..., None, :])
+
+
+def distances(centres: Tensor, vectors: Tensor, maps: Tensor | None = None) -> Tensor:
+    """|M_iᵀ(v_j − c_i)| for all pairs, ``(g, n, n)``; |v_j − c_i| when there are no maps."""
+    if maps is None:
+        return torch.cdist(centres, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+    step = max(1, GROUP_SIZE // vectors.numel())
+    rows = [slice(start, start + step) for start in range(0, vectors.shape[1], step)]
+    between = ((vectors[:, None] - centres[:, own, None]) @ maps[:, own] for own in rows)
+    return torch.cat([vector.norm(dim=-1) for vector in between], dim=1)
+
+
+def mixed_pairs(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    r""":math:`\sum_j w_{ij}\,l_jr_j^\top`, ``(g, n, a, b)``."""
+    pairs = (left[..., :, None] * right[..., None, :]).flatten(-2)
+    return (weights @ pairs).unflatten(-1, (left.shape[-1], right.shape[-1]))
+
+
+def _minus_product(matrices: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """matrices − left @ right, written over the matrices."""
+    matrices.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), alpha=-1)
+    return matrices
+
+
+def _weights(attention: AttentionMap, query: Tensor, key: Tensor, maps: Maps) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, P and S of some maps."""
+    scores = query @ key.mT
+    slopes: Tensor | None = None
+    if attention.softcap is not None:
+        capped = torch.tanh(scores / attention.softcap)
+        scores, slopes = attention.softcap * capped, 1 - capped.square()
+    everything = slice(0, maps.n)
+    for term in attention.logit_terms():
+        block = term.block(everything, everything, maps)
+        if block is not None:
+            scores = scores + block
+    if attention.weighting == "sigmoid":
+        weights = torch.sigmoid(scores)
+        bare = weights * (1 - weights)
+    else:
+        blind = (scores == float("-inf")).all(-1, keepdim=True)
+        weights = bare = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    return scores, weights, bare if slopes is None else bare * slopes
+
+
+def _per_map(matrices: Tensor, maps: int, batch: int, reduced: bool) -> Tensor:
+    """The matrix of each map; when reduced the factor R of its QR decomposition, |matrix·y| = |R·y|, if it is tall."""
+    if reduced and matrices.shape[-2] > matrices.shape[-1]:
+        matrices = torch.linalg.qr(matrices, mode="reduced" if matrices.requires_grad else "r").R
+    return matrices.repeat_interleave(maps // batch // len(matrices), dim=0).repeat(batch, 1, 1)
+
+
+def _derivative(stages: Sequence[TokenStage], chain: Chain, raw: Tensor, weight: Tensor) -> Tensor:
+    """The derivative of projection and stages, ``(g, 1, k, r)`` when all tokens share it, else ``(g, n, k, r)``."""
+    if all(isinstance(stage, Scale) for stage in stages):
+        return chain.jvp(weight)[:, None]
+    count, n, _ = raw.shape
+    width = chain.jvp(raw).shape[-1]
+    rows = torch.eye(width, dtype=raw.dtype, device=raw.device)[:, None, None].expand(-1, count, n, -1)
+    return chain.vjp(rows).permute(1, 2, 0, 3) @ weight[:, None]

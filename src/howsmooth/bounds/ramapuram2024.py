@@ -1,0 +1,67 @@
+r"""Sigmoid attention: Ramapuram et al., *Theory, Analysis, and Best Practices for Sigmoid Self-Attention*, 2024
+(arXiv 2409.04431)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
+from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.tokens import TokenSet
+
+REFERENCE = "Ramapuram et al. 2024"
+
+
+def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    r"""At X: :math:`\|V\|\,\bigl(n\sup\sigma + 2n\sup\sigma'\,\|A\|\cdot\tfrac1n\sum_i|x_i|^2\bigr)`, suprema over the
+    logits at X.
+
+    Proof. J(X)Y at i is :math:`V[\sum_j P_{ij}y_j + \sum_j P'_{ij}x_j\,(A^\top x_j\cdot y_i) +
+    \sum_j P'_{ij}x_j\,(Ax_i\cdot y_j)]` with P = σ and P' = σ' at the logits. ‖P‖ is at most n times its largest entry;
+    each of the other sums is at most :math:`\sup\sigma'\,\|A\|\sum_j|x_j|^2`, the last by Cauchy–Schwarz over j and the
+    sum of squares over i. Masks and additive biases only change the entries of P, and a soft-cap shrinks logit
+    derivatives. ∎
+
+    Args:
+        value, score: ‖V‖ and ‖A‖ of each head. weights: P, ``(heads, n, n)``. x: ``(n, d)``.
+
+    >>> import torch
+    >>> one, x = torch.ones(1), torch.ones(2, 1)
+    >>> float(local(one, one, torch.full((1, 2, 2), 0.5), x))  # 2·½ + 2·2·¼
+    2.0
+    """
+    largest = weights.amax((-2, -1))
+    slope = (weights * (1 - weights)).amax((-2, -1))
+    return value * (len(x) * largest + 2 * slope * score * x.square().sum())
+
+
+def _local(where: Setting, folded: bool) -> Tensor:
+    x = where.point
+    anywhere = TokenSet.ball(1.0, where.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
+    numbers = head_numbers(where.map, anywhere, where.count, folded)
+    return local(numbers.value, numbers.score, where.map.in_dtype(x.dtype).weights(x), x)
+
+
+def _is_zero(bias: Tensor | None) -> bool:
+    return bias is None or not bool(bias.any())
+
+
+NO_KEY_OR_VALUE_BIAS = Assumption(
+    "keys and values have no bias (weights that do not sum to one let both through)",
+    lambda where: _is_zero(where.map.key_bias) and _is_zero(where.map.value_bias),
+)
+register(
+    Bound(
+        name="ramapuram2024.local",
+        statement=r"\|V\|\,\bigl(n\sup\sigma+2n\sup\sigma'\,\|A\|\,\tfrac1n\textstyle\sum_i|x_i|^2\bigr)",
+        reference=REFERENCE,
+        side="upper",
+        norm=2,
+        scope="point",
+        kinds=("sigmoid",),
+        assumptions=(LINEAR, NO_QUERY_BIAS, NO_KEY_OR_VALUE_BIAS, NO_ROTARY),
+        evaluate=_local,
+    )
+)

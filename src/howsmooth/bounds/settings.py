@@ -1,0 +1,158 @@
+"""The question a bound answers: which attention, how many tokens, from which set or at which input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm
+from howsmooth.bounds.tokens import TokenSet
+from howsmooth.bounds.visibility import first_blind
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians import as_attention
+from howsmooth.jacobians.checks import check_finite, check_tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a bound is evaluated; build it with `setting`.
+
+    Attributes:
+        attention: an `AttentionMap`, or another attention module with a ``kind``.
+        n: number of tokens; ``inf`` for measures; None when not said.
+        tokens: the set every token lies in, when known.
+        x: the input, ``(n, d)``, when the bound is for one input.
+        eps: every token may move by this much from x.
+    """
+
+    attention: nn.Module
+    n: float | None = None
+    tokens: TokenSet | None = None
+    x: Tensor | None = None
+    eps: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Kind of attention: "dot_product", "l2", "sigmoid", "cosine", …"""
+        return str(getattr(self.attention, "kind", "unknown"))
+
+    @property
+    def map(self) -> AttentionMap:
+        """The attention as a map with heads."""
+        assert isinstance(self.attention, AttentionMap)
+        return self.attention
+
+    @property
+    def heads(self) -> int:
+        """Number of heads; 1 for modules without."""
+        return int(getattr(self.attention, "heads", 1))
+
+    @property
+    def count(self) -> float:
+        """n, which the bound has asked for."""
+        assert self.n is not None
+        return self.n
+
+    @property
+    def radius(self) -> float:
+        """R, which the bound has asked for."""
+        assert self.tokens is not None
+        return self.tokens.radius
+
+    @property
+    def point(self) -> Tensor:
+        """The input in float64, which the bound has asked for."""
+        assert self.x is not None
+        return self.x.double()
+
+    @cached_property
+    def _numbers(self) -> dict[bool, HeadNumbers]:
+        assert self.tokens is not None
+        n = math.inf if self.n is None else self.n
+        return {folded: head_numbers(self.map, self.tokens, n, folded) for folded in (True, False)}
+
+    @cached_property
+    def output_norm(self) -> float:
+        """‖W^O‖ of the whole output matrix."""
+        return output_norm(self.map)
+
+    def numbers(self, folded: bool) -> HeadNumbers:
+        """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""
+        return self._numbers[folded]
+
+
+def setting(
+    attention: nn.Module,
+    *,
+    n: float | None = None,
+    radius: float | None = None,
+    tokens: TokenSet | nn.Module | None = None,
+    x: Tensor | None = None,
+    eps: float | None = None,
+) -> Setting:
+    """A checked `Setting`: refuses what no bound could answer, in one sentence each.
+
+    Args:
+        attention: an attention map, a `torch.nn.MultiheadAttention`, or another module of this package.
+        n: number of tokens; taken from x when that is given.
+        radius: R of the ball B_R every token lies in.
+        tokens: instead of a radius a `TokenSet`, or the LayerNorm or RMSNorm that the tokens come from.
+        x: one input, ``(n, d)``. Without radius or tokens the ball is the smallest that holds its tokens.
+        eps: how far every token may move from x.
+
+    >>> import howsmooth as hs
+    >>> setting(hs.SelfAttention.random(4), n=8, radius=-1.0)
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: a radius must be positive and finite, got -1.0.
+    """
+    attention = as_attention(attention) or attention
+    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
+        raise InvalidInput(
+            f"bounds need an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
+            ".from_torch or .from_transformers."
+        )
+    for name, buffer in attention.state_dict().items():
+        check_finite(buffer, f"the weight {name}")
+    if x is not None:
+        check_tokens(x)
+        if x.dim() != 2:
+            raise InvalidInput(f"bounds are for one input at a time, (n, d), got shape {tuple(x.shape)}.")
+        if n is not None and n != len(x):
+            raise InvalidInput(f"the input has {len(x)} tokens, but n={n} was given: leave n out.")
+        n = len(x)
+    if n is not None and not (n >= 1 and (math.isinf(n) or n == int(n))):
+        raise InvalidInput(f"n must be a whole number of tokens, at least 1 (or inf for measures), got {n}.")
+    if eps is not None and not (math.isfinite(eps) and eps >= 0 and x is not None):
+        raise InvalidInput(f"eps must be finite and not negative, and needs an input x, got {eps}.")
+    if radius is not None and tokens is not None:
+        raise InvalidInput("give either a radius or a set of tokens, not both.")
+    found = _tokens(attention, radius, tokens, x)
+    if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
+        blind = first_blind(attention, int(n))
+        if blind is not None:
+            raise InvalidInput(f"token {blind} sees nothing under this mask: leave padded tokens out.")
+    return Setting(attention, n, found, x, eps)
+
+
+def _tokens(
+    attention: nn.Module, radius: float | None, tokens: TokenSet | nn.Module | None, x: Tensor | None
+) -> TokenSet | None:
+    width = int(attention.in_features)  # type: ignore[arg-type]
+    if x is not None and x.shape[-1] != width:
+        raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {width}.")
+    found = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens)
+    if radius is not None:
+        found = TokenSet.ball(radius, width)
+    if found is None:
+        return None if x is None or not bool(x.any()) else TokenSet.around(x)
+    if found.width != width:
+        raise InvalidInput(f"the set holds tokens of width {found.width}, but the attention takes {width}.")
+    if x is not None and radius is not None:
+        largest = float(x.double().norm(dim=-1).max())
+        if largest > found.radius * (1 + 1e-6):
+            raise InvalidInput(f"the input has a token of norm {largest:.6g}, outside the radius {found.radius:.6g}.")
+    return found

@@ -1,0 +1,169 @@
+r"""Sigmoid attention on a set of tokens, with biases, masks, a soft-cap and rotary positions.
+
+J(X)Y at token i is
+
+.. math:: \sum_j \big(P_{ij}V + P'_{ij}v_jw_{ij}^\top\big)y_j + \sum_j P'_{ij}v_j\,(g_{ij}\cdot y_i),\qquad
+          P' = P(1-P),
+
+with :math:`w_{ij}, g_{ij}` the derivatives of logit (i, j) in the key's and the query's token, and :math:`v_j` the
+value, its bias included: weights do not sum to one here. Let :math:`|w| \le` push, :math:`|g| \le` pull,
+:math:`|v| \le` size, and let every weight lie in [p₀, p₁]. A matrix of n × n blocks has at most n times the norm of its
+largest block, and row i of the second sum at most n times its largest term, hence
+
+.. math:: \|J\| \le n\Big[\max_{p_0\le p\le p_1}\big(p\,\|V\| + p(1-p)\,\text{size}\cdot\text{push}\big)
+          + \max_{p_0\le p\le p_1}p(1-p)\cdot\text{size}\cdot\text{pull}\Big]. \qquad ∎
+
+A soft-cap multiplies logit derivatives by factors in [0, 1]; a mask sets blocks to zero. With the usual shift −ln n and
+logits of size S before it, np ≤ e^S: the bound stays finite as n grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap, Causal, DenseBias, Padding, Rotary, SlidingWindow
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.stages import Scale
+from howsmooth.bounds.assumptions import FINITE, LINEAR
+from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.heads import spectral
+from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.tokens import TokenSet
+
+
+@dataclass(frozen=True)
+class SigmoidNumbers:
+    """What a head of sigmoid attention can do to tokens of a set; every entry is ``(heads,)``, float64.
+
+    Attributes:
+        value: ‖V‖.
+        size: ≥ |v_j|.
+        push: ≥ |∂logit/∂x_j|.
+        pull: ≥ |∂logit/∂x_i|.
+        low, high: every logit lies between them, shift included.
+    """
+
+    value: Tensor
+    size: Tensor
+    push: Tensor
+    pull: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def sigmoid(numbers: SigmoidNumbers, n: float) -> Tensor:
+    r"""The bound of this module; on the ball, without biases, never above
+    :math:`\|V\|\,(n\sup\sigma + 2n\sup\sigma'\,\|A\|R^2)`.
+
+    >>> import howsmooth as hs
+    >>> attention = hs.SigmoidAttention(*torch.eye(1).repeat(3, 1, 1))
+    >>> [round(float(hs.bounds.get("howsmooth.sigmoid")(attention, n=n, radius=1.0)), 2) for n in (1, 100, 10**6)]
+    [1.18, 7.8, 8.15]
+    """
+    low, high = torch.sigmoid(numbers.low), torch.sigmoid(numbers.high)
+    cross = numbers.size * numbers.push
+    # p·value + p(1−p)·cross is concave in p, with its peak at (value + cross)/(2·cross).
+    peak = torch.where(cross > 0, (numbers.value + cross) / (2 * cross), 1.0)
+    p = torch.minimum(torch.maximum(peak, low), high)
+    steepest = torch.minimum(low.clamp(min=0.5), high)
+    own = steepest * (1 - steepest) * numbers.size * numbers.pull
+    return n * (p * numbers.value + p * (1 - p) * cross + own)
+
+
+def sigmoid_numbers(attention: AttentionMap, tokens: TokenSet, n: int, folded: bool = True) -> SigmoidNumbers:
+    """The numbers of every head of sigmoid attention with linear queries, keys and values.
+
+    Queries are q₀ + QΓz and keys k₀ + KΓz on the set, |z| ≤ ρ; their dot product is multiplied out. Rotations are
+    isometries (up to their amplitude), so with them every dot product is replaced by the product of its norms.
+    """
+    axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
+    group = attention.heads // attention.kv_heads
+    query, key = attention.query_weight.double(), attention.key_weight.double().repeat_interleave(group, dim=0)
+    at_query = query @ centre + _bias(attention.query_bias, 1)
+    at_key = key @ centre + _bias(attention.key_bias, group)
+    amplitude = None
+    for stage in attention.query_stages:
+        if isinstance(stage, Scale):
+            query, at_query = query * stage.factor, at_query * stage.factor
+        elif isinstance(stage, Rotary):
+            amplitude = max(1.0, stage.amplitude**2)  # coordinates that do not turn keep their length
+
+    def meet(left: Tensor, right: Tensor) -> Tensor:
+        if amplitude is None:
+            return spectral(left.mT @ right)
+        return amplitude * spectral(left) * spectral(right)
+
+    q0, k0 = at_query[..., None], at_key[..., None]
+    swing = reach * (meet(k0, query @ axes) + meet(q0, key @ axes) + reach * meet(key @ axes, query @ axes))
+    middle = (at_query * at_key).sum(-1)
+    if amplitude is not None:
+        swing, middle = swing + meet(q0, k0), torch.zeros_like(middle)
+    low, high = middle - swing, middle + swing
+    if attention.softcap is not None:
+        low, high = (attention.softcap * torch.tanh(end / attention.softcap) for end in (low, high))
+    shift = _shift(attention, n)
+    value, at_value = _values(attention, centre, folded)
+    return SigmoidNumbers(
+        value=spectral(value),
+        size=at_value.norm(dim=-1) + reach * spectral(value @ axes),
+        push=meet(key, q0) + reach * meet(key, query @ axes),
+        pull=meet(query, k0) + reach * meet(query, key @ axes),
+        low=low + shift,
+        high=high + shift,
+    )
+
+
+def _bias(bias: Tensor | None, group: int) -> Tensor | float:
+    return 0.0 if bias is None else bias.double().repeat_interleave(group, dim=0)
+
+
+def _values(attention: AttentionMap, centre: Tensor, folded: bool) -> tuple[Tensor, Tensor]:
+    """V of every head and the value of the token in the middle of the set, bias included; up to an isometry."""
+    group = attention.heads // attention.kv_heads
+    value = attention.value_weight.double().repeat_interleave(group, dim=0)
+    middle = value @ centre + _bias(attention.value_bias, group)
+    if folded:  # W = UR with orthonormal columns in U: R is small, and keeps all norms
+        triangle = torch.linalg.qr(attention.output_weight.double().mT).R
+        value, middle = triangle @ value, (triangle @ middle[..., None])[..., 0]
+    return value, middle
+
+
+def _shift(attention: AttentionMap, n: int) -> float:
+    """What SigmoidAttention adds to every logit: its last term."""
+    maps = Maps.every(1, attention.heads, n, torch.zeros((), dtype=torch.float64))
+    block = list(attention.logit_terms())[-1].block(slice(0, 1), slice(0, 1), maps)
+    assert block is not None
+    return float(block)
+
+
+def _only_masked(where: Setting) -> bool:
+    *others, _ = where.map.logit_terms()
+    return all(
+        isinstance(term, Causal | SlidingWindow | Padding)
+        or (isinstance(term, DenseBias) and term.bias.dtype == torch.bool)
+        for term in others
+    )
+
+
+def _sigmoid(where: Setting, folded: bool) -> Tensor:
+    assert where.tokens is not None
+    return sigmoid(sigmoid_numbers(where.map, where.tokens, int(where.count), folded), where.count)
+
+
+ONLY_MASKED = Assumption("nothing but a mask and the shift is added to the logits", _only_masked)
+register(
+    Bound(
+        name="howsmooth.sigmoid",
+        statement=r"n\bigl[\max_p\bigl(p\|V\|+p(1-p)\|v\|\,|w|\bigr)+\max_p p(1-p)\,\|v\|\,|g|\bigr]",
+        reference="howsmooth",
+        side="upper",
+        norm=2,
+        scope="ball",
+        kinds=("sigmoid",),
+        assumptions=(LINEAR, FINITE, ONLY_MASKED),
+        evaluate=_sigmoid,
+    )
+)

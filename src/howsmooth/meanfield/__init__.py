@@ -1,0 +1,42 @@
+"""Attention on measures: any number of tokens at once, with unequal weights, masked or not.
+
+A measure Σ w_i δ_{x_i} stands for every sequence whose tokens are distributed like it, however long. Three atoms with
+weights (10⁻⁹, …) answer for 10⁹ tokens.
+
+>>> import torch, howsmooth as hs
+>>> from howsmooth import meanfield
+>>> head = hs.SelfAttention.from_bilinear(-10 * torch.eye(1), torch.eye(1))
+>>> rare = meanfield.Measure(torch.tensor([[-1.0], [0.5], [1.0]]), [1e-9, 0.3, 0.7 - 1e-9])
+>>> meanfield.local_constant(head, rare)
+4470 in W₂, moving (splitting one atom: 0.3374)
+"""
+
+from howsmooth.meanfield.attention import Field, LogMass, Past, field, push, weighted
+from howsmooth.meanfield.distances import conditional, distance, w2, wasserstein
+from howsmooth.meanfield.local import FieldJacobian, LocalConstant, WeightedJacobian, local_constant
+from howsmooth.meanfield.measure import Measure
+from howsmooth.meanfield.ratios import largest_ratio, ratio
+from howsmooth.meanfield.two_atom import TwoAtom, two_atom, two_atom_measure
+
+__all__ = [
+    "Field",
+    "FieldJacobian",
+    "LocalConstant",
+    "LogMass",
+    "Measure",
+    "Past",
+    "TwoAtom",
+    "WeightedJacobian",
+    "conditional",
+    "distance",
+    "field",
+    "largest_ratio",
+    "local_constant",
+    "push",
+    "ratio",
+    "two_atom",
+    "two_atom_measure",
+    "w2",
+    "wasserstein",
+    "weighted",
+]

@@ -1,0 +1,182 @@
+r"""Attention on measures, through the same maps as on tokens.
+
+For a measure μ the field of a head is
+
+.. math:: \Gamma_\mu(x) = V\,\frac{\int y\,e^{s(x, y)}\,d\mu(y)}{\int e^{s(x, y)}\,d\mu(y)},
+          \qquad F(\mu) = (\Gamma_\mu)_\#\,\mu,
+
+with s the logit of query x and key y; heads are summed as on tokens. On atoms this is attention with weights
+:math:`P_{ij} \propto w_j e^{s_{ij}}`: the logit of key j gains :math:`\ln w_j`. A point that is no atom is a token of
+weight zero, which sees and is not seen. Under a mask Γ_μ(τ, x) averages over the atoms with positions up to τ.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap, Causal, LogitBias, Rotary
+from howsmooth.attention.masks import Maps
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians import as_attention
+from howsmooth.jacobians.checks import check_finite
+from howsmooth.meanfield.measure import Measure
+
+_POINTS_AT_ONCE = 512
+
+
+class LogMass(LogitBias):
+    """The logit of key j gains ln w_j; a token of weight zero is seen by nobody.
+
+    Args:
+        weights: ``(n,)``, not negative. Tokens of weight zero come last.
+    """
+
+    def __init__(self, weights: Tensor):
+        super().__init__()
+        self.log_weights: Tensor
+        self.register_buffer("log_weights", weights.log(), persistent=False)
+        self.heavy = int((weights > 0).sum())
+
+    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
+        return 0, self.heavy
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
+        return self.log_weights[cols].to(maps.like)[None, None]
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.log_weights) != n:
+            raise InvalidInput(f"the measure has {len(self.log_weights)} weights, but the input has {n} tokens.")
+
+
+class Past(LogitBias):
+    """Token i sees the tokens j with positions τ_j ≤ τ_i: those of its own position, too."""
+
+    def __init__(self, positions: Tensor):
+        super().__init__()
+        self.positions: Tensor
+        self.register_buffer("positions", positions, persistent=False)
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
+        seen = self.positions[cols] <= self.positions[rows, None]
+        return None if bool(seen.all()) else maps.hide(seen)[None]
+
+    def check(self, n: int, heads: int, batch: int) -> None:
+        if len(self.positions) != n:
+            raise InvalidInput(f"the measure has {len(self.positions)} positions, but the input has {n} tokens.")
+
+
+def weighted(
+    attention: nn.Module, measure: Measure, points: Tensor | None = None, positions: Tensor | None = None
+) -> tuple[AttentionMap, Tensor]:
+    """The map of tokens that is attention on this measure, in float64, and the tokens to put into it.
+
+    Args:
+        attention: unmasked when the measure has no positions, causal when it has; without rotary or relative positions.
+        points, positions: further tokens, of weight zero, behind the atoms.
+    """
+    found = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
+    tokens, weights, places = measure.atoms, measure.weights, measure.positions
+    if points is not None:
+        tokens = torch.cat([tokens, points])
+        weights = torch.cat([weights, weights.new_zeros(len(points))])
+    if places is not None and positions is not None:
+        places = torch.cat([places, positions])
+    terms = [LogMass(weights)] if places is None else [LogMass(weights), Past(places)]
+    found.logit_biases = nn.ModuleList(terms)
+    return found, tokens
+
+
+@dataclass(frozen=True)
+class Field:
+    """Γ_μ as a function; build it with `field`."""
+
+    attention: nn.Module
+    measure: Measure
+
+    def __call__(self, points: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Γ_μ at points, ``(q, d)`` → ``(q, d_out)``; under a mask at pairs of positions, ``(q,)``, and points."""
+        self._check(points, positions)
+        found = []
+        for start in range(0, len(points), _POINTS_AT_ONCE):
+            some = slice(start, start + _POINTS_AT_ONCE)
+            places = None if positions is None else positions[some].double()
+            map_, tokens = weighted(self.attention, self.measure, points[some].double(), places)
+            found.append(map_(tokens)[len(self.measure) :])
+        return torch.cat(found)
+
+    def _check(self, points: Tensor, positions: Tensor | None) -> None:
+        width, places = self.measure.width, self.measure.positions
+        if points.dim() != 2 or not len(points) or points.shape[1] != width:
+            raise InvalidInput(
+                f"the field takes points of shape (q, {width}), at least one, got {tuple(points.shape)}."
+            )
+        check_finite(points, "the points")
+        if (positions is None) != (places is None):
+            what = "needs the position of each point" if positions is None else "has no positions: leave them out"
+            raise InvalidInput(f"the field of this measure {what}.")
+        if positions is None or places is None:
+            return
+        if positions.shape != points.shape[:1]:
+            raise InvalidInput(f"{len(points)} points need as many positions, got shape {tuple(positions.shape)}.")
+        check_finite(positions, "the positions")
+        if bool((positions < places.min()).any()):
+            raise InvalidInput(
+                f"a point at position {float(positions.min()):.6g} sees nothing: the first atom is at "
+                f"{float(places.min()):.6g}."
+            )
+
+
+def field(attention: nn.Module, measure: Measure) -> Field:
+    """Γ_μ, which can be evaluated and differentiated at any points.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
+    >>> two = Measure(torch.tensor([[-1.0], [1.0]]), [0.5, 0.5])
+    >>> field(head, two)(torch.tensor([[0.0], [1.0]])).flatten()  # tanh
+    tensor([0.0000, 0.7616], dtype=torch.float64)
+    """
+    _checked(attention, measure)
+    return Field(attention, measure)
+
+
+def push(attention: nn.Module, measure: Measure) -> Measure:
+    r"""The image :math:`F(\mu) = (\Gamma_\mu)_\#\mu`: every atom goes to where the field takes it."""
+    map_, tokens = weighted(attention, measure)
+    with torch.no_grad():
+        return Measure(map_(tokens), measure.weights, measure.positions)
+
+
+def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
+    """The attention as a map that measures can be put into."""
+    found = as_attention(attention)
+    if found is None:
+        raise InvalidInput(
+            f"a measure needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
+            ".from_torch or .from_transformers."
+        )
+    if found.weighting != "softmax":
+        raise InvalidInput(
+            f"{found.kind} attention is no average over its keys, hence no map of measures: use softmax weights."
+        )
+    if any(isinstance(stage, Rotary) for stage in [*found.query_stages, *found.key_stages]):
+        raise InvalidInput("rotary positions count tokens, which a measure cannot: leave them out of the attention.")
+    terms = list(found.logit_terms())
+    causal = len(terms) == 1 and isinstance(terms[0], Causal)
+    if terms and not causal:
+        names = ", ".join(type(term).__name__ for term in terms)
+        raise InvalidInput(f"on measures attention is unmasked or causal, but this one has {names}: leave it out.")
+    if causal and measure.positions is None:
+        raise InvalidInput("causal attention needs positions: build the measure with Measure.of_tokens or give them.")
+    if measure.positions is not None and not causal:
+        raise InvalidInput(
+            "this measure has positions, but the attention is not causal: leave out one or mask the other."
+        )
+    if found.in_features != measure.width:
+        raise InvalidInput(f"the atoms are {measure.width} wide, but the attention takes {found.in_features}.")
+    for name, weight in found.state_dict().items():
+        check_finite(weight, f"the weight {name}")
+    return found

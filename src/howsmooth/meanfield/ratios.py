@@ -1,0 +1,40 @@
+"""How much attention stretches the distance of two measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+
+from howsmooth.errors import InvalidInput
+from howsmooth.meanfield.attention import push
+from howsmooth.meanfield.distances import distance
+from howsmooth.meanfield.measure import Measure
+
+Pair = tuple[Measure, Measure]
+
+
+def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
+    """W₂(F(μ), F(ν)) / W₂(μ, ν), or the same in d₂ when the measures have positions.
+
+    Every such ratio is a lower bound of the constant of F on any set of measures that holds both.
+
+    >>> import torch, howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(torch.zeros(1, 1), 3 * torch.eye(1))  # F(μ) sits at 3 · the mean
+    >>> round(ratio(head, Measure.empirical(torch.zeros(2, 1)), Measure.empirical(torch.ones(3, 1))), 12)
+    3.0
+    """
+    apart = distance(mu, nu)
+    if not 0 < apart < math.inf:
+        why = "are the same" if apart == 0 else "have different masses at some position, which makes d₂ infinite"
+        raise InvalidInput(f"the two measures {why}: a ratio needs two at a finite distance.")
+    return distance(push(attention, mu), push(attention, nu)) / apart
+
+
+def largest_ratio(attention: nn.Module, pairs: Iterable[Pair]) -> tuple[float, Pair]:
+    """The largest `ratio` of the pairs, and the pair that has it."""
+    found = [(ratio(attention, mu, nu), (mu, nu)) for mu, nu in pairs]
+    if not found:
+        raise InvalidInput("the largest ratio of no pairs does not exist: give at least one pair of measures.")
+    return max(found, key=lambda entry: entry[0])

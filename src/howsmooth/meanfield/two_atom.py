@@ -1,0 +1,55 @@
+r"""The rough measures: one light atom that everybody looks at, far from the rest.
+
+With :math:`A = -\gamma I` (or any A with real eigenvalue −γ, unit eigenvector u) and :math:`b = \gamma R^2`, let the
+mass :math:`1/n` sit at −Ru and the rest at Ru. The heavy atom gives the light one the weight :math:`p = E/(E+n-1)`,
+:math:`E = e^{2b}`. Moving the light atom along u moves the image of the heavy one by
+:math:`p\,(1 + 2(1-p)b)\,|Vu|`, and weights turn that into the stretch
+
+.. math:: \sqrt{n-1}\;p\,(1 + 2(1-p)b)\,|Vu| .
+
+With :math:`n - 1 = tE` it is :math:`e^b\,\sqrt t\,(1 + (1+2b)t)/(1+t)^2`, largest where
+:math:`(1+2b)t^2 - 6bt - 1 = 0`. n need not be whole: it is a ratio of masses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.meanfield.measure import Measure
+
+
+class TwoAtom(NamedTuple):
+    """A lower bound of the constant in W₂ on the ball, in units of |Vu|, and the masses that reach it.
+
+    Attributes:
+        value: the stretch.
+        heavy: n − 1, mass of the heavy atom over that of the light one.
+    """
+
+    value: float
+    heavy: float
+
+
+def two_atom(gamma: float, radius: float) -> TwoAtom:
+    """The largest stretch of two atoms over all ratios of their masses, for the eigenvalue −γ of A on B_R.
+
+    >>> [round(two_atom(b, 1.0).value, 2) for b in (1, 2, 3, 4, 5)]
+    [2.99, 12.88, 47.98, 165.8, 546.92]
+    """
+    b = gamma * radius**2
+    if not (gamma >= 0 and radius > 0 and math.isfinite(b)):
+        raise InvalidInput(f"two atoms need γ ≥ 0 and a positive radius, both finite, got {gamma} and {radius}.")
+    c = 1 + 2 * b
+    t = (3 * b + math.sqrt(9 * b * b + c)) / c
+    return TwoAtom(math.exp(b) * math.sqrt(t) * (1 + c * t) / (1 + t) ** 2, t * math.exp(2 * b))
+
+
+def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
+    """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
+    u = direction.double() / direction.double().norm()
+    return Measure(torch.stack([-radius * u, radius * u]), [1 / (1 + heavy), heavy / (1 + heavy)])
