@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from howsmooth.cli.bounds import bounds
 from howsmooth.cli.console import OneLineErrors
 from howsmooth.cli.demo import demo
 from howsmooth.cli.measure import measure
@@ -15,7 +16,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     cls=OneLineErrors,
     name="howsmooth",
-    help="How smooth is this attention? Measures the local Lipschitz constant of self-attention, with bounds.",
+    help="How smooth is this attention? Measures and bounds the Lipschitz constant of self-attention.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,6 +24,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong; 130 interrupted.",
 )
 app.command()(measure)
+app.command()(bounds)
 app.command()(demo)
 
 

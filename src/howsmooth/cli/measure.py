@@ -24,7 +24,7 @@ from howsmooth.cli.console import (
     written,
 )
 from howsmooth.cli.pictures import check_drawable, draw_measurement
-from howsmooth.cli.sources import Settings, Site, open_site
+from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.errors import InvalidInput
 from howsmooth.explaining import Explanation, explain
 from howsmooth.figures import check_figure_path
@@ -34,8 +34,6 @@ from howsmooth.norms import Measurement
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro"})
-Dtype = Enum("Dtype", {"float64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"})
-QKNorm = Enum("QKNorm", {"rms": "rms", "l2": "l2"})
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F"}
 _TOP_TOKENS = 3
@@ -44,41 +42,20 @@ _EXAMPLES = """Examples:\n
   howsmooth measure random --width 64 --heads 4 --causal\n
   howsmooth measure "random:gpt2\\[length=256]" --what block\n
   howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
+  howsmooth measure minilm --layer 2 --length 96\n
   howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
 """
 
 
+@spread
 def measure(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A weights file (.safetensors, .pt, .pth), random, random:PRESET or random\\[name=value,…]."
-        ),
-    ] = "random",
-    prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None,
-    tokens: Annotated[
-        Path | None, typer.Option("--input", help="File with the tokens, (n, d) or (batch, n, d).")
-    ] = None,
-    input_name: Annotated[str | None, typer.Option(help="Which tensor of the --input file.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Width d of a random map (64).")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads (4 when random).")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key-value heads, when fewer.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Number n of random tokens (128).")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Tokens see only the past.")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="Tokens see only this many neighbours.")] = None,
-    rope: Annotated[bool | None, typer.Option("--rope/--no-rope", help="Rotary positions.")] = None,
-    rope_base: Annotated[float | None, typer.Option(help="Base of the rotary angles (10000).")] = None,
-    alibi: Annotated[bool | None, typer.Option("--alibi/--no-alibi", help="Linear position biases.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Logits become c·tanh(s/c).")] = None,
-    qk_norm: Annotated[QKNorm | None, typer.Option(help="Normalise queries and keys.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Factor on the logits (1/√head width).")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Convert weights and tokens to this dtype.")] = None,
+    request: Request,
+    settings: Settings,
     what: Annotated[What, typer.Option(help="What to measure.")] = What.both,
     norm: Annotated[Norm, typer.Option(help="Which norm of the Jacobian.")] = Norm.two,
     k: Annotated[int, typer.Option("-k", min=1, help="How many singular values (norm 2).")] = 1,
     rtol: Annotated[float, typer.Option(help="Relative accuracy to certify.")] = 1e-3,
     confidence: Annotated[float, typer.Option(help="Probability with which an upper bound holds.")] = 0.99,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and the solver's start.")] = 0,
     memory: Annotated[str, typer.Option(help="Attention weights to keep between products.")] = "512MiB",
     explained: Annotated[bool, typer.Option("--explain", help="Paths, sink and top tokens (norm 2).")] = False,
     figure: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg or .pdf.")] = None,
@@ -87,16 +64,12 @@ def measure(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     set_threads(threads)
-    settings = Settings(
-        width, heads, kv_heads, length, causal, window, rope, rope_base, alibi, softcap,
-        None if qk_norm is None else qk_norm.value, scale, None if dtype is None else dtype.value,
-    )  # fmt: skip
     kept = parse_bytes(memory)
     if figure is not None:
         check_figure_path(figure)
     if explained and norm is not Norm.two:
         raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm.value}.")
-    site = open_site(source, settings, seed, prefix, tokens, input_name)
+    site = request.open(settings)
     if figure is not None:
         check_drawable(site, what.value, norm.value)
     found: dict[str, Measurement] = {}
@@ -150,13 +123,8 @@ def _print(
 ) -> None:
     out, facts = stdout(), site.describe()
     batch = "" if facts["batch"] is None else f"{facts['batch']} inputs of "
-    shared = "" if facts["kv_heads"] == facts["heads"] else f" ({facts['kv_heads']} key-value)"
-    out.print(
-        f"{facts['source']}: {batch}n = {facts['n']} tokens, d = {facts['d']}, {facts['heads']} heads{shared}, "
-        f"mask {facts['mask']}, positions {facts['positions']}, {facts['dtype']}, seed {facts['seed']}",
-        markup=False,
-    )
-    out.print(f"tokens: {facts['input']}", markup=False)
+    out.print(site.in_words(), markup=False)
+    out.print(f"tokens: {batch}n = {facts['n']}: {facts['input']}", markup=False)
     several = any(m.values is not None and m.values.shape[-1] > 1 for m in found.values())
     table = Table("map", f"{_SYMBOLS[norm]} (estimate)", "lower bound", "upper bound")
     for name in ["next singular values (estimates)"] * several + ["converged", "products", "seconds"]:

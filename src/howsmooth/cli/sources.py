@@ -1,18 +1,23 @@
-"""What a command measures: the SOURCE argument and its options become an attention map and tokens."""
+"""What a command is about: the SOURCE argument and its options become an attention map and tokens."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
+import typer
 from torch import Tensor
 
 from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
 from howsmooth.errors import InvalidInput
-from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights
+from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
+from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights, read_tensors
 
 _GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -20,22 +25,60 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A configuration of attention; None where nothing was said."""
+class Request:
+    """Which attention, at which tokens: the first options of every command that takes a SOURCE."""
 
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    length: int | None = None
-    causal: bool | None = None
-    window: int | None = None
-    rope: bool | None = None
-    rope_base: float | None = None
-    alibi: bool | None = None
-    softcap: float | None = None
-    qk_norm: str | None = None
-    scale: float | None = None
-    dtype: str | None = None
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A weights file (.safetensors, .pt, .pth), random, random:PRESET, random\\[name=value,…], "
+            "a named model (minilm) or the folder of one."
+        ),
+    ] = "random"
+    prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None
+    layer: Annotated[int | None, typer.Option(min=0, help="Which layer of the model, counted from 0 (0).")] = None
+    text: Annotated[Path | None, typer.Option(help="Text that the model reads (Alice in Wonderland).")] = None
+    input: Annotated[Path | None, typer.Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
+    input_name: Annotated[str | None, typer.Option(help="Which tensor of the --input file.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and the solver's start.")] = 0
+
+    @property
+    def names_model(self) -> bool:
+        """Whether SOURCE is a model, which has tokens of its own."""
+        return self.source in NAMED or Path(self.source, "config.json").is_file()
+
+    def open(self, settings: Settings) -> Site:
+        """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
+
+        Args:
+            settings: what the flags say; they win over the preset and the brackets.
+        """
+        if self.input is None and self.input_name is not None:
+            raise InvalidInput("--input-name chooses a tensor of --input: give that file too.")
+        if self.names_model:
+            return _from_model(self, settings)
+        if self.layer is not None or self.text is not None:
+            raise InvalidInput(f"--layer and --text are for models, but {self.source!r} is none: leave them out.")
+        return _from_weights(self, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration of attention, None where nothing was said; and the options that say it."""
+
+    width: Annotated[int | None, typer.Option(min=1, help="Width d of a random map (64).")] = None
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads (4 when random).")] = None
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key-value heads, when fewer.")] = None
+    length: Annotated[int | None, typer.Option(min=1, help="Number n of random or text tokens (128).")] = None
+    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Tokens see only the past.")] = None
+    window: Annotated[int | None, typer.Option(min=1, help="Tokens see only this many neighbours.")] = None
+    rope: Annotated[bool | None, typer.Option("--rope/--no-rope", help="Rotary positions.")] = None
+    rope_base: Annotated[float | None, typer.Option(help="Base of the rotary angles (10000).")] = None
+    alibi: Annotated[bool | None, typer.Option("--alibi/--no-alibi", help="Linear position biases.")] = None
+    softcap: Annotated[float | None, typer.Option(help="Logits become c·tanh(s/c).")] = None
+    qk_norm: Annotated[str | None, typer.Option(help="Normalise queries and keys: rms or l2.")] = None
+    scale: Annotated[float | None, typer.Option(help="Factor on the logits (1/√head width).")] = None
+    dtype: Annotated[str | None, typer.Option(help="Convert weights and tokens to this dtype.")] = None
 
     def over(self, base: Settings) -> Settings:
         """These settings where they say something, those of ``base`` elsewhere."""
@@ -84,18 +127,34 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Site:
-    """An attention map and the tokens it is measured at, with where they come from."""
+    """An attention map and the tokens it is measured at, with where they come from.
+
+    Attributes:
+        drawn: whether the tokens are random.
+        tensors: all weights of the file or model by name; none for a random map.
+    """
 
     attention: AttentionMap
     x: Tensor
     source: str
     tokens: str
     seed: int
+    drawn: bool = False
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def seeds(self) -> dict[str, int]:
         """Three seeds from one: the solver's start must have nothing to do with the weights and the tokens."""
         return {"weights": self.seed, "tokens": self.seed + 1, "solver": self.seed + 2}
+
+    def in_words(self) -> str:
+        """The map in one line."""
+        facts = self.describe()
+        shared = "" if facts["kv_heads"] == facts["heads"] else f" ({facts['kv_heads']} key-value)"
+        return (
+            f"{facts['source']}: d = {facts['d']}, {facts['heads']} heads{shared}, mask {facts['mask']}, positions "
+            f"{facts['positions']}, {facts['dtype']}, seed {facts['seed']}"
+        )
 
     def describe(self) -> dict[str, Any]:
         """The facts of the measurement, for the header and for JSON."""
@@ -115,43 +174,29 @@ class Site:
         }
 
 
-def open_site(
-    source: str,
-    settings: Settings,
-    seed: int,
-    prefix: str | None = None,
-    tokens_file: Path | None = None,
-    tokens_name: str | None = None,
-) -> Site:
-    """The map and tokens that SOURCE and its options stand for.
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one option per field in place of every parameter that is a dataclass of options."""
+    hints: dict[str, Any] = get_type_hints(command)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        annotations = get_type_hints(groups[parameter.name], include_extras=True)
+        for part in fields(groups[parameter.name]):
+            said = {"default": part.default, "annotation": annotations[part.name]}
+            parameters.append(inspect.Parameter(part.name, inspect.Parameter.KEYWORD_ONLY, **said))
 
-    Args:
-        source: a weights file, ``random``, ``random:PRESET`` or ``random[name=value,…]``.
-        settings: what the flags say; they win over the preset and the brackets.
-        tokens_file: where to read the tokens; random ones of unit root mean square when None.
-    """
-    attention: AttentionMap
-    if (parsed := _GRAMMAR.fullmatch(source)) is not None:
-        if prefix is not None:
-            raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
-        settings = settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
-        attention = random_attention(settings, seed)
-    else:
-        attention = _from_file(source, settings, prefix)
-    if tokens_file is not None:
-        if settings.length is not None and parsed is None:
-            raise InvalidInput("--length is for random tokens: leave it out when --input gives the tokens.")
-        x, origin = load_tokens(tokens_file, tokens_name), str(tokens_file)
-        wanted = settings.torch_dtype if parsed is None else None
-        x = x.to(wanted) if wanted is not None and x.is_floating_point() else x
-        origin += "" if tokens_name is None else f" ({tokens_name})"
-    else:
-        if tokens_name is not None:
-            raise InvalidInput("--input-name chooses a tensor of --input: give that file too.")
-        length = settings.length or DEFAULTS.length or 0
-        x = random_tokens(length, attention.in_features, seed + 1).to(attention.dtype)
-        origin = f"random tokens of unit RMS, seed {seed + 1}"
-    return Site(attention, x, source, origin, seed)
+    @wraps(command)
+    def run(**given: Any) -> None:
+        built = {
+            name: hints[name](**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**built, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def random_attention(settings: Settings, seed: int) -> SelfAttention:
@@ -200,12 +245,36 @@ def positions_name(attention: AttentionMap) -> str:
     return ", ".join(names) or "none"
 
 
+def _from_weights(request: Request, settings: Settings) -> Site:
+    """Random weights, or those of a file, which says nothing about tokens."""
+    attention: AttentionMap
+    tensors: Mapping[str, Tensor] = {}
+    if (parsed := _GRAMMAR.fullmatch(request.source)) is not None:
+        if request.prefix is not None:
+            raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
+        settings = settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
+        attention = random_attention(settings, request.seed)
+    else:
+        attention = _from_file(request.source, settings, request.prefix)
+        tensors, _ = read_tensors(Path(request.source))
+    if request.input is not None:
+        if settings.length is not None and parsed is None:
+            raise InvalidInput("--length is for random tokens: leave it out when --input gives the tokens.")
+        x, origin = _stored_tokens(request, settings.torch_dtype if parsed is None else None)
+    else:
+        length = settings.length or DEFAULTS.length or 0
+        x = random_tokens(length, attention.in_features, request.seed + 1).to(attention.dtype)
+        origin = f"random tokens of unit RMS, seed {request.seed + 1}"
+    return Site(attention, x, request.source, origin, request.seed, request.input is None, tensors)
+
+
 def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAttention:
     path = Path(source)
     if path.suffix not in SUFFIXES and not path.is_file():
         raise InvalidInput(
             f"{source!r} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
-            f"{', '.join(f'random:{name}' for name in PRESETS)}, random[width=64,heads=4,…])."
+            f"{', '.join(f'random:{name}' for name in PRESETS)}, random[width=64,heads=4,…]) nor a model (minilm, or a "
+            "folder with config.json)."
         )
     if settings.width is not None:
         raise InvalidInput("--width is for random weights: those of a file have their own.")
@@ -218,6 +287,46 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAtten
         rotary=settings.rotary,
     )
     return found.attention(**settings.options(found.heads, found.head_width))
+
+
+def _from_model(request: Request, settings: Settings) -> Site:
+    """A layer of a model, at the tokens it sees when the model reads a text."""
+    own = [name for name, value in vars(settings).items() if value is not None and name not in ("length", "dtype")]
+    own += ["prefix"] * (request.prefix is not None)
+    if own:
+        raise InvalidInput(
+            f"--{own[0].replace('_', '-')} is for weights without a model: {request.source} has its own."
+        )
+    if request.input is not None and (request.text is not None or settings.length is not None):
+        raise InvalidInput("--text and --length choose what the model reads: leave them out when --input is given.")
+    text = alice() if request.text is None else _read_text(request.text)
+    model, tokenizer = load(request.source)
+    layer, dtype = request.layer or 0, settings.torch_dtype
+    attention: AttentionMap = from_transformers(model, layer)
+    if request.input is not None:
+        x, origin = _stored_tokens(request, dtype)
+    else:
+        most = {"truncation": True, "max_length": settings.length or DEFAULTS.length}
+        length = settings.length or len(tokenizer(text, verbose=False, **most)["input_ids"])
+        x = attention_inputs(model, tokenizer, text, length, [layer])[layer][0]
+        origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
+    if dtype is not None:
+        attention, x = attention.in_dtype(dtype), x.to(dtype)
+    return Site(attention, x, f"{request.source}, layer {layer}", origin, request.seed, tensors=model.state_dict())
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{path} is not a text in UTF-8: give a plain text file.") from None
+
+
+def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:
+    assert request.input is not None
+    x = load_tokens(request.input, request.input_name)
+    x = x.to(dtype) if dtype is not None and x.is_floating_point() else x
+    return x, str(request.input) + ("" if request.input_name is None else f" ({request.input_name})")
 
 
 def _preset(name: str | None) -> Settings:

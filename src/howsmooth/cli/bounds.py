@@ -1,0 +1,215 @@
+"""`howsmooth bounds`: every theorem that applies to one attention block, beside what is measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.box
+import rich.table
+import typer
+from torch import Tensor
+
+from howsmooth.bounds.catalogue import SCOPES
+from howsmooth.bounds.figure import bounds_against_n
+from howsmooth.bounds.tabulating import Row, Table, table
+from howsmooth.bounds.tokens import TokenSet
+from howsmooth.cli.console import NOT_CONVERGED, print_json, set_threads, stdout, step_progress
+from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.errors import InvalidInput
+from howsmooth.figures import check_figure_path, save_figure
+
+_NOTHING_BEYOND = {
+    "ball": "no input of this length in the set",
+    "global": "no input of this length at all",
+    "mean-field W2": "no input of any length in the set",
+    "mean-field d2": "no input of any length in the set",
+}
+_NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
+
+
+@spread
+def bounds(
+    request: Request,
+    settings: Settings,
+    n: Annotated[str | None, typer.Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
+    radius: Annotated[float | None, typer.Option(help="Every token lies in the ball of this radius.")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
+    ] = None,
+    rms: Annotated[bool, typer.Option("--rms", help="--after names an RMSNorm.")] = False,
+    eps: Annotated[float | None, typer.Option(help="Also bound all inputs whose tokens move by at most this.")] = None,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Bound every head by itself.")] = False,
+    refused: Annotated[
+        bool, typer.Option("--refused", help="Also list the bounds that do not apply, and why.")
+    ] = False,
+    figure: Annotated[Path | None, typer.Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    latex: Annotated[bool, typer.Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Bound the Lipschitz constant of an attention block by every theorem that applies.
+
+    With a radius or a LayerNorm the bounds hold for all tokens of that set; with --input or a model they are compared
+    with what is measured there; with neither, at random tokens.
+
+    Examples:\n
+      howsmooth bounds random --width 64 --heads 4 --n 16,64,256 --radius 2\n
+      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --after h.0.ln_1. --n 1024 --per-head\n
+      howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png\n
+      howsmooth bounds layer.pt --heads 8 --input tokens.npy --eps 0.01 --json
+    """
+    set_threads(threads)
+    if as_json and latex:
+        raise InvalidInput("--json and --latex are two ways to print the same table: choose one.")
+    if rms and after is None:
+        raise InvalidInput("--rms says what --after names: give --after too.")
+    if figure is not None:
+        check_figure_path(figure)
+    lengths = _numbers(n)
+    on_set = (radius is not None or after is not None) and request.input is None and not request.names_model
+    if lengths and not on_set and request.input is None and settings.length is None:
+        settings = replace(settings, length=_whole(lengths[-1]))
+    tables: list[Table] = []
+    with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
+        begin("opening the map")
+        site = request.open(settings)
+        x = None if on_set else _one_input(site.x)
+        lengths = lengths or [site.x.shape[-2]]
+        tokens = _after(site, after, rms)
+        if tokens is None and radius is None and x is not None and bool(x.any()):
+            tokens = TokenSet.around(x)  # one set for every n
+        where: dict[str, Any] = {"radius": radius, "tokens": tokens, "eps": eps, "seed": site.seeds["solver"]}
+        for count in lengths:
+            begin(f"bounds for n = {count:.12g}")
+            at: dict[str, Any] = {"n": count} if x is None else {"x": _first(x, count)}
+            tables.append(table(site.attention, per_head=per_head, **where, **at))
+        if figure is not None:
+            begin("drawing")
+            several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
+            save_figure(bounds_against_n(site.attention, lengths=several, x=x, **where), figure)
+    converged = all(bool(m.converged.all()) for found in tables for m in found.measurements.values())
+    if as_json:
+        facts = (
+            site.describe()
+            | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
+            | ({"input": None} if x is None else {})
+        )
+        content = {"setting": facts, "headline": headline(tables[-1]), "tables": [found.to_dict() for found in tables]}
+        print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
+    elif latex:
+        for count, found in zip(lengths, tables, strict=True):
+            typer.echo(f"% {site.in_words()}, n = {count:.12g}\n{found.to_latex()}")
+    else:
+        _print(site, tables, x, refused, figure)
+    if not converged:
+        raise typer.Exit(NOT_CONVERGED)
+
+
+def headline(found: Table) -> str:
+    """What the table says, in one sentence."""
+    facts = []
+    measured = found.tightest("measured")
+    if measured is not None:
+        whose = "the block's" if measured.head is None else "the roughest head's"
+        facts.append(f"at these tokens {whose} constant is {measured.written[2:]} ({_named(measured)})")
+    lower, upper = found.tightest("lower", ("ball",)), found.tightest("upper", tuple(_NOTHING_BEYOND))
+    if lower is not None and (measured is None or lower.value > measured.value):
+        facts.append(f"some input in the set reaches {lower.written[2:]} ({_named(lower)})")
+    if upper is not None and not upper.vacuous:
+        facts.append(f"{_NOTHING_BEYOND[upper.scope]} can exceed {upper.written[2:]} ({_named(upper)})")
+    sentence = "; ".join(facts) or "no bound of the 2-norm says anything here"
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def _named(row: Row) -> str:
+    return row.name if row.head is None else f"{row.name}, head {row.head}"
+
+
+def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
+    out, last = stdout(), tables[-1]
+    out.print(site.in_words(), markup=False)
+    tokens = last.setting.tokens
+    if x is not None:
+        out.print(f"tokens: {site.tokens}", markup=False)
+    if tokens is not None:
+        out.print(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})", markup=False)
+    out.print(f"\n{headline(last)}\n", markup=False, style="bold", soft_wrap=True)
+    out.print(last if len(tables) == 1 else _against_n(tables))
+    out.print(
+        "ratio: to the best lower bound known where the bound holds. ≤ upper bound, ≥ lower bound, ≈ estimate."
+        if len(tables) == 1
+        else "≤ upper bound, ≥ lower bound, ≈ estimate."
+    )
+    if refused:
+        out.print(_refusals(last))
+    if figure is not None:
+        out.print(f"figure: {figure}", markup=False)
+
+
+def _against_n(tables: Sequence[Table]) -> rich.table.Table:
+    """The values of every bound, one column for each n."""
+    shown = rich.table.Table("bound", "where", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    cells: dict[tuple[int | None, float, str, str], dict[int, str]] = {}
+    for column, found in enumerate(tables):
+        shown.add_column(f"n = {found.setting.count:.12g}")
+        for row in found:
+            cells.setdefault((row.head, row.norm, row.name, row.scope), {})[column] = row.written
+    for (head, norm, name, scope), values in cells.items():
+        whole = f"{name}{'' if norm == 2 else ' (∞)'}{'' if head is None else f', head {head}'}"
+        shown.add_row(whole, SCOPES[scope], *(values.get(column, "–") for column in range(len(tables))))
+    return shown
+
+
+def _refusals(found: Table) -> rich.table.Table:
+    shown = rich.table.Table("does not apply", "since it", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for name, reason in sorted(found.refused.items()):
+        shown.add_row(name, reason)
+    return shown
+
+
+def _numbers(text: str | None) -> list[float]:
+    """``16,64,256`` in rising order; inf for measures."""
+    try:
+        found = sorted({float(part) for part in (text or "").split(",") if part.strip()})
+    except ValueError:
+        found = [math.nan]
+    for count in found:
+        if not (count >= 1 and (math.isinf(count) or count == int(count))):
+            raise InvalidInput(f"--n takes whole numbers of tokens, at least 1, for example 16,64,256, got {text!r}.")
+    return found
+
+
+def _whole(count: float) -> int:
+    if math.isinf(count):
+        raise InvalidInput("--n inf is for a set without tokens and without a figure: give --radius or --after.")
+    return int(count)
+
+
+def _one_input(x: Tensor) -> Tensor:
+    return x[0] if x.dim() == 3 and len(x) == 1 else x
+
+
+def _first(x: Tensor, count: float) -> Tensor:
+    """The first tokens of the input."""
+    if _whole(count) > x.shape[-2]:
+        raise InvalidInput(f"--n asks for {_whole(count)} tokens, but there are {x.shape[-2]}: ask for fewer.")
+    return x if x.dim() == 3 else x[: _whole(count)]
+
+
+def _after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
+    """What the normalisation named by --after can give out."""
+    if prefix is None:
+        return None
+    name = prefix.removesuffix(".")
+    if f"{name}.weight" not in site.tensors:
+        known = sorted(key.removesuffix("weight") for key in site.tensors if _NORM_NAMES.search(key))
+        choices = f": choose from {', '.join(known[:8])}" if known else ""
+        raise InvalidInput(f"{site.source} holds no normalisation {name + '.'!r}{choices}.")
+    make = TokenSet.after_rms_norm if rms else TokenSet.after_layer_norm
+    return make(site.tensors[f"{name}.weight"], site.tensors.get(f"{name}.bias"))
