@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from benchmarks import machine
 from benchmarks.report import PAGE, targets_table, write_page
 
-SECTIONS = ("one_product", "heads", "layer", "small", "long")
+SECTIONS = ("one_product", "heads", "layer", "small", "long", "three_path")
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 
 

@@ -6,10 +6,32 @@ import sys
 
 from rich.console import Console
 
-from evidence import certificate, certified_steps, jacobian_grid
+from evidence import (
+    bound_ascents,
+    certificate,
+    certified_steps,
+    composition,
+    jacobian_grid,
+    l2_open_question,
+    lower_bounds,
+    real_heads,
+    reference_values,
+    wasserstein,
+)
 from evidence.tables import write
 
-PAGES = {"jacobian": jacobian_grid, "certificate": certificate, "steps": certified_steps}
+PAGES = {
+    "jacobian": jacobian_grid,
+    "certificate": certificate,
+    "steps": certified_steps,
+    "bounds": bound_ascents,
+    "lower-bounds": lower_bounds,
+    "reference-values": reference_values,
+    "real-heads": real_heads,
+    "wasserstein": wasserstein,
+    "composition": composition,
+    "l2-open-question": l2_open_question,
+}
 
 
 def main(names: list[str]) -> int:
