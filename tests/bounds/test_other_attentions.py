@@ -403,7 +403,7 @@ def test_the_local_sigmoid_bound_is_false_with_rotary_positions_and_refuses() ->
     assert jacobian_norm(attention, x) > 1.5 * ramapuram2024.local(1.0, score, attention.weights(x), x)
     message = refusal("ramapuram2024.local", attention, x=x)
     assert "rotary" in message
-    assert "the nearest bound that does apply is howsmooth.sigmoid" in message
+    assert "the nearest bound that does apply is howsmooth.three_path" in message
 
 
 def test_the_sigmoid_bound_on_a_set_refuses_added_biases_which_break_it() -> None:

@@ -164,8 +164,12 @@ def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
 def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:
     """The bound most like the wanted one that holds here, in words."""
 
-    def distance(other: Bound) -> int:
-        return 4 * (other.side != wanted.side) + 2 * (other.norm != wanted.norm) + (other.scope != wanted.scope)
+    scopes = list(SCOPES)
+
+    def distance(other: Bound) -> tuple[bool, bool, int, int, str]:
+        place = scopes.index(other.scope)
+        apart = abs(place - scopes.index(wanted.scope))
+        return other.side != wanted.side, other.norm != wanted.norm, apart, place, other.name
 
     found = min(applicable(where, per_head), key=distance, default=None)
     if found is not None:

@@ -319,9 +319,9 @@ def _check_inside(tokens: TokenSet, x: Tensor) -> None:
         )
 
 
-def _tightest_first(row: Row) -> tuple[float, ...]:
+def _tightest_first(row: Row) -> tuple[float, int, int, float, str]:
     place, direction = _ORDER[row.kind]
-    return (row.norm, -1 if row.head is None else row.head, place, direction * row.value)
+    return row.norm, -1 if row.head is None else row.head, place, direction * row.value, row.name
 
 
 def _norm_name(norm: float) -> int | str:
