@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -70,10 +72,17 @@ def _check(mu: Measure, nu: Measure, p: float) -> None:
         raise InvalidInput(f"W_p is a distance for finite p ≥ 1, got {p}.")
 
 
+def _transport_library() -> ModuleType:
+    """POT, imported when it is needed: that is slow, and its first compilation warns of its own escape sequences."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="invalid escape sequence")
+        import ot
+    return ot  # type: ignore[no-any-return]
+
+
 def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
     """The least cost of moving weights a at x to weights b at y at |x_i − y_j|^p for each unit of mass."""
-    import ot  # slow to import
-
+    ot = _transport_library()
     x, a, y, b = (part.detach().cpu() for part in (x, a, y, b))
     costs = (x[:, None] - y).norm(dim=-1) ** p
     return float(ot.emd2(a.numpy(), b.numpy(), costs.numpy(), numItermax=_MOST_PIVOTS))
