@@ -77,7 +77,7 @@ def _transport_library() -> ModuleType:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="invalid escape sequence")
         import ot
-    return ot  # type: ignore[no-any-return]
+    return ot
 
 
 def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
