@@ -104,8 +104,8 @@ def test_hub_id_without_network_names_the_offline_choices(monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment at import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(InvalidInput, match=r"cannot load the model 'someone/something' .*offline, one of: minilm\.$"):
-        load("someone/something")
+    with pytest.raises(InvalidInput, match=r"'some/thing'.* cannot be reached; .*no network: minilm, smollm2, mpnet"):
+        load("some/thing")
 
 
 def save_safetensors(model: Any, folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_folders_are_read_from_safetensors_only(save: Callable[[Any, Path], None
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     if save is save_pickle:
-        with pytest.raises(InvalidInput, match="cannot load the model"):
+        with pytest.raises(InvalidInput, match=r"only as a pickle \(pytorch_model.bin\), which can run code"):
             load(str(tmp_path))
         return
     loaded, tokenizer = load(str(tmp_path))

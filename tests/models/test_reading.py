@@ -73,8 +73,9 @@ def test_settings_reproduce_the_output_inside_the_model(kind: str, options: dict
         assert relative_error(from_transformers(model, layer)(x), y) < tiny.tolerance
 
 
-def test_relative_bias_reproduces_far_distances() -> None:
-    tiny = TINY["mpnet"]
+@pytest.mark.parametrize("kind", ["mpnet", "t5"])
+def test_relative_bias_reproduces_far_distances(kind: str) -> None:
+    tiny = TINY[kind]
     model = tiny.build()
     x, y, _, _ = tiny.listen(model, 1, tiny.inputs(300))
     assert relative_error(from_transformers(model, 1)(x), y) < 1e-10
@@ -184,9 +185,6 @@ def test_layer_out_of_range_names_the_number_of_layers(layer: int) -> None:
 
 
 UNKNOWN: dict[str, Callable[[], Any]] = {
-    "t5": lambda: transformers.T5EncoderModel(
-        transformers.T5Config(d_model=D, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=97)
-    ),
     "mamba": lambda: transformers.MambaModel(
         transformers.MambaConfig(hidden_size=D, num_hidden_layers=2, vocab_size=97, state_size=4)
     ),
@@ -209,6 +207,12 @@ def test_other_modules_are_refused() -> None:
         from_transformers(nn.Linear(2, 2), 0)  # type: ignore[arg-type]
 
 
+def test_decoder_beside_an_encoder_is_refused() -> None:
+    model = transformers.T5Model(transformers.T5Config(**TINY["t5"].options))
+    with pytest.raises(UnsupportedModel, match=r"3 stacks of attention .* pass the part of the model"):
+        from_transformers(model, 0)
+
+
 def test_cross_attention_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"2 stacks of attention \(h\.\*\.attn, h\.\*\.crossattention\)"):
         from_transformers(TINY["gpt2"].build(add_cross_attention=True), 0)
@@ -227,7 +231,7 @@ def test_frequencies_that_depend_on_the_length_are_refused() -> None:
 
 def test_other_kinds_of_layer_are_refused() -> None:
     model = TINY["qwen2"].build()
-    model.config.layer_types[1] = "chunked_attention"
+    model.config.layer_types = ["sliding_attention", "chunked_attention"]
     with pytest.raises(UnsupportedModel, match="layer 1 has attention of type 'chunked_attention'"):
         from_transformers(model, 1)
 

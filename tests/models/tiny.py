@@ -30,6 +30,29 @@ _IMAGE = {
 }
 _GPT2 = {"n_embd": D, "n_layer": 2, "n_head": HEADS, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
 _OPT = {**{key: value for key, value in _TEXT.items() if key != "intermediate_size"}, "ffn_dim": 48}
+_FRAMES = 12
+_T5 = {"d_model": D, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "vocab_size": WORDS}
+_WAV2VEC2 = {
+    **{key: _TEXT[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")},
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 2),
+    "conv_kernel": (10, 3),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+_WHISPER = {
+    "d_model": D,
+    "encoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_layers": 1,
+    "decoder_attention_heads": HEADS,
+    "decoder_ffn_dim": 48,
+    "max_source_positions": _FRAMES,
+    "decoder_start_token_id": 1,
+    **{key: _TEXT[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+}
 _BOTH = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -49,6 +72,7 @@ class Tiny:
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.kind}Config")(**{**self.options, **more})
         model = getattr(transformers, _CLASSES.get(self.kind, f"{self.kind}Model"))(config).double().eval()
+        model = model.get_encoder() if self.kind == "Whisper" else model
         if randomise:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -97,12 +121,16 @@ class Tiny:
     def inputs(self, n: int = 19) -> dict[str, Tensor]:
         """Inputs that the package's own check does not use (seed 7)."""
         generator = torch.Generator().manual_seed(7)
+        if self.kind == "Wav2Vec2":
+            return {"input_values": torch.randn(1, 10 + 5 * (2 * n), generator=generator, dtype=torch.float64)}
+        if self.kind == "Whisper":
+            return {"input_features": torch.randn(1, 80, 2 * _FRAMES, generator=generator, dtype=torch.float64)}
         if "image_size" in self.options:
             return {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator, dtype=torch.float64)}
         return {"input_ids": torch.randint(3, WORDS, (1, n), generator=generator)}
 
 
-_CLASSES = {"Gemma3Text": "Gemma3TextModel"}
+_CLASSES = {"Gemma3Text": "Gemma3TextModel", "T5": "T5EncoderModel"}
 _BERT = ("encoder.layer.{}.attention", "encoder.layer.{}.attention.output.dense")
 _LLAMA = ("layers.{}.self_attn", "layers.{}.self_attn.o_proj")
 _VIT = ("layers.{}.attention", "layers.{}.attention.o_proj")
@@ -140,6 +168,9 @@ TINY: dict[str, Tiny] = {
     "roberta": Tiny("Roberta", _TEXT, *_BERT),
     "smollm3": Tiny("SmolLM3", {**_GROUPED, "no_rope_layers": [1, 0]}, *_LLAMA),
     "starcoder2": Tiny("Starcoder2", {**_GROUPED, "sliding_window": 5}, *_LLAMA),
+    "t5": Tiny("T5", _T5, *(f"encoder.block.{{}}.layer.0.SelfAttention{end}" for end in ("", ".o"))),
     "vit": Tiny("ViT", _IMAGE, *_VIT),
+    "wav2vec2": Tiny("Wav2Vec2", _WAV2VEC2, *(f"encoder.layers.{{}}.attention{end}" for end in ("", ".out_proj"))),
+    "whisper": Tiny("Whisper", _WHISPER, *(f"layers.{{}}.self_attn{end}" for end in ("", ".out_proj"))),
     "xlm-roberta": Tiny("XLMRoberta", _TEXT, *_BERT),
 }

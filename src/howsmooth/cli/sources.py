@@ -32,7 +32,7 @@ class Request:
         str,
         typer.Argument(
             help="A weights file (.safetensors, .pt, .pth), random, random:PRESET, random\\[name=value,…], "
-            "a named model (minilm) or the folder of one."
+            "a named model (minilm, smollm2) or the folder of one."
         ),
     ] = "random"
     prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None

@@ -1,24 +1,40 @@
 """Hugging Face models: their attention as maps, the inputs it really sees, named models and texts.
 
->>> from transformers import BertConfig, BertModel
->>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99)
->>> from_transformers(BertModel(config), layer=1).heads
-4
+>>> from howsmooth.models import capture, open_model
+>>> opened = open_model("random:bert[layers=2,width=32]")
+>>> [window] = opened.windows("Down the rabbit hole", length=12)
+>>> [site.name for site in capture(opened.model, opened.inputs(window))]
+['encoder.layer.0.attention', 'encoder.layer.1.attention']
 """
 
 from howsmooth.models.conventions import MODEL_TYPES
 from howsmooth.models.inputs import AttentionInputs, attention_inputs
-from howsmooth.models.named import NAMED, NamedModel, load
+from howsmooth.models.named import NAMED, NamedModel
+from howsmooth.models.opening import OpenModel, load, open_model
+from howsmooth.models.random_models import RANDOM_NAMES
 from howsmooth.models.reading import from_transformers
+from howsmooth.models.sites import CapturedSite, capture, site
+from howsmooth.models.targets import WHATS, Targets, target
 from howsmooth.models.texts import alice
+from howsmooth.models.windows import Window
 
 __all__ = [
     "MODEL_TYPES",
     "NAMED",
+    "RANDOM_NAMES",
+    "WHATS",
     "AttentionInputs",
+    "CapturedSite",
     "NamedModel",
+    "OpenModel",
+    "Targets",
+    "Window",
     "alice",
     "attention_inputs",
+    "capture",
     "from_transformers",
     "load",
+    "open_model",
+    "site",
+    "target",
 ]

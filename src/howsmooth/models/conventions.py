@@ -31,6 +31,7 @@ class Convention:
             key and value of the first head, then of the second, …).
         norms: normalisations of queries and keys, where the block has them.
         after: what follows the output projection inside the block and is not part of the map.
+        bias: a table of relative position biases, where a block has one.
     """
 
     inputs: tuple[str, ...]
@@ -38,6 +39,7 @@ class Convention:
     layout: Layout = "separate"
     norms: tuple[str, str] = ("q_norm", "k_norm")
     after: tuple[str, ...] = ()
+    bias: str = "relative_attention_bias"
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module holds all projections."""
@@ -55,8 +57,8 @@ CONVENTIONS: dict[str, Convention] = {
     "distilbert": Convention(("q_lin", "k_lin", "v_lin"), "out_lin"),
     "gpt2": Convention(("c_attn",), "c_proj", "contiguous"),
     "gpt_neox": Convention(("query_key_value",), "dense", "per_head"),
-    "mpnet": Convention(("q", "k", "v"), "o"),
-    "opt": Convention(_Q_K_V_PROJ, "out_proj"),
+    **dict.fromkeys(["mpnet", "t5"], Convention(("q", "k", "v"), "o")),
+    **dict.fromkeys(["opt", "wav2vec2", "whisper"], Convention(_Q_K_V_PROJ, "out_proj")),
     "phi": Convention(_Q_K_V_PROJ, "dense"),
     "phi3": Convention(("qkv_proj",), "o_proj", "contiguous"),
 }
@@ -68,11 +70,12 @@ MODEL_TYPES = tuple(sorted(CONVENTIONS))
 
 @dataclass(frozen=True)
 class Site:
-    """One attention block of a model."""
+    """One attention block of a model, and its dotted path there."""
 
     layer: int
     block: nn.Module
     names: Convention
+    path: str = ""
 
     @property
     def owner(self) -> nn.Module:
@@ -109,7 +112,7 @@ def attention_sites(model: PreTrainedModel) -> list[Site]:
             f"this {type(model).__name__} holds {len(stacks)} stacks of attention ({', '.join(stacks) or 'none'}), but "
             "one stack of self-attention can be read: pass the part of the model that has it."
         )
-    return [Site(layer, block, names) for layer, block in enumerate(found.values())]
+    return [Site(layer, block, names, path) for layer, (path, block) in enumerate(found.items())]
 
 
 def attention_site(model: PreTrainedModel, layer: int) -> Site:

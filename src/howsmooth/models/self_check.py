@@ -8,7 +8,7 @@ enough that a wrong scale, soft-cap or mask cannot hide behind nearly uniform we
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SlidingWindow
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.capture import Call, record_calls, reference_mode
 from howsmooth.models.conventions import Site
+from howsmooth.models.listening import Call, record_calls, reference_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +42,7 @@ def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAtten
         seen = _double(call.hidden, sharp)
         for tokens in (seen, _loud_tokens(exact, seen)):
             own = _own_output(Site(site.layer, block, site.names), call, tokens, sharp)
-            error = _relative_error(exact(tokens), own, exact.output_bias)
+            error = relative_error(exact(tokens), own, exact.output_bias)
             if not error <= TOLERANCE:
                 raise UnsupportedModel(
                     f"the attention of layer {site.layer} as read from {type(model).__name__} differs from what the "
@@ -52,7 +52,7 @@ def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAtten
 
 
 def random_inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
-    """Random token ids or a random image, whichever the model takes; the same in every call."""
+    """Random token ids, a random image or random audio, whichever the model takes; the same in every call."""
     generator = torch.Generator().manual_seed(0)
     config: Any = model.config
     if model.main_input_name == "input_ids":
@@ -62,9 +62,26 @@ def random_inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
         height, width = (size, size) if isinstance(size, int) else size
         image = torch.randn(1, config.num_channels, height, width, generator=generator)
         return {"pixel_values": image.to(model.dtype)}
+    if model.main_input_name == "input_values":
+        samples = samples_of_frames(length, config.conv_kernel, config.conv_stride)
+        return {"input_values": torch.randn(1, samples, generator=generator).to(model.dtype)}
+    if model.main_input_name == "input_features":
+        frames = 2 * config.max_source_positions
+        return {"input_features": torch.randn(1, config.num_mel_bins, frames, generator=generator).to(model.dtype)}
     raise UnsupportedModel(
-        f"{type(model).__name__} takes {model.main_input_name!r}, but only token ids and images can be checked."
+        f"{type(model).__name__} takes {model.main_input_name!r}, but only token ids, images and audio can be checked."
     )
+
+
+def samples_of_frames(frames: int, kernels: Sequence[int], strides: Sequence[int]) -> int:
+    """How many audio samples a stack of convolutions needs for this many frames.
+
+    >>> samples_of_frames(3, kernels=[10, 3], strides=[5, 2])
+    40
+    """
+    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
+        frames = (frames - 1) * stride + kernel
+    return frames
 
 
 def _length(model: PreTrainedModel, attention: SelfAttention) -> int:
@@ -94,7 +111,8 @@ def _own_output(site: Site, call: Call, tokens: Tensor, sharp: Rotations) -> Ten
     return outputs[-1]
 
 
-def _relative_error(ours: Tensor, own: Tensor, bias: Tensor | None) -> float:
+def relative_error(ours: Tensor, own: Tensor, bias: Tensor | None = None) -> float:
+    """Frobenius norm of the difference, relative to the model's own output without its bias."""
     difference = float((ours - own).norm())
     size = float((own if bias is None else own - bias).norm())
     return difference / size if size > 0 else difference

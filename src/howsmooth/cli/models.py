@@ -1,0 +1,55 @@
+"""`howsmooth models`: which models can be measured, and how to get them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from howsmooth.cli.console import print_json, stdout
+from howsmooth.models import MODEL_TYPES, NAMED, RANDOM_NAMES
+
+
+def models(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """List the models that need no hub, with size, licence and how to get them.
+
+    Example: howsmooth models
+    """
+    rows = [_facts(name) for name in NAMED]
+    if json:
+        print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})
+        return
+    out = stdout()
+    table = Table("name", "what it is", "precision", "download", "licence", "state")
+    for row in rows:
+        size, state = f"{row['bytes'] / 1e6:.0f} MB", "installed" if row["installed"] else "not installed"
+        table.add_row(row["name"], row["description"], row["precision"], size, row["licence"], state)
+    out.print(table)
+    for row in rows:
+        if not row["installed"]:
+            out.print(f"To get {row['name']}: {row['install']}", markup=False, soft_wrap=True)
+    out.print(
+        f"\nRandom weights: random:NAME[layers=2,width=64,…] with NAME one of {', '.join(RANDOM_NAMES)}.", markup=False
+    )
+    out.print(
+        "Your own: a folder with config.json and safetensors weights, a .gguf file, or an id on the Hugging Face hub. "
+        f"Read by name: {', '.join(MODEL_TYPES)}; others through transformers' attention interface.",
+        markup=False,
+    )
+
+
+def _facts(name: str) -> dict[str, Any]:
+    model = NAMED[name]
+    return {
+        "name": name,
+        "description": model.description,
+        "precision": model.precision,
+        "bytes": model.size,
+        "licence": model.licence,
+        "installed": model.available(name),
+        "install": model.install,
+        "sha256": model.sha256,
+    }

@@ -1,0 +1,133 @@
+"""Running a model as it is defined and listening to its modules, without leaving a trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from howsmooth.models.conventions import Site
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention block was called with: the tokens it saw, ``(batch, n, d)``, and everything else."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Tokens come first, or under the name that transformers gives them."""
+        if args:
+            return cls(args[0], args[1:], kwargs)
+        rest = dict(kwargs)
+        return cls(rest.pop("hidden_states"), (), rest)
+
+
+@contextmanager
+def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Iterator[None]:
+    """The model without dropout, gradients or cache and with eager attention; as it was when the block ends.
+
+    Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
+    are written out.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    configs = list(_with_parts(model.config))
+    before = [(config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
+    try:
+        model.eval()
+        model.config._attn_implementation = implementation
+        for config in configs:
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+        with torch.no_grad():
+            yield
+    finally:
+        # Setting it on a configuration sets it on its parts as well, so parts are restored after their whole.
+        for config, (kept, cache) in zip(configs, before, strict=True):
+            config._attn_implementation = kept
+            if hasattr(config, "use_cache"):
+                config.use_cache = cache
+        for module, mode in modes:
+            module.training = mode
+
+
+def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _with_parts(part)
+
+
+def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+    """The model's output on inputs that are brought to its device first."""
+    return model(**{name: value.to(model.device) for name, value in inputs.items()})
+
+
+@contextmanager
+def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are gone when the block ends."""
+    with ExitStack() as stack:
+        for handle in hooks:
+            stack.callback(handle.remove)
+        yield
+
+
+def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[int, Call]:
+    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+    calls: dict[int, Call] = {}
+
+    def listener(layer: int) -> Any:
+        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer] = Call.of(args, kwargs)
+
+        return listen
+
+    hooks = [site.block.register_forward_pre_hook(listener(site.layer), with_kwargs=True) for site in sites]
+    with listening(hooks), reference_mode(model):
+        run(model, inputs)
+    return calls
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor of a module's output that goes on: the output itself, or the first of a tuple or `ModelOutput`."""
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output
+
+
+@dataclass(frozen=True)
+class RealTokens:
+    """Which tokens of a single text are no padding, and where they stand.
+
+    Attributes:
+        keep: ``(n,)`` booleans, or None when all tokens are real.
+        positions: of the real tokens, or None when they are 0, 1, 2, ….
+    """
+
+    keep: Tensor | None = None
+    positions: Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> RealTokens:
+        """What ``attention_mask`` and ``position_ids`` say."""
+        mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
+        keep = None if mask is None or mask.dim() != 2 or bool(mask.bool().all()) else mask[0].bool()
+        if places is None and keep is not None:
+            places = torch.arange(len(keep), device=keep.device)[None]
+        if places is None or places.dim() != 2:
+            return cls(keep)
+        positions = places[0] if keep is None else places[0][keep]
+        usual = torch.equal(positions, torch.arange(len(positions), device=positions.device))
+        return cls(keep, None if usual else positions)

@@ -1,0 +1,86 @@
+"""Images and sounds as models take them: an image file, or a .wav file cut into windows."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+
+RATE = 16_000
+"""Samples per second that speech models are trained on."""
+
+
+def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
+    """The sound in a .wav file as one channel in [−1, 1], resampled to ``rate``.
+
+    >>> import tempfile
+    >>> from scipy.io import wavfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     wavfile.write(f"{folder}/a.wav", 8000, np.zeros((800, 2), dtype=np.int16))
+    ...     read_wav(f"{folder}/a.wav").shape
+    (1600,)
+    """
+    from scipy.io import wavfile
+    from scipy.signal import resample_poly
+
+    path = Path(path)
+    if not path.is_file():
+        raise InvalidInput(f"there is no file {path}: check the path.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound, such as its title
+            own_rate, samples = wavfile.read(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise InvalidInput(
+            f"{path} cannot be read as .wav ({error}): convert the sound to uncompressed .wav."
+        ) from error
+    if samples.dtype == np.uint8:
+        samples = (samples.astype(np.float64) - 128) / 128
+    elif np.issubdtype(samples.dtype, np.integer):
+        samples = samples.astype(np.float64) / (np.iinfo(samples.dtype).max + 1)
+    samples = samples.astype(np.float64)
+    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+    if own_rate == rate or not len(mono):
+        return mono
+    divisor = np.gcd(own_rate, rate)
+    return resample_poly(mono, rate // divisor, own_rate // divisor)
+
+
+def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str, Tensor]:
+    """What a speech model takes: the normalised wave (Wav2Vec2) or a log-mel spectrogram of fixed length (Whisper)."""
+    import transformers
+
+    if processor is None and config.model_type == "whisper":
+        # Two frames of 10 ms become one token.
+        processor = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+        processor.n_samples = config.max_source_positions * 2 * processor.hop_length
+    elif processor is None:
+        processor = transformers.Wav2Vec2FeatureExtractor()
+    made = processor(samples, sampling_rate=RATE, return_tensors="pt")
+    name = "input_features" if "input_features" in made else "input_values"
+    return {name: made[name].float()}
+
+
+def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
+    """The pixels of an image file as the model takes them, ``(1, channels, height, width)``."""
+    from PIL import Image, UnidentifiedImageError
+
+    path = Path(path)
+    if not path.is_file():
+        raise InvalidInput(f"there is no file {path}: check the path.")
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise InvalidInput(f"{path} cannot be read as an image ({error}): give a PNG or JPEG file.") from error
+    if processor is not None:
+        return processor(image, return_tensors="pt")["pixel_values"].float()
+    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32)
+    return torch.from_numpy(pixels / 127.5 - 1).permute(2, 0, 1)[None]

@@ -1,0 +1,202 @@
+"""A model ready to be measured: by name, at random, from a folder or from the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.loading import gguf_precision, licence_in, load_pretrained
+from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
+from howsmooth.models.named import FULL_PRECISION, NAMED
+from howsmooth.models.random_models import is_random, random_model
+from howsmooth.models.self_check import samples_of_frames
+from howsmooth.models.windows import Tokens, Window, spread_starts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+UNLIMITED = 2**31
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+_MODALITIES = {"input_ids": "text", "pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model in float32 and evaluation mode with eager attention, and what is known about it.
+
+    Attributes:
+        name: as it was asked for.
+        model: without task head, unless opened with ``head=True``; of an encoder-decoder, the encoder.
+        processor: its tokenizer, image processor or feature extractor; None when it has none.
+        modality: "text", "image" or "audio".
+        sha256: of the content: of the weights file of a named model, otherwise of configuration and weights in memory.
+        precision: of the weights; it is shown wherever a number of this model is shown.
+        limit: the longest input, in tokens.
+        licence: of the weights.
+    """
+
+    name: str
+    model: PreTrainedModel
+    processor: Any
+    modality: str
+    sha256: str
+    precision: str
+    limit: int
+    licence: str
+
+    def windows(
+        self, source: str | Path, length: int | None = None, count: int = 1, seed: int | None = 0
+    ) -> list[Window]:
+        """Pieces of an input: of a text, of a .wav file, or one whole image.
+
+        Args:
+            source: the text itself, or the path of a .wav or image file.
+            length: tokens of each piece, special ones included; None for the model's fixed number (images, Whisper).
+            count: how many different pieces.
+            seed: draws where they begin, one in each of ``count`` equal parts of the text; None spreads them evenly.
+        """
+        if length is not None and length > self.limit:
+            raise InvalidInput(
+                f"windows of {length} tokens were asked, but {self.name} takes at most {self.limit}: ask for less."
+            )
+        if self.modality == "image":
+            return [self._image(source, length, count)]
+        if self.modality == "audio":
+            return self._sounds(source, length, count, seed)
+        if length is None:
+            raise InvalidInput("a window of text needs a length: say how many tokens.")
+        if self.processor is None and not is_random(self.name):
+            raise InvalidInput(f"{self.name} has no tokenizer beside its weights: add one, or capture token ids.")
+        return Tokens(str(source), self.processor).windows(length, count, seed)
+
+    def inputs(self, window: Window) -> dict[str, Tensor]:
+        """The keyword arguments of the model for a window."""
+        return {self.model.main_input_name: window.ids}
+
+    def _image(self, source: str | Path, length: int | None, count: int) -> Window:
+        pixels = image_pixels(source, self.model.config, self.processor)
+        tokens = [f"patch {i}" for i in range(self.limit)]
+        patches = (pixels.shape[-1] // self.model.config.patch_size) * (
+            pixels.shape[-2] // self.model.config.patch_size
+        )
+        special = self.limit - patches
+        tokens = [f"[special {i}]" if special > 1 else "[CLS]" for i in range(special)] + tokens[:patches]
+        if length not in (None, self.limit) or count != 1:
+            raise InvalidInput(f"an image is one window of {self.limit} tokens: leave length and count out.")
+        return Window(pixels, tokens, 0)
+
+    def _sounds(self, source: str | Path, length: int | None, count: int, seed: int | None) -> list[Window]:
+        config: Any = self.model.config
+        samples = read_wav(source)
+        if self.model.main_input_name == "input_features":
+            if length not in (None, self.limit):
+                raise InvalidInput(f"{self.name} always reads {self.limit} tokens of sound: leave the length out.")
+            frames, wanted = self.limit, min(len(samples), self.limit * 2 * RATE // 100)
+        else:
+            if length is None:
+                raise InvalidInput("a window of sound needs a length: say how many tokens (20 ms each).")
+            frames, wanted = length, samples_of_frames(length, config.conv_kernel, config.conv_stride)
+        if not wanted or len(samples) < wanted or len(samples) - wanted + 1 < count:
+            raise InvalidInput(
+                f"the sound has {len(samples)} samples, too few for {count} different window(s) of {frames} tokens "
+                f"({wanted} samples each): give a longer one or ask for less."
+            )
+        tokens = [f"{i * 20} ms" for i in range(frames)]
+        windows = []
+        for start in spread_starts(len(samples), wanted, count, seed):
+            features = audio_features(samples[start : start + wanted], config, self.processor)
+            windows.append(Window(features[self.model.main_input_name], tokens, start))
+        return windows
+
+
+def open_model(spec: str, *, head: bool = False) -> OpenModel:
+    """A model to be measured.
+
+    Only safetensors and GGUF weights are read, and no code from the hub is run.
+
+    Args:
+        spec: a name in `NAMED` (``minilm``, ``smollm2``, ``mpnet``), ``random:bert[layers=2,width=64]`` and the like, a
+            folder, a .gguf file, or an id on the Hugging Face hub.
+        head: with its task head (language model, CTC, …), for `target(…, "logits")`.
+
+    >>> opened = open_model("random:gpt2[layers=1,width=32]")
+    >>> opened.modality, opened.precision, opened.limit
+    ('text', 'float32', 512)
+    """
+    model: PreTrainedModel
+    if is_random(spec):
+        model, processor, digest = random_model(spec, head), None, None
+        precision, licence = FULL_PRECISION, "none (random weights)"
+    elif spec in NAMED:
+        named = NAMED[spec]
+        folder = named.locate(spec)
+        source = folder / named.weights if named.weights.endswith(".gguf") else folder
+        model, processor, _ = load_pretrained(str(source), head)
+        precision, licence, digest = named.precision, named.licence, named.sha256
+    else:
+        model, processor, stored = load_pretrained(spec, head)
+        digest, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
+        precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
+        if spec.endswith(".gguf"):
+            precision = gguf_precision(Path(spec))
+    model.requires_grad_(False)
+    model.config._attn_implementation = "eager"
+    modality = _MODALITIES.get(model.main_input_name)
+    if modality is None:
+        raise UnsupportedModel(
+            f"{spec!r} reads {model.main_input_name!r}, but models of text, images and sound can be opened."
+        )
+    limit = longest(model, processor)
+    return OpenModel(spec, model, processor, modality, digest or content_sha256(model), precision, limit, licence)
+
+
+def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`open_model`, cut down to the model and its tokenizer.
+
+    >>> print(NAMED["minilm"].description)
+    all-MiniLM-L6-v2: ... distilled and then fine-tuned ... (not Google's BERT); 22.7 million parameters
+    """
+    opened = open_model(name)
+    if opened.processor is None:
+        raise InvalidInput(f"{name} has no tokenizer beside its weights: add one, or use models.open_model.")
+    return opened.model, opened.processor
+
+
+def content_sha256(model: PreTrainedModel) -> str:
+    """A hash of the configuration (the same weights can be other models) and of all weights with names and shapes."""
+    said = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def longest(model: PreTrainedModel, processor: Any = None) -> int:
+    """The longest input in tokens: what the position embeddings and the tokenizer allow."""
+    config: Any = model.config
+    if model.main_input_name == "pixel_values":
+        return image_tokens(model)
+    if model.main_input_name == "input_features":
+        return int(config.max_source_positions)
+    limits = [getattr(processor, "model_max_length", None)]
+    if model.main_input_name == "input_ids":
+        limits.append(getattr(config, "max_position_embeddings", None))
+    for path, table in model.named_modules():
+        # RoBERTa and MPNet count positions from after their padding, and have that many fewer.
+        if path.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
+    return min([UNLIMITED, *(int(limit) for limit in limits if limit is not None)])
+
+
+def image_tokens(model: PreTrainedModel) -> int:
+    """How many tokens an image has, patches and special ones."""
+    table = next(p for name, p in model.named_parameters() if name.endswith("position_embeddings"))
+    return int(table.shape[1])

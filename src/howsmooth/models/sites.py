@@ -1,0 +1,221 @@
+"""Every attention block of a model at a real input, as a map that has just reproduced the model's own output there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
+from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
+from howsmooth.models.reading import read_attention
+from howsmooth.models.self_check import relative_error
+from howsmooth.models.socket import AttentionCall, attention_calls
+from howsmooth.models.unlisted import find_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOLERANCE = 1e-5
+"""Largest relative difference between the map and the model at the captured input, in single precision."""
+
+
+@dataclass(frozen=True)
+class CapturedSite:
+    """An attention block and the input it really saw.
+
+    Attributes:
+        layer: counted from 0.
+        name: dotted path of the block in the model.
+        attention: the block as a map, its output projection included, nothing around it.
+        x: ``(n, d)``: the tokens it received, without padding.
+        error: relative difference between ``attention(x)`` and the model's own output at x.
+    """
+
+    layer: int
+    name: str
+    attention: AttentionMap
+    x: Tensor
+    error: float
+
+
+def capture(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
+) -> list[CapturedSite]:
+    """Run the model once and return every attention block with the tokens it saw.
+
+    Each map has reproduced the model at these tokens: queries, keys, values, weights and output agree to `TOLERANCE`.
+    Architectures in `MODEL_TYPES` are read by name; any other is read through transformers' attention socket, if its
+    queries, keys and values are linear in the tokens up to rotary positions. The model is left as it was.
+
+    Args:
+        model: in float32 or float64.
+        inputs: keyword arguments of the model for one text, image or sound; padding is cut off.
+        layers: which to keep; None for all.
+
+    Raises:
+        UnsupportedModel: a block computes something that the map does not.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
+    >>> for site in capture(model, {"input_ids": torch.tensor([[5, 7, 11]])}):
+    ...     print(site.name, tuple(site.x.shape), site.error < 1e-6)
+    h.0.attn (3, 32) True
+    h.1.attn (3, 32) True
+    """
+    _check_request(model, inputs)
+    if model.config.model_type in CONVENTIONS:
+        found = _capture_by_name(model, inputs)
+    else:
+        found = [
+            _compared(
+                model, number, each.name, each.attention, each.x, each.output, each.call, RealTokens.of(inputs).keep
+            )
+            for number, each in enumerate(find_attention(model, inputs))
+        ]
+    if layers is None:
+        return found
+    missing = sorted(set(layers := list(layers)) - {each.layer for each in found})
+    if missing:
+        raise InvalidInput(
+            f"layer {missing[0]} does not exist: this {type(model).__name__} has {len(found)} layers, 0 to "
+            f"{len(found) - 1}."
+        )
+    return [found[layer] for layer in layers]
+
+
+def _capture_by_name(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[CapturedSite]:
+    sites, real = attention_sites(model), RealTokens.of(inputs)
+    tokens: dict[int, Tensor] = {}
+    calls: dict[nn.Module, AttentionCall] = {}
+    found: list[CapturedSite] = []
+
+    def on_entry(site: Site) -> Callable[..., None]:
+        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tokens[site.layer] = Call.of(args, kwargs).hidden
+
+        return hear
+
+    def on_output(site: Site) -> Callable[..., None]:
+        def hear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            # Compared at once and let go: the weights of all layers together would not fit into memory.
+            x, call = tokens.pop(site.layer), calls.pop(site.owner, None)
+            attention = read_attention(model, site, real.positions)
+            found.append(_compared(model, site.layer, site.path, attention, x, output, call, real.keep))
+
+        return hear
+
+    hooks = [site.block.register_forward_pre_hook(on_entry(site), with_kwargs=True) for site in sites]
+    hooks += [site.part(site.names.output).register_forward_hook(on_output(site)) for site in sites]
+    with listening(hooks), attention_calls(model, lambda call: calls.__setitem__(call.module, call)):
+        run(model, inputs)
+    return found
+
+
+def _compared(
+    model: PreTrainedModel,
+    layer: int,
+    name: str,
+    attention: AttentionMap,
+    x: Tensor,
+    output: Tensor,
+    call: AttentionCall | None,
+    keep: Tensor | None,
+) -> CapturedSite:
+    """The site, once the map has reproduced the output and, where the socket was heard, every part on the way to it."""
+    if keep is not None:
+        x, output = x[:, keep], output[:, keep]
+    with torch.no_grad():
+        error = relative_error(attention(x), output, attention.output_bias)
+        errors = {"output": error}
+        if call is not None:
+            parts = dict(zip(("queries", "keys", "values", "weights"), call.part(keep), strict=True))
+            ours = (*staged(attention, x), attention.weights(x))
+            errors |= {part: relative_error(mine, own) for mine, (part, own) in zip(ours, parts.items(), strict=True)}
+    for part, difference in errors.items():
+        if not difference <= TOLERANCE:
+            raise UnsupportedModel(
+                f"the {part} of layer {layer} ({name}) as read from {type(model).__name__} differ from the model's own "
+                f"by a relative {difference:.1e}: a feature of it is not modelled, so measure it as a function instead."
+            )
+    return CapturedSite(layer, name, attention, x[0].detach(), error)
+
+
+def staged(attention: AttentionMap, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as they enter the logits: projected, normalised, rotated and scaled."""
+    query, key, value = attention.project(x)
+    staged = []
+    for projected, stages in zip((query, key, value), attention.stages(query, key), strict=True):
+        for stage in stages:
+            projected = stage(projected)
+        staged.append(projected)
+    return staged[0], staged[1], staged[2]
+
+
+def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+    if getattr(getattr(model, "config", None), "model_type", None) is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not a transformers model: take the input of one of its modules with "
+            "models.site(module, path, x) and measure it as a function."
+        )
+    if model.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedModel(
+            f"the model computes in {str(model.dtype).removeprefix('torch.')}, too coarsely to compare the map with "
+            "it: convert it with model.float()."
+        )
+    for name, value in inputs.items():
+        if len(value) != 1:
+            raise InvalidInput(f"{name} holds {len(value)} items, but one text, image or sound is captured at a time.")
+
+
+def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Any submodule as a function of what it really received: ``hs.measure(*site(module, path, x))``.
+
+    The module runs once on the given arguments. The first tensor that the submodule was called with is x; whatever else
+    it received stays fixed, except arguments that were that same tensor (as in self-attention, ``f(x, x, x)``). A batch
+    of one is taken out of its batch. Of several calls the first counts.
+
+    >>> import torch, howsmooth as hs
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    >>> f, x = site(layer, "linear1", torch.randn(1, 5, 8))
+    >>> expected = float(torch.linalg.matrix_norm(layer.linear1.weight.detach(), 2))
+    >>> abs(float(hs.measure(f, x, rtol=1e-5)) - expected) < 1e-4
+    True
+    """
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:
+        known = ", ".join(name for name, _ in module.named_children())
+        raise InvalidInput(
+            f"{type(module).__name__} has no module at {path!r}: give a dotted path that begins with one of {known}."
+        ) from None
+    heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def hear(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        heard.append((args, kwargs))
+
+    # A transformers model must not fill a cache, to which every later call would add.
+    mode: Any = reference_mode(module) if hasattr(module, "config") else torch.no_grad()  # type: ignore[arg-type]
+    with listening([part.register_forward_pre_hook(hear, with_kwargs=True)]), mode:
+        module(*args, **kwargs)
+    if not heard:
+        raise InvalidInput(f"the module at {path!r} was not called when {type(module).__name__} ran: choose another.")
+    own_args, own_kwargs = heard[0]
+    x = next((a for a in (*own_args, *own_kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
+    if x is None:
+        raise InvalidInput(f"the module at {path!r} receives no floating-point tensor: choose one that comes later.")
+    single = x.dim() == 3 and len(x) == 1
+
+    def function(y: Tensor) -> Tensor:
+        y = y[None] if single else y
+        output = first_tensor(
+            part(*(y if a is x else a for a in own_args), **{k: y if a is x else a for k, a in own_kwargs.items()})
+        )
+        return output[0] if single else output
+
+    return function, (x[0] if single else x).detach()

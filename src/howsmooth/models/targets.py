@@ -1,0 +1,287 @@
+"""What can be measured in a model at a real input: an attention block, and the parts of the network around it.
+
+Every target is a function of tokens ``(n, d)`` and the tokens it really received. The model runs once on the window;
+what each of its layers was called with (masks, positions) is kept, and the functions call the same modules again with
+it. Each function has reproduced the model's own output at its tokens before it is handed out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.conventions import CONVENTIONS, attention_sites, submodule
+from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
+from howsmooth.models.self_check import relative_error
+from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
+
+if TYPE_CHECKING:
+    from howsmooth.models.opening import OpenModel
+    from howsmooth.models.windows import Window
+
+Function = Callable[[Tensor], Tensor]
+
+WHATS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
+"""What `target` knows, from the smallest part to the whole."""
+
+_MLPS = (
+    ("mlp",),
+    ("intermediate", "output.dense"),  # BERT and its relatives, MPNet
+    ("fc1", "activation_fn", "fc2"),  # OPT, Whisper
+    ("ffn",),  # DistilBERT
+    ("feed_forward",),  # Wav2Vec2
+    ("layer.1.DenseReluDense",),  # T5
+)
+"""The modules that make up a layer's MLP, as paths inside the layer; the first that fits is taken, then checked."""
+
+
+def target(
+    open_model: OpenModel, what: str, layer: int | None = None, window: Window | None = None
+) -> tuple[AttentionMap | Function, Tensor]:
+    """A part of the model and the tokens it sees in a window, for `hs.measure`.
+
+    Args:
+        open_model: from `open_model`.
+        what: "attention" (the block: heads and output projection), "residual" (the residual stream from before to after
+            attention, with the layer's normalisation), "mlp" (the MLP by itself), "layer", "prefix" (from the tokens
+            that enter the first layer to the output of ``layer``), "model" (from there to the last hidden state) or
+            "logits" (to the output of the head; the model must have been opened with ``head=True``).
+        layer: counted from 0; not used by "model" and "logits".
+        window: from `OpenModel.windows`.
+
+    >>> import howsmooth as hs
+    >>> from howsmooth.models import open_model
+    >>> opened = open_model("random:gpt2[layers=2,width=16]")
+    >>> [window] = opened.windows("Down the rabbit hole", length=8, count=1, seed=0)
+    >>> f, x = target(opened, "layer", 1, window)
+    >>> x.shape, f(x).shape
+    (torch.Size([8, 16]), torch.Size([8, 16]))
+    """
+    if window is None:
+        raise InvalidInput("a target is measured at a window: cut one with open_model.windows(text, length).")
+    return Targets(open_model, window).get(what, layer)
+
+
+class Targets:
+    """All targets of one window; the model runs once for the functions and once for the attention maps.
+
+    >>> from howsmooth.models import open_model
+    >>> opened = open_model("random:bert[layers=2,width=16]")
+    >>> [window] = opened.windows("Down the rabbit hole", length=8, count=1, seed=0)
+    >>> Targets(opened, window).layers
+    2
+    """
+
+    def __init__(self, open_model: OpenModel, window: Window):
+        self.model, self.inputs = open_model.model, open_model.inputs(window)
+        if RealTokens.of(self.inputs).keep is not None:
+            raise InvalidInput("targets are measured without padding: cut the window to its real tokens.")
+        self._sites: list[CapturedSite] | None = None
+        self._layers = self._layer_modules()
+        self._mlps = [_mlp(layer) for layer in self._layers]
+        self._calls: dict[nn.Module, Call] = {}
+        self._outputs: dict[nn.Module, Tensor] = {}
+        self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self._run()
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self._layers)
+
+    @property
+    def sites(self) -> list[CapturedSite]:
+        """The attention blocks, captured when first asked for."""
+        if self._sites is None:
+            self._sites = capture(self.model, self.inputs)
+        return self._sites
+
+    def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Function, Tensor]:
+        """As `target`."""
+        if what not in WHATS:
+            raise InvalidInput(f"what is measured is one of {', '.join(WHATS)}, got {what!r}.")
+        if what in ("model", "logits"):
+            return self._whole(what)
+        if layer is None or not 0 <= layer < self.layers:
+            raise InvalidInput(
+                f"layer {layer} does not exist: this {type(self.model).__name__} has {self.layers} layers, 0 to "
+                f"{self.layers - 1}."
+            )
+        if what == "attention":
+            return self.sites[layer].attention, self.sites[layer].x
+        if what == "mlp":
+            return self._mlp_function(layer)
+        module = self._layers[layer]
+        if what == "prefix":
+            return self._checked(what, self._chain(self._layers[: layer + 1]), self._input(0), self._outputs[module])
+        if what == "layer":
+            return self._checked(what, self._chain([module]), self._input(layer), self._outputs[module])
+        return self._residual(layer), self._input(layer)
+
+    def _layer_modules(self) -> list[nn.Module]:
+        """The layers: the members of the model's list of modules that hold its attention blocks."""
+        listed = self.model.config.model_type in CONVENTIONS
+        paths = [s.path for s in attention_sites(self.model)] if listed else [s.name for s in self.sites]
+        found = [re.match(r"(.*?\b\d+)\b", path) for path in paths]
+        if not all(found):
+            raise UnsupportedModel(f"{type(self.model).__name__} holds no list of layers: measure 'attention' only.")
+        layers = [self.model.get_submodule(match[1]) for match in found if match is not None]
+        if len(set(layers)) != len(layers):
+            raise UnsupportedModel(
+                f"the layers of {type(self.model).__name__} share their modules, so that a call does not tell which "
+                "layer it belongs to: measure its attention, models.capture(…)."
+            )
+        return layers
+
+    def _run(self) -> None:
+        modules = [*self._layers, *(part for mlp in self._mlps if mlp for part in mlp)]
+        last, base = self._layers[-1], self.model.base_model
+
+        def on_entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls[module] = Call.of(args, kwargs)
+
+        def on_exit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._outputs[module] = first_tensor(output)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
+                self._tail.append((module, args[0], output))
+
+        hooks = [module.register_forward_pre_hook(on_entry, with_kwargs=True) for module in modules]
+        hooks += [module.register_forward_hook(on_exit) for module in [*modules, base]]
+        inside = {part for layer in self._layers for part in layer.modules()}
+        leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
+        hooks += [module.register_forward_hook(after) for module in leaves]
+        with listening(hooks), reference_mode(self.model):
+            self._answer = run(self.model, self.inputs)
+        self._hidden = self._outputs.get(base, first_tensor(self._answer))
+
+    def _input(self, layer: int) -> Tensor:
+        return self._calls[self._layers[layer]].hidden[0].detach()
+
+    def _chain(self, modules: list[nn.Module]) -> Function:
+        """The modules one after the other, each called as the model called it."""
+        calls = [(module, self._calls[module]) for module in modules]
+
+        def function(x: Tensor) -> Tensor:
+            x = x[None]
+            for module, call in calls:
+                x = first_tensor(module(x, *call.args, **call.kwargs))
+            return x[0]
+
+        return function
+
+    def _checked(self, what: str, function: Function, x: Tensor, output: Tensor) -> tuple[Function, Tensor]:
+        with torch.no_grad():
+            found = function(x)
+        same_size = found.numel() == output.numel()
+        error = relative_error(found, output.reshape(found.shape)) if same_size else float("inf")
+        if not error <= TOLERANCE:
+            raise UnsupportedModel(
+                f"the {what} of this {type(self.model).__name__} is more than its modules one after the other "
+                f"(relative difference {error:.1e}): measure another part of it."
+            )
+        return function, x
+
+    def _parts(self, layer: int) -> list[nn.Module]:
+        parts = self._mlps[layer]
+        if parts is None or parts[0] not in self._calls:
+            raise UnsupportedModel(
+                f"no MLP was found in layer {layer} of this {type(self.model).__name__}: measure its attention or the "
+                "whole layer."
+            )
+        return parts
+
+    def _mlp_function(self, layer: int) -> tuple[Function, Tensor]:
+        parts = self._parts(layer)
+
+        def function(x: Tensor) -> Tensor:
+            x = x[None]
+            for part in parts:
+                x = first_tensor(part(x))
+            return x[0]
+
+        hidden = self._calls[parts[0]].hidden
+        x = hidden.reshape(-1, hidden.shape[-1]).detach()  # OPT drops the batch axis
+        return self._checked("mlp", function, x, self._outputs[parts[-1]])
+
+    def _residual(self, layer: int) -> Function:
+        """The layer up to its MLP: what the MLP receives where normalisation comes last, else the layer without MLP.
+
+        Where the layer ends in a normalisation (BERT), its MLP receives the normalised sum of tokens and attention.
+        Where it ends in a sum (GPT-2, Llama), the sum without the MLP's term is the residual stream after attention,
+        also when MLP and attention stand side by side (GPT-NeoX).
+        """
+        module, parts = self._layers[layer], self._parts(layer)
+        run_layer = self._chain([module])
+        norm_last = self._ends_in_norm(layer)
+
+        def function(x: Tensor) -> Tensor:
+            heard: list[Tensor] = []
+
+            def hear(part: nn.Module, args: tuple[Any, ...]) -> None:
+                heard.append(args[0])
+
+            def silence(part: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+                return torch.zeros_like(output)
+
+            hook = parts[0].register_forward_pre_hook(hear) if norm_last else parts[-1].register_forward_hook(silence)
+            with listening([hook]):
+                output = run_layer(x)
+            return heard[0].reshape(x.shape) if norm_last else output
+
+        return function
+
+    def _ends_in_norm(self, layer: int) -> bool:
+        """Whether the layer's output is the output of one of its normalisations."""
+        module = self._layers[layer]
+        outputs: list[Tensor] = []
+
+        def hear(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            outputs.append(output)
+
+        norms = [part for part in module.modules() if "norm" in type(part).__name__.lower()]
+        with listening(norm.register_forward_hook(hear) for norm in norms), torch.no_grad():
+            call = self._calls[module]
+            last = first_tensor(module(call.hidden, *call.args, **call.kwargs))
+        return any(output is last for output in outputs)
+
+    def _whole(self, what: str) -> tuple[Function, Tensor]:
+        """All layers and what follows them, found by following the tensor from the last layer to the answer."""
+        wanted = self._hidden if what == "model" else self._answer.get("logits")
+        if wanted is None:
+            raise InvalidInput("this model has no head that gives logits: open it with head=True, or measure 'model'.")
+        tensor, tail = self._outputs[self._layers[-1]], list[nn.Module]()
+        for module, x, output in self._tail:
+            if _same(tensor, wanted):
+                break
+            if _same(x, tensor):
+                tail.append(module)
+                tensor = output
+        layers = self._chain(self._layers)
+
+        def function(x: Tensor) -> Tensor:
+            x = layers(x)[None]
+            for module in tail:
+                x = module(x)
+            return x[0]
+
+        return self._checked(what, function, self._input(0), wanted)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def _mlp(layer: nn.Module) -> list[nn.Module] | None:
+    for paths in _MLPS:
+        parts = [submodule(layer, path) for path in paths]
+        if all(part is not None for part in parts):
+            return [part for part in parts if part is not None]
+    return None
