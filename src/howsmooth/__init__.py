@@ -33,6 +33,7 @@ from howsmooth.explaining import Explanation, explain, token_influence
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
+from howsmooth.scanning import Scan, scan
 
 __version__ = version("howsmooth")
 
@@ -54,6 +55,7 @@ __all__ = [
     "Padding",
     "RelativeBias",
     "Rotary",
+    "Scan",
     "SelfAttention",
     "SigmoidAttention",
     "SlidingWindow",
@@ -64,5 +66,6 @@ __all__ = [
     "meanfield",
     "measure",
     "measure_heads",
+    "scan",
     "token_influence",
 ]

@@ -10,6 +10,9 @@ from howsmooth.cli.bounds import bounds
 from howsmooth.cli.console import OneLineErrors
 from howsmooth.cli.demo import demo
 from howsmooth.cli.measure import measure
+from howsmooth.cli.models import models
+from howsmooth.cli.report import report
+from howsmooth.cli.scan import scan
 
 __all__ = ["app", "main"]
 
@@ -25,6 +28,9 @@ app = typer.Typer(
 )
 app.command()(measure)
 app.command()(bounds)
+app.command()(scan)
+app.command()(report)
+app.command()(models)
 app.command()(demo)
 
 

@@ -1,0 +1,67 @@
+"""`howsmooth report`: a scan as a page to show, figures for a paper, and a summary for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.console import print_json, stdout, step_progress
+from howsmooth.figures import FORMATS
+from howsmooth.reporting import groups, headline, summary, write_figures, write_report
+from howsmooth.reporting.figures import check_formats
+from howsmooth.reporting.page import check_report_path
+from howsmooth.reporting.source import opened
+
+_ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
+
+
+def report(
+    store: Annotated[Path, typer.Argument(help="The store that `howsmooth scan` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page to write; by default beside the store, as .html.")
+    ] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write figures into this folder; made if missing.")] = None,
+    formats: Annotated[str, typer.Option("--format", help="Of the figures, for example pdf or png,svg.")] = _ALL,
+    as_summary: Annotated[bool, typer.Option("--summary", help="Also print a one-page summary.")] = False,
+    docs: Annotated[str | None, typer.Option(help="Address of the documentation, for links to the theory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write a scan as one HTML file that opens offline.
+
+    The page has the headline, every head, growth with n, the text coloured by influence, the distance to each bound, a
+    table to sort, and all settings.
+
+    Examples:\n
+      howsmooth report scan.sqlite\n
+      howsmooth report scan.sqlite -o report.html --summary\n
+      howsmooth report scan.sqlite --figures figures --format pdf
+    """
+    path = store.with_suffix(".html") if output is None else output
+    check_report_path(path)
+    wanted = check_formats(formats.split(","))
+    with step_progress(2 + (figures is not None)) as begin:
+        begin("reading the scan")
+        scan = opened(store)
+        found = groups(scan)
+        begin("writing the page")
+        write_report(scan, path, documentation=docs)
+        drawn = []
+        if figures is not None:
+            begin("drawing")
+            drawn = write_figures(scan, figures, wanted)
+    if as_json:
+        facts = [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in found]
+        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts})
+        return
+    out = stdout()
+    if as_summary:
+        out.print(summary(scan))
+    else:
+        for group in found:
+            out.print(f"{headline(group)}\n", markup=False, soft_wrap=True)
+    if drawn:
+        out.print(f"figures: {len(drawn)} in {figures}", markup=False)
+    out.print(f"report: {path}", markup=False, soft_wrap=True)

@@ -1,0 +1,245 @@
+"""What a scan says, in words and few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from howsmooth.norms.measurement import rounded
+from howsmooth.reporting.source import Cell, Group, Row, cell_of
+from howsmooth.reporting.tokens import readable
+from howsmooth.scanning.growth import Growth, fit_growth
+
+_SLIGHT = 0.005
+"""Shares so little outside of 0 … 1 are not worth a word."""
+PROVED = "howsmooth.three_path"
+KINDS = {
+    "head": "head",
+    "attention": "attention block",
+    "residual": "residual block",
+    "mlp": "MLP",
+    "layer": "layer",
+    "prefix": "stack from the embeddings",
+    "model": "model",
+    "logits": "model with its head",
+}
+"""What is measured → in words."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a bound is from what was measured, over many cells.
+
+    Attributes:
+        name: of the bound.
+        smallest, middle, largest: of the ratio bound / σ.
+        count: how many cells have the bound.
+    """
+
+    name: str
+    smallest: float
+    middle: float
+    largest: float
+    count: int
+
+
+def main_kind(group: Group) -> str:
+    """What the report is about first: heads where there are any."""
+    return group.kinds[0]
+
+
+def headline(group: Group) -> str:
+    """Which cell is roughest at the longest length, by how much, and why."""
+    what = main_kind(group)
+    cells = group.roughest(what)
+    worst = cells[0]
+    size, word = short(worst["value"]), KINDS.get(what, what)
+    among = f"is the roughest of {len(cells)} {word}s" if len(cells) > 1 else f"is the only {word} measured"
+    compared = ""
+    if len(cells) > 1 and (usual := median(row["value"] for row in cells)) > 0:
+        compared = f", {short(worst['value'] / usual, 2)} times the median {word}"
+    lead = (
+        f"{place_of(worst).capitalize()} of {group.label} {among}: at n = {worst['length']} tokens, a small change ε "
+        f"of its input can change its output by {size} ε{compared}."
+    )
+    return f"{lead} {reason}" if (reason := why(worst, group)) else lead
+
+
+def why(row: Row, group: Group) -> str:
+    """The reason for a cell's roughness in one sentence, or nothing where it was not explained."""
+    share = row.get("value_share")
+    if share is None or not isfinite(share):
+        return ""
+    if -_SLIGHT <= share <= 1 + _SLIGHT:
+        share = min(1.0, max(0.0, share))
+    if share > 1:
+        said = "The value path makes all of it, against the score path"
+    elif share < 0:
+        said = "The score path makes all of it, against the value path"
+    elif share >= 0.5:
+        said = f"{percent(share)} of it goes through the value path"
+    else:
+        said = f"{percent(1 - share)} of it goes through the score path, where the attention weights themselves move"
+    sink, token = row.get("sink"), row.get("sink_token")
+    if row["what"] != "head" or sink is None or token is None:
+        return said + "."
+    # A sink explains a rough value path; beside a rough score path it is only a fact.
+    link = ":" if 0.5 <= share <= 1 else ";"
+    return f"{said}{link} {token_name(group, row)} receives {percent(sink / row['length'])} of all attention."
+
+
+def token_name(group: Group, row: Row) -> str:
+    """The sink of a head by its word and position."""
+    place = row["sink_token"]
+    tokens = group.tokens.get((row["length"], row["window"]))
+    if tokens is None or place >= len(tokens):
+        return f"the token at position {place}"
+    return f"the token “{readable(tokens)[place].strip()}” at position {place}"
+
+
+def ends(row: Mapping[str, Any]) -> str:
+    """The certified ends of a cell in words, rounded so that they stay true."""
+    lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
+    said = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} always"]
+    if upper is not None and isfinite(upper) and chance:
+        held = "always" if chance == 1 else f"with {100 * chance:.6g} %"
+        said.append(f"≤ {rounded(upper, ROUND_CEILING)} {held}")
+    return ", ".join(said)
+
+
+def place_of(row: Row) -> str:
+    """A cell in words: "layer 2, head 7"."""
+    what, layer, head = cell_of(row)
+    if what == "head":
+        return f"layer {layer}, head {head}"
+    word = KINDS.get(what, what)
+    if layer is None:
+        return f"the {word}"
+    return {"layer": f"layer {layer}", "prefix": f"the {word} to layer {layer}"}.get(
+        what, f"the {word} of layer {layer}"
+    )
+
+
+def growths(group: Group) -> dict[Cell, Growth]:
+    """The power law in n of every cell that has one, through all its lengths and windows."""
+    points: dict[Cell, list[tuple[int, float]]] = {}
+    for row in group.rows:
+        points.setdefault(cell_of(row), []).append((row["length"], row["value"]))
+    fits = {cell: fit_growth(*zip(*found, strict=True)) for cell, found in points.items()}
+    return {cell: fit for cell, fit in fits.items() if fit is not None}
+
+
+def distances(rows: Iterable[Row]) -> list[Distance]:
+    """Every upper bound's ratio to the measured value, the tightest first."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for name, bound in bounds_of(row).items():
+            if row["value"] > 0:
+                ratios.setdefault(name, []).append(bound / row["value"])
+    found = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
+    return sorted(found, key=lambda distance: distance.middle)
+
+
+def bounds_of(row: Row) -> dict[str, float]:
+    """All upper bounds of a cell, the three-path bound among them."""
+    proved = row.get("proved")
+    own = {} if proved is None or not isfinite(proved) else {PROVED: float(proved)}
+    return own | row["bounds"]
+
+
+def not_converged(group: Group) -> int:
+    """How many cells did not reach the accuracy that was asked for."""
+    return sum(row.get("converged") is False or row.get("converged") == 0 for row in group.rows)
+
+
+def gaps(group: Group) -> str:
+    """Which lengths have fewer cells than the one the headline is about, or nothing."""
+    what = main_kind(group)
+    counts = group.counts(what)
+    most, word = max(counts.values()), KINDS.get(what, what)
+    fewer = [f"n = {n} has {count} of {most} {word}s" for n, count in counts.items() if count < most]
+    return f"Not every length is complete: {', '.join(fewer)}." if fewer else ""
+
+
+def split(share: float) -> str:
+    """The shares of the value and the score path in whole percents.
+
+    >>> split(0.7), split(1.0002)
+    ('70 % / 30 %', '100 % / 0 %')
+    """
+    return f"{round(100 * share)} % / {100 - round(100 * share)} %"
+
+
+def methods(group: Group) -> list[tuple[str, str]]:
+    """Every setting of the scan as (name, value), both for reading."""
+    total, seconds = len(group.rows), sum(row.get("seconds") or 0.0 for row in group.rows)
+    starts = sorted({row["window_start"] for row in group.rows if row.get("window_start") is not None})
+    missed = not_converged(group)
+    found = [
+        ("model", group.model),
+        ("weights, sha256", _all(group, "model_sha256")),
+        ("precision of the weights", group.precision or "not said"),
+        ("text", group.text or "not said"),
+        ("text, sha256", _all(group, "text_sha256")),
+        ("measured", ", ".join(f"{KINDS.get(kind, kind)}s" for kind in group.kinds)),
+        ("layers", _ranges(row.get("layer") for row in group.rows)),
+        ("lengths n", ", ".join(map(str, group.lengths))),
+        ("gaps", gaps(group)),
+        ("windows per length", _ranges(row["window"] for row in group.rows)),
+        ("windows begin at", ", ".join(map(str, starts[:40])) + (" …" if len(starts) > 40 else "")),
+        ("relative accuracy asked for", _all(group, "rtol")),
+        ("seed of the solver", _all(group, "seed")),
+        ("arithmetic", _all(group, "dtype")),
+        ("confidence of each upper end", _all(group, "confidence")),
+        ("cells", f"{total}, of which {total - missed} reached that accuracy"),
+        ("time measured", f"{seconds:.1f} s"),
+        ("howsmooth", _all(group, "howsmooth")),
+    ]
+    listed = ("rtol", "seed", "confidence")
+    found += [(f"setting {name}", _said(value)) for name, value in group.settings.items() if name not in listed]
+    return [(name, value) for name, value in found if value]
+
+
+def percent(share: float) -> str:
+    """A share in two digits.
+
+    >>> percent(0.914), percent(0.0042)
+    ('91 %', '0.42 %')
+    """
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A number in few digits, without an exponent where people expect none.
+
+    >>> short(1234.5), short(0.01234), short(12.0)
+    ('1230', '0.0123', '12')
+    """
+    said = rounded(value, digits=digits)
+    return f"{float(said):.0f}" if "e+0" in said else said
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _all(group: Group, name: str) -> str:
+    """The one value that all rows share, or the first few of several."""
+    values = dict.fromkeys(str(row[name]) for row in group.rows if row.get(name) is not None)
+    return ", ".join(list(values)[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
+
+
+def _ranges(numbers: Iterable[int | None]) -> str:
+    """Whole numbers with runs written short: 0–5, 8."""
+    found = sorted({number for number in numbers if number is not None})
+    runs: list[list[int]] = []
+    for number in found:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,125 @@
+"""The HTML report: one file with everything in it, which opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from importlib.metadata import metadata
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
+from howsmooth.reporting.payload import group_data
+from howsmooth.reporting.source import Group, Source, groups
+from howsmooth.reporting.theory import THEORY, theory_links
+
+_SCRIPTS = ("elements.js", "charts.js", "story.js", "table.js", "report.js")
+_NOT_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
+    """Write the report and say where it is.
+
+    Args:
+        source: a store file, a `Scan`, or rows of one.
+        path: the file to write, ending in .html; its folder must be there.
+        documentation: address of the documentation site, for links to the theory; by default the package's own.
+
+    >>> import tempfile
+    >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_report([row], Path(folder, "report.html")).name
+    'report.html'
+    """
+    path = Path(path)
+    check_report_path(path)
+    path.write_text(page(groups(source), documentation), encoding="utf-8")
+    return path
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a file name that no report can be written to, before any work is done."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InvalidInput(f"{path} does not end like a page: use .html.")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"the folder of {path} does not exist: create it first.")
+
+
+def page(found: Sequence[Group], documentation: str | None = None) -> str:
+    """The whole page as text."""
+    style = _asset("report.css")
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    links = theory_links(documentation or _documentation())
+    data = {"groups": group_data(found), "bounds": links.bounds, "pages": links.pages}
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(title(found)),
+        policy=f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
+        style=style,
+        script=script,
+        headlines="\n".join(_headline(place, group) for place, group in enumerate(found)),
+        theory="\n".join(_theory_entry(name, links.pages.get(name)) for name in THEORY),
+        data=embedded(data),
+    )
+
+
+def title(found: Sequence[Group]) -> str:
+    """The question that the report answers."""
+    models = list(dict.fromkeys(group.model for group in found))
+    texts = list(dict.fromkeys(group.text for group in found if group.text))
+    verb = "is" if len(models) == 1 else "are"
+    on = f" on {_listed(texts)}" if texts else ""
+    return f"How smooth {verb} {_listed(models)}{on}?"
+
+
+def embedded(data: Any) -> str:
+    """JSON that stays data inside a page: no character of it can end the script element or begin another.
+
+    >>> embedded({"text": "</script><script>alert('x')"})
+    '{"text":"\\\\u003c/script\\\\u003e\\\\u003cscript\\\\u003ealert(\\'x\\')"}'
+    """
+    said = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return "".join(_NOT_IN_SCRIPT.get(letter, letter) for letter in said)
+
+
+def _headline(place: int, group: Group) -> str:
+    worst = group.roughest(main_kind(group))[0]
+    reason = why(worst, group)
+    parts = {
+        "sentence": headline(group).removesuffix(reason).strip(),
+        "reason": reason,
+        "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
+    }
+    said = "".join(f'<p class="{name}">{html.escape(part)}</p>' for name, part in parts.items() if part)
+    return f'<div class="headline" data-group="{place}">{said}</div>'
+
+
+def _theory_entry(name: str, address: str | None) -> str:
+    said, about = html.escape(THEORY[name].name), html.escape(THEORY[name].about)
+    link = said if address is None else f'<a href="{html.escape(address)}" rel="noreferrer">{said}</a>'
+    return f"<li><strong>{link}</strong>: {about}</li>"
+
+
+def _documentation() -> str | None:
+    """The address of the documentation, where the installed package names one."""
+    named = dict(entry.split(", ", 1) for entry in metadata("howsmooth").get_all("Project-URL") or [])
+    return named.get("Documentation")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _digest(content: str) -> str:
+    """How a page's security policy names the one script and the one style it allows."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _asset(name: str) -> str:
+    return (files("howsmooth.reporting") / "assets" / name).read_text(encoding="utf-8")

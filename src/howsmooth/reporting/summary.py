@@ -1,0 +1,91 @@
+"""A scan on one page of the terminal."""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING
+from statistics import median
+
+import rich.box
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from howsmooth.norms.measurement import rounded
+from howsmooth.reporting.findings import (
+    distances,
+    ends,
+    gaps,
+    growths,
+    headline,
+    main_kind,
+    not_converged,
+    percent,
+    place_of,
+    short,
+    split,
+    token_name,
+)
+from howsmooth.reporting.source import Group, Source, cell_of, groups
+
+_MOST = 8
+
+
+def summary(source: Source) -> RenderableType:
+    """The headline, the roughest cells, the growth and the distances to the bounds of every group, for rich to print.
+
+    >>> from rich.console import Console
+    >>> row = {"model": "tiny", "precision": "float32", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 2}
+    >>> Console(width=120).print(summary([row]))
+    tiny [float32]
+    Layer 0, head 0 of tiny [float32] is the only head measured: ...
+    """
+    return Lines(*(part for group in groups(source) for part in _of_group(group)))
+
+
+def _of_group(group: Group) -> list[RenderableType]:
+    rows = group.roughest(main_kind(group))
+    on = f", {group.text}" if group.text else ""
+    parts: list[RenderableType] = [
+        Text(f"{group.label}{on}", style="dim"),
+        Text(headline(group), style="bold"),
+        _roughest(group, rows[:_MOST]),
+    ]
+    fits = [fit.exponent for cell, fit in growths(group).items() if cell[0] == main_kind(group)]
+    if fits:
+        parts.append(Text(f"growth: median n^{median(fits):.2f}, from n^{min(fits):.2f} to n^{max(fits):.2f}"))
+    for found in distances(rows):
+        parts.append(
+            Text(
+                f"{found.name} / σ: median {rounded(found.middle, ROUND_CEILING, 3)}, "
+                f"at most {rounded(found.largest, ROUND_CEILING, 3)}"
+            )
+        )
+    if missing := gaps(group):
+        parts.append(Text(missing, style="bold"))
+    missed = not_converged(group)
+    if missed:
+        parts.append(Text(f"{missed} of {len(group.rows)} cells did not reach the accuracy asked for.", style="bold"))
+    return [*parts, Text("")]
+
+
+def _roughest(group: Group, rows: list[dict]) -> Table:
+    fits = growths(group)
+    shown = Table(
+        "roughest", "σ (estimate)", "ends", "value / score", "growth", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    explained = any(row.get("sink") is not None and row["what"] == "head" for row in rows)
+    if explained:
+        shown.add_column("sink, attention on it")
+    for row in rows:
+        share, fit = row.get("value_share"), fits.get(cell_of(row))
+        cells = [place_of(row), short(row["value"], 4), ends(row)]
+        cells += [
+            "" if share is None else split(share),
+            "" if fit is None else str(fit),
+        ]
+        if explained:
+            name = token_name(group, row).removeprefix("the token ").replace("at position ", "")
+            cells.append("" if row.get("sink") is None else f"{name}, {percent(row['sink'] / row['length'])}")
+        shown.add_row(*(Text(cell) for cell in cells))
+    return shown

@@ -1,0 +1,72 @@
+"""Where a report points for what its bounds mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the documentation, and what the reader finds there."""
+
+    name: str
+    about: str
+
+
+THEORY = {
+    "measuring": Page("Measuring", "what σ is, and what its lower and upper ends promise"),
+    "theory/three-path": Page("The three-path bound", "the proved bound at one input, called three-path here"),
+    "theory/dot-product": Page("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
+    "theory/mean-field": Page("Mean field", "measures instead of sequences: bounds that do not grow with n"),
+    "theory/l2-attention": Page("L2 attention", "the attention that is Lipschitz everywhere"),
+    "theory/other-attentions": Page("Other attentions", "sigmoid, cosine, normalised queries and keys"),
+    "theory/composition": Page("Composition", "residuals, MLPs, normalisation and whole stacks"),
+    "theory/errata": Page("Errata", "printed forms that are false, each with a counter-example"),
+}
+"""Page of the documentation → what it is about."""
+
+_OWN_PAGES = {
+    "howsmooth.three_path": "theory/three-path",
+    "howsmooth.local": "theory/three-path",
+    "howsmooth.softmax_jacobian": "theory/three-path",
+    "howsmooth.mean_field": "theory/mean-field",
+    "howsmooth.masked_mean_field": "theory/mean-field",
+    "castin2024.mean_field": "theory/mean-field",
+    "howsmooth.l2_lip_2": "theory/l2-attention",
+    "kim2021.lip_2": "theory/l2-attention",
+    "howsmooth.sigmoid": "theory/other-attentions",
+    "ramapuram2024.local": "theory/other-attentions",
+    "howsmooth.cosine": "theory/other-attentions",
+    "howsmooth.qk_norm": "theory/other-attentions",
+}
+
+
+@dataclass(frozen=True)
+class Links:
+    """Names of pages → addresses, and names of bounds → what a reader should know about them."""
+
+    pages: dict[str, str]
+    bounds: dict[str, dict[str, str]]
+
+
+def theory_links(documentation: str | None) -> Links:
+    """Addresses below that of the documentation; without it pages are named but not linked.
+
+    >>> theory_links("https://example.org/docs").pages["theory/three-path"]
+    'https://example.org/docs/theory/three-path/'
+    >>> theory_links(None).bounds["howsmooth.three_path"]
+    {'where': 'at the input', 'reference': 'howsmooth', 'page': 'theory/three-path'}
+    """
+    pages = {} if documentation is None else {name: f"{documentation.rstrip('/')}/{name}/" for name in THEORY}
+    bounds = {
+        name: {
+            "where": SCOPES[bound.scope],
+            "reference": bound.reference,
+            "page": _OWN_PAGES.get(name, "theory/dot-product"),
+        }
+        for name, bound in CATALOGUE.items()
+        if (bound.side, bound.norm) == ("upper", 2)
+    }
+    return Links(pages, bounds)

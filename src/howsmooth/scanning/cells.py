@@ -1,0 +1,136 @@
+"""The numbers of a cell: value and ends, what proves more, and why it is rough."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.bounds import Bound, applicable, get, setting
+from howsmooth.explaining import explain
+from howsmooth.measuring import measure, measure_heads
+from howsmooth.norms import Measurement
+from howsmooth.scanning.plan import Settings
+
+Numbers = dict[str, Any]
+PROVED = "howsmooth.three_path"
+"""The bound that every attention map has at its input."""
+COSTLY = ("howsmooth.local",)
+"""Bounds that take many times as long as the measurement on every map; only with ``bounds="all"``."""
+
+
+def head_numbers(attention: AttentionMap, x: Tensor, settings: Settings) -> list[Numbers]:
+    """The numbers of every head, measured together.
+
+    >>> import howsmooth as hs
+    >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    >>> found = head_numbers(hs.SelfAttention.random(8, heads=2), x, Settings())
+    >>> [row["lower"] <= row["value"] <= row["upper"] <= 1.1 * row["proved"] for row in found]
+    [True, True]
+    """
+    begun = time.perf_counter()
+    total, parts = _measured(attention, x, settings, per_head=True)
+    bounds = _bounds(attention, x, settings, per_head=True)
+    seconds = (time.perf_counter() - begun) / attention.heads
+    return [_numbers(total, (head,), x, seconds, parts, bounds[head]) for head in range(attention.heads)]
+
+
+def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) -> Numbers:
+    """The numbers of one map: an attention block with its bounds and paths, or any function with its value alone."""
+    begun = time.perf_counter()
+    if isinstance(f, AttentionMap):
+        total, parts = _measured(f, x, settings, per_head=False)
+        (bounds,) = _bounds(f, x, settings, per_head=False)
+    else:
+        total, parts, bounds = measure(f, x, **_solver(settings)), {}, {}
+    return _numbers(total, (), x, time.perf_counter() - begun, parts, bounds)
+
+
+def _solver(settings: Settings) -> dict[str, Any]:
+    return {"rtol": settings.rtol, "seed": settings.seed, "confidence": settings.confidence}
+
+
+def _measured(
+    attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool
+) -> tuple[Measurement, dict[str, Tensor]]:
+    """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
+    if not settings.explain:
+        return (measure_heads if per_head else measure)(attention, x, **_solver(settings)), {}
+    story = explain(attention, x, per_head=per_head, influence=False, **_solver(settings))
+    sink, sink_token, entropy = story.sink, story.sink_token, story.entropy
+    if not per_head:
+        strongest = sink.argmax()
+        sink, sink_token, entropy = sink[strongest], sink_token[strongest], entropy.mean()
+    return story.total, {
+        "value_path": story.value_path.value,
+        "score_path": story.score_path.value,
+        "value_share": story.value_share,
+        "sink": sink,
+        "sink_token": sink_token,
+        "entropy": entropy,
+    }
+
+
+def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> list[dict[str, float]]:
+    """Upper bounds on the 2-norm by name, for every head or for the block."""
+    where = setting(attention, x=x)
+    wanted = [get(PROVED)]
+    if settings.bounds != "none":
+        found = [b for b in applicable(where, per_head) if b.side == "upper" and b.norm == 2 and b.name != PROVED]
+        wanted += [b for b in found if settings.bounds == "all" or not _costly(b, attention)]
+    values = {bound.name: bound.at(where, per_head).double().reshape(-1).tolist() for bound in wanted}
+    count = attention.heads if per_head else 1
+    return [{name: of_map[place] for name, of_map in values.items()} for place in range(count)]
+
+
+def _costly(bound: Bound, attention: AttentionMap) -> bool:
+    """Whether a bound takes many times as long as the measurement: with rotary positions those on sets do, too, since
+    they look at every distance between two tokens."""
+    rotary = any(isinstance(stage, Rotary) for stage in attention.query_stages)
+    return bound.name in COSTLY or (rotary and "tokens" in bound.required)
+
+
+def _numbers(
+    total: Measurement,
+    place: tuple[int, ...],
+    x: Tensor,
+    seconds: float,
+    parts: dict[str, Tensor],
+    bounds: dict[str, float],
+) -> Numbers:
+    """The columns of a store for the map at one place of a measurement."""
+    others = {name: _finite(value) for name, value in bounds.items() if name != PROVED}
+    return {
+        "value": float(total.value[place]),
+        "lower": float(total.lower[place]),
+        "upper": _finite(float(total.upper[place])),
+        "confidence": total.confidence,
+        "converged": bool(total.converged[place]),
+        "proved": _finite(bounds.get(PROVED, math.inf)),
+        "bounds": json.dumps(others),
+        "radius": float(torch.linalg.vector_norm(x.double(), dim=-1).max()),
+        **{name: parts[name][place].item() if parts else None for name in _PARTS},
+        "dtype": str(total.dtype).removeprefix("torch."),
+        "seconds": seconds,
+        "input_energy": None if total.right is None else _energies(total.right[place]),
+    }
+
+
+_PARTS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
+
+
+def _finite(value: float) -> float | None:
+    """None for a bound that says nothing."""
+    return value if math.isfinite(value) else None
+
+
+def _energies(vector: Tensor) -> str:
+    """|v_j|² of every token in six digits, as JSON."""
+    energy: Sequence[float] = vector.double().square().sum(-1).tolist()
+    return json.dumps([float(f"{share:.6g}") for share in energy])

@@ -1,0 +1,134 @@
+"""What a scan will measure: settings that decide every number, and batches of cells that are measured together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from howsmooth.errors import InvalidInput
+from howsmooth.scanning.grammar import Selection
+
+BoundsWanted = Literal["none", "cheap", "all"]
+_WITHOUT_LAYER = ("model", "logits")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the numbers of a scan beside model, text and cell.
+
+    Attributes:
+        rtol, confidence: as in `howsmooth.measure`.
+        seed: of the solver's start in every cell, and of the windows.
+        windows: how many windows of each length; it decides where they begin.
+        explain: also the value and score paths.
+        bounds: which bounds beside the three-path bound: "none", "cheap" or "all".
+    """
+
+    rtol: float = 1e-3
+    confidence: float = 0.99
+    seed: int = 0
+    windows: int = 1
+    explain: bool = True
+    bounds: BoundsWanted = "cheap"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rtol < 1:
+            raise InvalidInput(f"rtol is a relative accuracy between 0 and 1, got {self.rtol}.")
+        if not 0 <= self.confidence < 1:
+            raise InvalidInput(f"confidence is a probability below 1, got {self.confidence}.")
+        if self.seed < 0:
+            raise InvalidInput(f"a seed is not negative, got {self.seed}.")
+        if self.windows < 1:
+            raise InvalidInput(f"a scan needs at least one window, got {self.windows}.")
+        if self.bounds not in ("none", "cheap", "all"):
+            raise InvalidInput(f"bounds are none, cheap or all, got {self.bounds!r}.")
+
+    def to_json(self) -> str:
+        """The same text for the same settings."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a scan."""
+
+    what: str
+    layer: int | None
+    head: int | None
+    length: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cells that are measured in one call: the heads of a layer, or one map by itself."""
+
+    what: str
+    layer: int | None
+    heads: tuple[int | None, ...]
+    length: int
+    window: int
+
+    def cells(self) -> Iterator[Cell]:
+        """The cells, head by head."""
+        for head in self.heads:
+            yield Cell(self.what, self.layer, head, self.length, self.window)
+
+
+def make_plan(
+    selections: Sequence[Selection],
+    lengths: Sequence[int],
+    windows: int,
+    heads: Sequence[int],
+    layers: Sequence[int] | None = None,
+) -> list[Batch]:
+    """Every batch of a scan, short inputs first; window by window, so that one forward pass serves all layers.
+
+    Args:
+        selections: what to measure, each with its own layers, heads and lengths where it names some.
+        lengths, windows: of the text.
+        heads: how many heads each layer of the model has.
+        layers: of all selections that name none; None for every layer.
+
+    >>> [(batch.layer, batch.heads) for batch in make_plan([Selection("head")], [8], windows=1, heads=[2, 2])]
+    [(0, (0, 1)), (1, (0, 1))]
+    """
+    wanted: dict[tuple[int, str, int | None], set[int | None]] = {}
+    for selection in selections:
+        for layer in _layers(selection, layers, len(heads)):
+            of_layer = _heads(selection, heads, layer)
+            for length in selection.lengths or lengths:
+                wanted.setdefault((length, selection.what, layer), set()).update(of_layer)
+    places = sorted(wanted, key=lambda key: (key[0], -1 if key[2] is None else key[2]))
+    return [
+        Batch(what, layer, tuple(sorted(wanted[length, what, layer], key=lambda h: -1 if h is None else h)), length, w)
+        for of_length in sorted({length for length, _, _ in places})
+        for w in range(windows)
+        for length, what, layer in places
+        if length == of_length
+    ]
+
+
+def _layers(selection: Selection, layers: Sequence[int] | None, count: int) -> Sequence[int | None]:
+    if selection.what in _WITHOUT_LAYER:
+        return [None]
+    chosen = selection.layers if selection.layers is not None else layers
+    missing = [layer for layer in chosen or () if not 0 <= layer < count]
+    if missing:
+        raise InvalidInput(f"layer {missing[0]} does not exist: this model has {count} layers, 0 to {count - 1}.")
+    return range(count) if chosen is None else chosen
+
+
+def _heads(selection: Selection, heads: Sequence[int], layer: int | None) -> Sequence[int | None]:
+    if selection.what != "head" or layer is None:
+        if selection.heads is not None:
+            raise InvalidInput(f"heads are chosen for what=head, not for {selection.what}: leave them out.")
+        return [None]
+    missing = [head for head in selection.heads or () if not 0 <= head < heads[layer]]
+    if missing:
+        raise InvalidInput(
+            f"head {missing[0]} does not exist: layer {layer} has {heads[layer]} heads, 0 to {heads[layer] - 1}."
+        )
+    return range(heads[layer]) if selection.heads is None else selection.heads

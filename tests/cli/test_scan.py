@@ -1,0 +1,208 @@
+"""`howsmooth scan` prints what the library measures, keeps it, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from evidence.scan_faults import TEXT, make_model
+from howsmooth.cli.console import OneLineErrors
+from howsmooth.cli.scan import default_store, scan
+from howsmooth.scanning import Scan, Store
+from howsmooth.scanning import scan as run_scan
+
+app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
+app.command()(scan)
+app.callback()(lambda: None)
+TINY = "random:bert[layers=2,width=16,heads=2]"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["scan", *map(str, args)])
+
+
+def rows(*args: object) -> list[dict[str, Any]]:
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(*args: object) -> str:
+    """The one line on stderr of a command that must be refused."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("howsmooth: ")
+    return line
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    make_model(place)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores go to an empty folder, and the hub is not asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_json_is_a_list_of_the_rows_that_the_library_gives(folder: Path) -> None:
+    asked = ("--text", folder / TEXT, "--lengths", "6,12", "--windows", 2, "--layers", 1, "--what", "heads,attention")
+    found = rows(folder, *asked, "--out", "s.sqlite")
+    expected = run_scan(
+        str(folder), folder / TEXT, lengths=[6, 12], windows=2, layers=[1], what=["head", "attention"]
+    ).rows
+    assert len(found) == 2 * 2 * (4 + 1)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine | {"seconds": 0} == theirs | {"seconds": 0}
+    assert Scan.open("s.sqlite").rows == found
+
+
+def test_the_summary_names_the_roughest_head_its_growth_and_the_store() -> None:
+    result = run(TINY, "--lengths", "8,16,…,32")
+    assert result.exit_code == 0, result.output
+    found = Scan.open(default_store(TINY)).rows
+    worst = max((row for row in found if row["length"] == 32), key=lambda row: row["value"])
+    assert f"Layer {worst['layer']}, head {worst['head']}" in result.stdout
+    assert "n^" in result.stdout
+    assert str(default_store(TINY)) in result.stdout
+
+
+def test_a_second_run_measures_nothing_and_prints_the_same() -> None:
+    first, second = rows(TINY, "--lengths", 8), rows(TINY, "--lengths", 8)
+    assert first == second  # the seconds too: they are those of the first run
+
+
+def test_no_resume_measures_anew_with_other_settings() -> None:
+    rows(TINY, "--lengths", 8)
+    assert "--no-resume to measure it anew" in refusal(TINY, "--lengths", 8, "--rtol", 0.1)
+    assert {row["rtol"] for row in rows(TINY, "--lengths", 8, "--rtol", 0.1, "--no-resume")} == {0.1}
+
+
+def test_a_config_file_is_overridden_by_flags(folder: Path) -> None:
+    Path("scan.toml").write_text(
+        f'model = "{folder}"\ntext = "{folder / TEXT}"\nlengths = [6, 12]\nwindows = 2\nexplain = false\n'
+        'what = "head[layers=0,heads=1]"\nout = "from-config.sqlite"\n'
+    )
+    found = rows("--config", "scan.toml", "--windows", 1)
+    assert [(row["length"], row["window"], row["layer"], row["head"]) for row in found] == [(6, 0, 0, 1), (12, 0, 0, 1)]
+    assert found[0]["value_path"] is None
+    assert Path("from-config.sqlite").is_file()
+
+
+def test_exports_hold_the_rows() -> None:
+    names = ["rows.csv", "rows.json", "rows.parquet"]
+    found = rows(TINY, "--lengths", 8, *(part for name in names for part in ("--export", name)))
+    assert json.loads(Path("rows.json").read_text()) == found
+    with Path("rows.csv").open(newline="") as file:
+        assert [float(row["value"]) for row in csv.DictReader(file)] == [row["value"] for row in found]
+    assert pd.read_parquet("rows.parquet")["value"].tolist() == [row["value"] for row in found]
+
+
+def test_cells_that_do_not_converge_give_exit_code_1() -> None:
+    result = run(TINY, "--lengths", 200, "--layers", 0, "--rtol", 1e-12, "--json")
+    assert result.exit_code == 1
+    assert not all(row["converged"] for row in json.loads(result.stdout))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "which model?"),
+        (["nosuch/model-anywhere"], "nosuch/model-anywhere"),
+        ([TINY, "--lengths", "8,…,100"], "doubling does not lead to 100"),
+        ([TINY, "--lengths", "1024"], "at most 512"),
+        ([TINY, "--layers", "0-7"], "layer 2 does not exist"),
+        ([TINY, "--what", "tails"], "cannot be measured: choose from head"),
+        ([TINY, "--what", "head[heads=9]"], "head 9 does not exist"),
+        ([TINY, "--bounds", "some"], "none, cheap or all"),
+        ([TINY, "--rtol", "2"], "rtol is a relative accuracy"),
+        ([TINY, "--export", "rows.xlsx"], "cannot export to rows.xlsx"),
+        ([TINY, "--text", "missing.txt"], "missing.txt"),
+        ([TINY, "--config", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_line(args: list[str], said: str) -> None:
+    assert said in refusal(*args)
+    assert not Path("howsmooth-output").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"short", "windows of 64"), (b"\xff\xd8\xff\xe0 binary", "not a text in UTF-8"), (b"", "is empty")],
+)
+def test_a_text_that_cannot_be_read_is_one_clear_line(content: bytes, said: str) -> None:
+    Path("text.txt").write_bytes(content)
+    assert said in refusal(TINY, "--text", "text.txt", "--lengths", 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("lengths = ", "is not TOML"),
+        ("lenghts = 8", "sets 'lenghts', which is no option of a scan"),
+        ('windows = "three"', "sets windows to 'three'"),
+        ("explain = 1", "sets explain to 1"),
+    ],
+)
+def test_a_wrong_config_file_is_one_clear_line(content: str, said: str) -> None:
+    Path("scan.toml").write_text(content)
+    assert said in refusal(TINY, "--config", "scan.toml")
+
+
+def test_a_store_in_use_is_one_clear_line() -> None:
+    with Store.writing("s.sqlite"):
+        assert "another scan is writing to s.sqlite" in refusal(TINY, "--lengths", 8, "--out", "s.sqlite")
+
+
+@pytest.mark.slow
+def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
+    code = "from tests.cli.test_scan import app; app()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "scan",
+        TINY,
+        "--lengths",
+        "8,16,…,512",
+        "--windows",
+        "20",
+        "--out",
+        "s.sqlite",
+    ]
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(root)})
+    while not Path("s.sqlite").is_file() or not _kept():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (line,) = said.splitlines()
+    assert (
+        line
+        == f"howsmooth: interrupted: {_kept()} of 560 cells are kept in s.sqlite; the same command goes on from there."
+    )
+
+
+def _kept() -> int:
+    try:
+        return len(Scan.open("s.sqlite"))
+    except OSError:  # not yet made
+        return 0

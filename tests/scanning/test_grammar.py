@@ -1,0 +1,60 @@
+"""What a scan is asked for in a few characters."""
+
+from __future__ import annotations
+
+import pytest
+
+from howsmooth.errors import InvalidInput
+from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("3", (3,)), ("0,2-4", (0, 2, 3, 4)), ("4-4, 1", (1, 4)), (7, (7,)), ([5, 0], (0, 5)), ("2,1-3", (1, 2, 3))],
+)
+def test_numbers_and_ranges_are_read_in_rising_order(text: str, numbers: tuple[int, ...]) -> None:
+    assert parse_numbers(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "4-2", "1,,2", "-1", "1-", "0..5"])
+def test_other_numbers_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidInput, match="such as 0,2-4"):
+        parse_numbers(text)
+
+
+@pytest.mark.parametrize("dots", ["…", "..."])
+def test_dots_continue_the_doubling_up_to_the_end(dots: str) -> None:
+    assert parse_lengths(f"8,16,{dots},512") == (8, 16, 32, 64, 128, 256, 512)
+    assert parse_lengths(f"3,{dots},12,100") == (3, 6, 12, 100)
+    assert parse_lengths(f"8,{dots},16") == (8, 16)
+
+
+@pytest.mark.parametrize("text", ["8,…,500", "8,…,4", "8,…,8"])
+def test_dots_that_do_not_arrive_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="doubling does not lead to"):
+        parse_lengths(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "…,8", "8,…", "8;16", "-3", [0], [8, -1]])
+def test_lengths_that_are_no_numbers_of_tokens_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="lengths are numbers of tokens"):
+        parse_lengths(text)
+
+
+def test_what_takes_names_plurals_and_choices_in_brackets() -> None:
+    assert parse_what("heads,attention") == (Selection("head"), Selection("attention"))
+    (found,) = parse_what("head[layers=0-2,5,heads=3,lengths=8,…,32]")
+    assert found == Selection("head", (0, 1, 2, 5), (3,), (8, 16, 32))
+    assert parse_what(["head[layers=0,1]", "mlp"]) == (Selection("head", (0, 1)), Selection("mlp"))
+
+
+@pytest.mark.parametrize("text", ["", "tail", "head,", "head[", "head]", "head[layers=0"])
+def test_what_cannot_be_measured_is_refused_with_the_choices(text: str) -> None:
+    with pytest.raises(InvalidInput, match="choose from head, attention, residual"):
+        parse_what(text)
+
+
+@pytest.mark.parametrize("text", ["head[3]", "head[size=3]", "head[layer=0]"])
+def test_a_choice_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="brackets choose layers, heads, lengths"):
+        parse_what(text)
