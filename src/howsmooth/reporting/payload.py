@@ -59,7 +59,7 @@ def _pack(group: Group) -> dict[str, Any]:
     names = list(dict.fromkeys(name for found in bounds for name in found))
     columns: dict[str, list[Any]] = {
         name: [row.get(name) for row in rows]
-        for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start")
+        for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start", "confidence")
     }
     columns |= {name: [_digits(row.get(name), way) for row in rows] for name, way in _NUMBERS.items()}
     columns["converged"] = [row.get("converged") in (None, True, 1) for row in rows]
@@ -71,7 +71,6 @@ def _pack(group: Group) -> dict[str, Any]:
         "headline": headline(group),
         "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
         "length": group.main_length(group.kinds[0]),
-        "confidence": max((row.get("confidence") or 0.0 for row in rows), default=0.0),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(found.get(name), ROUND_CEILING) for found in bounds] for name in names},
         "growth": {

@@ -64,15 +64,15 @@ function splitBar(row) {
 
 const badge = (group) => (group.precision ? el("span", { class: `badge${group.coarse ? " coarse" : ""}`, text: group.precision }) : null);
 
-const upperEnd = (group, row) =>
-  row.upper === null || !group.confidence ? null
-    : `≤ ${written(row.upper, "up", 5)} ${group.confidence === 1 ? "always" : `with ${100 * group.confidence} %`}`;
+const upperEnd = (row) =>
+  row.upper === null || !row.confidence ? null
+    : `≤ ${written(row.upper, "up", 5)} ${row.confidence === 1 ? "always" : `with ${100 * row.confidence} %`}`;
 
 // The story of one cell: how rough, how sure, how it compares, and why.
 function story(group, row) {
   const peers = roughest(group, row.what, row.length);
   const rank = peers.findIndex((peer) => peer.key === row.key) + 1;
-  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)} always`, upperEnd(group, row)];
+  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)} always`, upperEnd(row)];
   const facts = [
     ["rank", peers.length > 1 ? `${ordinal(rank)} of ${peers.length}` : null],
     ["against the median", peers.length > 1 ? `${written(row.value / median(peers.map((p) => p.value)), "near", 3)} times` : null],
