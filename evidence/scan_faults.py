@@ -80,8 +80,13 @@ def make_model(folder: Path) -> None:
     (folder / TEXT).write_text(" ".join(random.Random(0).choices(WORDS, k=3000)), encoding="utf-8")
 
 
-def measure(folder: Path, out: Path, size: Size, progress: Callable[[Progress], None] | None = None) -> None:
-    """The scan itself."""
+def measure(folder: Path, out: Path, size: Size) -> None:
+    """The scan to its end, in a process of its own: what a process did before may change the last bits."""
+    _, last_words = start(folder, out, size).communicate(timeout=300)
+    assert not last_words, last_words
+
+
+def _scan(folder: Path, out: Path, size: Size, progress: Callable[[Progress], None]) -> None:
     scan(
         str(folder),
         folder / TEXT,
@@ -113,6 +118,7 @@ def start(folder: Path, out: Path, size: Size, most_bytes: int | None = None) ->
     """The scan in a process of its own, which prints a line before every batch and may write files up to a size."""
 
     def limit() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell begin without it
         if most_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
@@ -189,7 +195,7 @@ def _main(folder: str, out: str, lengths: str, windows: str, what: str) -> int:
 
     try:
         show = lambda now: print(now.label, flush=True)  # noqa: E731
-        measure(Path(folder), Path(out), Size(lengths, int(windows), what), show)
+        _scan(Path(folder), Path(out), Size(lengths, int(windows), what), show)
     except HowsmoothError as error:
         print(error, file=sys.stderr)
         return 2

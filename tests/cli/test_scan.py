@@ -188,7 +188,13 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
         "s.sqlite",
     ]
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(root)})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell begin without it
+    )
     while not Path("s.sqlite").is_file() or not _kept():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
