@@ -16,6 +16,8 @@ from evidence.bound_cases import KINDS, Draw, coordinates, kinds, places, stream
 from howsmooth.bounds import Assumption, Bound, TokenSet
 from howsmooth.bounds.kim2021 import phi_inverse
 
+pytestmark = pytest.mark.slow
+
 SMALL = Effort(least=8, starts=8, steps=40)
 ONE = torch.ones(1, 1, dtype=torch.float64)
 

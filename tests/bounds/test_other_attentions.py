@@ -20,6 +20,8 @@ from howsmooth.bounds import TokenSet, dasoulas2021, furuya2026, get, normalised
 from howsmooth.bounds.qi2023 import cosine as printed_cosine
 from howsmooth.bounds.settings import Setting, setting
 
+pytestmark = pytest.mark.slow
+
 Free = dict[str, Tensor]
 STARTS = 5
 MIXED = torch.tensor([[True, False, True, False]] * 3 + [[False, True, True, True]])
