@@ -223,6 +223,22 @@ def test_huge_logits_stay_right(dtype: torch.dtype) -> None:
     assert float(hs.measure(attention, x)) == pytest.approx(float(expected), rel=1e-3)
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(100.0, torch.float32), (1e3, torch.float32), (1e5, torch.float64)])
+@pytest.mark.parametrize("memory", [0, 2**20])
+def test_equal_tokens_of_any_size_are_as_smooth_as_their_values(size: float, dtype: torch.dtype, memory: int) -> None:
+    """With equal tokens the score path vanishes and ‖J‖ = 1; logits of ±size² must not bring it back by rounding."""
+    attention = hs.SelfAttention.from_bilinear(-torch.eye(1, dtype=dtype), torch.eye(1, dtype=dtype))
+    found = hs.measure(attention, torch.full((3, 1), size, dtype=dtype), dense_limit=0, memory=memory)
+    assert found.lower <= 1 <= found.upper
+    assert float(found) == pytest.approx(1, rel=1e-3)
+
+
+def test_logits_beyond_the_resolution_of_float64_are_refused() -> None:
+    attention = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
+    with pytest.raises(hs.InvalidInput, match="so large that float64 moves them"):
+        hs.measure(attention, torch.tensor([[1e7], [1e7 + 1]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
     attention = hs.SelfAttention.random(16, heads=2, dtype=dtype)

@@ -20,6 +20,8 @@ from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Proj
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
+MOST_BLUR = 5e-5
+"""Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class AttentionJacobian(JacobianOperator):
         self.out_shape = torch.Size([n, projection.out_width])
         self.dtype, self.device = mixing.query.dtype, mixing.query.device
         self.method = "closed form, streamed" if mixing.streamed else "closed form"
+        self.blur = mixing.blur
 
     @property
     def by_head(self) -> bool:
@@ -156,7 +159,8 @@ def attention_jacobian(
             shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
         memory: bytes of attention weights to keep between products.
 
-    Half precision is computed in float32; otherwise the wider dtype of x and the weights is used.
+    Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Logits that float32
+    cannot resolve to `MOST_BLUR` are computed in float64, and those that float64 cannot are refused.
 
     >>> import howsmooth as hs, torch
     >>> J = attention_jacobian(hs.SelfAttention.random(8, heads=2), torch.randn(5, 8))
@@ -195,6 +199,13 @@ def attention_jacobian(
             softmax=attention.weighting == "softmax",
             memory=memory,
         )
+        if mixing.blur > MOST_BLUR and dtype == torch.float32:
+            return attention_jacobian(attention, x.double(), per_head=per_head, reduced=reduced, memory=memory)
+        if mixing.blur > MOST_BLUR:
+            raise InvalidInput(
+                f"the attention logits are so large that {str(dtype).removeprefix('torch.')} moves them by "
+                f"{mixing.blur:.1g}: scale the input or the weights down."
+            )
         projection: Projection
         if per_head:
             projection = HeadProjection.of(attention, batch, reduced)

@@ -70,9 +70,9 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
     """
     checks.check_point(x)
     notes: list[str] = []
-    with _exact_autograd(x.device):
+    with exact_autograd(x.device):
         point = x.detach().clone().to(torch.float32 if x.dtype.itemsize < 4 else x.dtype)
-        call = _tensor_map(f, x.dtype, point.dtype)
+        call = tensor_map(f, x.dtype, point.dtype)
         if point.dim() == 3 and isinstance(f, nn.Module) and _reads_sequence_first(f, call, point):
             call = _exchange_axes(call)
         tape = _Tape.record(call, point)
@@ -132,13 +132,13 @@ class FunctionJacobian(JacobianOperator):
         expected = self.batch_shape + shape
         if v.shape != expected:
             raise InvalidInput(f"this product takes vectors of shape {tuple(expected)}, not {tuple(v.shape)}: reshape.")
-        with _exact_autograd(self.device):
+        with exact_autograd(self.device):
             return products.one(v.detach().to(self.device, self.dtype)).detach()
 
     def _on_basis(self, products: _Products, index: Tensor, shape: torch.Size) -> Tensor:
         numbers = max(self.batch_size, 1) * max(self.in_size, self.out_size)
         chunk = max(1, min(256, _NUMBERS_PER_CHUNK // numbers))
-        with _exact_autograd(self.device):
+        with exact_autograd(self.device):
             parts = [products.stacked(self._unit_vectors(i, shape)) for i in index.split(chunk)]
         return torch.cat(parts).detach()
 
@@ -196,7 +196,7 @@ class _Tape:
 
 
 @contextmanager
-def _exact_autograd(device: torch.device) -> Iterator[None]:
+def exact_autograd(device: torch.device) -> Iterator[None]:
     """Autograd on whatever the caller's mode, at full precision, with only those kernels that have a forward mode."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -212,7 +212,7 @@ def _exact_autograd(device: torch.device) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def _tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtype) -> Map:
+def tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtype) -> Map:
     """f as a pure map of tensors of ``dtype``: no write reaches x, and a module's state is copied, never touched."""
     is_module = isinstance(f, nn.Module) and not isinstance(f, torch.jit.ScriptModule)  # functional_call refuses those
     run = _with_own_state(cast(nn.Module, f), dtype) if is_module else f

@@ -8,7 +8,11 @@ D = ∂P_ij/∂s_ij up to normalisation (P for softmax, P(1 − P) for sigmoid, 
 
 where the terms with O stand only for softmax. Four n × n × width products each way and no forward pass. The n × n
 arrays are cut into tiles that fit the cache; tiles that a mask hides altogether do not exist. Tiles of P are kept while
-they fit the memory budget and recomputed from the log-sum-exp of their rows beyond it, so that memory is O(n) at any n.
+they fit the memory budget and recomputed from the largest logit and the sum of their rows beyond it, so that memory is
+O(n) at any n.
+
+Rows of P must sum to one to the last digit: both products subtract numbers as large as |q||v|, and a row whose sum is
+off by δ leaves δ|q||v| behind. So a weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps.
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class Mixing:
     key: Tensor
     value: Tensor
     output: Tensor
-    log_sums: Tensor
+    tops: Tensor
+    sums: Tensor
     tiles: tuple[Tile, ...]
     maps: Maps
     terms: tuple[LogitBias, ...]
@@ -92,14 +97,16 @@ class Mixing:
     ) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes."""
         output = torch.zeros_like(value)
-        log_sums = torch.zeros_like(query[..., :1])
-        self = cls(query, key, value, output, log_sums, (), maps, tuple(terms), softcap, softmax, _Workspace())
+        tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
+        self = cls(query, key, value, output, tops, sums, (), maps, tuple(terms), softcap, softmax, _Workspace())
         kept: list[Tile] = []
         for band in self._bands():
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
             logits = [self._logits(tile) for tile in band] if narrow else None
             if softmax and band:
-                self.log_sums[band[0].queries] = _log_sum(logits or map(self._logits, band))
+                rows = band[0].queries
+                self.tops[rows] = top = _top(logits or map(self._logits, band))
+                self.sums[rows] = _sum(logits or map(self._logits, band), top)
             for tile, logit in zip(band, logits or map(self._logits, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
                 self.output[tile.queries].baddbmm_(weights, value[tile.keys])
@@ -116,6 +123,17 @@ class Mixing:
         return replace(self, tiles=tuple(kept))
 
     @property
+    def blur(self) -> float:
+        """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|.
+
+        The coordinates of L2 attention are of very different sizes; there the sum of max|q_ic|·max|k_jc| is less.
+        """
+        longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
+        widest = [t.abs().amax(-2) for t in (self.query, self.key)]
+        largest = torch.minimum(longest[0] * longest[1], (widest[0] * widest[1]).sum(-1))
+        return torch.finfo(self.query.dtype).eps * float(largest.max())
+
+    @property
     def streamed(self) -> bool:
         """Whether some weights are recomputed in every product."""
         return any(tile.weights is None for tile in self.tiles)
@@ -127,7 +145,7 @@ class Mixing:
         if dquery is not None and dkey is not None:
             left = self.work.joined("left", dquery, self.query)
             right = self.work.joined("right", self.key, dkey).mT
-            row_sums = torch.zeros_like(self.log_sums)
+            row_sums = torch.zeros_like(self.sums)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
             part = dout[tile.queries]
@@ -146,7 +164,7 @@ class Mixing:
         left, right = grad, self.value
         if self.softmax:
             left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
-            right = self.work.joined("right", self.value, torch.ones_like(self.log_sums))
+            right = self.work.joined("right", self.value, torch.ones_like(self.sums))
         right = right.mT
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
@@ -180,7 +198,8 @@ class Mixing:
             key=self.key[index],
             value=self.value[index],
             output=self.output[index],
-            log_sums=self.log_sums[index],
+            tops=self.tops[index],
+            sums=self.sums[index],
             tiles=tuple(tiles),
             maps=self.maps.select(index),
             work=_Workspace(),
@@ -188,14 +207,14 @@ class Mixing:
 
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
-        sums = torch.zeros_like(self.log_sums[..., 0])
+        sums = torch.zeros_like(self.sums[..., 0])
         for tile in self.tiles:
             sums[tile.keys].add_(self._weights(tile)[0].sum(-2))
         return sums
 
     def entropy(self) -> Tensor:
         """Mean over queries of −Σ_j P_ij ln P_ij, ``(maps,)``, in nats (softmax weights)."""
-        total = torch.zeros_like(self.log_sums[..., 0])
+        total = torch.zeros_like(self.sums[..., 0])
         for tile in self.tiles:
             total[tile.queries].add_(torch.special.entr(self._weights(tile)[0]).sum(-1))
         return total.mean(-1)
@@ -231,7 +250,7 @@ class Mixing:
     def _from_logits(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and slopes of a tile; uses up ``logits``."""
         if self.softmax:
-            slopes = weights = logits.sub_(self.log_sums[tile.queries]).exp_()
+            slopes = weights = logits.sub_(self.tops[tile.queries]).exp_().div_(self.sums[tile.queries])
         else:
             weights = logits.sigmoid_()
             slopes = weights - weights.square()
@@ -267,8 +286,15 @@ class _Workspace:
         return self.buffers[name][:size].view(shape)
 
 
-def _log_sum(logits: Iterable[Tensor]) -> Tensor:
-    """Row-wise log-sum-exp over several tiles; 0 for rows that see nothing, whose weights are then exp(−∞) = 0."""
-    parts = torch.cat([part.logsumexp(-1, keepdim=True) for part in logits], dim=-1)
-    total = parts.logsumexp(-1, keepdim=True) if parts.shape[-1] > 1 else parts
-    return total.masked_fill(total == float("-inf"), 0.0)
+def _top(logits: Iterable[Tensor]) -> Tensor:
+    """The largest logit of every row over several tiles; 0 for rows that see nothing, whose weights are exp(−∞) = 0."""
+    top = torch.cat([part.amax(-1, keepdim=True) for part in logits], dim=-1).amax(-1, keepdim=True)
+    return top.masked_fill(top == float("-inf"), 0.0)
+
+
+def _sum(logits: Iterable[Tensor], top: Tensor) -> Tensor:
+    """Σ exp(s − top) of every row over several tiles; 1 for rows that see nothing."""
+    total = torch.zeros_like(top)
+    for part in logits:
+        total += (part - top).exp_().sum(-1, keepdim=True)
+    return total.masked_fill(total == 0, 1.0)

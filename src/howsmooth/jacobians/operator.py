@@ -34,6 +34,7 @@ class JacobianOperator(ABC):
         dtype, device: of the vectors it takes and returns.
         method: a few words for reports: how the products are computed.
         notes: sentences the reader of a result should know.
+        blur: by how much, relatively, rounding has moved the map itself before any product was taken.
     """
 
     batch_shape: torch.Size
@@ -43,6 +44,7 @@ class JacobianOperator(ABC):
     device: torch.device
     method: str
     notes: tuple[str, ...] = ()
+    blur: float = 0.0
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class _Adjoint(JacobianOperator):
         self.parent = parent
         self.batch_shape = parent.batch_shape
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

@@ -48,7 +48,7 @@ class TokenBlocks(JacobianOperator):
         count = rows.stop - rows.start
         self.batch_shape = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
         self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
-        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
 
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1) -> Measurem
         right = vt[..., :k, :].to(op.dtype).to(op.device).reshape(*op.batch_shape, *triplets, *op.in_shape)
     else:
         value = torch.linalg.matrix_norm(matrix, ord=norm)
-    allowance = rounding_allowance(op.dtype, products)
+    allowance = rounding_allowance(op.dtype, products, op.blur)
     return Measurement(
         value=value,
         lower=value * (1 - allowance),

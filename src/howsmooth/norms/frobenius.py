@@ -75,7 +75,7 @@ def frobenius_norm(
             for _, block in entry_blocks(op):
                 squares = squares + (block * block).sum((0, -1)).cpu()
             value, products = squares.sqrt(), cost
-            allowance = rounding_allowance(op.dtype, lines)
+            allowance = rounding_allowance(op.dtype, lines, op.blur)
             lower, upper = value * (1 - allowance), value * (1 + allowance)
         else:
             if probes < 2:
@@ -88,7 +88,7 @@ def frobenius_norm(
             residuals = (samples.std(0) / math.sqrt(probes) / (2 * value.clamp_min(1e-300)))[:, None]
             top = spectral.upper.reshape(-1)
             low, high = interval(mean, top, probes, delta / 2)
-            allowance = rounding_allowance(op.dtype, 1)
+            allowance = rounding_allowance(op.dtype, 1, op.blur)
             lower = spectral.lower.reshape(-1)
             upper = torch.minimum(high.sqrt() * (1 + allowance), math.sqrt(lines) * top)
             value = torch.minimum(torch.maximum(value, lower), upper)

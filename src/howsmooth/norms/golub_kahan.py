@@ -91,7 +91,7 @@ def golub_kahan(
         del process
         count = products.count + results.verify()
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
-    if rtol < _least_rtol(op.dtype, results.steps):
+    if rtol < _least_rtol(op, results.steps):
         notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can certify")
     if k > 1:
         notes.append("repeated singular values may be counted once")
@@ -161,11 +161,11 @@ class _Results:
 
     @property
     def allowance(self) -> float:
-        return rounding_allowance(self.op.dtype, 2 * self.steps)
+        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.blur)
 
     def settled(self, small: Projection, certificate: Certificate | None) -> Tensor:
         """Whether a map has reached rtol, or all that its dtype can give."""
-        rtol = max(self.rtol, _least_rtol(self.op.dtype, self.steps))
+        rtol = max(self.rtol, _least_rtol(self.op, self.steps))
         top = small.theta[:, 0]
         accurate = (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
         if certificate is None:
@@ -194,7 +194,7 @@ class _Results:
             norm = torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float64)
             self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu()
             self.left[:, i] = moved / norm.clamp_min(torch.finfo(self.op.dtype).tiny).to(moved)[:, None]
-        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1))
+        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1, self.op.blur))
         return products.count
 
     @property
@@ -224,8 +224,8 @@ class _Results:
         )
 
 
-def _least_rtol(dtype: torch.dtype, steps: int) -> float:
-    return 4 * rounding_allowance(dtype, 2 * steps)
+def _least_rtol(op: JacobianOperator, steps: int) -> float:
+    return 4 * rounding_allowance(op.dtype, 2 * steps, op.blur)
 
 
 def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:

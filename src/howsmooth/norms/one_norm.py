@@ -62,13 +62,13 @@ def one_norm(
     with torch.no_grad():
         if cost <= exact_limit:
             value, products, method = _largest_column_sum(op), cost, "entries"
-            upper, certain = value * (1 + rounding_allowance(op.dtype, lines)), 1.0
+            upper, certain = value * (1 + rounding_allowance(op.dtype, lines, op.blur)), 1.0
         else:
             value, method = _estimate(flat, seed), "higham-tisseur"
             spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
             products = flat.count + spectral.products
             upper, certain = math.sqrt(op.out_size) * spectral.upper.reshape(-1), confidence
-    lower = value * (1 - rounding_allowance(op.dtype, lines if certain == 1 else 1))
+    lower = value * (1 - rounding_allowance(op.dtype, lines if certain == 1 else 1, op.blur))
     batch = op.batch_shape
     return Measurement(
         value=value.reshape(batch),

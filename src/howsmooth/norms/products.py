@@ -15,17 +15,18 @@ from howsmooth.jacobians.operator import JacobianOperator
 CHUNK_BYTES = 2**26
 
 
-def rounding_allowance(dtype: torch.dtype, products: int) -> float:
-    """Relative allowance for rounding in a norm found through this many products: 8 √products · eps(dtype).
+def rounding_allowance(dtype: torch.dtype, products: int, blur: float = 0.0) -> float:
+    """Relative allowance for rounding in a norm found through this many products: 8 √products · eps(dtype) + 2 blur.
 
     A run of m products is exact for a nearby operator J + E. Every product brings a relative error of a few eps, and
     m such errors in orthogonal directions add up to ‖E‖ ≤ ‖E‖_F ≈ few · √m · eps · ‖J‖. By Weyl's inequality no
-    singular value moves by more than ‖E‖, so a bound for J + E widened by this much is a bound for J.
+    singular value moves by more than ‖E‖, so a bound for J + E widened by this much is a bound for J. The operator
+    itself may be that of a point nearby (`JacobianOperator.blur`).
 
     >>> rounding_allowance(torch.float64, 4) == 16 * torch.finfo(torch.float64).eps
     True
     """
-    return 8 * math.sqrt(products) * torch.finfo(dtype).eps
+    return 8 * math.sqrt(products) * torch.finfo(dtype).eps + 2 * blur
 
 
 def random_stream(seed: int, purpose: str) -> torch.Generator:
