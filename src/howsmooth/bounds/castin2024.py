@@ -40,7 +40,7 @@ def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     >>> float(sqrt_n(one, one, radius=1.0, n=4))  # √3·√21
     7.93725...
     """
-    a = score * radius**2
+    a = score * radius * radius
     return 3**0.5 * value * (a.square() * (4 * n + 1) + n).sqrt()
 
 
@@ -53,7 +53,7 @@ def mean_field(value: Tensor, score: Tensor, radius: float) -> Tensor:
     >>> [round(float(mean_field(one, b * one, 1.0)), 1) for b in (1, 2)]
     [29.6, 382.2]
     """
-    a = score * radius**2
+    a = score * radius * radius
     return value * (1 + 3 * a) * torch.exp(2 * a)
 
 
@@ -70,7 +70,7 @@ def lower_sqrt_n(response: Tensor, gamma: Tensor, radius: float, n: float) -> Te
     >>> float(lower_sqrt_n(one, one, radius=1.0, n=5)), float(lower_sqrt_n(one, one, radius=1.0, n=9))
     (1.0, nan)
     """
-    holds = n <= 1 + torch.exp(2 * gamma * radius**2)
+    holds = n <= 1 + torch.exp(2 * gamma * radius * radius)
     return torch.where(holds, 0.5 * response * (n - 1) ** 0.5, torch.nan)
 
 

@@ -47,7 +47,7 @@ def on_ball(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     >>> on_ball(one, one, radius=1.0, n=4)
     tensor([6.])
     """
-    return value * (n**0.5 + n * radius**2 * score)
+    return value * (n**0.5 + n * radius * radius * score)
 
 
 def norms_at(attention: AttentionMap, x: Tensor, folded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm
+from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.bounds.visibility import first_blind
 from howsmooth.errors import InvalidInput
@@ -73,7 +73,8 @@ class Setting:
     def _numbers(self) -> dict[bool, HeadNumbers]:
         assert self.tokens is not None
         n = math.inf if self.n is None else self.n
-        return {folded: head_numbers(self.map, self.tokens, n, folded) for folded in (True, False)}
+        numbers = head_numbers(self.map, self.tokens, n)
+        return {True: numbers, False: without_output(numbers, self.map, self.tokens)}
 
     @cached_property
     def output_norm(self) -> float:
