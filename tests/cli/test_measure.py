@@ -15,33 +15,16 @@ import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
 from howsmooth.cli.sources import random_tokens
+from tests.cli.command import Command
 
+MEASURE = Command("measure")
+run, answer, refusal = MEASURE.run, MEASURE.json, MEASURE.refusal
 SMALL = ["--width", "16", "--heads", "2", "--length", "12"]
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, ["measure", *map(str, args)])
-
-
-def answer(*args: object) -> dict:
-    result = run(*args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def refusal(*args: object) -> str:
-    """The one line on stderr of a command that must be refused."""
-    result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("howsmooth: ")
-    return line
 
 
 def tokens(n: int, d: int, seed: int) -> Tensor:

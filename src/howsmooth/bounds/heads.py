@@ -161,12 +161,12 @@ class _Scores:
 
     def _largest(self, left: Tensor, right: Tensor) -> Tensor:
         """max over rotations R of ‖leftᵀ R right‖; both (heads, k, ·)."""
-        if not bool(left.any() and right.any()):
-            return torch.zeros(len(left), dtype=left.dtype)
         # Only the triangular factors matter: k × k instead of d × d.
-        left, right = (torch.linalg.qr(part.mT).R.mT for part in (left, right))
+        left, right = (torch.linalg.qr(part.mT).R.mT if part.shape[-1] > 1 else part for part in (left, right))
         if self.rotary is None:
             return spectral(left.mT @ right)
+        if not bool(left.any() and right.any()):
+            return torch.zeros(len(left), dtype=left.dtype)
         if self.offsets is None:
             # Coordinates that do not turn keep their length, so an amplitude below one shrinks nothing for sure.
             return spectral(left) * spectral(right) * max(1.0, self.rotary.amplitude) ** 2

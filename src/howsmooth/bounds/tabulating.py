@@ -236,7 +236,7 @@ def table(
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
     rows += [row for m in measurements.values() for row in _measured_rows(m, per_head)]
     known = _lower_ends(rows, measurements)
-    compared = [_compared(row, known) for row in rows]
+    compared = [compared_with(row, known) for row in rows]
     return Table(tuple(sorted(compared, key=_tightest_first)), where, measurements, refused)
 
 
@@ -289,7 +289,7 @@ def _lower_ends(rows: Iterable[Row], measurements: dict[float, Measurement]) -> 
     return measured + [row for row in rows if row.kind == "lower"]
 
 
-def _compared(row: Row, known: Iterable[Row]) -> Row:
+def compared_with(row: Row, known: Iterable[Row]) -> Row:
     """The row with its ratio, once it is sure that it contradicts nothing."""
     below = [end for end in known if (end.norm, end.head) == (row.norm, row.head) and end.scope in _CONTAINS[row.scope]]
     best = max(below, key=lambda end: end.value, default=None)

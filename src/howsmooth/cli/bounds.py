@@ -79,9 +79,9 @@ def bounds(
     with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
         begin("opening the map")
         site = request.open(settings)
-        x = None if on_set else _one_input(site.x)
+        x = None if on_set else one_input(site.x)
         lengths = lengths or [site.x.shape[-2]]
-        tokens = _after(site, after, rms)
+        tokens = tokens_after(site, after, rms)
         if tokens is None and radius is None and x is not None and bool(x.any()):
             tokens = TokenSet.around(x)  # one set for every n
         where: dict[str, Any] = {"radius": radius, "tokens": tokens, "eps": eps, "seed": site.seeds["solver"]}
@@ -191,7 +191,7 @@ def _whole(count: float) -> int:
     return int(count)
 
 
-def _one_input(x: Tensor) -> Tensor:
+def one_input(x: Tensor) -> Tensor:
     return x[0] if x.dim() == 3 and len(x) == 1 else x
 
 
@@ -202,7 +202,7 @@ def _first(x: Tensor, count: float) -> Tensor:
     return x if x.dim() == 3 else x[: _whole(count)]
 
 
-def _after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
+def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
     """What the normalisation named by --after can give out."""
     if prefix is None:
         return None

@@ -24,6 +24,7 @@ from howsmooth.cli.console import (
     written,
 )
 from howsmooth.cli.pictures import check_drawable, draw_measurement
+from howsmooth.cli.replay import Replay
 from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.errors import InvalidInput
 from howsmooth.explaining import Explanation, explain
@@ -43,7 +44,8 @@ _EXAMPLES = """Examples:\n
   howsmooth measure "random:gpt2\\[length=256]" --what block\n
   howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
   howsmooth measure minilm --layer 2 --length 96\n
-  howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
+  howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json\n
+  howsmooth measure --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
 """
 
 
@@ -51,8 +53,11 @@ _EXAMPLES = """Examples:\n
 def measure(
     request: Request,
     settings: Settings,
-    what: Annotated[What, typer.Option(help="What to measure.")] = What.both,
-    norm: Annotated[Norm, typer.Option(help="Which norm of the Jacobian.")] = Norm.two,
+    witness: Annotated[
+        Path | None, typer.Option(help="At the input that `howsmooth worst-case` has kept in this file, on its map.")
+    ] = None,
+    what: Annotated[What | None, typer.Option(help="What to measure (both, or what the witness is for).")] = None,
+    norm: Annotated[Norm | None, typer.Option(help="Which norm of the Jacobian (2, or the witness's).")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="How many singular values (norm 2).")] = 1,
     rtol: Annotated[float, typer.Option(help="Relative accuracy to certify.")] = 1e-3,
     confidence: Annotated[float, typer.Option(help="Probability with which an upper bound holds.")] = 0.99,
@@ -67,9 +72,12 @@ def measure(
     kept = parse_bytes(memory)
     if figure is not None:
         check_figure_path(figure)
+    replay = None if witness is None else Replay.open(witness, request, settings)
+    what = what or (What.both if replay is None else What.block if replay.witness.head is None else What.heads)
+    norm = norm or (Norm.inf if replay is not None and replay.witness.norm == math.inf else Norm.two)
     if explained and norm is not Norm.two:
         raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm.value}.")
-    site = request.open(settings)
+    site = request.open(settings) if replay is None else replay.site
     if figure is not None:
         check_drawable(site, what.value, norm.value)
     found: dict[str, Measurement] = {}
@@ -104,9 +112,12 @@ def measure(
         draw_measurement(site, found, figure, _SYMBOLS[norm.value])
     converged = all(bool(m.converged.all()) for m in found.values())
     if as_json:
-        print_json(_as_json(site, found, stories, converged, figure))
+        again = {} if replay is None else {"witness": replay.to_dict()}
+        print_json(_as_json(site, found, stories, converged, figure) | again)
     else:
         _print(site, found, stories, norm.value, figure)
+        if replay is not None:
+            stdout().print(replay.in_words(), markup=False)
     if not converged:
         raise typer.Exit(NOT_CONVERGED)
 

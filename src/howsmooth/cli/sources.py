@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import torch
 import typer
@@ -19,6 +19,10 @@ from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
 from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights, read_tensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -32,7 +36,7 @@ class Request:
         str,
         typer.Argument(
             help="A weights file (.safetensors, .pt, .pth), random, random:PRESET, random\\[name=value,…], "
-            "a named model (minilm, smollm2) or the folder of one."
+            "a named model (minilm, smollm2), the folder of one, or its id on the hub (org/name)."
         ),
     ] = "random"
     prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None
@@ -45,7 +49,9 @@ class Request:
     @property
     def names_model(self) -> bool:
         """Whether SOURCE is a model, which has tokens of its own."""
-        return self.source in NAMED or Path(self.source, "config.json").is_file()
+        path = Path(self.source)
+        on_hub = _HUB_ID.fullmatch(self.source) and path.suffix not in SUFFIXES and not path.exists()
+        return self.source in NAMED or Path(path, "config.json").is_file() or bool(on_hub)
 
     def open(self, settings: Settings) -> Site:
         """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
@@ -132,6 +138,7 @@ class Site:
     Attributes:
         drawn: whether the tokens are random.
         tensors: all weights of the file or model by name; none for a random map.
+        model: the model whose layer this is, when there is one.
     """
 
     attention: AttentionMap
@@ -141,6 +148,7 @@ class Site:
     seed: int
     drawn: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    model: PreTrainedModel | None = None
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -312,7 +320,8 @@ def _from_model(request: Request, settings: Settings) -> Site:
         origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
     if dtype is not None:
         attention, x = attention.in_dtype(dtype), x.to(dtype)
-    return Site(attention, x, f"{request.source}, layer {layer}", origin, request.seed, tensors=model.state_dict())
+    name = f"{request.source}, layer {layer}"
+    return Site(attention, x, name, origin, request.seed, tensors=model.state_dict(), model=model)
 
 
 def _read_text(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.source import Cell, Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
-from howsmooth.scanning.growth import Growth, fit_growth
+from howsmooth.worstcase.laws import PowerLaw, fit_power_law
 
 _SLIGHT = 0.005
 """Shares so little outside of 0 … 1 are not worth a word."""
@@ -124,12 +124,12 @@ def place_of(row: Row) -> str:
     )
 
 
-def growths(group: Group) -> dict[Cell, Growth]:
+def growths(group: Group) -> dict[Cell, PowerLaw]:
     """The power law in n of every cell that has one, through all its lengths and windows."""
     points: dict[Cell, list[tuple[int, float]]] = {}
     for row in group.rows:
         points.setdefault(cell_of(row), []).append((row["length"], row["value"]))
-    fits = {cell: fit_growth(*zip(*found, strict=True)) for cell, found in points.items()}
+    fits = {cell: fit_power_law(*zip(*found, strict=True)) for cell, found in points.items()}
     return {cell: fit for cell, fit in fits.items() if fit is not None}
 
 

@@ -1,0 +1,227 @@
+"""`howsmooth worst-case`: the least smooth input of a set, between what it reaches and what no input can exceed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from decimal import ROUND_FLOOR
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from howsmooth.bounds.tokens import TokenSet
+from howsmooth.cli.bounds import one_input, tokens_after
+from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stdout, written
+from howsmooth.cli.replay import remember
+from howsmooth.cli.scan import FOLDER
+from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.cli.token_sets import layer_tokens, positive_numbers
+from howsmooth.errors import InvalidInput
+from howsmooth.figures import save_figure
+from howsmooth.scanning.grammar import parse_lengths
+from howsmooth.worstcase.both_ends import Sandwich, size_of
+from howsmooth.worstcase.sandwiching import sandwich
+from howsmooth.worstcase.sets import InputSet
+
+Norm = Enum("Norm", {"two": "2", "inf": "inf"})
+_LENGTHS = "8,16,32"
+_AT_THE_LAYER = "layer"
+
+
+@spread
+def worst_case(
+    request: Request,
+    settings: Settings,
+    head: Annotated[int | None, typer.Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
+    lengths: Annotated[str | None, typer.Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
+    radius: Annotated[
+        str | None,
+        typer.Option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
+    ] = None,
+    rms: Annotated[bool, typer.Option("--rms", help="--after names an RMSNorm.")] = False,
+    around: Annotated[Path | None, typer.Option(help="Search near what the layer sees of this text.")] = None,
+    eps: Annotated[
+        str | None, typer.Option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
+    ] = None,
+    norm: Annotated[Norm, typer.Option(help="Which norm of the Jacobian.")] = Norm.two,
+    starts: Annotated[int, typer.Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each search.")] = 200,
+    seconds: Annotated[float | None, typer.Option(help="Time for all searches together.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for witnesses and figure.")] = FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Find the least smooth input of a set, and how far the best theorem is from it.
+
+    For every number of tokens and every set: an input on which the attention reaches the lower bound, kept in a file
+    that `howsmooth measure --witness` replays, and the smallest proved upper bound. Without --radius the tokens are
+    those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
+    Ctrl-C keeps and prints the best so far.
+
+    Examples:\n
+      howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --radius 1,2\n
+      howsmooth worst-case minilm --layer 2 --head 0 --lengths 16,32 --radius layer\n
+      howsmooth worst-case minilm --layer 2 --around novel.txt --eps 0.01,0.05 --lengths 64\n
+      howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --radius layer --seconds 60
+    """
+    set_threads(threads)
+    counts = parse_lengths(lengths or settings.length or _LENGTHS)
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
+    if lengths is not None and settings.length is not None:
+        raise InvalidInput("--lengths says how many tokens there are: leave out --length.")
+    request, shares = _neighbourhood(request, radius, after, around, eps)
+    if rms and after is None:
+        raise InvalidInput("--rms says what --after names: give --after too.")
+    radii = None if radius in (None, _AT_THE_LAYER) else positive_numbers(str(radius), "--radius")
+    if request.input is None:
+        settings = replace(settings, length=counts[-1] if shares else 4)
+    site = request.open(settings)
+    where = _where(site, request, radii, after, rms, shares, radius == _AT_THE_LAYER)
+    out.mkdir(parents=True, exist_ok=True)
+    source = remember(request, settings, site.attention)
+    stem, unit = _stem(request, source["sha256"], head, norm.value), where["eps"][0] / shares[0] if shares else 1.0
+    with _searching() as progress:
+        found = sandwich(
+            site.attention,
+            counts,
+            **where,
+            norm=math.inf if norm is Norm.inf else 2,
+            head=head,
+            starts=starts,
+            steps=steps,
+            seconds=seconds,
+            seed=site.seeds["solver"],
+            files=lambda n, over: out / f"{stem}-n{n}-{_set_name(over)}{_size_name(over, unit)}.safetensors",
+            source=source,
+            progress=progress,
+        )
+    picture = out / f"{stem}-{_set_name(found[0].over)}.png" if found else None
+    if picture is not None:
+        save_figure(found.figure(), picture)
+    if as_json:
+        facts = site.describe() | {"n": list(counts), "head": head} | ({} if shares else {"input": None})
+        content = {"setting": facts, "cells": found.to_dict(), "interrupted": found.interrupted}
+        print_json(content | {"figure": None if picture is None else str(picture)})
+    else:
+        _print(site, found, head, picture)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not all(row["converged"] for row in found.to_dict()):
+        raise typer.Exit(NOT_CONVERGED)
+
+
+def _neighbourhood(
+    request: Request, radius: str | None, after: str | None, around: Path | None, eps: str | None
+) -> tuple[Request, list[float]]:
+    """The request with the text of --around, and the shares of --eps; none when the set is another one."""
+    given = [name for name, value in (("--radius", radius), ("--after", after), ("--eps", eps)) if value is not None]
+    if len(given) > 1:
+        raise InvalidInput(f"{' and '.join(given)} name two different sets: choose one.")
+    if eps is None:
+        for option, value in (("--around", around), ("--text", request.text), ("--input", request.input)):
+            if value is not None:
+                raise InvalidInput(f"{option} says where to search, but not how near: give --eps, for example 0.01.")
+        return request, []
+    if around is not None:
+        if request.text is not None or request.input is not None:
+            raise InvalidInput("--around, --text and --input name the same thing: give one of them.")
+        request = replace(request, text=around)
+    return request, positive_numbers(eps, "--eps")
+
+
+def _where(
+    site: Site,
+    request: Request,
+    radii: list[float] | None,
+    after: str | None,
+    rms: bool,
+    shares: list[float],
+    at_the_layer: bool,
+) -> dict[str, Any]:
+    """The sets, as `howsmooth.worstcase.sandwich` takes them."""
+    if shares:
+        x = one_input(site.x).double()
+        if x.dim() != 2:
+            raise InvalidInput(f"a search goes on near one input, but --input holds {len(x)}: store one by itself.")
+        return {"around": x, "eps": [share * float(x.norm(dim=-1).mean()) for share in shares]}
+    if radii is not None:
+        return {"radii": radii}
+    if after is not None:
+        return {"over": tokens_after(site, after, rms)}
+    if at_the_layer or site.model is not None:
+        return {"over": layer_tokens(site, request)}
+    width = site.attention.in_features
+    return {"over": TokenSet.ball(width**0.5, width, "tokens of unit RMS")}
+
+
+def _stem(request: Request, sha256: str, head: int | None, norm: str) -> str:
+    """The beginning of all file names: which map, by name and hash, and which norm unless it is the usual one."""
+    source = Path(request.source).stem if Path(request.source).is_file() else request.source
+    parts = ["worst", source, request.prefix or "", "" if request.layer is None else f"layer{request.layer}"]
+    parts += ["" if head is None else f"head{head}", "" if norm == "2" else norm, sha256[:6]]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(part.strip(".") for part in parts if part)).strip("-")
+
+
+def _set_name(over: InputSet) -> str:
+    """The kind of set in a file name."""
+    said = over.describe()
+    known = {"neighbourhood": "eps", "ball": "R"}
+    return known.get(said["set"]) or re.sub(r"\W+", "-", str(said.get("origin", said["set"])))
+
+
+def _size_name(over: InputSet, unit: float) -> str:
+    """R, or ε as a share of the mean token norm, ``unit``."""
+    return f"{(size_of(over) or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
+
+
+def _print(site: Site, found: Sandwich, head: int | None, picture: Path | None) -> None:
+    out = stdout()
+    out.print(site.in_words() + ("" if head is None else f"; head {head}"), markup=False)
+    if any(cell.centre is not None for cell in found):
+        size = float(site.x.double().norm(dim=-1).mean())
+        out.print(f"tokens: near {site.tokens}; mean norm {written(size)}", markup=False)
+    if not found:
+        out.print("nothing was found yet")
+        return
+    out.print(found)
+    out.print(
+        "Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound."
+    )
+    for cell in found:
+        out.print(f"witness: {cell.file}", markup=False, soft_wrap=True)
+    if picture is not None:
+        out.print(f"figure: {picture}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _searching() -> Iterator[Callable[[str, float, int, float], None]]:
+    """A bar on stderr with the best value so far and the time left. Silent when nobody watches."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("opening the map", total=None)
+
+        def show(label: str, done: float, cells: int, best: float) -> None:
+            reached = f": ≥ {written(best, ROUND_FLOOR)}" if best > 0 else ""
+            bar.update(task, description=f"{label}{reached}", completed=done, total=cells)
+
+        yield show

@@ -1,0 +1,229 @@
+"""The least smooth input of a set, by search."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.tokens import TokenSet
+from howsmooth.errors import InvalidInput
+from howsmooth.norms import Measurement
+from howsmooth.worstcase.asking import Question, asked, resolved
+from howsmooth.worstcase.climbing import MILESTONES, Ascent, Climb, Found
+from howsmooth.worstcase.leading import evaluate, leading
+from howsmooth.worstcase.sequences import Exchange
+from howsmooth.worstcase.sets import Embeddings, InputSet
+from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, Roughness
+from howsmooth.worstcase.witness import Stopped, Witness
+
+Progress = Callable[[int, int, float], None]
+_SAVE_EVERY = 2.0
+_CONTENDERS, _MOST_CONTENDERS = 0.98, 4
+"""Best points this near to the best of all are measured at the end, at most so many: a climb has lower bounds only."""
+_LAST_STEPS = 20
+"""After the last milestone a climb that brings nothing for so many steps, and an eighth of all, has settled."""
+_UNMEASURED = "one direction of the climb"
+
+
+def worst_case(
+    f: Callable[[Tensor], Any],
+    n: int | None = None,
+    *,
+    radius: float | None = None,
+    over: InputSet | TokenSet | nn.Module | None = None,
+    start: Tensor | Sequence[Tensor] | None = None,
+    norm: float | str = 2,
+    head: int | None = None,
+    starts: int = 8,
+    constructions: bool = True,
+    steps: int = 200,
+    seconds: float | None = None,
+    seed: int = 0,
+    save: str | os.PathLike[str] | None = None,
+    source: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Witness:
+    r"""Look for the X in a set at which ‖J(X)‖ is largest; on a convex set the supremum is the Lipschitz constant.
+
+    The search climbs from many starts at once by the gradient of ‖J(X)‖ through fixed singular vectors
+    (`howsmooth.worstcase.slopes`), with the theorems' own inputs among the starts. What it finds is a lower bound with
+    a witness: no search can say that there is nothing worse. For the other end see `howsmooth.bounds.table`.
+
+    Args:
+        f: an attention map, a `torch.nn.MultiheadAttention`, or any function or module of x ``(n, d)`` that can be
+            differentiated twice.
+        n: number of tokens; may be left out when the set or a start says it.
+        radius: search the ball of this radius for every token: short for ``over=Ball(radius)``.
+        over: the set: `Ball`, `Sphere`, `Normalised`, `Neighbourhood` or `Embeddings` of `howsmooth.worstcase`, a
+            `howsmooth.bounds.TokenSet`, or a normalisation layer. None is all of R^{n × d}, for Lipschitz maps.
+        start: inputs of your own to set out from, ``(n, d)`` each (token ids, ``(n,)``, for `Embeddings`); one that
+            lies outside the set is brought into it, which the witness notes.
+        norm: 2 or inf.
+        head: one head of the map, with its own slice of the output projection.
+        starts: number of random starts.
+        constructions: False searches without the theorems' inputs.
+        steps: most steps to make.
+        seconds: most seconds to climb; the first and last measurements come on top.
+        seed: of the random starts; the same seed gives the same witness, unless ``seconds`` cuts it short.
+        save: a file that always holds the best witness so far, whole.
+        source: how the map was made, kept in that file, so that it can be made again.
+        progress: called after every step with the step, ``steps`` and the best value so far.
+
+    Returns:
+        A `Witness`. Ctrl-C ends the search and returns the best so far.
+
+    >>> import torch, howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
+    >>> witness = worst_case(head, 8, radius=8**0.5, starts=2, steps=20)
+    >>> round(witness.value, 1), witness.start
+    (16.1, 'two poles')
+    """
+    began = time.perf_counter()
+    question = asked(f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed)
+    search = _Search(question, None if save is None else Path(save), dict(source or {}), progress, began)
+    return search.run()
+
+
+class _Search:
+    """One search: the climb, its budget, and the file that keeps its best."""
+
+    def __init__(
+        self, question: Question, save: Path | None, source: dict[str, Any], progress: Progress | None, began: float
+    ):
+        self.asked, self.save, self.source, self.progress, self.began = question, save, source, progress, began
+        self.stopped: Stopped = "steps"
+        self.saved_at, self.unsaved = -math.inf, False
+
+    def run(self) -> Witness:
+        asked = self.asked
+        climb = self._climb()
+        if self.save is not None:
+            self._interim(climb).save(self.save)  # a file that cannot be written is an error now, not after the search
+        try:
+            self._go(climb)
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
+        found, measurement = self._best(climb)
+        if asked.notes:
+            measurement = replace(measurement, notes=(*measurement.notes, *asked.notes))
+        witness = self._witness(climb, found, measurement, self.stopped)
+        if self.save is not None:
+            self._keep(witness)
+        return witness
+
+    def _climb(self) -> Climb:
+        asked = self.asked
+        roughness: Roughness
+        if isinstance(asked.f, AttentionMap):
+            roughness = AttentionRoughness(asked.f, asked.norm)
+        else:
+            roughness = FunctionRoughness(asked.f, asked.norm)
+
+        def find(x: Tensor) -> tuple[Tensor, Tensor]:
+            return leading(x, roughness)
+
+        if isinstance(asked.over, Embeddings):
+            return Exchange(roughness, find, asked.over, asked.starts, asked.seed)
+        return Ascent(roughness, find, asked.over, asked.starts, asked.seed)
+
+    def _go(self, climb: Climb) -> None:
+        asked, ahead, begun = self.asked, list(MILESTONES), 0
+        self.since = time.perf_counter()
+        for step in range(asked.steps):
+            used = step / asked.steps
+            if asked.seconds is not None:
+                spent = time.perf_counter() - self.since
+                if spent >= asked.seconds:
+                    self.stopped = "seconds"
+                    return
+                used = max(used, spent / asked.seconds)
+            if ahead and used >= ahead[0]:
+                ahead = [share for share in ahead if share > used]
+                climb.milestone()
+                begun = step
+            climb.step(used)
+            if self.save is not None and time.perf_counter() - self.saved_at > _SAVE_EVERY:
+                self._keep(self._interim(climb))
+            if self.progress is not None:
+                self.progress(step + 1, asked.steps, climb.leader.value)
+            last = max(_LAST_STEPS, asked.steps // 8)
+            if not ahead and step - begun >= last and climb.settled(last):
+                self.stopped = "settled"
+                return
+
+    def _best(self, climb: Climb) -> tuple[Found, Measurement]:
+        """The best point, measured; of several that come near to it the one that measures most."""
+        asked = self.asked
+        ranked = sorted(climb.everyone, key=lambda found: -found.value)
+        ranked = [found for found in ranked if resolved(asked.f, asked.over.at(found.z))]
+        if not ranked:
+            raise InvalidInput("every point that was found has logits beyond the resolution of float64: give a set.")
+        near = [found for found in ranked if found.value >= _CONTENDERS * ranked[0].value]
+        best = ranked[0], self._unmeasured(climb, ranked[0])
+        try:
+            for found in near[: 1 if self.stopped == "interrupted" else _MOST_CONTENDERS]:
+                measured = evaluate(asked.f, asked.over.at(found.z), asked.norm)
+                if best[1].method == _UNMEASURED or float(measured) > float(best[1]):
+                    best = found, measured
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
+        return best
+
+    def _interim(self, climb: Climb) -> Witness:
+        return self._witness(climb, climb.leader, self._unmeasured(climb, climb.leader), "running")
+
+    def _unmeasured(self, climb: Climb, found: Found) -> Measurement:
+        """What the climb itself knows: ‖Jv‖ for one v, which is a lower bound."""
+        value = torch.tensor(found.value, dtype=torch.float64)
+        return Measurement(
+            value=value,
+            lower=value,
+            upper=torch.full_like(value, math.inf),
+            confidence=0.0,
+            norm=self.asked.norm,
+            converged=torch.tensor(False),
+            products=2 * len(climb.history),
+            method=_UNMEASURED,
+            dtype=torch.float64,
+            seconds=time.perf_counter() - self.began,
+        )
+
+    def _witness(self, climb: Climb, found: Found, measurement: Measurement, stopped: Stopped) -> Witness:
+        asked = self.asked
+        return Witness(
+            x=asked.over.at(found.z).detach(),
+            value=float(measurement),
+            measurement=measurement,
+            norm=asked.norm,
+            head=asked.head,
+            over=asked.over.describe(),
+            start=found.name,
+            history=list(climb.history),
+            seed=asked.seed,
+            steps=len(climb.history),
+            seconds=time.perf_counter() - self.began,
+            stopped=stopped,
+            ids=found.z if isinstance(asked.over, Embeddings) else None,
+            source=self.source,
+        )
+
+    def _keep(self, witness: Witness) -> None:
+        """Save; a disk that fills up during the search costs the file, never the result."""
+        assert self.save is not None
+        self.saved_at = time.perf_counter()
+        try:
+            witness.save(self.save)
+        except InvalidInput as error:
+            if not self.unsaved:
+                warnings.warn(f"the witness is not saved, only returned: {error}", UserWarning, stacklevel=4)
+            self.unsaved = True
