@@ -1,0 +1,57 @@
+"""Layers to train with: attention that keeps its Lipschitz promise, called like `torch.nn.MultiheadAttention`.
+
+>>> import torch
+>>> from howsmooth.nn import ContractiveL2Attention
+>>> layer = ContractiveL2Attention(16, num_heads=4, coefficient=0.9).eval()
+>>> output, _ = layer(torch.randn(2, 10, 16))
+>>> output.shape, bool(layer.lipschitz_bound(n=10) <= 0.9 * (1 + 1e-6))
+(torch.Size([2, 10, 16]), True)
+"""
+
+from howsmooth.nn.actnorm import ActNorm
+from howsmooth.nn.base import AttentionLayer
+from howsmooth.nn.branches import Attending, Composed, Scaled
+from howsmooth.nn.caps import SpectralCaps
+from howsmooth.nn.contractive import ContractiveL2Attention
+from howsmooth.nn.contractive_mlp import ContractiveMLP
+from howsmooth.nn.dot_product import CosineAttention, DotProductAttention, NormControlledAttention, SigmoidAttention
+from howsmooth.nn.fixed_point import DidNotConverge
+from howsmooth.nn.gradient_step import GradientStepAttention
+from howsmooth.nn.invertible import Inversion, InvertibleResidual
+from howsmooth.nn.invertible_transformer import InvertibleTransformer
+from howsmooth.nn.l2 import L2Attention
+from howsmooth.nn.lipschitz_norm import LipschitzNormAttention
+from howsmooth.nn.log_determinant import LogDeterminant
+from howsmooth.nn.monitor import SmoothnessMonitor
+from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty
+from howsmooth.nn.replacing import load_replaced, replace_attention, replaced_layers
+
+__all__ = [
+    "ActNorm",
+    "Attending",
+    "AttentionLayer",
+    "Composed",
+    "ContractiveL2Attention",
+    "ContractiveMLP",
+    "CosineAttention",
+    "DidNotConverge",
+    "DotProductAttention",
+    "GradientStepAttention",
+    "Inversion",
+    "InvertibleResidual",
+    "InvertibleTransformer",
+    "JacobianPenalty",
+    "L2Attention",
+    "LipschitzNormAttention",
+    "LogDeterminant",
+    "NormControlledAttention",
+    "Scaled",
+    "SigmoidAttention",
+    "SmoothnessMonitor",
+    "SoftmaxJacobianPenalty",
+    "SpectralCaps",
+    "load_replaced",
+    "replace_attention",
+    "replaced_layers",
+    "softmax_jacobian_penalty",
+]

@@ -1,0 +1,119 @@
+r"""Caps on spectral norms: after every step of the optimiser, singular values above a cap are brought down to it.
+
+The projection of M on :math:`\{\|M\|_2 \le c\}` clips singular values: :math:`M - \sum_i(\sigma_i - c)_+u_iv_i^\top`.
+Only those above c are needed, so that a few vectors which follow M from step to step do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.checks import check_finite
+
+_WIDTH = 16
+_TOLERANCE = 1e-3
+_FUSED = {"in_proj.weight": 0, "in_proj_weight": 0, "c_attn.weight": 1}
+"""Query, key and value in one matrix: names and the axis along which they lie."""
+
+
+class SpectralCaps:
+    """No singular value of a module's weight matrices above ``cap``: call `step` after every step of the optimiser.
+
+    Queries, keys and values that share one matrix are capped one by one; embeddings are left alone. A matrix whose
+    Frobenius norm is within the cap is passed over. For the others a subspace of 16 vectors follows M by a step of
+    orthogonal iteration, and what it finds above the cap is brought down. **Exact decomposition** takes its place when
+    the subspace has not settled (residual above 0.1 % of the cap) or is full of values above the cap, every
+    ``exact_every`` steps, and in `exact`. In between the largest singular value may pass the cap by what the subspace
+    has not seen; after `exact` it does not, but for rounding.
+
+    Args:
+        module: whose matrices; its embeddings, and what is tied to them, are left out.
+        cap: largest singular value.
+        exact_every: steps from one exact projection of all to the next.
+
+    >>> layer = nn.Linear(4, 4)
+    >>> caps = SpectralCaps(layer, cap=0.1)
+    >>> caps.step()
+    >>> bool(torch.linalg.matrix_norm(layer.weight, 2) <= 0.1 * (1 + 1e-5))
+    True
+    """
+
+    def __init__(self, module: nn.Module, cap: float = 1.0, exact_every: int = 100):
+        if not (math.isfinite(cap) and cap > 0):
+            raise InvalidInput(f"the cap on spectral norms must be positive and finite, got {cap}.")
+        if exact_every < 1:
+            raise InvalidInput(f"exact_every must be at least one step, got {exact_every}.")
+        self.cap, self.exact_every = float(cap), exact_every
+        self._module = module
+        self._spaces: dict[str, Tensor] = {}
+        self._steps = 0
+        self.exact_count = 0
+        if not any(True for _ in self.matrices()):
+            raise InvalidInput(f"this {type(module).__name__} has no weight matrices to cap.")
+
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """The capped matrices, each a view of a parameter, with their names."""
+        embedded = {m.weight.data_ptr() for m in self._module.modules() if isinstance(m, nn.Embedding)}
+        for name, parameter in self._module.named_parameters():
+            if parameter.dim() != 2 or parameter.data_ptr() in embedded:
+                continue
+            axis = next((axis for end, axis in _FUSED.items() if name.endswith(end)), None)
+            if axis is None:
+                yield name, parameter.detach()
+            else:
+                parts = parameter.detach().chunk(3, dim=axis)
+                yield from ((f"{name}[{part}]", each) for part, each in zip("qkv", parts, strict=True))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Bring down what has grown above the cap since the last step."""
+        self._steps += 1
+        if self._steps % self.exact_every == 0:
+            return self.exact()
+        for name, matrix in self.matrices():
+            if not float(matrix.double().norm()) <= self.cap and not self._follow(name, matrix):
+                self._clip(name, matrix)
+        return None
+
+    @torch.no_grad()
+    def exact(self) -> None:
+        """Bring down every singular value above the cap, by decompositions in float64."""
+        for name, matrix in self.matrices():
+            self._clip(name, matrix)
+
+    def norms(self) -> dict[str, float]:
+        """The largest singular value of each matrix, exactly."""
+        return {name: float(torch.linalg.matrix_norm(matrix.double(), 2)) for name, matrix in self.matrices()}
+
+    def _clip(self, name: str, matrix: Tensor) -> None:
+        check_finite(matrix, f"the weight {name}")
+        left, sizes, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+        self.exact_count += 1
+        self._spaces[name] = right[:_WIDTH].mT.to(torch.promote_types(matrix.dtype, torch.float32))
+        if bool(sizes[0] > self.cap):
+            matrix.copy_((left * sizes.clamp(max=self.cap)) @ right)
+
+    def _follow(self, name: str, matrix: Tensor) -> bool:
+        """Whether the subspace has dealt with the matrix."""
+        space = self._spaces.get(name)
+        if space is None or space.shape[1] == min(matrix.shape):
+            return False
+        precise = matrix.to(space.dtype)
+        if not bool(precise.isfinite().all()):
+            check_finite(matrix, f"the weight {name}")
+        space = torch.linalg.qr(precise.mT @ (precise @ space)).Q
+        left, sizes, turn = torch.linalg.svd(precise @ space, full_matrices=False)
+        space = space @ turn.mT  # Ritz vectors: M·space = left·sizes
+        self._spaces[name] = space
+        residual = torch.linalg.vector_norm(precise.mT @ left[:, 0] - sizes[0] * space[:, 0])
+        if bool(residual > _TOLERANCE * self.cap) or bool(sizes[-1] > self.cap):
+            return False
+        over = (sizes - self.cap).clamp(min=0.0)
+        if bool(over.any()):
+            matrix.copy_(precise - (left * over) @ space.mT)
+        return True

@@ -1,0 +1,207 @@
+r"""Fixed points of contractions, one per item of a batch, with a proved bound on what is left of the error.
+
+Let T be a contraction, :math:`|T(a)-T(b)| \le c|a-b|` with c < 1. It has one fixed point x*, and (Banach 1922) at any x̂
+
+.. math:: |T(\hat x) - x^*| \le \frac{c}{1-c}\,|T(\hat x)-\hat x|,
+
+whatever way x̂ was found. So x̂ may come from Anderson acceleration (1965): the combination of the last points whose
+linearised residual is smallest. A plain step x̂ ← T(x̂) shrinks the residual by c at least; an accelerated one is kept
+only when it does as well, otherwise the plain step is taken from the last point kept. Hence every second evaluation
+at the latest shrinks the residual by c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import DoesNotApply, HowsmoothError
+
+Step = Callable[[Tensor, Tensor], Tensor]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Relative error to reach when none is asked for."""
+ROUNDING = 16
+"""Rounding errors of one evaluation of T that are allowed for, in units of the last place of |x| + |y|."""
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """|T(a) − T(b)| ≤ coefficient·|a − b|, coefficient < 1, in a norm: 2, 1 or inf of an item seen as one vector.
+
+    Attributes:
+        certified: whether that is proved; otherwise it is somebody's word.
+    """
+
+    coefficient: float
+    norm: float = 2
+    certified: bool = True
+
+    @property
+    def dual(self) -> Contraction:
+        """The same for the transposed Jacobian, which contracts the dual norm."""
+        return replace(self, norm={2: 2, 1: math.inf, math.inf: 1}[self.norm])
+
+    def size(self, x: Tensor) -> Tensor:
+        """The norm of every item of a batch."""
+        return torch.linalg.vector_norm(x.flatten(1), self.norm, dim=1)
+
+
+class DidNotConverge(HowsmoothError, RuntimeError):
+    """A fixed point was not reached; ``result`` holds the best that was found."""
+
+    def __init__(self, message: str, result: FixedPoint):
+        super().__init__(message)
+        self.result = result
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """One fixed point per item.
+
+    Attributes:
+        x: the points, shape of the start.
+        error_bound: ``(batch,)`` bounds on |x − x*|; they hold when the contraction constant does.
+        residual: ``(batch,)`` |T(x̂) − x̂| at the point x̂ that x = T(x̂) was made from.
+        iterations: ``(batch,)`` evaluations of T.
+        converged: ``(batch,)`` whether the error bound met the tolerance.
+        accelerated: ``(batch,)`` how many accelerated steps were kept.
+    """
+
+    x: Tensor
+    error_bound: Tensor
+    residual: Tensor
+    iterations: Tensor
+    converged: Tensor
+    accelerated: Tensor
+
+
+def solve(
+    step: Step,
+    start: Tensor,
+    *,
+    contraction: Contraction,
+    scale: Tensor,
+    tolerance: float | None = None,
+    max_iterations: int = 200,
+    memory: int = 8,
+) -> FixedPoint:
+    """The fixed points of ``step``, ``(batch, …)``; items stop one by one, when their own error bound is small enough.
+
+    Args:
+        step: T; takes the points still at work and their positions in the batch.
+        start: where to begin.
+        contraction: what is known of T. Two points met on the way that contradict it are an error: the bound would be
+            false.
+        scale: ``(batch,)`` size of what else enters T (|y| for x = y − f(x)), for the rounding allowance.
+        tolerance: relative error to reach; by default 1e-12 (float64), 1e-5 (float32) or what rounding allows.
+        memory: number of earlier points that acceleration combines; 0 for plain steps.
+
+    >>> halve = lambda x, index: 1 + x / 2
+    >>> found = solve(halve, torch.zeros(1, 3, dtype=torch.float64), contraction=Contraction(0.5), scale=torch.ones(1))
+    >>> round(float(found.x[0, 0]), 12), int(found.iterations)
+    (2.0, 3)
+    """
+    c, size, batch = contraction.coefficient, contraction.size, len(start)
+    answer = FixedPoint(
+        start.clone(),
+        start.new_full((batch,), math.inf),
+        start.new_full((batch,), math.inf),
+        torch.zeros(batch, dtype=torch.long, device=start.device),
+        torch.zeros(batch, dtype=torch.bool, device=start.device),
+        torch.zeros(batch, dtype=torch.long, device=start.device),
+    )
+    work = _Work(start, memory)
+    scale = scale.to(start)
+    for _ in range(max_iterations):
+        if len(work.index) == 0:
+            break
+        image = step(work.point, work.index)
+        residual = size(image - work.point)
+        _check_claim(work, image, residual, contraction, scale[work.index])
+        magnitude = size(image) + scale[work.index]
+        floor = ROUNDING * torch.finfo(start.dtype).eps * magnitude / (1 - c)
+        bound = c / (1 - c) * residual + floor
+        wanted = magnitude * (TOLERANCE[start.dtype] if tolerance is None else tolerance)
+        wanted = torch.maximum(wanted, 2 * floor) if tolerance is None else wanted
+        better = bound < answer.error_bound[work.index]  # false for NaN
+        place = work.index[better]
+        answer.x[place], answer.error_bound[place] = image[better], bound[better]
+        answer.residual[place] = residual[better]
+        answer.iterations[work.index] += 1
+        done = better & (bound <= wanted)
+        answer.converged[work.index[done]] = True
+        lost = work.plain & ~torch.isfinite(residual)
+        kept = work.plain | (residual <= c * work.residual)
+        answer.accelerated[work.index[kept & ~work.plain]] += 1
+        work.advance(image, residual, kept)
+        work.keep(~(done | lost))
+    return answer
+
+
+class _Work:
+    """The items still at work: for each the last point kept, its image, earlier points, and where to look next."""
+
+    def __init__(self, start: Tensor, memory: int):
+        batch = len(start)
+        self.index = torch.arange(batch, device=start.device)
+        self.point = start
+        self.plain = torch.ones(batch, dtype=torch.bool, device=start.device)
+        self.best = self.image = start
+        self.residual = start.new_full((batch,), math.inf)
+        self.points = start.new_zeros(batch, memory, math.prod(start.shape[1:]))
+        self.images = torch.zeros_like(self.points)
+        self.filled = torch.zeros(batch, memory, dtype=torch.bool, device=start.device)
+
+    def advance(self, image: Tensor, residual: Tensor, kept: Tensor) -> None:
+        """Take the kept points over, forget the past of the others, and choose the next points."""
+        remembered = torch.isfinite(self.residual) & kept  # nothing before the first evaluation
+        if self.filled.shape[1]:
+            self.points = torch.cat([self.best.flatten(1)[:, None], self.points[:, :-1]], dim=1)
+            self.images = torch.cat([self.image.flatten(1)[:, None], self.images[:, :-1]], dim=1)
+            self.filled = torch.cat([remembered[:, None], self.filled[:, :-1]], dim=1) & kept[:, None]
+        shape = (-1,) + (1,) * (image.dim() - 1)
+        self.best = torch.where(kept.view(shape), self.point, self.best)
+        self.image = torch.where(kept.view(shape), image, self.image)
+        self.residual = torch.where(kept, residual, self.residual)
+        self.plain = ~self.filled.any(1) if self.filled.shape[1] else torch.ones_like(kept)
+        self.point = torch.where(self.plain.view(shape), self.image, self._combined())
+
+    def keep(self, which: Tensor) -> None:
+        """Go on with some of the items."""
+        if bool(which.all()):
+            return
+        for name in ("index", "point", "plain", "best", "image", "residual", "points", "images", "filled"):
+            setattr(self, name, getattr(self, name)[which])
+
+    def _combined(self) -> Tensor:
+        r"""Anderson's point: :math:`T(x) + \sum_j\gamma_j(T(x_j) - T(x))`, γ minimising
+        :math:`|r + \sum_j\gamma_j(r_j - r)|`, r = T(x) − x."""
+        image = self.image.flatten(1)
+        residual = (image - self.best.flatten(1))[:, :, None]
+        moved = (self.images - self.points).mT - residual  # (items, size, memory)
+        lengths = torch.linalg.vector_norm(moved, dim=1).clamp_min(torch.finfo(image.dtype).tiny)
+        moved = moved / lengths[:, None] * self.filled[:, None]
+        ridge = 1e3 * torch.finfo(image.dtype).eps * torch.eye(moved.shape[-1], dtype=image.dtype, device=image.device)
+        gamma = torch.linalg.solve_ex(moved.mT @ moved + ridge, -moved.mT @ residual).result / lengths[:, :, None]
+        moved_images = (self.images - image[:, None]) * self.filled[:, :, None]
+        return (image + (moved_images.mT @ gamma).squeeze(-1)).view_as(self.image)
+
+
+def _check_claim(work: _Work, image: Tensor, residual: Tensor, contraction: Contraction, scale: Tensor) -> None:
+    """Refuse a contraction constant that two points in sight contradict beyond rounding."""
+    size = contraction.size
+    apart = size(work.point - work.best)
+    moved = size(image - work.image)
+    noise = 1e3 * ROUNDING * torch.finfo(image.dtype).eps * (size(image) + scale)
+    known = torch.isfinite(work.residual) & torch.isfinite(residual)
+    wrong = known & (moved > contraction.coefficient * apart + noise)
+    if bool(wrong.any()):
+        ratio = float((moved[wrong] / apart[wrong]).max())
+        raise DoesNotApply(
+            f"the map moved two points by {ratio:.4g} times their distance, so {contraction.coefficient:.4g} is not "
+            "its Lipschitz constant and no error bound holds: give the right coefficient, or scale the map down."
+        )

@@ -1,0 +1,198 @@
+"""Watching smoothness in training: σ of every attention layer at the batch it has just seen, every so many steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.measuring import measure
+from howsmooth.nn.capturing import Heard, Listener, attention_of, first_output, without_dropout
+from howsmooth.norms import Measurement
+from howsmooth.norms.products import random_stream
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+Log = Callable[..., object]
+_COLD = 3
+_SPICE = 0.1
+
+
+class SmoothnessMonitor:
+    r"""σ_max of the Jacobian of attention layers at real inputs while a model trains.
+
+    Every ``every`` steps each layer is measured at the first text of the batch that it has just seen, without padding,
+    dropout or what stands around the layer. ``steps`` steps of Golub–Kahan–Lanczos from the singular vector of last
+    time (two products of the Jacobian each, and one more) give a value that is **never above** σ and seldom far below;
+    it is logged as ``sigma_lower/<path>``. With ``certified`` the value is pinned down from both sides, at a higher
+    price: ``sigma_upper/<path>`` holds with a probability of 99 %.
+
+    Measuring changes nothing in training: not a weight, a gradient, a random number or a mode. A layer that cannot be
+    measured (NaN in its tokens or weights, nothing but padding) is logged as NaN, and ``problems`` says why.
+
+    Args:
+        model: that trains.
+        every: steps from one measurement to the next; the first step is measured.
+        layers: dotted paths of modules; by default every attention layer (see `howsmooth.nn.capturing.Listener`). A
+            module that is no attention layer is measured as a function of the whole batch, the largest over its texts.
+        log: called as ``log(values, step=step)`` (``wandb.log`` is such a function), or a ``SummaryWriter`` of
+            TensorBoard, or a folder for one; None keeps values in ``latest`` only.
+        steps: of the iteration; three times as many where there is no vector yet.
+        certified: whether to measure with both ends to a relative accuracy of ``rtol``.
+
+    >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    >>> monitor = SmoothnessMonitor(model, every=10)
+    >>> for step in range(11):
+    ...     model(torch.randn(2, 5, 16)).square().mean().backward()
+    ...     values = monitor.step()
+    ...     if values:
+    ...         print(step, list(values))
+    0 ['sigma_lower/self_attn']
+    10 ['sigma_lower/self_attn']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 100,
+        layers: Iterable[str] | None = None,
+        log: Log | str | Path | Any | None = None,
+        *,
+        steps: int = 4,
+        certified: bool = False,
+        rtol: float = 1e-2,
+    ):
+        for name, value, least in (("every", every, 1), ("steps", steps, 2)):  # one step would stay at its start
+            if value != int(value) or value < least:
+                raise InvalidInput(f"{name} must be a whole number of steps, at least {least}, got {value}.")
+        if not 0 < rtol < 1:
+            raise InvalidInput(f"rtol must lie between 0 and 1, got {rtol}.")
+        self.every, self.steps, self.certified, self.rtol = int(every), int(steps), certified, rtol
+        self._model, self._log = model, as_log(log)
+        self._listener = Listener(model, layers)
+        self._vectors: dict[str, Tensor] = {}
+        self._next = 0
+        self.latest: dict[str, float] = {}
+        self.problems: dict[str, str] = {}
+
+    @property
+    def layers(self) -> list[str]:
+        """The paths of the modules that are watched."""
+        return list(self._listener.modules)
+
+    def step(self, step: int | None = None) -> dict[str, float]:
+        """To be called once per step of training, after the forward pass; the values, when it was time for them.
+
+        Args:
+            step: its number, when the count does not start at 0.
+        """
+        now = self._next if step is None else step
+        heard = self._listener.take()
+        self._next = now + 1
+        self._listener.open = self._next % self.every == 0
+        if now % self.every or not heard:
+            return {}
+        self.problems = {}
+        self.latest = {}
+        for name, call in heard.items():
+            self.latest |= self._values(name, call)
+        if self._log is not None:
+            self._log(dict(self.latest), step=now)
+        return self.latest
+
+    def _values(self, name: str, heard: Heard) -> dict[str, float]:
+        try:
+            found = self._measured(name, heard)
+        except HowsmoothError as error:  # a layer that is not what it should be must not end a training run
+            self.problems[name] = str(error)
+            self._vectors.pop(name, None)
+            lower = upper = math.nan
+        else:
+            lower, upper = float(found.lower.max()), float(found.upper.max())
+        values = {f"sigma_lower/{name}": lower}
+        return values | {f"sigma_upper/{name}": upper} if self.certified else values
+
+    def _measured(self, name: str, heard: Heard) -> Measurement:
+        attention = attention_of(self._model, heard)
+        if attention is not None:
+            return self._solve(name, *attention)
+        with without_dropout(heard.module):
+            return self._solve(name, lambda x: first_output(heard, x), heard.tokens.detach())
+
+    def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.certified:
+            return measure(f, x, rtol=self.rtol)
+        known = self._vectors.get(name)
+        start = torch.randn(x.shape, generator=random_stream(self._next, name)).to(x)
+        steps = _COLD * self.steps
+        if known is not None and known.shape == x.shape:
+            steps = self.steps
+            # A little of everything, should the old vector be blind to what has become largest.
+            start = known.to(x) / known.norm() + _SPICE * start / start.norm()
+        found = measure(f, x, rtol=1e-6, start=start, max_steps=steps)
+        assert found.right is not None
+        self._vectors[name] = found.right
+        return found
+
+    def callback(self) -> TrainerCallback:
+        """For the transformers Trainer: ``Trainer(..., callbacks=[monitor.callback()])``.
+
+        Values are measured when an optimiser step ends, and added to the trainer's log history.
+        """
+        from transformers import TrainerCallback
+
+        monitor = self
+
+        class Monitoring(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                # The trainer has counted this step already.
+                values = monitor.step(state.global_step - 1)
+                if values:
+                    state.log_history.append({**values, "step": state.global_step})
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                monitor.close()
+
+        return Monitoring()
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+        self._listener.close()
+
+    def __enter__(self) -> SmoothnessMonitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def as_log(log: Any) -> Log | None:
+    """A function of values and step, from a function, a TensorBoard writer, or a folder for one.
+
+    >>> as_log(lambda values, step: print(step, values))({"sigma_lower/attn": 1.5}, step=3)
+    3 {'sigma_lower/attn': 1.5}
+    """
+    if isinstance(log, str | Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InvalidInput("TensorBoard is not installed: run `pip install tensorboard`.") from None
+        log = SummaryWriter(str(log))
+    if hasattr(log, "add_scalar"):
+        writer = log
+
+        def write(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        return write
+    if log is None or callable(log):
+        return log
+    raise InvalidInput(f"log must be a function, a SummaryWriter or a folder, got {type(log).__name__}.")

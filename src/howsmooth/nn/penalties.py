@@ -1,0 +1,179 @@
+r"""Penalties that steer smoothness: terms of a loss, differentiable in the weights.
+
+**Jacobian norm.** With unit vectors u, v close to the top singular vectors, :math:`\sigma \approx \langle u,
+Jv\rangle`, and :math:`d\sigma = \langle u, (dJ)v\rangle` when they are exact: the vectors may be held fixed. One step
+of the power method per call keeps them near, as weights change slowly. The value never exceeds σ.
+
+**Softmax Jacobian.** :math:`\|\mathrm{diag}\,p - pp^\top\| \le g(p) = p_1(1-p_1+p_2)` (Yudin et al. 2025) is small for
+weights that are flat and for those that look at one token; the mean of g over all rows of P is the penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
+from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.nn.base import AttentionLayer
+from howsmooth.nn.capturing import Heard, Listener, first_output, without_dropout
+from howsmooth.nn.dot_product import SigmoidAttention
+from howsmooth.norms.products import random_stream
+
+
+class _Penalty:
+    """The mean over layers of a number that depends on what each layer was called with."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
+        self._listener = Listener(model, layers)
+        for name, module in self._listener.modules.items():
+            self._check(name, module)
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        """Refuse what the penalty does not speak of."""
+
+    def _value(self, name: str, heard: Heard) -> Tensor:
+        raise NotImplementedError
+
+    def __call__(self) -> Tensor:
+        """The penalty for the forward pass that has just been made; add it to the loss."""
+        heard = self._listener.take()
+        if not heard:
+            raise InvalidInput("the penalty speaks of what the layers have seen: run the model, with gradients, first.")
+        values = []
+        for name, call in heard.items():
+            with without_dropout(call.module):
+                values.append(self._value(name, call))
+        return torch.stack(values).mean()
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+        self._listener.close()
+
+
+class JacobianPenalty(_Penalty):
+    """The mean of σ² (or σ) over layers and texts, at the tokens that each layer has just seen.
+
+    Tokens count as given: the gradient is that of the layers' own weights. A layer is what is called: for transformers'
+    own blocks that includes what they hold besides attention (in BERT's family residual and LayerNorm).
+
+    Args:
+        model: that trains.
+        layers: dotted paths; by default every attention layer.
+        power: 2 for σ², 1 for σ.
+        steps: of the power method, for each call.
+
+    >>> layer = nn.Linear(3, 3, bias=False)
+    >>> penalty = JacobianPenalty(nn.Sequential(layer), layers=["0"], steps=50)
+    >>> _ = layer(torch.randn(4, 3))
+    >>> bool(torch.isclose(penalty(), torch.linalg.matrix_norm(layer.weight, 2) ** 2, rtol=1e-3))
+    True
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
+        if power not in (1, 2) or steps < 1:
+            raise InvalidInput(f"the penalty is σ or σ² (power 1 or 2) by at least one step, got {power} and {steps}.")
+        super().__init__(model, layers)
+        self.power, self.steps = power, steps
+        self._vectors: dict[str, Tensor] = {}
+
+    def _value(self, name: str, heard: Heard) -> Tensor:
+        x = heard.tokens.detach()
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares, self._vectors[name] = stretch(
+            lambda y: first_output(heard, y), x, self._vectors.get(name), self.steps, self.power
+        )
+        return squares.mean()
+
+
+def stretch(
+    f: Callable[[Tensor], Tensor], x: Tensor, left: Tensor | None = None, steps: int = 1, power: int = 1
+) -> tuple[Tensor, Tensor]:
+    """|Jᵀu|^power ≤ σ^power for every text of x after steps of the power method from ``left``, and the new u.
+
+    Differentiable in whatever f depends on, with u held fixed. J comes from reverse mode alone: Jᵀu is linear in u, so
+    that Jv is its derivative in u along v.
+
+    >>> matrix = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64)).requires_grad_()
+    >>> value, _ = stretch(lambda x: x @ matrix, torch.ones(1, 2, dtype=torch.float64), steps=40)
+    >>> value.detach(), torch.autograd.grad(value, matrix)[0].round(decimals=6)
+    (tensor(3., dtype=torch.float64), tensor([[0., 0.],
+            [0., 1.]], dtype=torch.float64))
+    """
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = f(x)
+        if not y.requires_grad:
+            raise NotDifferentiable("the layer's output does not depend on its tokens, so that there is no Jacobian.")
+        dims = tuple(range(1 if x.dim() == 3 else 0, y.dim()))
+        if left is None or left.shape != y.shape:
+            left = torch.randn(y.shape, generator=random_stream(0, "penalty")).to(y)
+        left = _unit(left.to(y), dims)
+        for _ in range(steps):
+            left = left.detach().requires_grad_()
+            (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
+            (pushed,) = torch.autograd.grad(pulled, left, _unit(pulled.detach(), dims), retain_graph=True)
+            # Where J vanishes there is no direction to prefer.
+            left = torch.where(pushed.any(), _unit(pushed, dims), left.detach())
+        left = left.detach()
+        (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
+        other = pulled if power == 2 else _unit(pulled.detach(), dims)
+        return (pulled * other).sum(dims), left
+
+
+def _unit(v: Tensor, dims: tuple[int, ...]) -> Tensor:
+    length = torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+    return v / length.clamp(min=torch.finfo(v.dtype).tiny)
+
+
+class SoftmaxJacobianPenalty(_Penalty):
+    """The mean over layers of `softmax_jacobian_penalty` at the tokens that each layer has just seen.
+
+    For layers that can return their weights: those of `howsmooth.nn` (but sigmoid attention, which has no softmax)
+    and `torch.nn.MultiheadAttention`. Give the weights of a transformers model, ``output_attentions=True`` with eager
+    attention, to `softmax_jacobian_penalty` itself.
+
+    >>> from howsmooth.nn import L2Attention
+    >>> layer = L2Attention(8, num_heads=2)
+    >>> penalty = SoftmaxJacobianPenalty(layer)
+    >>> _ = layer(torch.randn(2, 5, 8))
+    >>> bool(0 < penalty() < 0.5)
+    True
+    """
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, AttentionLayer | nn.MultiheadAttention) or isinstance(module, SigmoidAttention):
+            raise InvalidInput(
+                f"{name or 'the model'} is a {type(module).__name__}, which returns no softmax weights: give "
+                "attention weights to softmax_jacobian_penalty, or name other layers."
+            )
+
+    def _value(self, name: str, heard: Heard) -> Tensor:
+        changed: dict[str, Any] = {"need_weights": True, "average_attn_weights": False}
+        return softmax_jacobian_penalty(heard.again(heard.tokens, **changed)[1])
+
+
+def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
+    """The mean of g(p) = p₁(1 − p₁ + p₂) over rows p of attention weights, from 0 to ½.
+
+    Rows that see nothing do not count.
+
+    Args:
+        weights: ``(…, n, m)``, or several such, whose means are averaged.
+
+    >>> softmax_jacobian_penalty(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    tensor(0.2500)
+    """
+    if not isinstance(weights, Tensor):
+        found = [softmax_jacobian_penalty(each) for each in weights]
+        if not found:
+            raise InvalidInput("there are no attention weights: ask for output_attentions=True with eager attention.")
+        return torch.stack(found).mean()
+    if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
+        raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    seeing = weights.detach().sum(-1) > 0
+    return softmax_jacobian_norm(weights).sum() / seeing.sum().clamp(min=1)
