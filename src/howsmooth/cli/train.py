@@ -1,0 +1,235 @@
+"""`howsmooth train`: character language models of any attention, and the grid that compares them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import ROUND_CEILING
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, set_threads, stdout, written
+from howsmooth.cli.sources import spread
+from howsmooth.errors import InvalidInput
+
+FOLDER = Path("howsmooth-output")
+_SAME = "the same command with --resume goes on from there"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained and how; the fields of `howsmooth.training.Settings`."""
+
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="dot-product, l2 (untied, not Lipschitz), l2-tied, contractive-2, contractive-inf, sigmoid, cosine, "
+            "norm-controlled, gradient-step; with --table several, separated by commas."
+        ),
+    ] = ""
+    depth: Annotated[str, typer.Option(help="Blocks (2); with --table several: 2,4,6.")] = ""
+    seed: Annotated[str, typer.Option(help="Of weights and data (0); with --table several: 0,1.")] = ""
+    width: Annotated[int, typer.Option(help="Width of a token.")] = 128
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4
+    blocks: Annotated[
+        str | None,
+        typer.Option(help="pre-norm, post-norm or contractive (contractive for contractive attention)."),
+    ] = None
+    coefficient: Annotated[float, typer.Option(help="Lipschitz constant of contractive branches.")] = 0.9
+    lengths: Annotated[
+        str, typer.Option(help="fixed windows, chunks (cross-document masks) or a curriculum of growing lengths.")
+    ] = "fixed"
+    length: Annotated[int, typer.Option(help="Tokens of the (longest) piece.")] = 64
+    cycles: Annotated[int, typer.Option(help="How often a curriculum goes from short to long.")] = 1
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000
+    batch_tokens: Annotated[int, typer.Option(help="Characters per step.")] = 1024
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    schedule: Annotated[str, typer.Option(help="cosine decay, or a fixed rate.")] = "cosine"
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for none.")] = 1.0
+    dropout: Annotated[float, typer.Option(help="In pre-norm blocks.")] = 0.0
+
+    def common(self) -> dict[str, Any]:
+        """The settings that all cells of a grid share."""
+        return {name: value for name, value in vars(self).items() if name not in ("attention", "depth", "seed")}
+
+
+@spread
+def train(
+    text: Annotated[Path, typer.Argument(help="A text file, or Penn Treebank: ptb.train.txt or its folder.")],
+    model: Model,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run (howsmooth-output/train-TEXT-ATTENTION-…).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="Compare kinds of attention over depths and seeds; always goes on where it was."),
+    ] = False,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    report_every: Annotated[int, typer.Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train a character language model and report its bits per character and how smooth its attention is.
+
+    A text file is split into its first 90 % to train and the rest to validate. Ctrl-C saves; --resume goes on, bit by
+    bit as if nothing had happened. Checkpoint, rows of numbers and result are in the folder.
+
+    Examples:\n
+      howsmooth train shakespeare.txt --attention contractive-2 --depth 4\n
+      howsmooth train ptb/ --lengths curriculum --length 256 --steps 5000 --out run --resume\n
+      howsmooth train shakespeare.txt --table --depth 2,4,6 --seed 0,1 --steps 2000
+    """
+    from howsmooth.training import Corpus, Intervals
+
+    set_threads(threads)
+    corpus = Corpus.read(text)
+    intervals = Intervals(report=report_every, save=save_every)
+    if table:
+        _grid(corpus, model, out or default_folder(text, "table"), intervals, as_json)
+    else:
+        _one(corpus, model, text, out, resume, intervals, as_json)
+
+
+def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, intervals: Any, as_json: bool) -> None:
+    from howsmooth.training import Settings
+    from howsmooth.training import train as run
+
+    depth, seed = (_number(name, value) for name, value in (("depth", model.depth or "2"), ("seed", model.seed or "0")))
+    settings = Settings(**model.common(), attention=model.attention or "dot-product", depth=depth, seed=seed)  # type: ignore[arg-type]
+    out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
+    with _watching(out) as show:
+        result = run(corpus, settings, out, resume=resume, intervals=intervals, progress=lambda s: show("", s))
+    if as_json:
+        typer.echo(json.dumps(result.to_dict() | {"folder": str(out)}, indent=2, allow_nan=False))
+    else:
+        console = stdout()
+        for line in _summary(result):
+            console.print(line, soft_wrap=True, markup=False)
+        console.print(f"Folder: {out}", soft_wrap=True, markup=False)
+    if result.diverged is not None:
+        raise typer.Exit(NOT_CONVERGED)
+
+
+def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -> None:
+    from howsmooth.training import Grid, Settings, run_grid
+    from howsmooth.training.grid import KINDS, TABLE, row_of
+
+    kinds = tuple(part.strip() for part in model.attention.split(",")) if model.attention else KINDS
+    depths, seeds = _numbers("depth", model.depth or "2,4,6"), _numbers("seed", model.seed or "0,1")
+    grid = Grid(Settings(**model.common()), kinds, depths, seeds)  # type: ignore[arg-type]
+    with _watching(out) as show:
+        found = run_grid(
+            corpus,
+            grid,
+            out,
+            intervals=intervals,
+            progress=lambda cell: show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status),
+        )
+    if as_json:
+        typer.echo(json.dumps([row_of(result) for result in found], indent=2, allow_nan=False))
+        return
+    console = stdout()
+    console.print(comparison(found, grid))
+    console.print(f"{len(found)} of {len(grid.cells())} cells. Rows: {out / TABLE}", soft_wrap=True, markup=False)
+
+
+def comparison(results: list[Any], grid: Any) -> Table:
+    """Validation bits per character: a row per kind, a column per depth, the mean over seeds."""
+    from howsmooth.training import gap_closed, mean_bits
+
+    found = Table(title="Validation bits per character, mean over seeds", title_justify="left")
+    found.add_column("attention")
+    for depth in grid.depths:
+        found.add_column(f"depth {depth}", justify="right")
+    for kind in grid.kinds:
+        bits = [mean_bits(results, kind, depth) for depth in grid.depths]
+        found.add_row(kind, *("–" if value is None else f"{value:.3f}" for value in bits))
+    gaps = [gap_closed(results, depth) for depth in grid.depths]
+    if any(gap is not None for gap in gaps):
+        found.add_section()
+        found.add_row("gap closed", *("–" if gap is None else f"{100 * gap:.0f} %" for gap in gaps))
+    return found
+
+
+def default_folder(text: Path, name: str) -> Path:
+    """Where a run goes when nothing is said.
+
+    >>> default_folder(Path("ptb/"), "l2-depth2-seed0").name
+    'train-ptb-l2-depth2-seed0'
+    """
+    stem = text.name if text.is_dir() else text.name.split(".")[0]
+    return FOLDER / f"train-{re.sub(r'[^A-Za-z0-9_]+', '-', stem).strip('-') or 'text'}-{name}"
+
+
+def _summary(result: Any) -> Iterator[str]:
+    settings = result.settings
+    yield (
+        f"{settings.attention}, {settings.depth} {settings.block_kind} block(s) of width {settings.width}, "
+        f"{result.parameters:,} parameters; {result.tokens:,} characters in {result.seconds:.0f} s."
+    )
+    yield f"Split: {result.how}."
+    if result.diverged is not None:
+        yield f"Diverged: the loss was no number after {result.diverged} steps. Try a smaller --rate or more --warmup."
+        return
+    yield f"Bits per character: {result.valid_bits:.4f} validation, {result.train_bits:.4f} training (last interval)."
+    if result.bound is None:
+        yield f"Attention: no Lipschitz bound exists for {settings.attention}."
+    else:
+        where = "" if settings.attention in _EVERYWHERE else " after its LayerNorm"
+        norm = "∞" if (settings.attention, settings.block_kind) == ("contractive-inf", "contractive") else "2"
+        said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}"
+        yield f"Attention: {said}: {written(result.bound, ROUND_CEILING)}."
+
+
+_EVERYWHERE = ("l2-tied", "contractive-2", "contractive-inf", "cosine")
+
+
+@contextmanager
+def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
+    """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
+    from howsmooth.training import Stopped
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("reading the text", total=1.0)
+
+            def show(label: str, now: Any) -> None:
+                bar.update(task, description=label + described(now), completed=now.step / now.steps)
+
+            yield show
+    except Stopped as stopped:
+        typer.echo(f"howsmooth: interrupted: {stopped.step} steps are kept in {out}; {_SAME}.", err=True)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def described(now: Any) -> str:
+    """Where a run stands, in one line."""
+    bound = "" if now.bound is None else f" · bound {written(now.bound)}"
+    minutes, seconds = divmod(round(now.seconds_left), 60)
+    speed = f"{now.steps_per_second:.1f} steps/s"
+    return f"step {now.step}/{now.steps} · {now.bits:.3f} bits{bound} · {speed} · {minutes}:{seconds:02d} left"
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_number(name, part) for part in text.split(","))
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidInput(f"--{name} is a whole number (with --table several, as in 2,4,6), got {text!r}.") from None

@@ -1,0 +1,48 @@
+"""Training character language models whose attention can be told how smooth to be.
+
+>>> from howsmooth.training import Corpus, Settings, train
+>>> corpus = Corpus.split("to be or not to be, that is the question: " * 20)
+>>> settings = Settings(attention="l2-tied", depth=1, width=16, heads=2, length=8, steps=20, batch_tokens=64)
+>>> result = train(corpus, settings)
+>>> result.valid_bits < 5.0, result.bound > 0
+(True, True)
+"""
+
+from howsmooth.training.checkpoints import Checkpoint
+from howsmooth.training.grid import Grid, gap_closed, mean_bits, run_grid
+from howsmooth.training.lengths import Batch, Chunks, Curriculum, Fixed, plan, validation
+from howsmooth.training.loop import Stopped, evaluate, load_model, train
+from howsmooth.training.model import CharacterModel
+from howsmooth.training.results import Intervals, Result, Status
+from howsmooth.training.settings import ATTENTIONS, Settings
+from howsmooth.training.text import Corpus, decode, documents, encode
+from howsmooth.training.untied import UntiedL2Attention
+
+__all__ = [
+    "ATTENTIONS",
+    "Batch",
+    "CharacterModel",
+    "Checkpoint",
+    "Chunks",
+    "Corpus",
+    "Curriculum",
+    "Fixed",
+    "Grid",
+    "Intervals",
+    "Result",
+    "Settings",
+    "Status",
+    "Stopped",
+    "UntiedL2Attention",
+    "decode",
+    "documents",
+    "encode",
+    "evaluate",
+    "gap_closed",
+    "load_model",
+    "mean_bits",
+    "plan",
+    "run_grid",
+    "train",
+    "validation",
+]

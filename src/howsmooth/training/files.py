@@ -1,0 +1,69 @@
+"""Files of a run that survive: written whole or not at all, or line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name in the same folder, then rename it, so that it is never seen half-written."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
+        raise
+
+
+class Journal:
+    """Rows of numbers, one JSON object per line, in the order of their steps."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows; a line that a killed process has left unfinished is passed over."""
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            return [json.loads(line) for line in lines[:-1]]
+        except ValueError as error:
+            raise InvalidInput(f"{self.path} is damaged ({error}): move it away to go on without its rows.") from None
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other rows, and any unfinished line."""
+        write_whole(self.path, "".join(_line(row) for row in self.rows() if wanted(row)).encode())
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(row))
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _unwritable(path: Path, error: OSError) -> InvalidInput:
+    return InvalidInput(
+        f"cannot write {path} ({error.strerror or error}): free some space, or choose another folder, and go on with "
+        "--resume."
+    )

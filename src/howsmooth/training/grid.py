@@ -1,0 +1,139 @@
+"""A grid of runs, kinds × depths × seeds, as in Kim et al. (2021): every cell a folder, resumable, and one table.
+
+The same command may run in several processes at once: a cell that another process works on is left to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+from howsmooth.training.files import write_whole
+from howsmooth.training.loop import Busy, train
+from howsmooth.training.results import Intervals, Result, Status
+from howsmooth.training.settings import Attention, Settings
+from howsmooth.training.text import Corpus
+
+KINDS: tuple[Attention, ...] = ("dot-product", "l2", "l2-tied", "contractive-inf", "contractive-2")
+TABLE = "table.csv"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Runs that differ in attention, depth and seed, and in nothing else.
+
+    >>> grid = Grid(Settings(), kinds=("dot-product", "l2-tied"), depths=(2,), seeds=(0, 1))
+    >>> [name for name, _ in grid.cells()]
+    ['dot-product-depth2-seed0', 'l2-tied-depth2-seed0', 'dot-product-depth2-seed1', 'l2-tied-depth2-seed1']
+    """
+
+    base: Settings
+    kinds: Sequence[Attention] = KINDS
+    depths: Sequence[int] = (2, 4, 6)
+    seeds: Sequence[int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if not (self.kinds and self.depths and self.seeds):
+            raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
+        self.cells()
+
+    def cells(self) -> list[tuple[str, Settings]]:
+        """Names and settings, the shallow first, so that a grid that is cut short can be compared."""
+        return [
+            (f"{kind}-depth{depth}-seed{seed}", replace(self.base, attention=kind, depth=depth, seed=seed))
+            for depth, seed, kind in itertools.product(self.depths, self.seeds, self.kinds)
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a grid stands: cell ``number`` of ``total``, its name, and the run inside."""
+
+    number: int
+    total: int
+    name: str
+    status: Status
+
+
+def run_grid(
+    corpus: Corpus,
+    grid: Grid,
+    folder: Path,
+    *,
+    intervals: Intervals | None = None,
+    progress: Callable[[Cell], None] = lambda cell: None,
+) -> list[Result]:
+    """Run what is missing and return the finished cells; the table is written after each."""
+    cells = grid.cells()
+    for number, (name, settings) in enumerate(cells, start=1):
+        show = lambda status, n=number, name=name: progress(Cell(n, len(cells), name, status))  # noqa: E731
+        try:
+            train(corpus, settings, folder / name, resume=True, intervals=intervals, progress=show)
+        except Busy:
+            continue
+        write_table(folder, finished(folder, grid))
+    found = finished(folder, grid)
+    write_table(folder, found)
+    return found
+
+
+def finished(folder: Path, grid: Grid) -> list[Result]:
+    """The results that are there, in the order of the grid."""
+    found = [Result.read(folder / name) for name, _ in grid.cells()]
+    return [result for result in found if result is not None]
+
+
+def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> None:
+    """All cells, one row each, as CSV."""
+    text = io.StringIO()
+    rows = [row_of(result) for result in results]
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_whole(folder / name, text.getvalue().encode())
+
+
+def row_of(result: Result) -> dict[str, Any]:
+    """One cell as a row: what it was and what came of it."""
+    settings = result.settings
+    return {
+        "attention": settings.attention,
+        "blocks": settings.block_kind,
+        "depth": settings.depth,
+        "seed": settings.seed,
+        "valid_bits": result.valid_bits,
+        "train_bits": result.train_bits,
+        "bound": result.bound,
+        "diverged": result.diverged,
+        "steps": settings.steps,
+        "tokens": result.tokens,
+        "parameters": result.parameters,
+        "seconds": result.seconds,
+    }
+
+
+def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
+    """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
+    found = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
+    bits = [value for value in found if value is not None]
+    return mean(bits) if bits and len(bits) == len(found) else None
+
+
+def gap_closed(results: Sequence[Result], depth: int) -> float | None:
+    """(contractive-inf − contractive-2)/(contractive-inf − l2-tied) in validation bits.
+
+    One where dividing by the bound in the 2-norm costs nothing, zero where it gains nothing over the ∞-norm; None when
+    a kind is missing or there is no gap.
+    """
+    loose, ours, tied = (mean_bits(results, kind, depth) for kind in ("contractive-inf", "contractive-2", "l2-tied"))
+    if loose is None or ours is None or tied is None or loose <= tied:
+        return None
+    return (loose - ours) / (loose - tied)

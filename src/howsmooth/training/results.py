@@ -1,0 +1,88 @@
+"""What a run says of itself: how often, while it lasts, and at its end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+from howsmooth.training.files import Journal
+from howsmooth.training.settings import Settings
+
+METRICS, RESULT = "metrics.jsonl", "result.json"
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How often, in steps: a row of numbers, the validation bits in it (on so many characters), a checkpoint."""
+
+    report: int = 50
+    validate: int = 500
+    validate_on: int = 20_000
+    save: int = 200
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise InvalidInput(f"the interval {name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands, for whoever watches."""
+
+    step: int
+    steps: int
+    bits: float
+    bound: float | None
+    steps_per_second: float
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        settings: of the run.
+        train_bits: bits per character over the last interval of training.
+        valid_bits: bits per character on the validation part, all of it; None when the run diverged.
+        bound: largest proved Lipschitz bound among the attention blocks, None where there is none; in the 2-norm, but
+            in the ∞-norm for contractive-inf in contractive blocks.
+        diverged: the step at which the loss was no number any more, or None.
+        tokens, seconds: characters seen and time spent in training, without validation.
+        parameters: number of trained parameters.
+        how: how the text was split.
+        rows: what ``metrics.jsonl`` holds.
+    """
+
+    settings: Settings
+    train_bits: float | None
+    valid_bits: float | None
+    bound: float | None
+    diverged: int | None
+    tokens: int
+    seconds: float
+    parameters: int
+    how: str
+    text: str
+    rows: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it, without the rows."""
+        return {name: value for name, value in asdict(self).items() if name != "rows"}
+
+    @classmethod
+    def read(cls, folder: Path) -> Result | None:
+        """The result of a finished run, or None."""
+        path = folder / RESULT
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            settings = Settings.from_dict(content.pop("settings"))
+            return cls(settings, **content, rows=Journal(folder / METRICS).rows())
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"{path} is damaged ({error}): move it away to make it anew with --resume.") from error
