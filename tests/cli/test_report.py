@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from howsmooth.cli.console import OneLineErrors
-from howsmooth.cli.report import report
 from howsmooth.reporting import groups, headline
 from howsmooth.scanning import Scan, scan
+from tests.cli.command import Command
 
+REPORT = Command("report")
+run, refusal = REPORT.run, REPORT.refusal
 TEXT = "Alice was <b>beginning</b> to get very tired of sitting by her sister on the bank. " * 6
 
 
@@ -23,19 +22,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("scan") / "tiny.sqlite"
     scan("random:gpt2", TEXT, lengths=[8, 16, 32], what=["head", "attention"], out=path)
     return path
-
-
-def run(*args: object) -> Result:
-    app = typer.Typer(cls=OneLineErrors)
-    app.callback()(lambda: None)
-    app.command()(report)
-    return CliRunner().invoke(app, ["report", *map(str, args)])
-
-
-def refusal(*args: object) -> str:
-    done = run(*args)
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
-    return done.stderr.removeprefix("howsmooth: ")
 
 
 def test_the_page_lies_beside_the_store_and_holds_its_numbers(store: Path) -> None:

@@ -9,43 +9,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
 from evidence.scan_faults import TEXT, make_model
-from howsmooth.cli.console import OneLineErrors
-from howsmooth.cli.scan import default_store, scan
+from howsmooth.cli.scan import default_store
 from howsmooth.scanning import Scan, Store
 from howsmooth.scanning import scan as run_scan
+from tests.cli.command import Command
 
-app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-app.command()(scan)
-app.callback()(lambda: None)
+SCAN = Command("scan")
+run, rows, refusal = SCAN.run, SCAN.json, SCAN.refusal
 TINY = "random:bert[layers=2,width=16,heads=2]"
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, ["scan", *map(str, args)])
-
-
-def rows(*args: object) -> list[dict[str, Any]]:
-    result = run(*args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def refusal(*args: object) -> str:
-    """The one line on stderr of a command that must be refused."""
-    result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("howsmooth: ")
-    return line
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +107,7 @@ def test_cells_that_do_not_converge_give_exit_code_1() -> None:
         ([TINY, "--layers", "0-7"], "layer 2 does not exist"),
         ([TINY, "--what", "tails"], "cannot be measured: choose from head"),
         ([TINY, "--what", "head[heads=9]"], "head 9 does not exist"),
-        ([TINY, "--bounds", "some"], "none, cheap or all"),
+        ([TINY, "--bounds", "some"], "none, proved, cheap or all"),
         ([TINY, "--rtol", "2"], "rtol is a relative accuracy"),
         ([TINY, "--export", "rows.xlsx"], "cannot export to rows.xlsx"),
         ([TINY, "--text", "missing.txt"], "missing.txt"),
@@ -173,7 +149,7 @@ def test_a_store_in_use_is_one_clear_line() -> None:
 
 @pytest.mark.slow
 def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
-    code = "from tests.cli.test_scan import app; app()"
+    code = "from howsmooth.cli import app; app()"
     command = [
         sys.executable,
         "-c",

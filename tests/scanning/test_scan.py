@@ -197,13 +197,16 @@ def test_two_texts_in_one_store_keep_their_own_tokens(folder: Path, text: Path, 
 
 def test_without_explanation_and_bounds_the_values_stay_the_same(found: Scan, folder: Path, text: Path) -> None:
     plain = scan(str(folder), text, lengths=12, windows=3, explain=False, bounds="none")
+    proved = scan(str(folder), text, lengths=12, windows=3, explain=False, bounds="proved")
     values = {
         (r["layer"], r["head"], r["window"]): r["value"]
         for r in found.rows
         if r["length"] == 12 and r["what"] == "head"
     }
     assert {(r["layer"], r["head"], r["window"]): r["value"] for r in plain.rows} == values
-    assert all(row["value_path"] is None and row["bounds"] == {} and row["proved"] > 0 for row in plain.rows)
+    assert all(row["value_path"] is None and row["bounds"] == {} for row in (*plain.rows, *proved.rows))
+    assert all(row["proved"] is None for row in plain.rows)
+    assert all(row["proved"] > row["value"] for row in proved.rows)
 
 
 def test_progress_counts_every_cell_and_ends_at_the_whole(folder: Path, text: Path) -> None:

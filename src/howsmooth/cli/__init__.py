@@ -13,6 +13,8 @@ from howsmooth.cli.measure import measure
 from howsmooth.cli.models import models
 from howsmooth.cli.report import report
 from howsmooth.cli.scan import scan
+from howsmooth.cli.train import train
+from howsmooth.cli.worst_case import worst_case
 
 __all__ = ["app", "main"]
 
@@ -28,8 +30,10 @@ app = typer.Typer(
 )
 app.command()(measure)
 app.command()(bounds)
+app.command("worst-case")(worst_case)
 app.command()(scan)
 app.command()(report)
+app.command()(train)
 app.command()(models)
 app.command()(demo)
 

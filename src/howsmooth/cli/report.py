@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from howsmooth.cli.console import print_json, stdout, step_progress
 from howsmooth.figures import FORMATS
-from howsmooth.reporting import groups, headline, summary, write_figures, write_report
+from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import check_formats
 from howsmooth.reporting.page import check_report_path
 from howsmooth.reporting.source import opened
@@ -53,8 +54,7 @@ def report(
             begin("drawing")
             drawn = write_figures(scan, figures, wanted)
     if as_json:
-        facts = [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in found]
-        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts})
+        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(found)})
         return
     out = stdout()
     if as_summary:
@@ -65,3 +65,8 @@ def report(
     if drawn:
         out.print(f"figures: {len(drawn)} in {figures}", markup=False)
     out.print(f"report: {path}", markup=False, soft_wrap=True)
+
+
+def facts(found: Iterable[Group]) -> list[dict[str, str]]:
+    """The headline of every group, and what it is about."""
+    return [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in found]

@@ -47,7 +47,7 @@ class Wish:
     confidence: Annotated[float | None, typer.Option(help="Probability with which each upper end holds (0.99).")] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Of the windows and of the solver's start (0).")] = None
     bounds: Annotated[
-        str | None, typer.Option(help="Bounds beside the three-path bound: none, cheap or all (cheap).")
+        str | None, typer.Option(help="Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
     ] = None
     explain: Annotated[
         bool | None, typer.Option("--explain/--no-explain", help="Also value and score path, sink, entropy (yes).")
@@ -95,7 +95,7 @@ def scan(
             raise InvalidInput(f"cannot export to {path}: the name ends in {', '.join(EXPORTS)}.")
     out = Path(wanted.pop("out", None) or default_store(model))
     set_threads(threads)
-    with _keeping(out) as progress:
+    with keeping(out) as progress:
         found = run(model, out=out, resume=resume, progress=progress, **wanted)
     for path in export or []:
         getattr(found, EXPORTS[path.suffix])(path)
@@ -147,7 +147,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @contextmanager
-def _keeping(out: Path) -> Iterator[Callable[[Any], None]]:
+def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
     """A bar on stderr with the time left; and after Ctrl-C one line that says what was kept."""
     console = Console(stderr=True)
     columns = (

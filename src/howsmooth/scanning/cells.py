@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Rotary
-from howsmooth.bounds import Bound, applicable, get, setting
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds import applicable, get, setting
 from howsmooth.explaining import explain
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
@@ -22,7 +22,7 @@ Numbers = dict[str, Any]
 PROVED = "howsmooth.three_path"
 """The bound that every attention map has at its input."""
 COSTLY = ("howsmooth.local",)
-"""Bounds that take many times as long as the measurement on every map; only with ``bounds="all"``."""
+"""Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
 
 
 def head_numbers(attention: AttentionMap, x: Tensor, settings: Settings) -> list[Numbers]:
@@ -80,20 +80,13 @@ def _measured(
 def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> list[dict[str, float]]:
     """Upper bounds on the 2-norm by name, for every head or for the block."""
     where = setting(attention, x=x)
-    wanted = [get(PROVED)]
-    if settings.bounds != "none":
+    wanted = [] if settings.bounds == "none" else [get(PROVED)]
+    if settings.bounds in ("cheap", "all"):
         found = [b for b in applicable(where, per_head) if b.side == "upper" and b.norm == 2 and b.name != PROVED]
-        wanted += [b for b in found if settings.bounds == "all" or not _costly(b, attention)]
+        wanted += [b for b in found if settings.bounds == "all" or b.name not in COSTLY]
     values = {bound.name: bound.at(where, per_head).double().reshape(-1).tolist() for bound in wanted}
     count = attention.heads if per_head else 1
     return [{name: of_map[place] for name, of_map in values.items()} for place in range(count)]
-
-
-def _costly(bound: Bound, attention: AttentionMap) -> bool:
-    """Whether a bound takes many times as long as the measurement: with rotary positions those on sets do, too, since
-    they look at every distance between two tokens."""
-    rotary = any(isinstance(stage, Rotary) for stage in attention.query_stages)
-    return bound.name in COSTLY or (rotary and "tokens" in bound.required)
 
 
 def _numbers(

@@ -10,7 +10,7 @@ from typing import Literal
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning.grammar import Selection
 
-BoundsWanted = Literal["none", "cheap", "all"]
+BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _WITHOUT_LAYER = ("model", "logits")
 
 
@@ -23,7 +23,7 @@ class Settings:
         seed: of the solver's start in every cell, and of the windows.
         windows: how many windows of each length; it decides where they begin.
         explain: also the value and score paths.
-        bounds: which bounds beside the three-path bound: "none", "cheap" or "all".
+        bounds: which bounds: "none", "proved" (the three-path bound alone), "cheap" or "all".
     """
 
     rtol: float = 1e-3
@@ -42,8 +42,8 @@ class Settings:
             raise InvalidInput(f"a seed is not negative, got {self.seed}.")
         if self.windows < 1:
             raise InvalidInput(f"a scan needs at least one window, got {self.windows}.")
-        if self.bounds not in ("none", "cheap", "all"):
-            raise InvalidInput(f"bounds are none, cheap or all, got {self.bounds!r}.")
+        if self.bounds not in ("none", "proved", "cheap", "all"):
+            raise InvalidInput(f"bounds are none, proved, cheap or all, got {self.bounds!r}.")
 
     def to_json(self) -> str:
         """The same text for the same settings."""

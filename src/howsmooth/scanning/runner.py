@@ -75,7 +75,8 @@ def scan(
     common = common or (default_length(model),)
     needed = sorted({length for selection in selections for length in selection.lengths or common})
     cut = {length: model.windows(content, length, chosen.windows, chosen.seed) for length in needed}
-    heads = _heads(Targets(model, cut[needed[0]][0]), selections)
+    first = Targets(model, cut[needed[0]][0])
+    heads = _heads(first, selections)
     plan = make_plan(selections, common, chosen.windows, heads, some)
     identity = Identity(
         model=model.name,
@@ -88,7 +89,8 @@ def scan(
     )
     with Store.writing(MEMORY if out is None else out) as store:
         number = store.begin(identity, resume)
-        run(model, plan, cut, chosen, store, number, progress or (lambda now: None))
+        at_hand = {(needed[0], 0): first}
+        run(model, plan, cut, at_hand, chosen, store, number, progress or (lambda now: None))
         asked = {cell for batch in plan for cell in batch.cells()}
         return Scan.of(store, lambda row: _is_of(row, identity) and _cell(row) in asked)
 
@@ -97,12 +99,16 @@ def run(
     model: OpenModel,
     plan: Sequence[Batch],
     cut: dict[int, list[Window]],
+    at_hand: dict[tuple[int, int], Targets],
     settings: Settings,
     store: Store,
     number: int,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Measure every batch of which a cell is missing, and keep it before the next begins."""
+    """Measure every batch of which a cell is missing, and keep it before the next begins.
+
+    What the model did in a window is asked once: ``at_hand`` has the windows it has read, and gives them up.
+    """
     asked = [cell for batch in plan for cell in batch.cells()]
     kept = store.cells(number)
     missing = [batch for batch in plan if not kept.issuperset(batch.cells())]
@@ -115,7 +121,7 @@ def run(
         for (length, place), batches in groupby(missing, key=lambda batch: (batch.length, batch.window)):
             tell(f"n = {length}, window {place}: reading")
             window = cut[length][place]
-            targets = Targets(model, window)
+            targets = at_hand.pop((length, place), None) or Targets(model, window)
             for batch in batches:
                 tell(_label(batch))
                 store.add(number, window.start, window.tokens, measure_batch(targets, batch, settings))
