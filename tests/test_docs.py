@@ -13,6 +13,7 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_examples_print_what_the_page_says(page: Path) -> None:
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=FLAGS)
     assert failed == 0

@@ -44,6 +44,7 @@ def test_multihead_attention_of_torch(dtype: torch.dtype, batch_first: bool) -> 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.slow
 def test_transformer_encoder_layer_of_torch(norm_first: bool, dtype: torch.dtype) -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first).to(dtype).eval()
     x = torch.randn(2, 20, 16, dtype=dtype)
@@ -68,6 +69,7 @@ def _without_fast_path(layer: nn.TransformerEncoderLayer):
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.slow
 def test_whole_gpt2_block(attn_implementation: str) -> None:
     from transformers import GPT2Config, GPT2Model
 
@@ -86,6 +88,7 @@ def test_whole_gpt2_block(attn_implementation: str) -> None:
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.slow
 def test_whole_llama_block(attn_implementation: str) -> None:
     from transformers import LlamaConfig, LlamaModel
 
@@ -224,6 +227,7 @@ def test_one_outlier_reproduces_the_reference_values(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", CESARO)
+@pytest.mark.slow
 def test_causal_averaging_reproduces_the_norm_of_the_cesaro_matrix(n: int) -> None:
     zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     attention = hs.SelfAttention.from_bilinear(zero, one, mask="causal")
@@ -234,6 +238,7 @@ def test_causal_averaging_reproduces_the_norm_of_the_cesaro_matrix(n: int) -> No
 
 
 @pytest.mark.parametrize("b", SUPREMA)
+@pytest.mark.slow
 def test_outlier_at_its_best_length_reproduces_the_two_atom_suprema(b: int) -> None:
     """The printed suprema are those of √(n−1)·p(1 + 2(1−p)b), p = E/(E+n−1), E = e^{2b}: the outlier moves the rest.
 

@@ -477,6 +477,7 @@ def tiny_gpt2() -> Any:
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_gpt2])
+@pytest.mark.slow
 def test_transformers_models_stay_below_both_bounds(make: Callable[[], Any]) -> None:
     model = make()
     for parameter in model.parameters():

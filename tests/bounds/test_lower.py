@@ -77,6 +77,7 @@ def test_mean_field_lower_bounds_are_below_the_upper_ones() -> None:
         assert 0 < float(low) <= float(get("howsmooth.masked_mean_field")(masked, radius=1.0))
 
 
+@pytest.mark.slow
 def test_the_masked_limit_is_approached_from_below() -> None:
     masked = hs.SelfAttention.from_bilinear(-3 * EYE, EYE, mask="causal")
     limit = float(get("howsmooth.masked_two_atom")(masked, radius=1.0))

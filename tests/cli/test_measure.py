@@ -238,12 +238,14 @@ def _process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "howsmooth", *args], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_module_prints_nothing_but_json() -> None:
     done = _process("measure", "random[width=8,heads=2,length=5]", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["setting"]["n"] == 5
 
 
+@pytest.mark.slow
 def test_the_module_refuses_in_one_line() -> None:
     done = _process("measure", "nothing-here.pt")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
@@ -260,6 +262,7 @@ def test_help_and_version_of_the_app() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+@pytest.mark.slow
 def test_interruption_is_one_line_and_130() -> None:
     """SIGINT reaches a real process half a second into work that takes minutes."""
     script = (

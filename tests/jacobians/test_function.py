@@ -159,6 +159,7 @@ def test_multihead_attention_in_a_lambda_equals_reverse_mode() -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("batch", [None, 1, 3])
+@pytest.mark.slow
 def test_encoder_layer_reads_tokens_along_the_right_axis(
     norm_first: bool, batch_first: bool, batch: int | None
 ) -> None:
@@ -231,6 +232,7 @@ def llama_block(implementation: str, norm: Callable[[int], nn.Module] = LlamaRMS
         (lambda: llama_block("eager"), 1e-7),
     ],
 )
+@pytest.mark.slow
 def test_transformers_blocks_equal_reverse_mode(build: Callable[[], Callable[[Tensor], Any]], tolerance: float) -> None:
     f = build()
     x = random(2, N, 8)

@@ -122,6 +122,7 @@ def test_every_target_reproduces_the_model_and_leaves_no_hook(name: str) -> None
 
 
 @pytest.mark.parametrize("what", ["residual", "mlp", "layer", "prefix", "model"])
+@pytest.mark.slow
 def test_measured_value_equals_dense_autograd(what: str) -> None:
     opened, window = opened_at("random:llama[width=16,heads=2]", length=4)
     f, x = target(opened, what, 1, window)

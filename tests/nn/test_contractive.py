@@ -92,6 +92,7 @@ def test_worst_measured_constant_stays_below_the_coefficient(variant: str) -> No
 
 @variants
 @pytest.mark.parametrize("norm", [2, math.inf])
+@pytest.mark.slow
 def test_bound_holds_for_every_number_of_padded_tokens_in_both_norms(variant: str, norm: float) -> None:
     """Items are divided by the bound for their own length, and bounds do not grow alike."""
     layer = make(variant)

@@ -169,6 +169,7 @@ def test_actnorm_start_is_kept_in_a_state_dict() -> None:
 
 
 @pytest.mark.parametrize(("n", "width", "mask"), [(2, 1, "causal"), (2, 1, None), (1, 2, "causal")])
+@pytest.mark.slow
 def test_density_in_the_plane_integrates_to_one(n: int, width: int, mask: str | None) -> None:
     torch.manual_seed(0)
     flow = sequence_flow(InvertibleTransformer(width, depth=2, mask=mask, tokens=n), n, width)

@@ -155,6 +155,7 @@ def trajectory(watch: Callable[[nn.Module], SmoothnessMonitor] | None) -> tuple[
 
 @pytest.mark.parametrize("certified", [False, True])
 @pytest.mark.parametrize("names", [None, ["layers.0"]])
+@pytest.mark.slow
 def test_watching_does_not_change_training(names: list[str] | None, certified: bool) -> None:
     """Bit by bit: weights, losses, modes, and with dropout the random numbers too."""
     model, losses = trajectory(None)

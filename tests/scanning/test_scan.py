@@ -102,6 +102,7 @@ def test_values_equal_dense_jacobians_of_the_model_written_by_hand(found: Scan, 
 
 
 @pytest.mark.parametrize("what", ["layer", "prefix", "model", "mlp", "residual"])
+@pytest.mark.slow
 def test_other_parts_equal_dense_jacobians_of_the_model(folder: Path, text: Path, what: str) -> None:
     (row,) = (found := scan(str(folder), text, lengths=6, layers=1, what=what)).rows
     oracle = Oracle(folder, found.tokens[row["model"], 6, 0])

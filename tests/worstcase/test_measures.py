@@ -35,6 +35,7 @@ def dense(attention: hs.SelfAttention | hs.L2SelfAttention, mu: Measure) -> floa
 
 
 @pytest.mark.parametrize("b", SUPREMA)
+@pytest.mark.slow
 def test_two_atom_suprema_are_reached_by_search_alone(b: int) -> None:
     found = worst_measure(head(b), 2, radius=1.0, starts=8, steps=100)
     assert found.value == pytest.approx(SUPREMA[b], rel=1e-3)
@@ -64,6 +65,7 @@ def test_three_atoms_are_rougher_than_two_where_attention_turns() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.slow
 def test_values_are_those_of_the_dense_jacobian_and_above_random_measures(kind: str, causal: bool) -> None:
     attention = build(kind, causal=causal)
     found = worst_measure(attention, 3, radius=1.5, starts=6, steps=40)
@@ -80,6 +82,7 @@ def test_values_are_those_of_the_dense_jacobian_and_above_random_measures(kind: 
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_no_search_passes_the_mean_field_bound(seed: int) -> None:
     attention = build("dot_product", seed=seed)
     found = worst_measure(attention, 3, radius=0.5, starts=6, steps=60)

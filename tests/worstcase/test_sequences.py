@@ -34,6 +34,7 @@ def worst_of_all(f: nn.Module, over: Embeddings, n: int) -> float:
 
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_the_search_finds_the_worst_of_all_sequences(mask: str | None, seed: int) -> None:
     f = hs.SelfAttention.random(4, 2, seed=seed, dtype=F64, mask=mask)
     over, n = Embeddings(3 * draw(6, 4, seed=seed)), 4
