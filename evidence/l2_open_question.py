@@ -77,9 +77,10 @@ def starts(n: int) -> list[Tensor]:
 def line_bound(n: int) -> float:
     r"""Lip₂ of the unmasked average on the line is at most 2c + √q + 2√(cv) with q and v that do not depend on n.
 
-    Proof. As in `average_lip_2`, q and v bounding Σ_i P_ij and Σ_i P_ij|z_i−z_j|². Cut the line at z_j + δℤ. Tokens of
-    one cell see each other with weight at least e^{−δ²}, so the N_Q tokens of cell Q have r_i ≥ N_Q e^{−δ²}, and
-    Σ_{i∈Q} h(|z_i−z_j|)/r_i ≤ e^{δ²} max_Q h, for h(x) = e^{−x²} and for h(x) = x²e^{−x²}. Sum over the cells. ∎
+    Proof. As in `average_lip_2` with q_λ ≤ q + λv, q and v bounding Σ_i P_ij and Σ_i P_ij|z_i−z_j|². Cut the line at
+    z_j + δℤ. Tokens of one cell see each other with weight at least e^{−δ²}, so the N_Q tokens of cell Q have
+    r_i ≥ N_Q e^{−δ²}, and Σ_{i∈Q} h(|z_i−z_j|)/r_i ≤ e^{δ²} max_Q h, for h(x) = e^{−x²} and for h(x) = x²e^{−x²}. Sum
+    over the cells. ∎
     In k dimensions the same argument gives constants that grow exponentially with k.
     """
     c = phi_inverse(n - 1)
@@ -140,6 +141,6 @@ def parts(progress: Callable[[str], None]) -> list[str]:
         "## In wide heads",
         "When the width may grow with N the answer is no: with hubs at one place and leaves on axes of their own the "
         "constant is at least N^¼/√8 up to lower order, masked or not (`howsmooth.bounds.l2.wide_input`), which "
-        "passes every multiple of log N. The upper bound N^¼ log N has the right power.",
+        "passes every multiple of log N. The upper bound, of order N^¼√(log N), has the right power.",
         table(["leaves", "2c", "hubs and leaves, exact"], wide),
     ]

@@ -21,8 +21,8 @@ from howsmooth import nn as layers
 from howsmooth.bounds import Setting, TokenSet
 from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.kim2021 import l2_weights
+from howsmooth.bounds.l2 import block_lip_2
 from howsmooth.nn.base import AttentionLayer
-from howsmooth.nn.l2 import block_lip_2
 from howsmooth.nn.sight import Sight
 
 TITLE = "Layers under joint ascent over tokens and weights"

@@ -71,7 +71,7 @@ def sigma(model: CharacterModel, corpus: Corpus, n: int, windows: int = WINDOWS)
         entering = model.stream(tokens)[:-1]
         inputs = [block.norms[0](x) for block, x in zip(model.blocks, entering, strict=True)]  # type: ignore[operator, index]
     return [
-        float(hs.measure(block.attention.map("causal", n=n), x).value.mean())  # type: ignore[operator, union-attr]
+        float(hs.measure(block.attention.map(model.mask(), n=n), x).value.mean())  # type: ignore[operator, union-attr]
         for block, x in zip(model.blocks, inputs, strict=True)
     ]
 

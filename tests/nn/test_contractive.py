@@ -17,7 +17,7 @@ from howsmooth.bounds import kim2021, l2
 from howsmooth.bounds.heads import spectral
 from howsmooth.errors import InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
-from howsmooth.nn.l2 import average_2, block_lip_2
+from howsmooth.nn.l2 import average_2
 from howsmooth.nn.sight import Sight
 
 N, D, H = 9, 8, 2
@@ -45,7 +45,7 @@ def test_block_bound_lies_between_the_lower_bound_and_the_sum_over_heads() -> No
         weights = [torch.randn(D, D, dtype=torch.float64) * torch.rand(()).mul(3).exp() for _ in range(3)]
         attention = hs.L2SelfAttention(*weights, heads=4)
         parts = attention.query_weight, attention.plain_value, attention.output_weight
-        block = float(block_lip_2(*parts, l2.average_lip_2(N)))
+        block = float(l2.block_lip_2(*parts, l2.average_lip_2(N)))
         assert (
             block <= float(hs.bounds.get("howsmooth.l2_lip_2")(attention, n=N)) * 1.05
         )  # Frobenius, not spectral, balance
@@ -57,15 +57,15 @@ def test_block_bound_with_one_head_is_the_bound_of_the_catalogue() -> None:
     layer = L2Attention(D, 1).double()
     query, value, output = (weight.detach() for weight in layer.weights_by_head())
     expected = l2.lip_2(query, value, N, "full", output)
-    torch.testing.assert_close(block_lip_2(query, value, output, l2.average_lip_2(N)), expected[0])
+    torch.testing.assert_close(l2.block_lip_2(query, value, output, l2.average_lip_2(N)), expected[0])
 
 
 def test_block_bound_does_not_grow_with_heads_that_do_nothing() -> None:
     query, value, output = torch.randn(3, 2, 3, D, dtype=torch.float64).unbind(0)
     silent = torch.zeros(1, 3, D, dtype=torch.float64)
     more = (torch.cat([part, silent]) for part in (query, value, output))
-    expected = block_lip_2(query, value, output, 1.0)
-    torch.testing.assert_close(block_lip_2(*more, 1.0), expected, rtol=1e-6, atol=0)
+    expected = l2.block_lip_2(query, value, output, 1.0)
+    torch.testing.assert_close(l2.block_lip_2(*more, 1.0), expected, rtol=1e-6, atol=0)
 
 
 @variants
@@ -124,7 +124,7 @@ def test_output_is_l2_attention_times_one_number(variant: str) -> None:
     torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
     weights = [weight.detach() for weight in plain.weights_by_head()]
     bound = {
-        "2": lambda: block_lip_2(*weights, l2.average_lip_2(N)),
+        "2": lambda: l2.block_lip_2(*weights, l2.average_lip_2(N)),
         "inf": lambda: l2.lip_inf(*weights, N),
         "kim": lambda: kim2021.lip_inf(*weights, N),
     }[variant]()
@@ -274,7 +274,5 @@ def test_spectral_norms_that_the_layer_uses_are_those_of_the_stacked_heads() -> 
 
 
 def _stacked(layer: ContractiveL2Attention) -> tuple[Tensor, Tensor]:
-    from howsmooth.nn.l2 import balanced, mixing_matrix
-
     weights = [weight.detach() for weight in layer.weights_by_head()]
-    return balanced(weights[0], mixing_matrix(*weights))
+    return l2.balanced(weights[0], l2.mixing_matrix(*weights))

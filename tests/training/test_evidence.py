@@ -22,9 +22,12 @@ def quiet(text: str) -> None:
 
 
 def test_the_grid_page_compares_all_kinds_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    wanted = grid.grids(replace(grid.BASE, **TINY), depths=(1,), seeds=(0, 1))  # type: ignore[arg-type]
+    base = replace(grid.BASE, **TINY)  # type: ignore[arg-type]
+    wanted = grid.grids(base, depths=(1,), seeds=(0, 1))
     found = grid.run(tmp_path, CORPUS, wanted, quiet)
-    assert {name: len(results) for name, results in found.items()} == {"pre-norm": 10, "contractive": 4}
+    assert {name: len(results) for name, results in found.items()} == {
+        "pre-norm": 10, "contractive": 4, "pre-norm, window 4": 8, "contractive, window 4": 4,
+    }  # fmt: skip
     again: list[str] = []
     assert grid.run(tmp_path, CORPUS, wanted, again.append) == found
     assert again == []
@@ -32,10 +35,15 @@ def test_the_grid_page_compares_all_kinds_and_goes_on_where_it_was(tmp_path: Pat
     lines = page.splitlines()[2:]
     assert [line.split("|")[1].strip(" `") for line in lines] == [
         "dot-product", "l2", "l2-tied", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
+        "dot-product", "l2-tied", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
     ]  # fmt: skip
     assert "none" in lines[1]  # untied L2 attention has no bound
     assert "0.9" in lines[6]
-    assert len(grid.gaps(found, (1,)).splitlines()) == 4
+    assert len(grid.gaps(found, (1,)).splitlines()) == 6
+    allowed = grid.run(tmp_path, CORPUS, grid.constants(base, depths=(1,), seeds=(0,)), quiet)
+    costs = [line.split("|")[1].strip() for line in grid.costs(found, allowed, 1).splitlines()[2:]]
+    assert costs[:4] == ["0.9", "2", "5", "20"]
+    assert "–" in costs[4]  # tied L2 attention has another bound for every seed
     grid.draw(found, wanted, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 

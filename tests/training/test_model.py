@@ -8,7 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 import howsmooth.nn as layers
-from howsmooth.attention import Causal
+from howsmooth.attention import Causal, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.training import ATTENTIONS, CharacterModel, Settings, UntiedL2Attention
 from howsmooth.training.model import ContractiveBlock, UsualBlock, WithinDocuments
@@ -58,7 +58,7 @@ def test_contractive_branches_contract_even_for_large_weights(norm: str) -> None
     order = 2 if norm == "2" else float("inf")
     x = torch.randn(10, 12, dtype=torch.float64)
     dense = torch.autograd.functional.jacobian(lambda y: block.attention(y, attn_mask=mask)[0], x).reshape(120, 120)
-    assert float(torch.linalg.matrix_norm(dense, order)) <= block.attention_bound(10) <= 0.9 * (1 + 1e-6)
+    assert float(torch.linalg.matrix_norm(dense, order)) <= block.attention_bound(10, Causal()) <= 0.9 * (1 + 1e-6)
     dense = torch.autograd.functional.jacobian(lambda y: block.mlp(y[None])[0], x).reshape(120, 120)
     assert float(torch.linalg.matrix_norm(dense, 2)) <= float(block.mlp.lipschitz_bound(10)) <= 0.9 * (1 + 1e-6)
 
@@ -72,6 +72,42 @@ def test_the_bound_of_a_block_holds_on_the_stream(attention: str) -> None:
         assert isinstance(block, UsualBlock)
         measured = hs.measure(block.attention.map("causal", n=10), block.norms[0](x).detach())
         assert float(measured.lower.max()) <= bound
+
+
+# A gradient step looks at points that it has learned, not at other tokens.
+@pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if kind != "gradient-step"])
+def test_a_window_hides_what_is_further_back(attention: str) -> None:
+    model, first = small(attention, depth=1, window=3), symbols()
+    second = first.clone()
+    second[:, 4] = (second[:, 4] + 1) % 7
+    moved = (model(first) - model(second)).abs().amax(-1) > 1e-9
+    assert moved.tolist() == 2 * [4 * [False] + 3 * [True] + 3 * [False]]
+
+
+@pytest.mark.parametrize("attention", ["l2-tied", "contractive-2", "dot-product"])
+def test_a_window_within_documents_is_both(attention: str) -> None:
+    model, together = small(attention, depth=1, window=2), symbols(1)
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    seen = (documents[:, :, None] == documents[:, None]).tril()
+    places = torch.tensor([[*range(4), *range(6)]])
+    found = model(together, places, seen)
+    torch.testing.assert_close(found[:, 4:], model(together[:, 4:]), rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(found, model(together, places))
+
+
+def test_the_bound_of_a_narrow_window_is_smaller_and_holds() -> None:
+    wide, narrow = small("l2-tied"), small("l2-tied", window=2)
+    bound = narrow.attention_bound(10)
+    assert bound is not None
+    assert bound < 0.5 * (wide.attention_bound(10) or 0.0)
+    for block, x in zip(narrow.blocks, narrow.stream(symbols()), strict=False):
+        assert isinstance(block, UsualBlock)
+        measured = hs.measure(block.attention.map(SlidingWindow(2), n=10), block.norms[0](x).detach())
+        assert float(measured.lower.max()) <= bound
+
+
+def test_in_usual_blocks_a_coefficient_may_be_above_one() -> None:
+    assert small("contractive-2", blocks="pre-norm", coefficient=5.0).attention_bound(10) == pytest.approx(5, rel=1e-6)
 
 
 def test_blocks_are_the_formulas_written_out() -> None:
@@ -177,6 +213,8 @@ def test_what_is_promised_to_contract_must() -> None:
         ({"warmup": -1}, "warmup"),
         ({"schedule": "linear"}, "schedule is cosine, fixed"),
         ({"dropout": 1.0}, "dropout"),
+        ({"window": 0}, "a window holds at least one token"),
+        ({"attention": "contractive-2", "blocks": "pre-norm", "coefficient": float("inf")}, "positive and finite"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object], said: str) -> None:

@@ -55,13 +55,13 @@ class LipschitzNormAttention(nn.Module):
 
     def divisor(self, x: Tensor) -> Tensor:
         """c of every head, ``(heads,)`` or ``(batch, heads)``."""
-        found = _divisor(*self.projections.project(x[None] if x.dim() == 2 else x))
+        found = divisor_of(*self.projections.project(x[None] if x.dim() == 2 else x))
         return found[0] if x.dim() == 2 else found
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``."""
         query, key, value = self.projections.project(x[None] if x.dim() == 2 else x)  # (batch, heads, n, ·)
-        c = _divisor(query, key, value)
+        c = divisor_of(query, key, value)
         # c = 0 only when two of Q, K, V vanish; then QKᵀ = 0 as well, and any divisor gives uniform weights.
         scores = query @ key.mT / torch.where(c > 0, c, 1.0)[..., None, None]
         out = (torch.softmax(scores, dim=-1) @ value @ self.projections.output_weight).sum(1)
@@ -71,7 +71,8 @@ class LipschitzNormAttention(nn.Module):
         return f"{self.in_features} → {self.out_features}, heads={self.heads}"
 
 
-def _divisor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def divisor_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The c of each item and head, from Q, K, V of shape ``(batch, heads, n, ·)``."""
     queries = torch.linalg.vector_norm(query, dim=(-2, -1))
     largest_key = torch.linalg.vector_norm(key, dim=-1).amax(-1)
     largest_value = torch.linalg.vector_norm(value, dim=-1).amax(-1)

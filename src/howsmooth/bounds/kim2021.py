@@ -97,7 +97,8 @@ def not_lipschitz_witness(n: int, t: float) -> Tensor:
     return torch.cat([half.new_zeros(1, 1), half, -half])
 
 
-def _only_hides(term: LogitBias) -> bool:
+def only_hides(term: LogitBias) -> bool:
+    """Whether a term of the logits is zero for the tokens that are seen and hides the others."""
     if isinstance(term, DenseBias):
         return term.bias.dtype == torch.bool or bool(((term.bias == 0) | (term.bias == HIDDEN)).all())
     return isinstance(term, Causal | SlidingWindow | Padding)
@@ -111,7 +112,7 @@ VALUE_FACTOR = Assumption(
 )
 ONLY_HIDES = Assumption(
     "nothing is added to the logits of tokens that are seen",
-    lambda where: all(_only_hides(term) for term in where.map.logit_terms()),
+    lambda where: all(only_hides(term) for term in where.map.logit_terms()),
 )
 L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
 """What every bound for L2 attention takes for granted; without any one of them it is false."""

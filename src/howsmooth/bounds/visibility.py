@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,15 @@ from howsmooth.attention.masks import HIDDEN, Maps
 _BAND = 2**24
 
 
-def hides(attention: AttentionMap) -> bool:
+class Masked(Protocol):
+    """Whatever knows the terms of its logits: an attention map, or the masks of one call of a layer."""
+
+    def logit_terms(self) -> Iterator[LogitBias]:
+        """Masks and additive biases of the logits."""
+        ...
+
+
+def hides(attention: Masked) -> bool:
     """Whether a mask hides some token from some other.
 
     >>> import howsmooth as hs

@@ -43,7 +43,12 @@ class Model:
         str | None,
         typer.Option(help="pre-norm, post-norm or contractive (contractive for contractive attention)."),
     ] = None
-    coefficient: Annotated[float, typer.Option(help="Lipschitz constant of contractive branches.")] = 0.9
+    coefficient: Annotated[
+        float, typer.Option(help="Lipschitz constant of contractive branches; below 1 in contractive blocks.")
+    ] = 0.9
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that a token sees, itself and those before (all).", show_default=False)
+    ] = None
     lengths: Annotated[
         str, typer.Option(help="fixed windows, chunks (cross-document masks) or a curriculum of growing lengths.")
     ] = "fixed"
@@ -87,7 +92,7 @@ def train(
     bit as if nothing had happened. Checkpoint, rows of numbers and result are in the folder.
 
     Examples:\n
-      howsmooth train shakespeare.txt --attention contractive-2 --depth 4\n
+      howsmooth train shakespeare.txt --attention contractive-2 --depth 4 --window 4\n
       howsmooth train ptb/ --lengths curriculum --length 256 --steps 5000 --out run --resume\n
       howsmooth train shakespeare.txt --table --depth 2,4,6 --seed 0,1 --steps 2000
     """
@@ -189,7 +194,8 @@ def _summary(result: Any) -> Iterator[str]:
     else:
         where = "" if settings.attention in _EVERYWHERE else " after its LayerNorm"
         norm = "∞" if (settings.attention, settings.block_kind) == ("contractive-inf", "contractive") else "2"
-        said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}"
+        window = "" if settings.window is None else f", window {settings.window}"
+        said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}{window}"
         yield f"Attention: {said}: {written(result.bound, ROUND_CEILING)}."
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import kim2021, l2
+from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.base import Mask, Norm, as_norm, without_autocast
-from howsmooth.nn.l2 import L2Attention, Weights, average_2, balanced, block_lip_2, mixing_matrix, seen
+from howsmooth.nn.l2 import L2Attention, Weights, average_2
 from howsmooth.nn.sight import Sight
 from howsmooth.nn.weight_norms import SpectralNorm
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 from torch.nn import functional
 
-from howsmooth.attention import L2SelfAttention, SlidingWindow
+from howsmooth.attention import L2SelfAttention
 from howsmooth.attention.masks import as_mask
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.l2 import Sight as SightOfL2
-from howsmooth.bounds.l2 import average_lip_2, sight_of
+from howsmooth.bounds.l2 import average_lip_2, block_lip_2, mixing_matrix, seen, sight_of
 from howsmooth.nn.base import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
 from howsmooth.nn.sight import Sight
 
@@ -100,55 +98,9 @@ class L2Attention(MixingLayer):
         return torch.minimum(least, block_lip_2(query.double(), value.double(), output.double(), average))
 
 
-def block_lip_2(query: Tensor, value: Tensor, output: Tensor, average: float) -> Tensor:
-    r"""Lip₂ of the whole block: :math:`\tfrac\kappa s\,\|[W_h/c_h]_h\|\,\|[c_hM_h]_h\|` for any numbers c_h > 0.
-
-    κ is the constant of the Gaussian average Z ↦ PZ (`howsmooth.bounds.l2.average_lip_2`), [·]_h puts the heads side by
-    side, on the right on top of each other. It spares the factor up to √H that adding up heads costs.
-
-    Proof, in three steps. X ↦ (XW_h/c_h)_h is linear, with the first norm. On its output y_h the weights are those of
-    :math:`z_h = c_hy_h/\sqrt s`, so y_h ↦ Py_h is the Gaussian average in other units: it has the constant κ, and so
-    have all heads side by side. At last (y_h)_h ↦ Σ_h c_hy_hM_h/s is linear, with the second norm over s. ∎
-    With :math:`c_h^2 = \|W_h\|/\|M_h\|` the product is at most :math:`\sum_h\|W_h\|\|M_h\|`; here Frobenius norms take
-    their place (`balanced`), which costs no decomposition.
-
-    Args:
-        query, value, output: W_hᵀ, W^V_hᵀ, W^O_h, each ``(heads, k, d)``. average: κ.
-
-    >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
-    >>> float(block_lip_2(10 * one, one, one, average=1.5))
-    150.0
-    """
-    tied, mixing = balanced(query, mixing_matrix(query, value, output))
-    return average / query.shape[-2] ** 0.5 * spectral(tied) * spectral(mixing)
-
-
-def mixing_matrix(query: Tensor, value: Tensor, output: Tensor) -> Tensor:
-    """The M_h of all heads on top of each other, ``(d, d)``."""
-    return (query @ value.mT @ output).flatten(0, 1)
-
-
-def balanced(query: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
-    """[W_hᵀ/c_h] and [c_h M_h], both ``(d, d)``, with c_h² = ‖W_h‖_F/‖M_h‖_F."""
-    heads = len(query)
-    sizes = [vector_norm(part.reshape(heads, -1), dim=-1) for part in (query, mixing)]
-    least = torch.finfo(query.dtype).eps
-    tied, mixed = (size.clamp(min=least) for size in sizes)
-    c = (tied / mixed).sqrt()[:, None, None]
-    return (query / c).flatten(0, 1), (mixing.unflatten(0, (heads, -1)) * c).flatten(0, 1)
-
-
 def average_2(sight: Sight, n: int | None = None) -> float:
     """κ of the Gaussian average under the masks of a call, for its n tokens or for another number."""
-    return _average_2(seen(sight, n), sight_of(sight))  # type: ignore[arg-type]
-
-
-def seen(sight: Sight, n: int | None = None) -> int:
-    """How many tokens a token sees, and is seen by, at most: n, or what a window leaves."""
-    windows = [term for term in sight.terms if isinstance(term, SlidingWindow)]
-    return min(
-        [sight.n if n is None else n, *(term.window if term.causal else 2 * term.window - 1 for term in windows)]
-    )
+    return _average_2(seen(sight, sight.n if n is None else n), sight_of(sight))
 
 
 @torch.compiler.assume_constant_result

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth import attention
-from howsmooth.attention.lipschitz_norm import _divisor
+from howsmooth.attention.lipschitz_norm import divisor_of
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.sight import Sight
@@ -37,7 +37,7 @@ class LipschitzNormAttention(MixingLayer):
             raise InvalidInput(_NO_MASKS)
         parts = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         query, key, value = (part.transpose(1, 2) for part in parts)
-        divisor = _divisor(query, key, value)  # padded tokens are zero, and zero is never the longest
+        divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
         return Heads(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
 
     def combine(self, mixed: Tensor, sight: Sight) -> Tensor:

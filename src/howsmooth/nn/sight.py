@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.attention import Causal, DenseBias, LogitBias, Padding, SlidingWindow
 from howsmooth.attention.masks import HIDDEN
-from howsmooth.bounds.kim2021 import _only_hides
+from howsmooth.bounds.kim2021 import only_hides
 from howsmooth.errors import InvalidInput
 
 
@@ -73,7 +73,7 @@ class Sight:
         for term in self.terms:
             if isinstance(term, Causal | SlidingWindow):
                 continue
-            if not isinstance(term, DenseBias) or not _only_hides(term):
+            if not isinstance(term, DenseBias) or not only_hides(term):
                 raise InvalidInput(
                     "L2 attention takes masks that hide (booleans, or 0 and −inf), but this one adds other numbers to "
                     "the logits, and no Lipschitz bound holds then."

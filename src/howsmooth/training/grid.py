@@ -107,6 +107,8 @@ def row_of(result: Result) -> dict[str, Any]:
     return {
         "attention": settings.attention,
         "blocks": settings.block_kind,
+        "window": settings.window,
+        "coefficient": settings.coefficient if settings.is_contractive else None,
         "depth": settings.depth,
         "seed": settings.seed,
         "valid_bits": result.valid_bits,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.masks import Causal, LogitBias, Maps
+from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import (
@@ -53,19 +53,19 @@ _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
 
 
-class WithinDocuments(Causal):
-    """Token i sees the tokens j ≤ i of its own document.
+class WithinDocuments(SlidingWindow):
+    """Token i sees the tokens j ≤ i of its own document, or the last ``window`` of them.
 
     Of two tokens that see the same one, one sees the other: what the bounds for causal L2 attention need holds too.
 
     Args:
-        seen: ``(batch, n, n)`` booleans, see `howsmooth.training.lengths.Batch.seen`.
+        seen: ``(batch, n, n)`` booleans, see `howsmooth.training.lengths.Batch.seen`. window: None for all n.
     """
 
-    def __init__(self, seen: Tensor):
-        super().__init__()
+    def __init__(self, seen: Tensor, window: int | None = None):
+        super().__init__(window or seen.shape[-1])
         self.seen: Tensor
-        self.register_buffer("seen", seen, persistent=False)
+        self.register_buffer("seen", seen.triu(1 - self.window), persistent=False)
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         return maps.hide(self.seen[maps.batch, rows, cols])
@@ -91,17 +91,17 @@ class UsualBlock(nn.Module):
             x = x + self.dropout(branch(norm(x))) if self.norm_first else norm(x + self.dropout(branch(x)))
         return x
 
-    def attention_bound(self, n: int) -> float:
+    def attention_bound(self, n: int, mask: LogitBias) -> float:
         """Lipschitz bound of the attention on n tokens: on all inputs, or on what the LayerNorm before lets through."""
         norm = self.norms[0]
         assert isinstance(norm, nn.LayerNorm)
         try:
-            return float(self.attention.lipschitz_bound(n, mask="causal").detach())
+            return float(self.attention.lipschitz_bound(n, mask=mask).detach())
         except DoesNotApply:
             if not self.norm_first:
                 raise
             radius = TokenSet.after_layer_norm(norm.weight.detach(), norm.bias.detach()).radius
-            return float(self.attention.lipschitz_bound(n, radius=radius, mask="causal").detach())
+            return float(self.attention.lipschitz_bound(n, radius=radius, mask=mask).detach())
 
 
 class ContractiveBlock(nn.Module):
@@ -123,9 +123,9 @@ class ContractiveBlock(nn.Module):
         x = self.actnorms[1](x)
         return x + self.mlp(x)
 
-    def attention_bound(self, n: int) -> float:
+    def attention_bound(self, n: int, mask: LogitBias) -> float:
         """Proved Lipschitz bound of the attention branch on n tokens, in the norm in which it contracts."""
-        return float(self.attention.lipschitz_bound(n, norm=self.norm, mask="causal").detach())  # type: ignore[arg-type]
+        return float(self.attention.lipschitz_bound(n, norm=self.norm, mask=mask).detach())  # type: ignore[arg-type]
 
 
 class CharacterModel(nn.Module):
@@ -154,7 +154,7 @@ class CharacterModel(nn.Module):
 
         Args:
             symbols: ``(batch, n)`` integers. places: position of each in its document; 0, 1, … when None.
-            seen: ``(batch, n, n)`` booleans, who sees whom; the past when None.
+            seen: ``(batch, n, n)`` booleans, who sees whom; the past when None. A window narrows it.
         """
         return self.head(self.norm(self.stream(symbols, places, seen)[-1]))
 
@@ -164,11 +164,15 @@ class CharacterModel(nn.Module):
         if n > self.settings.length:
             raise InvalidInput(f"this model was made for {self.settings.length} tokens, got {n}.")
         places = torch.arange(n, device=symbols.device) if places is None else places
-        mask = Causal() if seen is None else WithinDocuments(seen)
+        mask = self.mask() if seen is None else WithinDocuments(seen, self.settings.window)
         x = [self.tokens(symbols) + self.places(places)]
         for block in self.blocks:
             x.append(block(x[-1], mask))
         return x
+
+    def mask(self) -> LogitBias:
+        """What a token sees of one document: the past, or a window of it."""
+        return Causal() if self.settings.window is None else SlidingWindow(self.settings.window)
 
     def attention_bound(self, n: int) -> float | None:
         """The largest proved Lipschitz bound among the attention blocks for n tokens, None where there is none.
@@ -178,7 +182,7 @@ class CharacterModel(nn.Module):
         training = self.training
         self.eval()
         try:
-            found = max(block.attention_bound(n) for block in self.blocks)  # type: ignore[operator]
+            found = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
         except DoesNotApply:
             return None
         finally:

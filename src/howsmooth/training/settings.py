@@ -36,7 +36,9 @@ class Settings:
             still knows the future.
         blocks: "pre-norm" for x + f(LayerNorm(x)), "post-norm" for LayerNorm(x + f(x)), "contractive" for x + f(x) with
             Lip(f) < 1; None chooses contractive for contractive attention, pre-norm for the others.
-        coefficient: the Lipschitz constant that contractive branches are scaled to.
+        coefficient: the Lipschitz constant that contractive branches are scaled to; in contractive blocks below one.
+        window: how many tokens a token sees, itself and those before; None for all. The constant of L2 attention
+            depends on it in place of n.
         lengths: "fixed", "chunks" or "curriculum"; length: the (longest) number of tokens of a piece.
         cycles: how many times a curriculum goes from short to long.
         batch_tokens: characters per step.
@@ -53,6 +55,7 @@ class Settings:
     heads: int = 4
     blocks: Blocks | None = None
     coefficient: float = 0.9
+    window: int | None = None
     lengths: Lengths = "fixed"
     length: int = 64
     cycles: int = 1
@@ -74,6 +77,8 @@ class Settings:
         for name in ("depth", "width", "heads", "length", "cycles", "steps", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.window is not None and self.window < 1:
+            raise InvalidInput(f"a window holds at least one token, got {self.window}.")
         if self.width % self.heads:
             raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
         if self.batch_tokens % self.length:
@@ -88,8 +93,13 @@ class Settings:
                 raise InvalidInput(f"{name} must not be negative, got {getattr(self, name)}.")
         if not 0 <= self.dropout < 1:
             raise InvalidInput(f"dropout must be at least 0 and less than 1, got {self.dropout}.")
-        if not 0 < self.coefficient < 1:
-            raise InvalidInput(f"a contraction needs 0 < coefficient < 1, got {self.coefficient}.")
+        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
+            raise InvalidInput(f"the coefficient must be positive and finite, got {self.coefficient}.")
+        if self.block_kind == "contractive" and self.coefficient >= 1:
+            raise InvalidInput(
+                f"contractive blocks need 0 < coefficient < 1, got {self.coefficient}: only pre-norm and post-norm "
+                "blocks may expand."
+            )
         if self.blocks == "contractive" and not self.is_contractive:
             raise InvalidInput(
                 f"contractive blocks need contractive attention, but {self.attention} attention has no certified "
