@@ -21,6 +21,24 @@ def pytest_configure() -> None:
         torch.set_num_threads(1)
 
 
+_CASES_WHEN_QUICK = 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many parameters the first, middle and last case are quick, the others slow."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for some in cases.values():
+        last = len(some) - 1
+        kept = {round(last * part / (_CASES_WHEN_QUICK - 1)) for part in range(_CASES_WHEN_QUICK)}
+        for number, item in enumerate(some):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     """Every test starts from seed 0, whatever ran before it."""
