@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from evidence.tables import FOLDER
-from evidence.training_grid import RUNS, draw, run, summary, text
+from evidence.training_grid import NARROW, RUNS, WINDOW, draw, run, summary, text
 from howsmooth.training import Corpus, Grid, Result, Settings
 from howsmooth.training.grid import write_table
 from howsmooth.training.settings import Attention
@@ -24,11 +24,15 @@ USUAL: tuple[Attention, ...] = ("dot-product", "l2-tied")
 
 
 def grids(base: Settings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS) -> dict[str, Grid]:
-    """Dot-product and tied L2 attention with LayerNorm after and before the branches, and contractive blocks."""
+    """Dot-product and tied L2 attention with LayerNorm after and before the branches, and contractive blocks.
+
+    The last also with a window, on which contractive attention is damped less.
+    """
     return {
         "post-norm": Grid(replace(base, blocks="post-norm"), USUAL, depths, seeds),
         "pre-norm": Grid(replace(base, blocks="pre-norm"), USUAL, depths, seeds),
         "contractive": Grid(base, ("contractive-2", "contractive-inf"), depths, seeds),
+        f"contractive{NARROW}": Grid(replace(base, window=WINDOW), ("contractive-2",), depths, seeds),
     }
 
 

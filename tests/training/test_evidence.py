@@ -52,7 +52,7 @@ def test_the_depth_page_names_what_did_not_train(tmp_path: Path) -> None:
     base = replace(depth.BASE, **TINY)  # type: ignore[arg-type]
     found = depth.run(tmp_path, CORPUS, depth.grids(base, depths=(1,)), quiet)
     results = [result for some in found.values() for result in some]
-    assert len(results) == 6
+    assert len(results) == 7
     limit = depth.single_character_bits(CORPUS)
     bad = [
         replace(result, valid_bits=bits)
