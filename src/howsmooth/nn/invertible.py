@@ -243,7 +243,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
     """Finite tokens in the dtype of the module, which must be float32 or float64."""
-    check_finite(tokens.detach(), "the tokens")
+    check_finite(tokens.detach(), "the input")
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     own = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
