@@ -28,6 +28,7 @@ BASE = Settings(depth=4, width=64, heads=4, length=256, batch_tokens=1024, steps
 SEEDS = (0, 1)
 WINDOWS = 4
 """Windows of the validation part on which σ is measured, for each length."""
+INTERVALS = Intervals(validate=100)
 Runs = dict[str, list[tuple[Result, Path]]]
 
 
@@ -114,7 +115,10 @@ def draw(runs: Runs, rows: list[dict[str, object]], path: Path) -> None:
         rough.plot(lengths, [_roughest(mine, n) for n in lengths], "o-", color=colour, label=name)
     tokens.set(xlabel="characters seen", ylabel="validation bits per character")
     seconds.set(xlabel="seconds of training", ylabel="validation bits per character")
-    rough.set(xlabel="n", ylabel="σ of the roughest block", xscale="log", yscale="log")
+    rough.set(xlabel="n", ylabel="σ of the roughest block")
+    for scale, axis in ((rough.set_xscale, rough.xaxis), (rough.set_yscale, rough.yaxis)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:g}")
     tokens.legend(fontsize=8, frameon=False)
     for axes in (tokens, seconds, rough):
         axes.spines[["top", "right"]].set_visible(False)
@@ -158,7 +162,7 @@ def sigma_table(rows: list[dict[str, object]]) -> str:
 def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
     """The page."""
     name, corpus = text()
-    runs = run(RUNS / "training-curriculum", corpus, arms(), SEEDS, Intervals(validate=100), progress)
+    runs = run(RUNS / "training-curriculum", corpus, arms(), SEEDS, INTERVALS, progress)
     progress("measuring")
     rows = smoothness(runs, corpus, [8, 16, 32, 64, 128, 256])
     write_rows(FOLDER / "training-curriculum.csv", learning(runs))
@@ -173,6 +177,8 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         "validation.",
         results_table(runs),
         "![Loss against characters and time, and σ against n](training-curriculum.png)",
+        f"The curves are validated on the first {INTERVALS.validate_on:,} characters of the validation part, the table "
+        "on all of it.",
         "Local Lipschitz constant σ of each attention block at the end of training, at its real input (after "
         f"LayerNorm) on {WINDOWS} windows of n characters of the validation part, mean over windows and seeds "
         "(estimates, within 0.1 %):",
@@ -202,4 +208,4 @@ def _roughest(rows: list[dict[str, object]], n: int) -> float:
 
 if __name__ == "__main__":
     show = lambda text: print(text, flush=True)  # noqa: E731
-    run(RUNS / "training-curriculum", text()[1], arms(), SEEDS, Intervals(validate=100), show)
+    run(RUNS / "training-curriculum", text()[1], arms(), SEEDS, INTERVALS, show)

@@ -68,10 +68,10 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
     failed = untrained(results, corpus)
     total = sum(len(grid.cells()) for grid in wanted.values())
     return [
-        f"Character language models on {name}, width {BASE.width}, {BASE.heads} heads, windows of {BASE.length} "
+        f"Character language models on {name}, width {BASE.width}, {BASE.heads} heads, pieces of {BASE.length} "
         f"characters, {BASE.batch_tokens} characters in each of {BASE.steps:,} steps of AdamW at a fixed rate of "
-        f"{BASE.rate:g}, without warm-up, decay of the rate or clipping of gradients. Validation bits per character; "
-        "the rows are in [training-depth.csv](training-depth.csv).",
+        f"{BASE.rate:g}, without warm-up, decay of the rate or clipping of gradients. Validation bits per character, "
+        "one seed; the rows are in [training-depth.csv](training-depth.csv).",
         summary(found, wanted),
         "![Validation bits against depth at a fixed learning rate](training-depth.png)",
         f"Guessing characters by how often they occur takes {single_character_bits(corpus):.2f} bits. No better than "
