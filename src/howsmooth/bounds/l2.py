@@ -59,11 +59,12 @@ def largest_column(n: float, sight: Sight, weight: float = 0.0) -> float:
     [10.0, 19.0, 50.5]
     """
     most = 0.5 if weight <= 0.5 else weight * phi_inverse(math.exp(1 / weight))
-    always, sums = 1 + (n - 1) * most, (n + 1) / 2
+    sums, found = (n + 1) / 2, [1 + (n - 1) * most]
     if sight != "any":
-        sums = min(sums, n**0.5 if sight == "full" else 2 * n**0.5 - 1)
-        always = min(always, (n**0.5 if sight == "full" else 2 * n**0.5 - 1) * (1 + weight**2 / 2) ** 0.5)
-    return min(always, sums + weight * (n - 1) * phi_inverse(1.0))
+        roots = n**0.5 if sight == "full" else 2 * n**0.5 - 1
+        sums = min(sums, roots)
+        found.append(roots * (1 + weight**2 / 2) ** 0.5)
+    return min(*found, sums + weight * (n - 1) * phi_inverse(1.0))
 
 
 @lru_cache(maxsize=4096)
