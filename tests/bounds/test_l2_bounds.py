@@ -144,6 +144,53 @@ def test_many_tokens_never_pass_the_column_lemma(causal: bool, weight: float) ->
     assert 0.2 < reached < 1
 
 
+def average(z: Tensor) -> Tensor:
+    return torch.softmax(-(z[:, None] - z).square().sum(-1), dim=-1) @ z
+
+
+def terms_of_the_proof(z: Tensor) -> tuple[Tensor, Tensor]:
+    """The covariances C_i, and the derivative of Z ↦ PZ without its terms 2C_i: ``(n, k, k)``, ``(n, k, n, k)``."""
+    apart = z - z[:, None]  # z_j − z_i
+    weights = torch.softmax(-apart.square().sum(-1), dim=-1)
+    centred = z - (weights @ z)[:, None]  # z_j − m_i
+    value = torch.einsum("ij,ab->iajb", weights, torch.eye(z.shape[1], dtype=z.dtype))
+    covariances = torch.einsum("ij,ija,ijb->iab", weights, centred, centred)
+    return covariances, value - 2 * torch.einsum("ij,ija,ijb->iajb", weights, centred, apart)
+
+
+def step_of_the_proof(z: Tensor, weight: float, factor: float = 4.0) -> Tensor:
+    """‖R‖²/((1 + factor·c/λ)·q_λ), R what is left of the derivative, with c and q_λ those of z itself."""
+    covariances, rest = terms_of_the_proof(z)
+    c = torch.linalg.matrix_norm(covariances, 2).max()
+    q = lemma_quantity("column", z, torch.ones(len(z), len(z), dtype=torch.bool), weight)
+    return torch.linalg.matrix_norm(rest.reshape(z.numel(), -1), 2) ** 2 / ((1 + factor * c / weight) * q)
+
+
+def test_the_terms_of_the_proof_add_up_to_the_jacobian() -> None:
+    z = torch.randn(5, 3, dtype=torch.float64)
+    covariances, rest = terms_of_the_proof(z)
+    total = rest + 2 * torch.einsum("iab,ij->iajb", covariances, torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(total, torch.autograd.functional.jacobian(average, z), rtol=1e-12, atol=1e-13)
+
+
+def test_the_step_of_the_proof_holds_and_is_nearly_reached() -> None:
+    closest = wrong = 0.0
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        n, width, weight = 2 + seed, 1 + seed % 2, (0.3, 1.0, 4.0)[seed % 3]
+        z = torch.randn(n, width, dtype=torch.float64, generator=generator).requires_grad_()
+        optimiser = torch.optim.Adam([z], lr=0.05, maximize=True)
+        for _ in range(60):
+            ratio = step_of_the_proof(z, weight)
+            closest = max(closest, ratio.item())
+            wrong = max(wrong, float(step_of_the_proof(z.detach(), weight, factor=1.0)))
+            optimiser.zero_grad()
+            ratio.backward()
+            optimiser.step()
+    assert 0.7 < closest <= 1 + 1e-12
+    assert wrong > 1  # a smaller constant would be false
+
+
 def test_the_weight_of_the_direction_is_needed() -> None:
     """Two tokens at distance one: without λ the lemma would be false."""
     z = torch.tensor([[0.0], [1.1]], dtype=torch.float64)
