@@ -19,8 +19,8 @@ import howsmooth as hs
 from evidence.tables import FOLDER, table
 from evidence.training_grid import RUNS, text
 from howsmooth.figures import new_figure, save_figure
+from howsmooth.small import write_whole
 from howsmooth.training import CharacterModel, Corpus, Intervals, Result, Settings, load_model, train
-from howsmooth.training.files import write_whole
 from howsmooth.training.loop import Busy
 
 TITLE = "Does a curriculum of lengths pay?"

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from howsmooth.errors import InvalidInput
+from howsmooth.small import write_whole
 from howsmooth.training import CharacterModel, Checkpoint, Settings
-from howsmooth.training.files import Journal, write_whole
+from howsmooth.training.files import Journal
 
 SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=3)
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
+from howsmooth.small import write_whole
 from howsmooth.worstcase import Embeddings, Witness, worst_case
-from howsmooth.worstcase.witness import write_whole
 
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 

@@ -35,6 +35,9 @@ class JacobianOperator(ABC):
         method: a few words for reports: how the products are computed.
         notes: sentences the reader of a result should know.
         blur: by how much, relatively, rounding has moved the map itself before any product was taken.
+        noise: an absolute bound, one number per map or one for all (float64), on ‖(computed J) v − J v‖ and on
+            ‖(computed Jᵀ) u − Jᵀu‖ for unit vectors, beyond a few eps·‖J‖: what cancellation inside the map leaves
+            behind. No singular value of the computed operator is further than this from the true one.
     """
 
     batch_shape: torch.Size
@@ -45,6 +48,7 @@ class JacobianOperator(ABC):
     method: str
     notes: tuple[str, ...] = ()
     blur: float = 0.0
+    noise: Tensor | float = 0.0
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -193,6 +197,7 @@ class _Adjoint(JacobianOperator):
         self.batch_shape = parent.batch_shape
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
+        self.noise = parent.noise
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

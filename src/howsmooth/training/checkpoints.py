@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from howsmooth.errors import InvalidInput
-from howsmooth.training.files import write_whole
+from howsmooth.small import write_whole
 from howsmooth.training.settings import Settings
 
 CHECKPOINT = "checkpoint.safetensors"

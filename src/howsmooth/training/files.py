@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import InvalidInput
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name in the same folder, then rename it, so that it is never seen half-written."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise _unwritable(path, error) from error
-        raise
+from howsmooth.small import unwritable, write_whole
 
 
 class Journal:
@@ -55,15 +37,8 @@ class Journal:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _unwritable(path: Path, error: OSError) -> InvalidInput:
-    return InvalidInput(
-        f"cannot write {path} ({error.strerror or error}): free some space, or choose another folder, and go on with "
-        "--resume."
-    )

@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from howsmooth.errors import InvalidInput
-from howsmooth.training.files import write_whole
+from howsmooth.small import write_whole
 from howsmooth.training.loop import Busy, train
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import Attention, Settings

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from howsmooth.errors import InvalidInput
+from howsmooth.small import write_whole
 from howsmooth.training.checkpoints import CHECKPOINT, Checkpoint
-from howsmooth.training.files import Journal, write_whole
+from howsmooth.training.files import Journal
 from howsmooth.training.lengths import Batch, plan, validation
 from howsmooth.training.model import CharacterModel
 from howsmooth.training.results import METRICS, RESULT, Intervals, Result, Status

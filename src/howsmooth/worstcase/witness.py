@@ -16,6 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
+from howsmooth.small import write_whole
 
 Stopped = Literal["steps", "seconds", "interrupted", "settled", "running"]
 _FORMAT = "howsmooth witness 1"
@@ -119,23 +120,6 @@ class Witness:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"{path.name} is a witness of another version, or was changed by hand.") from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Put data at path: under a temporary name in the same folder first, so that the file is whole or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InvalidInput(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def _measurement(plain: dict[str, Any], norm: float, vectors: dict[str, Tensor | None]) -> Measurement:
