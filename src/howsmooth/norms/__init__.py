@@ -59,7 +59,7 @@ def operator_norm(
         raise InvalidInput(f"k, start and stop_at belong to the 2-norm: leave them out for norm={norm!r}.")
     small = min(op.in_size, op.out_size) <= dense_limit
     if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
-        return dense_norm(op, kind, k)
+        return dense_norm(op, kind, k, rtol)
     if kind == 2:
         return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress, stop_at)
     exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[kind]

@@ -5,7 +5,11 @@ until a thick restart puts a diagonal block and one full column in front [1, 2].
 
 Reorthogonalising V alone is enough: J V = U B holds by construction, so an orthonormal V makes BᵀB the Rayleigh
 quotient of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the
-shorter vectors. After a restart, which mixes the left vectors, U is reorthogonalised too.
+shorter vectors. After a restart, which mixes the left vectors, or where α is small, U is reorthogonalised too. What
+reorthogonalisation removes from a vector is the error of the relations above; it is added up for the certificate.
+
+A small β is no proof that the space is exhausted: rounding may hide a direction. The process goes on along whatever is
+left, be it rounding, and only a β of nothing at all ends it; the certificate decides when that is enough.
 
 References:
     [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer. Anal. 2
@@ -25,6 +29,8 @@ from howsmooth.norms.certificate import Projection
 from howsmooth.norms.products import FlatProducts, not_finite
 
 _FIRST_CAPACITY = 32
+_NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
+_SHORT = 0.1  # of the map's size: below this, a left vector may have lost its orthogonality
 
 
 class Bidiagonalisation:
@@ -32,7 +38,7 @@ class Bidiagonalisation:
 
     Attributes:
         size: m, the number of basis vectors on each side (v_{m+1} waits in the right basis).
-        beta: the last β of every map, float64 on the CPU; zero where the space is invariant and holds no more.
+        beta: the last β of every map, float64 on the CPU; zero where nothing at all was left.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> products = FlatProducts(MatrixOperator(torch.diag(torch.tensor([3.0, 4.0])).double()))
@@ -46,13 +52,15 @@ class Bidiagonalisation:
     def __init__(self, products: FlatProducts, start: Tensor, generator: torch.Generator):
         op = products.op
         self.products, self.generator = products, generator
-        self.size = 0
+        self.size = self._made = 0
         self.beta = torch.zeros(len(start), dtype=torch.float64)
         self._right = start.new_empty(len(start), min(_FIRST_CAPACITY, op.in_size) + 1, op.in_size)
         self._left = start.new_empty(len(start), min(_FIRST_CAPACITY, op.in_size), op.out_size)
         self._b = torch.zeros(len(start), *(2 * (self._left.shape[1],)), dtype=torch.float64)
         self._right[:, 0] = start
+        self._first: Tensor | None = products.calibrated(start)
         self._scale = torch.zeros(len(start), dtype=torch.float64)
+        self._drift = torch.zeros(2, *self._b.shape[:2], dtype=torch.float64)  # what was removed from each u and v
         self._follows_left = False  # whether J v_m meets the left basis in its last vector only
         self._restarted = False
 
@@ -62,21 +70,25 @@ class Bidiagonalisation:
         if m == self._left.shape[1]:
             self._grow()
         v = self._right[:, m]
-        u = self.products.matvec(v)
+        u, self._first = self.products.matvec(v) if self._first is None else self._first, None
         if self._follows_left:
             u = torch.addcmul(u, self.beta.to(u)[:, None], self._left[:, m - 1], value=-1)
-        u, alpha = self._orthonormal(u, self._left[:, : m if self._restarted else 0])
+        elif m:
+            u = u - torch.bmm(self._b[:, None, :m, m].to(u), self._left[:, :m]).squeeze(1)
+        short = self._restarted or bool((_norm(u) < _SHORT * self._scale).any())
+        u, alpha = self._orthonormal(u, self._left[:, : m if short else 0], side=0)
         w = torch.addcmul(self.products.rmatvec(u), alpha.to(u)[:, None], v, value=-1)
-        w, beta = self._orthonormal(w, self._right[:, : m + 1])
+        w, beta = self._orthonormal(w, self._right[:, : m + 1], side=1)
         if self._follows_left:
             self._b[:, m - 1, m] = self.beta
         self._b[:, m, m] = alpha
         self._left[:, m], self._right[:, m + 1] = u, w
         self.beta, self.size, self._follows_left = beta, m + 1, True
+        self._made += 1
 
     def project(self) -> Projection:
         """The singular value decomposition of B."""
-        return Projection.of(self._b[:, : self.size, : self.size], self.beta)
+        return Projection.of(self._b[:, : self.size, : self.size], self.beta, self._made, self._drift[..., : self.size])
 
     def right_vectors(self, small: Projection, maps: Tensor, k: int) -> Tensor:
         """The k leading right Ritz vectors of the running maps chosen by the mask: ``(chosen, k, in_size)``."""
@@ -86,9 +98,8 @@ class Bidiagonalisation:
     def refresh(self, maps: Tensor) -> None:
         """Where the space is invariant, go on from a random direction orthogonal to it."""
         m = self.size
-        w = torch.randn(int(maps.sum()), self._right.shape[-1], generator=self.generator, dtype=self._right.dtype)
-        w = w.to(self._right.device)
-        self._right[maps, m], _ = _orthonormalise(w, _norm(w), self._right[maps, :m], torch.zeros(len(w)))
+        nothing = self._right.new_zeros(int(maps.sum()), self._right.shape[-1])
+        self._right[maps, m] = orthonormalised(nothing, self._right[maps, :m], self.generator)
 
     def restart(self, small: Projection, keep: int) -> None:
         """Thick restart: the ``keep`` largest Ritz triplets lead the bases, v_{m+1} stays the next vector."""
@@ -100,28 +111,36 @@ class Bidiagonalisation:
         self._b[:, :keep, :keep] = torch.diag_embed(small.theta[:, :keep])
         self._b[:, :keep, keep] = small.residuals[:, :keep]
         self.size, self._follows_left, self._restarted = keep, False, True
+        self._made += keep  # the rotation rounds like one more product each
+        self._drift[..., 0] = self._drift.norm(dim=-1)  # a rotation keeps the sum of the squares
+        self._drift[..., 1:] = 0
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
         self.products.keep(mask)
         self._left, self._right = _moved_up(self._left, mask, self.size), _moved_up(self._right, mask, self.size + 1)
         self._b, self.beta, self._scale = self._b[mask], self.beta[mask], self._scale[mask]
+        self._drift = self._drift[:, mask]
 
-    def _orthonormal(self, x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    def _orthonormal(self, x: Tensor, basis: Tensor, side: int) -> tuple[Tensor, Tensor]:
         length = _norm(x)
         self._scale = torch.maximum(self._scale, length)
         if not bool(torch.isfinite(self._scale).all()):
             raise not_finite(self.products.op)
         if basis.shape[1] >= basis.shape[2]:  # the basis spans everything: what is left is rounding
-            return torch.zeros_like(x), torch.zeros_like(self._scale)
-        info = torch.finfo(x.dtype)
-        return _orthonormalise(x, length, basis, (10 * info.eps * self._scale).clamp_min(info.tiny))
+            unit, length, removed = torch.zeros_like(x), torch.zeros_like(length), length
+        else:
+            floor = _NOTHING * torch.finfo(x.dtype).eps * self._scale
+            unit, length, removed = _orthonormalise(x, length, basis, floor)
+        self._drift[side, :, self.size] = removed
+        return unit, length
 
     def _grow(self) -> None:
         more = min(self.size, self._right.shape[-1] - self.size)
         self._left = torch.cat([self._left, self._left.new_empty(len(self.beta), more, self._left.shape[-1])], 1)
         self._right = torch.cat([self._right, self._right.new_empty(len(self.beta), more, self._right.shape[-1])], 1)
         self._b = torch.nn.functional.pad(self._b, (0, more, 0, more))
+        self._drift = torch.nn.functional.pad(self._drift, (0, more))
 
 
 def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
@@ -141,16 +160,31 @@ def _combine(coefficients: Tensor, basis: Tensor) -> Tensor:
     return torch.bmm(coefficients.mT.to(basis), basis)
 
 
-def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Tensor:
+    """Unit vectors orthogonal to orthonormal bases ``(maps, m, size)``: along x where something of x is left, else any."""
+    unit, length, _ = _orthonormalise(x, _norm(x), basis, torch.zeros(len(x), dtype=torch.float64))
+    dead = length == 0
+    if bool(dead.any()):
+        w = torch.randn(int(dead.sum()), x.shape[-1], generator=generator, dtype=x.dtype).to(x.device)
+        index = dead.to(x.device)
+        unit[index], *_ = _orthonormalise(w, _norm(w), basis[index], torch.zeros(len(w), dtype=torch.float64))
+    return unit
+
+
+def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x (of this length) minus its part in the span of the basis: unit vector and length, both zero up to ``floor``.
 
-    Gram–Schmidt, repeated while it removes a large part: twice is enough (Daniel, Gragg, Kaufman & Stewart 1976).
+    The third is the length of that part. Gram–Schmidt, repeated while it removes a large part: twice is enough
+    (Daniel, Gragg, Kaufman & Stewart 1976), once more when all that is left is rounding.
     """
-    for _ in range(3 if basis.shape[1] else 0):
-        x = x - torch.bmm(torch.bmm(basis, x.unsqueeze(-1)).mT, basis).squeeze(1)
+    removed = torch.zeros_like(length)
+    for _ in range(4 if basis.shape[1] else 0):
+        part = torch.bmm(basis, x.unsqueeze(-1))
+        x = x - torch.bmm(part.mT, basis).squeeze(1)
         before, length = length, _norm(x)
+        removed = removed + _norm(part.squeeze(-1))
         if bool(((length >= 0.7 * before) | (length <= floor)).all()):
             break
     alive = length > floor
     inverse = torch.where(alive, 1 / length, 0.0)
-    return x * inverse.to(x)[:, None], torch.where(alive, length, 0.0)
+    return x * inverse.to(x)[:, None], torch.where(alive, length, 0.0), removed

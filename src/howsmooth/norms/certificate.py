@@ -23,8 +23,33 @@ one event covers all of them, so watching the bound and stopping when it is smal
 which lies in their span; its component on x is c·π(λ)/ν with ν² = Σ_kept (Qᵀh)_i² π(θ_i²)². So λ is excluded when
 f(λ) < τ π(λ)/ν, and restarts multiply their factors. Both sides are monotone: excluded are the λ above one number.
 
-Rounding: the run is exact for some J + E, see `howsmooth.norms.products.rounding_allowance`; the solver adds that
-allowance to the bound.
+**With rounding.** Products and vector operations are inexact: J V = U B + E, Jᵀ U = V Bᵀ + β v_{m+1} e_mᵀ + F. With
+y = Jx/σ, σ = √λ, t = Uᵀy, the two relations read σz = Bᵀt + Eᵀy and σt = Bz + βζe_m + Fᵀx, hence
+
+    (λ − BᵀB) z = αβ ζ e_m + σ Eᵀy + Bᵀ Fᵀx,
+
+and with r = (λ − BᵀB)⁻¹h the overlap is no longer f but, U being arbitrary and h any vector,
+
+    |⟨s, x⟩| ≤ f(λ) + σ ‖E‖ |r| + ‖F‖ |B r|,    |r|² = Σ_i (Qᵀh)_i²/(λ − θ_i²)²,  |B r|² = Σ_i θ_i² (Qᵀh)_i²/(λ − θ_i²)².
+
+The columns of E and F are as long as the error of one product, η = κ·eps·σ + ν, with κ = `PRODUCT_ROUNDING` for the
+last rounding of the product and of the recursion and ν the operator's own bound (`JacobianOperator.noise`), plus what
+reorthogonalisation is seen to remove. No direction of the errors is assumed: they may hide x. That "the run is
+exact for some J + E" would not do, for E knows the start, and the start is then not random for J + E. And it happens:
+x ↦ x + γ⟨a,x⟩a returns x, exactly, once γ⟨a,x⟩a_i is below half a unit in the last place of x_i.
+
+What this says for a map near a multiple of the identity: v₁ is almost a singular vector, |r| ≈ 1/(λ − θ²), and λ is
+excluded when 2ση/(λ − θ²) < τ only, that is beyond a relative gap of about η/(στ) ≈ 80 √N η/σ at 99 %. A singular value
+closer than that cannot be told from rounding, and the bound says so. An ordinary map has (Qᵀh)₁ ≈ N^{-½}, and
+rounding is felt at a relative gap of η/σ already divided by τ√N, as it should. Where f ≤ rounding/8 no further step
+can help: `limited`.
+
+Restarts multiply the overlap by π(λ)/ν as before, up to κ(BᵀB)h with κ(t) = (π(λ) − π(t))/(λ − t) in the place of r:
+
+    ⟨s, x⟩ = (ν/π(λ)) ⟨s', x⟩ + error,   |error| ≤ σ‖E‖|r'| + ‖F‖|B r'|,   r' = Q diag((1 − π(θ_i²)/π(λ))/(λ − θ_i²)) Qᵀh.
+
+Every term decreases in λ: 1 − π(θ²)/π(λ) over λ − θ² is Σ_k Π_{l<k}(θ² − t_l)/(λ − t_l) · 1/(λ − t_k) over the
+discarded t_k. So excluded are still the λ above one number.
 
 References:
     [1] M. E. Hochstenbach, "Probabilistic upper bounds for the matrix two-norm", J. Sci. Comput. 57 (2013) 464–476.
@@ -42,6 +67,9 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.norms.filtering import Cycles, hidden_overlap
+
+PRODUCT_ROUNDING = 1.0  # relative error, in eps, of one product and the vector operations that follow it
 
 
 def smallest_component(size: int, confidence: float) -> float:
@@ -72,52 +100,67 @@ def kuczynski_wozniakowski1992(value: float, steps: int, size: int, confidence: 
 
 @dataclass
 class Projection:
-    """The small problem B = P diag(θ) Qᵀ of every map; ``theta``, ``residuals``: (maps, m), the others (maps, m, m)."""
+    """The small problem B = P diag(θ) Qᵀ of every map; ``theta``, ``residuals``: (maps, m), the others (maps, m, m).
+
+    ``products`` is the number of products that went into E, and as many into F; ``drift`` (2, maps, m) is the length of
+    what reorthogonalisation removed, beyond what B tells, from each left and from each right vector.
+    """
 
     theta: Tensor
     left: Tensor
     right: Tensor
     residuals: Tensor
+    products: int
+    drift: Tensor
 
     @classmethod
-    def of(cls, b: Tensor, beta: Tensor) -> Projection:
+    def of(cls, b: Tensor, beta: Tensor, products: int | None = None, drift: Tensor | None = None) -> Projection:
         """From the triangular matrices ``(maps, m, m)`` and the last β of each, ``(maps,)``, in float64."""
         left, theta, right_t = torch.linalg.svd(b)
-        return cls(theta, left, right_t.mT, beta[:, None] * left[:, -1])
+        residuals = beta[:, None] * left[:, -1]
+        made = b.shape[-1] if products is None else products
+        return cls(
+            theta, left, right_t.mT, residuals, made, theta.new_zeros(2, *theta.shape) if drift is None else drift
+        )
 
 
 class Certificate:
     """The probabilistic upper bound of a batch of runs, each from its own random start in R^size.
 
+    ``eps`` is that of the products (0: exact ones) and ``noise`` their absolute error, one number per map.
+
     >>> b = torch.tensor([[[2.0, 0.5], [0.0, 1.5]]], dtype=torch.float64)
     >>> small = Projection.of(b, beta=torch.tensor([1e-4], dtype=torch.float64))
-    >>> certificate = Certificate(maps=1, size=100, confidence=0.99)
-    >>> upper = certificate.tighten(small)
-    >>> [round(float(x), 4) for x in (small.theta[0, 0], upper[0])]
-    [2.1213, 2.1323]
+    >>> upper = Certificate(maps=1, size=100, confidence=0.99).tighten(small)
+    >>> rounded = Certificate(maps=1, size=100, confidence=0.99, eps=1e-7).tighten(small)
+    >>> [round(float(x), 4) for x in (small.theta[0, 0], upper[0], rounded[0])]
+    [2.1213, 2.1323, 2.1323]
     """
 
-    def __init__(self, maps: int, size: int, confidence: float):
-        self.log_tau = math.log(smallest_component(size, confidence))
+    def __init__(self, maps: int, size: int, confidence: float, eps: float = 0.0, noise: Tensor | None = None):
+        self.tau = smallest_component(size, confidence)
+        self.eps = eps
+        self.noise = torch.zeros(maps, dtype=torch.float64) if noise is None else noise
         self.upper = torch.full((maps,), math.inf, dtype=torch.float64)
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
-        self._shifts = torch.empty(maps, 0, dtype=torch.float64)
-        self._log_norm = torch.zeros(maps, dtype=torch.float64)
+        self._cycles: Cycles | None = None
 
     def excludes(self, lam: Tensor, small: Projection) -> Tensor:
         """Whether ``lam > θ₁²`` (one per map) is excluded as an eigenvalue of JᵀJ, on the event of this confidence."""
-        w = small.theta * small.residuals / (lam[:, None] - small.theta**2)
-        overlap = (self._overlaps(small) * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
-        rounding = w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
-        filtered = torch.log(lam[:, None] - self._shifts).sum(-1) - self._log_norm
-        return torch.log(overlap + rounding) < self.log_tau + filtered
+        seen, hidden = self._overlap(lam, small)
+        return seen + hidden < self.tau
+
+    def limited(self, lam: Tensor, small: Projection) -> Tensor:
+        """Whether rounding alone decides about ``lam``: more steps would not exclude what is not excluded now."""
+        seen, hidden = self._overlap(lam, small)
+        return seen <= hidden / 8
 
     def tighten(self, small: Projection) -> Tensor:
         """The best upper bound on σ₁ so far, this projection included; every bound holds on the same event."""
         low = small.theta[:, 0] ** 2
-        high = 4 * low
+        high = 4 * torch.maximum(low, self.noise**2)
         for _ in range(100):
-            excluded = self.excludes(high, small) | (low == 0)
+            excluded = self.excludes(high, small) | (high == 0)
             if bool(excluded.all()):
                 break
             high = torch.where(excluded, high, 4 * high)
@@ -132,18 +175,42 @@ class Certificate:
     def restart(self, small: Projection, keep: int) -> None:
         """Follow a restart that keeps the ``keep`` largest Ritz vectors as the leading basis vectors."""
         self.tighten(small)
-        squares = small.theta**2
-        overlaps = self._overlaps(small)[:, :keep]
-        filtered = torch.log(squares[:, :keep, None] - squares[:, None, keep:]).sum(-1) + torch.log(overlaps.abs())
+        squares, overlaps = small.theta**2, self._overlaps(small)
+        log_filter = torch.full_like(squares, -math.inf)
+        log_filter[:, :keep] = torch.log(squares[:, :keep, None] - squares[:, None, keep:]).sum(-1)
+        filtered = log_filter + torch.log(overlaps.abs())
         log_norm = torch.logsumexp(2 * filtered, -1) / 2
-        self._start = overlaps.sign() * torch.exp(filtered - log_norm[:, None])
-        self._shifts = torch.cat([self._shifts, squares[:, keep:]], -1)
-        self._log_norm = self._log_norm + log_norm
+        self._start = (overlaps.sign() * torch.exp(filtered - log_norm[:, None]))[:, :keep]
+        made = torch.full_like(log_norm, math.sqrt(small.products))
+        drift = small.drift.norm(dim=-1).mT
+        cycle = (squares, overlaps**2, log_filter, squares[:, keep:], log_norm, made, drift)
+        now = Cycles(*(x.unsqueeze(1) for x in cycle))
+        self._cycles = now if self._cycles is None else self._cycles.followed_by(now)
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
-        self.upper, self._log_norm = self.upper[mask], self._log_norm[mask]
-        self._start, self._shifts = self._start[mask], self._shifts[mask]
+        self.upper, self.noise, self._start = self.upper[mask], self.noise[mask], self._start[mask]
+        self._cycles = None if self._cycles is None else self._cycles.of(mask)
 
     def _overlaps(self, small: Projection) -> Tensor:
         return (self._start[:, None] @ small.right[:, : self._start.shape[-1]]).squeeze(1)
+
+    def _overlap(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
+        """How much of the start can lie on the singular vector of λ: what the run leaves open, what rounding hides."""
+        squares, overlaps = small.theta**2, self._overlaps(small)
+        shape = 1 / (lam[:, None] - squares)
+        w = small.theta * small.residuals * shape
+        seen = (overlaps * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
+        seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
+        error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.noise
+        if self._cycles is None:
+            columns = error[:, None] + small.drift
+            r = (small.right @ (overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
+            b_r = (small.left @ (small.theta * overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
+            hidden = torch.sqrt(lam) * (columns[0] * r).sum(-1) + (columns[1] * b_r).sum(-1)
+        else:
+            left, right = math.sqrt(small.products) * error + small.drift.norm(dim=-1)
+            hidden = hidden_overlap(lam, left, right, overlaps**2, squares, shape)
+            log_gain, before = self._cycles.at(lam, error)
+            seen, hidden = seen * torch.exp(-log_gain), hidden * torch.exp(-log_gain) + before
+        return seen, hidden + self.eps  # the start itself is rounded

@@ -8,15 +8,16 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.measurement import Measurement, NormKind
-from howsmooth.norms.products import FlatProducts, not_finite, rounding_allowance
+from howsmooth.norms.measurement import Measurement, NormKind, rounding_note
+from howsmooth.norms.products import FlatProducts, entries_error, not_finite, power_of_two, rounding_allowance, widened
 
 
-def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1) -> Measurement:
+def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float = 1e-3) -> Measurement:
     """A norm from the matrix itself: exact up to rounding, at min(in_size, out_size) products.
 
     ``norm`` is 2 (largest singular value; with the k largest triplets), 1 (largest column sum of |J|), ``math.inf``
-    (largest row sum) or ``"fro"``. All work after the products is done in float64.
+    (largest row sum) or ``"fro"``. All work after the products is done in float64. Rounding moves both ends by
+    `rounding_allowance` relatively and by `entries_error` absolutely; ``converged`` says that they are ``rtol`` apart.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.tensor([[3.0, 0.0], [4.0, 5.0]], dtype=torch.float64))
@@ -33,24 +34,29 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1) -> Measurem
         if not bool(torch.isfinite(matrix).all()):
             raise not_finite(op)
         matrix = matrix.cpu().double()
+    scale = power_of_two(matrix.abs().amax((-2, -1)))
+    matrix = matrix / scale[..., None, None]  # squares of its entries neither overflow nor vanish
     left = right = values = residuals = None
     if norm == 2:
         u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
-        values, residuals = sigma[..., :k], torch.zeros_like(sigma[..., :k])
-        value = sigma[..., 0]
+        values, residuals = sigma[..., :k] * scale[..., None], torch.zeros_like(sigma[..., :k])
+        value = values[..., 0]
         triplets = () if k == 1 else (k,)
         left = u[..., :k].mT.to(op.dtype).to(op.device).reshape(*op.batch_shape, *triplets, *op.out_shape)
         right = vt[..., :k, :].to(op.dtype).to(op.device).reshape(*op.batch_shape, *triplets, *op.in_shape)
     else:
-        value = torch.linalg.matrix_norm(matrix, ord=norm)
+        value = torch.linalg.matrix_norm(matrix, ord=norm) * scale
     allowance = rounding_allowance(op.dtype, products, op.blur)
+    error = entries_error(op, norm, value).reshape(op.batch_shape)
+    lower, upper = widened(value, allowance, error)
+    converged = upper <= (1 + rtol) * lower
     return Measurement(
         value=value,
-        lower=value * (1 - allowance),
-        upper=value * (1 + allowance),
+        lower=lower,
+        upper=upper,
         confidence=1.0,
         norm=norm,
-        converged=torch.ones_like(value, dtype=torch.bool),
+        converged=converged,
         products=products,
         method="dense",
         dtype=op.dtype,
@@ -59,4 +65,5 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1) -> Measurem
         right=right,
         values=values,
         residuals=residuals,
+        notes=rounding_note(~converged, op.dtype),
     )

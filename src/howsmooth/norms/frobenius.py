@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,8 +38,19 @@ from torch import Tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, random_stream, rounding_allowance
+from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
+from howsmooth.norms.products import (
+    FlatProducts,
+    absolute_noise,
+    entries_error,
+    entry_blocks,
+    harmless_scale,
+    not_finite,
+    power_of_two,
+    random_stream,
+    rounding_allowance,
+    widened,
+)
 
 
 def frobenius_norm(
@@ -65,53 +77,77 @@ def frobenius_norm(
     True
     """
     started = time.perf_counter()
-    flat = FlatProducts(op)
-    lines, cost = min(op.in_size, op.out_size), math.ceil(min(op.line_costs()))
-    exact = cost <= exact_limit
-    residuals, notes = None, tuple[str, ...]()
+    FlatProducts(op)  # refuses what has no norm
+    cost = math.ceil(min(op.line_costs()))
     with torch.no_grad():
-        if exact:
-            squares = torch.zeros(op.batch_size, dtype=torch.float64)
-            for _, block in entry_blocks(op):
-                squares = squares + (block * block).sum((0, -1)).cpu()
-            value, products = squares.sqrt(), cost
-            allowance = rounding_allowance(op.dtype, lines, op.blur)
-            lower, upper = value * (1 - allowance), value * (1 + allowance)
+        if cost <= exact_limit:
+            found = _from_entries(op, rtol, cost)
         else:
-            if probes < 2:
-                raise InvalidInput(f"probes={probes} gives no standard error: use at least 2.")
-            delta = 1 - confidence
-            spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=1 - delta / 2, seed=seed)
-            samples = _samples(flat, probes, seed)
-            mean = samples.mean(0)
-            value = mean.sqrt()
-            residuals = (samples.std(0) / math.sqrt(probes) / (2 * value.clamp_min(1e-300)))[:, None]
-            top = spectral.upper.reshape(-1)
-            low, high = interval(mean, top, probes, delta / 2)
-            allowance = rounding_allowance(op.dtype, 1, op.blur)
-            lower = spectral.lower.reshape(-1)
-            upper = torch.minimum(high.sqrt() * (1 + allowance), math.sqrt(lines) * top)
-            value = torch.minimum(torch.maximum(value, lower), upper)
-            likely = torch.maximum(low.sqrt() * (1 - allowance), lower) / value.clamp_min(1e-300)
-            notes = (
-                "residuals holds the standard error of the value; the norm is at least "
-                f"{float(likely.min()):.4g} times the value with probability {100 * confidence:g} %",
-            )
-            products = flat.count + spectral.products
-    batch = op.batch_shape
+            found = _sampled(op, rtol, confidence, seed, probes)
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def _from_entries(op: JacobianOperator, rtol: float, cost: int) -> Measurement:
+    value = torch.zeros(op.batch_size, dtype=torch.float64)
+    for _, block in entry_blocks(op):
+        scale = power_of_two(block.abs().amax((0, -1)))
+        part = (block / scale[:, None]).square().sum((0, -1)).sqrt() * scale
+        value = torch.hypot(value, part.cpu())
+    allowance = rounding_allowance(op.dtype, min(op.in_size, op.out_size), op.blur)
+    lower, upper = widened(value, allowance, entries_error(op, "fro", value))
+    converged = upper <= (1 + rtol) * lower
     return Measurement(
-        value=value.reshape(batch),
-        lower=lower.reshape(batch),
-        upper=upper.reshape(batch),
-        confidence=1.0 if exact else confidence,
+        value=value.reshape(op.batch_shape),
+        lower=lower.reshape(op.batch_shape),
+        upper=upper.reshape(op.batch_shape),
+        confidence=1.0,
         norm="fro",
-        converged=((upper <= (1 + rtol) * lower) | exact).reshape(batch),
-        products=products,
-        method="entries" if exact else "gaussian-probes",
+        converged=converged.reshape(op.batch_shape),
+        products=cost,
+        method="entries",
         dtype=op.dtype,
-        seconds=time.perf_counter() - started,
-        residuals=None if residuals is None else residuals.reshape(*batch, 1),
-        notes=notes,
+        seconds=0.0,
+        notes=rounding_note(~converged, op.dtype),
+    )
+
+
+def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, probes: int) -> Measurement:
+    if probes < 2:
+        raise InvalidInput(f"probes={probes} gives no standard error: use at least 2.")
+    delta = 1 - confidence
+    spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=1 - delta / 2, seed=seed)
+    flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
+    samples, stretch = _samples(flat, probes, seed)
+    root = samples.mean(0).sqrt()
+    # The products of one probe z are off by η|z|; as lengths in R^probes, so is √Y by the root mean square of that.
+    top = spectral.upper.reshape(-1) / flat.scale
+    error = stretch * (8 * torch.finfo(op.dtype).eps * top + absolute_noise(op) / flat.scale)
+    low, _ = interval((root - error).clamp_min(0) ** 2, top, probes, delta / 2)
+    _, high = interval((root + error) ** 2, top, probes, delta / 2)
+    blur = 1 + 2 * op.blur
+    most = math.sqrt(min(op.in_size, op.out_size)) * top
+    upper = torch.minimum(high.sqrt() * blur, most) * flat.scale
+    lower, upper, notes = uncrossed(spectral.lower.reshape(-1), upper)
+    value = torch.minimum(torch.maximum(root * flat.scale, lower), upper)
+    likely = torch.maximum(low.sqrt() / blur * flat.scale, lower) / torch.where(value > 0, value, 1.0)
+    spread = samples.std(0) / math.sqrt(probes) / (2 * torch.where(root > 0, root, 1.0)) * flat.scale
+    return Measurement(
+        value=value.reshape(op.batch_shape),
+        lower=lower.reshape(op.batch_shape),
+        upper=upper.reshape(op.batch_shape),
+        confidence=confidence,
+        norm="fro",
+        converged=(upper <= (1 + rtol) * lower).reshape(op.batch_shape),
+        products=flat.count + spectral.products,
+        method="gaussian-probes",
+        dtype=op.dtype,
+        seconds=0.0,
+        residuals=spread.reshape(*op.batch_shape, 1),
+        notes=(
+            "residuals holds the standard error of the value; the norm is at least "
+            f"{float(likely.min()):.4g} times the value with probability {100 * confidence:g} %",
+            *notes,
+        ),
     )
 
 
@@ -134,15 +170,19 @@ def interval(mean: Tensor, top: Tensor, probes: int, delta: float) -> tuple[Tens
     return torch.from_numpy(np.asarray(low)), torch.from_numpy(np.asarray(high))
 
 
-def _samples(flat: FlatProducts, probes: int, seed: int) -> Tensor:
-    """‖Jz‖² for independent Gaussian z, ``(probes, maps)``; another stream than the start of `golub_kahan`."""
+def _samples(flat: FlatProducts, probes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """‖Jz‖² for independent Gaussian z, ``(probes, maps)``, and the root mean square of |z|, ``(maps,)``.
+
+    The stream is another than that of the start of `golub_kahan`.
+    """
     op = flat.op
     generator = random_stream(seed, "frobenius probes")
-    found = []
+    found, squares = [], torch.zeros(op.batch_size, dtype=torch.float64)
     for _ in range(probes):
         z = torch.randn(op.batch_size, op.in_size, generator=generator, dtype=op.dtype).to(op.device)
         found.append(torch.linalg.vector_norm(flat.matvec(z), dim=-1, dtype=torch.float64).cpu() ** 2)
+        squares += torch.linalg.vector_norm(z, dim=-1, dtype=torch.float64).cpu() ** 2
     samples = torch.stack(found)
     if not bool(torch.isfinite(samples).all()):
         raise not_finite(op)
-    return samples
+    return samples, (squares / probes).sqrt()

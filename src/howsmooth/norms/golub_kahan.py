@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +12,10 @@ from torch import Tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.certificate import Certificate, Projection
+from howsmooth.norms.certificate import Certificate, smallest_component
 from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.products import FlatProducts, random_stream, rounding_allowance
+from howsmooth.norms.products import FlatProducts, random_stream
+from howsmooth.norms.triplets import Triplets
 
 BASIS_BYTES = 2**30
 _ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
@@ -41,15 +41,17 @@ def golub_kahan(
          probabilistic bound of `howsmooth.norms.certificate`;
     (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
 
-    ``converged`` is exactly (i) and (ii). Maps that are done leave the batch. Both bounds are widened by
-    `rounding_allowance` for the steps made.
+    ``converged`` is exactly (i) and (ii), with both ends widened by `rounding_allowance` for the steps made and by the
+    operator's own ``noise``. A map is done when it has converged, or when rounding alone keeps it from that, which a
+    note then says. Maps that are done leave the batch.
 
     The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
     ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
     rounding did before.
 
     By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
-    the first only: copies of a repeated singular value are invisible to a Krylov space.
+    the first only: copies of a repeated singular value are invisible to a Krylov space. Where k exceeds the rank, the
+    vectors of the values that are zero up to rounding are orthonormal like the others, with their true residuals.
 
     Args:
         op: the Jacobians.
@@ -79,19 +81,23 @@ def golub_kahan(
     products = FlatProducts(op)
     limit = _check(op, k, rtol, max_steps, basis_limit)
     generator = random_stream(seed, "golub-kahan start")
-    certificate = Certificate(op.batch_size, op.in_size, confidence) if start is None else None
+    smallest_component(op.in_size, confidence)  # refuses what is no probability
     with torch.no_grad():
         first = _random_start(op, generator) if start is None else _given_start(op, start)
         process = Bidiagonalisation(products, first, generator)
         del first
-        results = _Results(op, k, rtol, certifiable=start is None)
+        results = Triplets(op, k, rtol, start is None, products.scale)
+        certificate = None
+        if start is None:
+            noise = results.noise / products.scale
+            certificate = Certificate(op.batch_size, op.in_size, confidence, torch.finfo(op.dtype).eps, noise)
         if stop_at is not None:
             results.enough = torch.as_tensor(stop_at, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
         _run(process, certificate, results, max_steps, limit, progress)
         del process
-        count = products.count + results.verify()
+        count = products.count + results.verify(generator)
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
-    if rtol < _least_rtol(op, results.steps):
+    if rtol < results.least_rtol:
         notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can certify")
     if k > 1:
         notes.append("repeated singular values may be counted once")
@@ -101,7 +107,7 @@ def golub_kahan(
 def _run(
     process: Bidiagonalisation,
     certificate: Certificate | None,
-    results: _Results,
+    results: Triplets,
     max_steps: int,
     limit: int,
     progress: Callable[[int, float], None] | None,
@@ -116,14 +122,14 @@ def _run(
         due = m <= _ALWAYS_CHECK or m % (m // 16) == 0 or full or last or bool((exhausted & running).any())
         if due:
             small = process.project()
-            value = max(value, float(small.theta[:, 0].max()))
+            value = max(value, float((small.theta[:, 0] * process.products.scale).max()))
         if progress is not None:
             progress(steps, value)
         if not due:
             continue
         done = running
         if not last:
-            reached = small.theta[:, 0] >= results.enough[process.products.maps]
+            reached = small.theta[:, 0] * process.products.scale >= results.enough[process.products.maps]
             done = running & (m >= results.k) & (exhausted | reached | results.settled(small, certificate))
         if bool(done.any()):
             results.record(process, small, certificate, done)
@@ -142,90 +148,6 @@ def _run(
             if certificate is not None:
                 certificate.keep(running)
             running = running[running]
-
-
-class _Results:
-    """What is known of every map of the batch, filled in as they finish."""
-
-    def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool):
-        maps = op.batch_size
-        self.op, self.k, self.rtol, self.certifiable, self.steps = op, k, rtol, certifiable, 0
-        self.values = torch.zeros(maps, k, dtype=torch.float64)
-        self.residuals = torch.zeros_like(self.values)
-        self.lower = torch.zeros(maps, dtype=torch.float64)
-        self.upper = torch.full_like(self.lower, math.inf)
-        self.enough = torch.full_like(self.lower, math.inf)
-        self.accurate = torch.zeros(maps, dtype=torch.bool)
-        self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
-        self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
-
-    @property
-    def allowance(self) -> float:
-        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.blur)
-
-    def settled(self, small: Projection, certificate: Certificate | None) -> Tensor:
-        """Whether a map has reached rtol, or all that its dtype can give."""
-        rtol = max(self.rtol, _least_rtol(self.op, self.steps))
-        top = small.theta[:, 0]
-        accurate = (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
-        if certificate is None:
-            return accurate
-        target = top * (1 + rtol) * (1 - self.allowance) / (1 + self.allowance)
-        return accurate & certificate.excludes(target**2, small)
-
-    def record(
-        self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
-    ) -> None:
-        where, top, k = process.products.maps[done], small.theta[done, 0], min(self.k, process.size)
-        self.values[where, :k], self.residuals[where, :k] = small.theta[done, :k], small.residuals[done, :k].abs()
-        if certificate is not None:
-            # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
-            self.upper[where] = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
-        self.accurate[where] = (self.residuals[where] <= self.rtol * top[:, None]).all(-1) & (process.size >= self.k)
-        self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
-
-    def verify(self) -> int:
-        """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
-        products = FlatProducts(self.op)
-        for i in range(self.k):
-            right = self.right[:, i]
-            length = torch.linalg.vector_norm(right, dim=-1, dtype=torch.float64)
-            moved = products.matvec(right)
-            norm = torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float64)
-            self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu()
-            self.left[:, i] = moved / norm.clamp_min(torch.finfo(self.op.dtype).tiny).to(moved)[:, None]
-        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1, self.op.blur))
-        return products.count
-
-    @property
-    def converged(self) -> Tensor:
-        """Whether the residuals are small and, unless the start was given, the value is certified."""
-        certified = self.upper <= (1 + self.rtol) * self.lower
-        return self.accurate & certified if self.certifiable else self.accurate
-
-    def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
-        batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
-        return Measurement(
-            value=self.values[:, 0].reshape(batch),
-            lower=self.lower.reshape(batch),
-            upper=self.upper.reshape(batch),
-            confidence=confidence,
-            norm=2,
-            converged=self.converged.reshape(batch),
-            products=products,
-            method="golub-kahan",
-            dtype=self.op.dtype,
-            seconds=time.perf_counter() - started,
-            left=self.left.reshape(*batch, *triplets, *self.op.out_shape),
-            right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
-            values=self.values.reshape(*batch, self.k),
-            residuals=self.residuals.reshape(*batch, self.k),
-            notes=notes,
-        )
-
-
-def _least_rtol(op: JacobianOperator, steps: int) -> float:
-    return 4 * rounding_allowance(op.dtype, 2 * steps, op.blur)
 
 
 def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:
@@ -248,14 +170,14 @@ def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limi
 def _random_start(op: JacobianOperator, generator: torch.Generator) -> Tensor:
     """Uniform on the sphere, one for each map, drawn on the CPU so that a seed means the same on every device."""
     v = torch.randn(op.batch_size, op.in_size, generator=generator, dtype=op.dtype).to(op.device)
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64).to(v)
 
 
 def _given_start(op: JacobianOperator, start: Tensor) -> Tensor:
     if start.shape != op.batch_shape + op.in_shape:
         raise InvalidInput(f"start has shape {tuple(start.shape)}: give {tuple(op.batch_shape + op.in_shape)}.")
     v = start.detach().to(dtype=op.dtype, device=op.device).reshape(op.batch_size, op.in_size)
-    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(length).all() & (length > 0).all()):
         raise InvalidInput("start holds a zero, NaN or infinite vector: give one nonzero finite vector per map.")
-    return v / length
+    return v / length.to(v)

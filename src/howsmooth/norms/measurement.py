@@ -37,7 +37,8 @@ class Measurement:
         seconds: time taken.
         left, right: unit singular vectors u, v, ``batch_shape + out_shape`` and ``batch_shape + in_shape``. One of
             J v = value·u and Jᵀu = value·v holds exactly, the other up to the residual. With k > 1 asked for, a
-            dimension of size k comes before the map's own. Where the singular value is zero one of them may be zero.
+            dimension of size k comes before the map's own. Where the singular value is zero up to rounding, they are
+            orthonormal to those before, and ``residuals`` says how far they are from a triplet.
         values: the k largest singular values, ``batch_shape + (k,)``.
         residuals: the larger of ‖J v − σ u‖ and ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm,
             the standard error of ``value``.
@@ -67,6 +68,13 @@ class Measurement:
     values: Tensor | None = None
     residuals: Tensor | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not bool((self.lower <= self.upper).all()):
+            raise InvalidInput(
+                "The lower end of this measurement is above its upper end, or one of them is not a number: "
+                "measure again, in float64."
+            )
 
     def __float__(self) -> float:
         if self.value.numel() != 1:
@@ -112,6 +120,34 @@ class Measurement:
             gap = "each ≥ lower always, no upper bound"
         state = f"{int(self.converged.sum())}/{count} converged"
         return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how})"
+
+
+def uncrossed(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """The ends of maps, with a note and no upper end where they contradict each other.
+
+    The lower end is a length that was computed, the upper end an argument: where the lower one is above, it is the
+    argument (a probability, or the allowance for rounding) that has failed.
+
+    >>> uncrossed(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.5]))[1].tolist()
+    [1.5, inf]
+    """
+    crossed = ~(lower <= upper)
+    note = f"no upper bound for {int(crossed.sum())} of {crossed.numel()} maps, whose ends contradict each other: "
+    notes = (note + "measure again with another seed or in float64",) if bool(crossed.any()) else ()
+    return lower, torch.where(crossed, math.inf, upper), notes
+
+
+def rounding_note(limited: Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+    """What to say where rounding keeps maps from the accuracy that was asked for.
+
+    >>> rounding_note(torch.tensor([True, False]), torch.float32)
+    ('rounding in float32 limits the ends of 1 of 2 maps: use float64 inputs',)
+    """
+    if not bool(limited.any()):
+        return ()
+    advice = "use float64 inputs" if dtype == torch.float32 else "ask for a larger rtol, or centre and scale the input"
+    where = f"{int(limited.sum())} of {limited.numel()} maps" if limited.numel() > 1 else "this map"
+    return (f"rounding in {str(dtype).removeprefix('torch.')} limits the ends of {where}: {advice}",)
 
 
 def _plain(x: Tensor | None) -> Any:

@@ -18,8 +18,17 @@ from torch import Tensor
 
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.products import FlatProducts, entry_blocks, not_finite, rounding_allowance
+from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
+from howsmooth.norms.products import (
+    FlatProducts,
+    absolute_noise,
+    entries_error,
+    entry_blocks,
+    harmless_scale,
+    not_finite,
+    rounding_allowance,
+    widened,
+)
 
 
 def inf_norm(
@@ -47,6 +56,7 @@ def one_norm(
         ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,
 
     with ‖J‖₂ bounded by `golub_kahan` at this ``confidence``. They are usually far apart, and ``converged`` is False.
+    An error of length ε in a column (`JacobianOperator.noise`) moves its sum by √out_size·ε at most.
 
     References:
         [1] N. J. Higham, F. Tisseur, "A block algorithm for matrix 1-norm estimation, with an application to 1-norm
@@ -57,18 +67,24 @@ def one_norm(
     7.0
     """
     started = time.perf_counter()
-    flat = FlatProducts(op)
+    FlatProducts(op)  # refuses what has no norm
     lines, cost = min(op.in_size, op.out_size), math.ceil(min(op.line_costs()))
+    notes: tuple[str, ...] = ()
     with torch.no_grad():
         if cost <= exact_limit:
-            value, products, method = _largest_column_sum(op), cost, "entries"
-            upper, certain = value * (1 + rounding_allowance(op.dtype, lines, op.blur)), 1.0
+            value, products, method, certain = _largest_column_sum(op), cost, "entries", 1.0
+            allowance = rounding_allowance(op.dtype, lines, op.blur)
+            lower, upper = widened(value, allowance, entries_error(op, 1, value))
         else:
-            value, method = _estimate(flat, seed), "higham-tisseur"
             spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
+            flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
+            value, method, certain = _estimate(flat, seed), "higham-tisseur", confidence
             products = flat.count + spectral.products
-            upper, certain = math.sqrt(op.out_size) * spectral.upper.reshape(-1), confidence
-    lower = value * (1 - rounding_allowance(op.dtype, lines if certain == 1 else 1, op.blur))
+            error = math.sqrt(op.out_size) * absolute_noise(op)
+            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.blur), error)
+            lower, upper, notes = uncrossed(lower, math.sqrt(op.out_size) * spectral.upper.reshape(-1))
+            notes = ("the value is the largest column found, hence a lower bound", *notes)
+    converged = upper <= (1 + rtol) * lower
     batch = op.batch_shape
     return Measurement(
         value=value.reshape(batch),
@@ -76,12 +92,12 @@ def one_norm(
         upper=upper.reshape(batch),
         confidence=certain,
         norm=1,
-        converged=((upper <= (1 + rtol) * lower) | (certain == 1)).reshape(batch),
+        converged=converged.reshape(batch),
         products=products,
         method=method,
         dtype=op.dtype,
         seconds=time.perf_counter() - started,
-        notes=() if certain == 1 else ("the value is the largest column found, hence a lower bound",),
+        notes=notes + (rounding_note(~converged, op.dtype) if certain == 1 else ()),
     )
 
 
@@ -103,7 +119,7 @@ def _estimate(flat: FlatProducts, seed: int) -> Tensor:
     size = max(rows, columns)
     found = []
     for i in range(maps):
-        single = FlatProducts(flat.op)
+        single = FlatProducts(flat.op, flat.scale)
         if maps > 1:
             single.keep(torch.arange(maps) == i)
 
@@ -117,7 +133,7 @@ def _estimate(flat: FlatProducts, seed: int) -> Tensor:
             square = LinearOperator((size, size), matvec=forward, rmatvec=backward, dtype=np.float64)
             found.append(float(onenormest(square, t=min(4, size))))
         flat.count += single.count
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(found, dtype=torch.float64) * flat.scale
 
 
 def _padded(single: FlatProducts, x: np.ndarray, length: int, size: int, forward: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Products of a Jacobian with flat vectors, counted and able to lose maps that are finished."""
+"""Products of a Jacobian with flat vectors: counted, scaled, and able to lose maps that are finished."""
 
 from __future__ import annotations
 
@@ -14,6 +14,68 @@ from howsmooth.jacobians.operator import JacobianOperator
 
 CHUNK_BYTES = 2**26
 
+# Largest shift of a vector, and the lengths of a product that need none, as powers of two: squares of what lies between
+# them, of what remains of it under cancellation, and of its inverse are far from overflow and underflow.
+_REACH = {torch.float32: 60, torch.float64: 500}
+_PLAIN = {torch.float32: 50, torch.float64: 300}
+
+
+def absolute_noise(op: JacobianOperator) -> Tensor:
+    """The operator's own bound on what cancellation does to a product with a unit vector (`JacobianOperator.noise`).
+
+    One number per map, float64, ``(batch_size,)``.
+
+    >>> from howsmooth.jacobians.operator import MatrixOperator
+    >>> op = MatrixOperator(torch.eye(2).expand(3, 2, 2))
+    >>> op.noise = torch.tensor([0.0, 0.5, 1.0])
+    >>> [round(x, 6) for x in absolute_noise(op).tolist()]
+    [0.0, 0.5, 1.0]
+    """
+    noise = torch.as_tensor(op.noise, dtype=torch.float64).detach().cpu().expand(op.batch_shape).reshape(-1)
+    if not bool((noise >= 0).all()):
+        raise InvalidInput(f"{op!r} states a rounding error that is negative or NaN: it must be a bound, 0 or more.")
+    return noise
+
+
+def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Tensor:
+    """How far, absolutely, cancellation and the end of the dtype can move a norm taken from the entries, per map.
+
+    The entries come as lines of J (columns, or rows, whichever cost less), each with an error of length ε. All lines
+    together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε. A sum Σ|·| over one line is off by √length·ε; across lines, with ε in
+    every line, by lines·ε. A map that vanishes altogether (``value`` 0) is zero, unless the operator says otherwise.
+
+    >>> from howsmooth.jacobians.operator import MatrixOperator
+    >>> op = MatrixOperator(torch.ones(9, 4))
+    >>> op.noise = 0.5
+    >>> [round(float(entries_error(op, norm, torch.ones(1))), 6) for norm in (2, "fro", 1, math.inf)]
+    [1.0, 1.0, 1.5, 2.0]
+    """
+    info = torch.finfo(op.dtype)
+    by_columns = _by_columns(op)
+    lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
+    end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
+    one = absolute_noise(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
+    if norm in (2, "fro"):
+        return math.sqrt(lines) * one
+    along = (norm == 1) == by_columns
+    return (math.sqrt(length) if along else lines) * one
+
+
+def power_of_two(size: Tensor) -> Tensor:
+    """The power of two next to each size, by which it can be divided without rounding; 1 for 0.
+
+    >>> power_of_two(torch.tensor([1e-300, 0.0, 3.0], dtype=torch.float64)).log2().tolist()
+    [-996.0, 0.0, 2.0]
+    """
+    _, exponent = torch.frexp(size.double())
+    return torch.exp2(exponent.double().clamp(-1000, 1000))
+
+
+def harmless_scale(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """A ``scale`` for `FlatProducts` for maps whose norm is about ``size``: 1 unless products come near the dtype's ends."""
+    plain = 2.0 ** _PLAIN[dtype]
+    return torch.where((size > plain) | (size < 1 / plain), power_of_two(size), 1.0)
+
 
 def rounding_allowance(dtype: torch.dtype, products: int, blur: float = 0.0) -> float:
     """Relative allowance for rounding in a norm found through this many products: 8 √products · eps(dtype) + 2 blur.
@@ -27,6 +89,16 @@ def rounding_allowance(dtype: torch.dtype, products: int, blur: float = 0.0) -> 
     True
     """
     return 8 * math.sqrt(products) * torch.finfo(dtype).eps + 2 * blur
+
+
+def widened(value: Tensor, allowance: float, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Both ends of a value known up to a relative and an absolute error.
+
+    >>> one = torch.ones(2, dtype=torch.float64)
+    >>> [end.tolist() for end in widened(one, 0.25, torch.tensor([0.25, 2.0]))]
+    [[0.5, 0.0], [1.5, 3.25]]
+    """
+    return (value * (1 - allowance) - error).clamp_min(0), value * (1 + allowance) + error
 
 
 def random_stream(seed: int, purpose: str) -> torch.Generator:
@@ -46,33 +118,60 @@ def random_stream(seed: int, purpose: str) -> torch.Generator:
 class FlatProducts:
     """J and Jᵀ on tensors ``(maps, in_size)`` and ``(maps, out_size)``, for the maps of the batch still wanted.
 
+    A map whose products would overflow, or vanish, when squared is replaced by 2^(−e) J, exactly; `calibrated` finds e.
+
     Attributes:
         maps: positions, in the flattened batch, of the maps still wanted.
+        scale: 2^e of every map still wanted, float64: by how much results have to be multiplied.
         count: products made so far; one J v or one Jᵀ u over all maps still wanted counts as one.
     """
 
-    def __init__(self, op: JacobianOperator):
+    def __init__(self, op: JacobianOperator, scale: Tensor | None = None):
         if op.batch_size == 0 or op.in_size == 0 or op.out_size == 0:
             raise InvalidInput(f"{op!r} has no entries: give at least one map with at least one coordinate.")
         if op.dtype not in (torch.float32, torch.float64):
             raise InvalidInput(f"Norms need float32 or float64 products, not {op.dtype}: convert the input first.")
         self.op = op
         self.maps = torch.arange(op.batch_size)
+        self.scale = torch.ones(op.batch_size, dtype=torch.float64) if scale is None else scale
         self.count = 0
         self._subset: JacobianOperator | None = None
 
+    def calibrated(self, v: Tensor) -> Tensor:
+        """J v for unit vectors v, once ``scale`` is such that its length is near 1 or harmless anyway."""
+        y = self.matvec(v)
+        plain, reach = _PLAIN[self.op.dtype], _REACH[self.op.dtype]
+        length = torch.linalg.vector_norm(y, dim=-1, dtype=torch.float64).cpu()
+        large = ~(length <= 2.0**plain)
+        odd = large | (length < 2.0**-plain)
+        if not bool(odd.any()):
+            return y
+        self.scale = torch.exp2(reach * (large.double() - (odd & ~large).double()))
+        length = torch.linalg.vector_norm(self.matvec(v), dim=-1, dtype=torch.float64).cpu()
+        wanted = (self.scale * power_of_two(length)).clamp(2.0**-1000, 2.0**1000)
+        self.scale = torch.where(odd & (length > 0) & torch.isfinite(length), wanted, 1.0)
+        return self.matvec(v)
+
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true; they are cut out of the operator when it can do that."""
-        self.maps = self.maps[mask]
+        self.maps, self.scale = self.maps[mask], self.scale[mask]
         self._subset = self.op.subset(self.maps.to(self.op.device))
 
     def matvec(self, v: Tensor) -> Tensor:
         """J v for the maps still wanted: ``(maps, in_size)`` → ``(maps, out_size)``."""
-        return self._apply(v, forward=True)
+        return self._scaled(v, forward=True)
 
     def rmatvec(self, u: Tensor) -> Tensor:
         """Jᵀ u for the maps still wanted: ``(maps, out_size)`` → ``(maps, in_size)``."""
-        return self._apply(u, forward=False)
+        return self._scaled(u, forward=False)
+
+    def _scaled(self, x: Tensor, forward: bool) -> Tensor:
+        if bool((self.scale == 1).all()):
+            return self._apply(x, forward)
+        reach = _REACH[self.op.dtype]
+        before = (1 / self.scale).clamp(2.0**-reach, 2.0**reach)  # all powers of two: nothing is rounded
+        y = self._apply(x * before.to(x)[:, None], forward)
+        return y * (1 / self.scale / before).to(y)[:, None]
 
     def _apply(self, x: Tensor, forward: bool) -> Tensor:
         self.count += 1
@@ -92,8 +191,7 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
     A block has shape ``(lines, maps, length)``, its lines being columns of J when ``by_columns`` and rows otherwise:
     whichever costs less (`JacobianOperator.line_costs`).
     """
-    rows_cost, columns_cost = op.line_costs()
-    by_columns = columns_cost <= rows_cost
+    by_columns = _by_columns(op)
     lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
     chunk = max(1, CHUNK_BYTES // (8 * op.batch_size * length))
     for index in torch.arange(lines, device=op.device).split(chunk):
@@ -102,6 +200,11 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
         if not bool(torch.isfinite(block).all()):
             raise not_finite(op)
         yield by_columns, block
+
+
+def _by_columns(op: JacobianOperator) -> bool:
+    rows_cost, columns_cost = op.line_costs()
+    return columns_cost <= rows_cost
 
 
 def not_finite(op: JacobianOperator) -> InvalidInput:

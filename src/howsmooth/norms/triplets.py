@@ -1,0 +1,133 @@
+"""What a Golub–Kahan run found out about every map: values, ends, vectors and how far they can be trusted."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
+from howsmooth.norms.certificate import Certificate, Projection
+from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
+from howsmooth.norms.products import FlatProducts, absolute_noise, rounding_allowance
+
+
+class Triplets:
+    """The k leading singular triplets of every map of the batch, filled in as the maps finish.
+
+    ``scale`` is that of the products (`FlatProducts.scale`): the process sees J/scale, everything here is J's own.
+    """
+
+    def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool, scale: Tensor):
+        maps = op.batch_size
+        self.op, self.k, self.rtol, self.certifiable, self.scale, self.steps = op, k, rtol, certifiable, scale, 0
+        self.noise = absolute_noise(op)
+        self.values = torch.zeros(maps, k, dtype=torch.float64)
+        self.residuals = torch.zeros_like(self.values)
+        self.lower = torch.zeros(maps, dtype=torch.float64)
+        self.upper = torch.full_like(self.lower, math.inf)
+        self.enough = torch.full_like(self.lower, math.inf)
+        self.accurate = torch.zeros(maps, dtype=torch.bool)
+        self.limited = torch.zeros(maps, dtype=torch.bool)
+        self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
+        self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
+
+    @property
+    def allowance(self) -> float:
+        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.blur)
+
+    @property
+    def least_rtol(self) -> float:
+        return 4 * self.allowance
+
+    def settled(self, small: Projection, certificate: Certificate | None) -> Tensor:
+        """Whether a map has reached rtol, or all that rounding lets it reach."""
+        top = small.theta[:, 0]
+        rtol = max(self.rtol, self.least_rtol)
+        if certificate is None:
+            return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
+        within = rtol * top + 2 * certificate.noise
+        accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
+        lam = self._target(top, certificate.noise) ** 2
+        return accurate & (certificate.excludes(lam, small) | certificate.limited(lam, small))
+
+    def _target(self, top: Tensor, noise: Tensor) -> Tensor:
+        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise)."""
+        rtol = max(self.rtol, self.least_rtol)
+        wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
+        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + 2 * noise)
+
+    def record(
+        self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
+    ) -> None:
+        where, top, k = process.products.maps[done], small.theta[done, 0], min(self.k, process.size)
+        scale = self.scale[where]
+        self.values[where, :k] = small.theta[done, :k] * scale[:, None]
+        self.residuals[where, :k] = small.residuals[done, :k].abs() * scale[:, None]
+        if certificate is not None:
+            # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
+            upper = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
+            self.upper[where] = upper * scale + self.noise[where]
+            target = self._target(small.theta[:, 0], certificate.noise)
+            self.limited[where] = certificate.limited(target**2, small)[done]
+        within = self.rtol * self.values[where, :1]
+        self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
+        self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
+
+    def verify(self, generator: torch.Generator) -> int:
+        """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
+        products = FlatProducts(self.op, self.scale)
+        for i in range(self.k):
+            right = self.right[:, i]
+            length = torch.linalg.vector_norm(right, dim=-1, dtype=torch.float64)
+            moved = products.matvec(right)
+            norm = torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float64)
+            self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu() * self.scale
+            inverse = torch.where(norm > 0, 1 / norm, 0.0)
+            self.left[:, i] = moved * inverse.to(moved)[:, None]
+            self._complete(i, moved, products, generator)
+        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1, self.op.blur)) - self.noise
+        self.lower = self.lower.clamp_min(0)
+        return products.count
+
+    def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:
+        """Where J v is rounding, any left vector orthogonal to those before will do; its residual is taken for true."""
+        null = self.values[:, i] <= self.allowance * self.values[:, 0] + self.noise if i else self.values[:, 0] == 0
+        if not bool(null.any()):
+            return
+        device = null.to(self.op.device)
+        basis = self.left[device, :i]
+        unit = orthonormalised(moved[device], basis, generator)
+        self.left[device, i] = unit
+        back = products.rmatvec(self.left[:, i])[device].double()
+        sigma = (self.values[null, i] / self.scale[null]).to(back)[:, None]
+        ahead = moved[device].double() - sigma * unit.double()
+        residual = torch.maximum(ahead.norm(dim=-1), (back - sigma * self.right[device, i].double()).norm(dim=-1))
+        self.residuals[null, i] = residual.cpu() * self.scale[null]
+        self.accurate[null] &= self.residuals[null, i] <= self.rtol * self.values[null, 0]
+
+    def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
+        batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
+        lower, upper, crossed = uncrossed(self.lower, self.upper)
+        certified = upper <= (1 + self.rtol) * lower
+        converged = self.accurate & certified if self.certifiable else self.accurate
+        return Measurement(
+            value=self.values[:, 0].reshape(batch),
+            lower=lower.reshape(batch),
+            upper=upper.reshape(batch),
+            confidence=confidence,
+            norm=2,
+            converged=converged.reshape(batch),
+            products=products,
+            method="golub-kahan",
+            dtype=self.op.dtype,
+            seconds=time.perf_counter() - started,
+            left=self.left.reshape(*batch, *triplets, *self.op.out_shape),
+            right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
+            values=self.values.reshape(*batch, self.k),
+            residuals=self.residuals.reshape(*batch, self.k),
+            notes=notes + crossed + rounding_note(self.limited & ~converged, self.op.dtype),
+        )
