@@ -161,7 +161,7 @@ def _combine(coefficients: Tensor, basis: Tensor) -> Tensor:
 
 
 def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Tensor:
-    """Unit vectors orthogonal to orthonormal bases ``(maps, m, size)``: along x where something of x is left, else any."""
+    """Unit vectors orthogonal to the bases ``(maps, m, size)``: along x where something of x is left, else random."""
     unit, length, _ = _orthonormalise(x, _norm(x), basis, torch.zeros(len(x), dtype=torch.float64))
     dead = length == 0
     if bool(dead.any()):

@@ -24,32 +24,35 @@ which lies in their span; its component on x is c·π(λ)/ν with ν² = Σ_kept
 f(λ) < τ π(λ)/ν, and restarts multiply their factors. Both sides are monotone: excluded are the λ above one number.
 
 **With rounding.** Products and vector operations are inexact: J V = U B + E, Jᵀ U = V Bᵀ + β v_{m+1} e_mᵀ + F. With
-y = Jx/σ, σ = √λ, t = Uᵀy, the two relations read σz = Bᵀt + Eᵀy and σt = Bz + βζe_m + Fᵀx, hence
+y = Jx/σ, σ = √λ, t = Uᵀy, these say σz = Bᵀt + Eᵀy and σt = Bz + βζe_m + Fᵀx, whatever U is; hence
 
-    (λ − BᵀB) z = αβ ζ e_m + σ Eᵀy + Bᵀ Fᵀx,
+    (λ − BᵀB) z = αβ ζ e_m + σ Eᵀy + Bᵀ Fᵀx,    Qᵀz = ζ w + n,    n_i = (σ Eᵀy + Bᵀ Fᵀx, q_i)/(λ − θ_i²).
 
-and with r = (λ − BᵀB)⁻¹h the overlap is no longer f but, U being arbitrary and h any vector,
+From 1 ≥ |z|² + ζ² now |ζ|(1 + |w|²)^{1/2} ≤ 1 + |n|, and with r = (λ − BᵀB)⁻¹h = Q diag(1/(λ − θ_i²)) Qᵀh
 
-    |⟨s, x⟩| ≤ f(λ) + σ ‖E‖ |r| + ‖F‖ |B r|,    |r|² = Σ_i (Qᵀh)_i²/(λ − θ_i²)²,  |B r|² = Σ_i θ_i² (Qᵀh)_i²/(λ − θ_i²)².
+    |⟨s, x⟩| ≤ (1 + |n|) f(λ) + σ Σ_j |e_j||r_j| + Σ_j |f_j||(B r)_j|,    |n| ≤ (σ‖E‖_F + θ₁‖F‖_F)/(λ − θ₁²),
 
-The columns of E and F are as long as the error of one product, η = κ·eps·σ + ν, with κ = `PRODUCT_ROUNDING` for the
-last rounding of the product and of the recursion and ν the operator's own bound (`JacobianOperator.noise`), plus what
-reorthogonalisation is seen to remove. No direction of the errors is assumed: they may hide x. That "the run is
-exact for some J + E" would not do, for E knows the start, and the start is then not random for J + E. And it happens:
-x ↦ x + γ⟨a,x⟩a returns x, exactly, once γ⟨a,x⟩a_i is below half a unit in the last place of x_i.
+e_j and f_j being the columns of E and F. Each is as long as the error of one product, η = κ·eps·σ + ν, with
+κ = `PRODUCT_ROUNDING` for the last rounding in the product and those of the recursion, and ν the operator's own bound
+(`JacobianOperator.noise`); to this comes what reorthogonalisation is seen to remove. Nothing is assumed about the
+direction of these errors: they may hide x. (To say that the run is exact for some J + E would not do: E knows the
+start, which is then not random for J + E. And it does happen: x + γ⟨a, x⟩a is rounded to x, exactly, once γ⟨a, x⟩a_i
+is below half a unit in the last place of every x_i.) Errors of long sums inside a product can exceed κ·eps·σ, but have
+no preferred direction: their component on y is smaller than their length by N^{-½}.
 
-What this says for a map near a multiple of the identity: v₁ is almost a singular vector, |r| ≈ 1/(λ − θ²), and λ is
-excluded when 2ση/(λ − θ²) < τ only, that is beyond a relative gap of about η/(στ) ≈ 80 √N η/σ at 99 %. A singular value
-closer than that cannot be told from rounding, and the bound says so. An ordinary map has (Qᵀh)₁ ≈ N^{-½}, and
-rounding is felt at a relative gap of η/σ already divided by τ√N, as it should. Where f ≤ rounding/8 no further step
-can help: `limited`.
+For a map near a multiple of the identity the start is almost a singular vector itself, |r| ≈ 1/(λ − θ²), and λ is
+excluded once 2ση/(λ − θ²) < τ: beyond a relative gap of η/(στ), about 80 √N η/σ at 99 %. What lies closer cannot be
+told from rounding, and the bound says so. An ordinary map has (Qᵀh)₁ ≈ N^{-½}, which cancels the √N. Where f is below
+an eighth of what rounding hides, more steps do not help (`Certificate.limited`), and a run ends.
 
-Restarts multiply the overlap by π(λ)/ν as before, up to κ(BᵀB)h with κ(t) = (π(λ) − π(t))/(λ − t) in the place of r:
+Through a restart the overlap follows the exact rule up to χ(BᵀB)h, χ(t) = (π(λ) − π(t))/(λ − t), in the place of r:
 
-    ⟨s, x⟩ = (ν/π(λ)) ⟨s', x⟩ + error,   |error| ≤ σ‖E‖|r'| + ‖F‖|B r'|,   r' = Q diag((1 − π(θ_i²)/π(λ))/(λ − θ_i²)) Qᵀh.
+    ⟨s, x⟩ = (ν/π(λ)) ⟨s', x⟩ + error,    |error| ≤ σ‖E‖_F |r'| + ‖F‖_F |B r'|,
+    r' = Q diag((1 − π(θ_i²)/π(λ))/(λ − θ_i²)) Qᵀh.
 
-Every term decreases in λ: 1 − π(θ²)/π(λ) over λ − θ² is Σ_k Π_{l<k}(θ² − t_l)/(λ − t_l) · 1/(λ − t_k) over the
-discarded t_k. So excluded are still the λ above one number.
+Every term decreases in λ: r and B r because (λ − BᵀB)⁻¹e₁ = Σ_k (BᵀB)^k e₁/λ^{k+1} has no negative entry (after a
+restart the second form of the bound, σ‖E‖_F |r| + ‖F‖_F |B r|, is used), r' because its factor is
+Σ_k Π_{l<k} (θ² − t_l)/(λ − t_l) · 1/(λ − t_k) over the discarded t_k. So excluded are still the λ above one number.
 
 References:
     [1] M. E. Hochstenbach, "Probabilistic upper bounds for the matrix two-norm", J. Sci. Comput. 57 (2013) 464–476.
@@ -119,9 +122,8 @@ class Projection:
         left, theta, right_t = torch.linalg.svd(b)
         residuals = beta[:, None] * left[:, -1]
         made = b.shape[-1] if products is None else products
-        return cls(
-            theta, left, right_t.mT, residuals, made, theta.new_zeros(2, *theta.shape) if drift is None else drift
-        )
+        drift = theta.new_zeros(2, *theta.shape) if drift is None else drift
+        return cls(theta, left, right_t.mT, residuals, made, drift)
 
 
 class Certificate:
@@ -134,7 +136,7 @@ class Certificate:
     >>> upper = Certificate(maps=1, size=100, confidence=0.99).tighten(small)
     >>> rounded = Certificate(maps=1, size=100, confidence=0.99, eps=1e-7).tighten(small)
     >>> [round(float(x), 4) for x in (small.theta[0, 0], upper[0], rounded[0])]
-    [2.1213, 2.1323, 2.1323]
+    [2.1213, 2.1323, 2.1325]
     """
 
     def __init__(self, maps: int, size: int, confidence: float, eps: float = 0.0, noise: Tensor | None = None):
@@ -203,13 +205,14 @@ class Certificate:
         seen = (overlaps * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
         error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.noise
+        left, right = math.sqrt(small.products) * error + small.drift.norm(dim=-1)
+        seen = seen * (1 + (torch.sqrt(lam) * left + small.theta[:, 0] * right) * shape[:, 0])
         if self._cycles is None:
             columns = error[:, None] + small.drift
             r = (small.right @ (overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
             b_r = (small.left @ (small.theta * overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
             hidden = torch.sqrt(lam) * (columns[0] * r).sum(-1) + (columns[1] * b_r).sum(-1)
         else:
-            left, right = math.sqrt(small.products) * error + small.drift.norm(dim=-1)
             hidden = hidden_overlap(lam, left, right, overlaps**2, squares, shape)
             log_gain, before = self._cycles.at(lam, error)
             seen, hidden = seen * torch.exp(-log_gain), hidden * torch.exp(-log_gain) + before

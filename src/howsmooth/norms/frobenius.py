@@ -80,10 +80,8 @@ def frobenius_norm(
     FlatProducts(op)  # refuses what has no norm
     cost = math.ceil(min(op.line_costs()))
     with torch.no_grad():
-        if cost <= exact_limit:
-            found = _from_entries(op, rtol, cost)
-        else:
-            found = _sampled(op, rtol, confidence, seed, probes)
+        exact = cost <= exact_limit
+        found = _from_entries(op, rtol, cost) if exact else _sampled(op, rtol, confidence, seed, probes)
     return replace(found, seconds=time.perf_counter() - started)
 
 

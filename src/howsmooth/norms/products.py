@@ -72,7 +72,7 @@ def power_of_two(size: Tensor) -> Tensor:
 
 
 def harmless_scale(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """A ``scale`` for `FlatProducts` for maps whose norm is about ``size``: 1 unless products come near the dtype's ends."""
+    """A ``scale`` of `FlatProducts` for maps of about this size: 1, unless that is near the ends of the dtype."""
     plain = 2.0 ** _PLAIN[dtype]
     return torch.where((size > plain) | (size < 1 / plain), power_of_two(size), 1.0)
 
