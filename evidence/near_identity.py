@@ -19,7 +19,7 @@ TITLE = "Maps near the identity"
 GAPS = (1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 RUNS = {10**3: 1000, 10**4: 1000, 10**5: 300, 10**6: 60}  # runs of each gap, by size
 CONFIDENCE = 0.99
-_COORDINATES = 2 * 10**6  # of all maps solved together
+_COORDINATES = 10**6  # of all maps solved together
 
 
 class NearIdentity(JacobianOperator):
@@ -124,7 +124,7 @@ def parts(progress: Callable[[str], None], share: float = 1.0) -> list[str]:
             head = ["N", *(f"δ = {gap:g}" for gap in GAPS), "products"]
             sections += [f"{name}, {kind}:", table(head, rows)]
     progress("residual blocks")
-    blocks = residual_blocks(max(1, int(200 * share)))
+    blocks = residual_blocks(max(1, int(100 * share)))
     return [
         "The norm of a map close to a multiple of the identity is the hardest to certify: the largest singular value "
         "shows in the products only through the start's component on its vector, about N^(−½), times δ, and rounding "
