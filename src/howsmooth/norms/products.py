@@ -138,13 +138,13 @@ class FlatProducts:
         self._subset: JacobianOperator | None = None
 
     def calibrated(self, v: Tensor) -> Tensor:
-        """J v for unit vectors v, once ``scale`` is such that its length is near 1 or harmless anyway."""
+        """J v for unit vectors v, once ``scale`` (unless it was given) makes its length near 1 or harmless anyway."""
         y = self.matvec(v)
         plain, reach = _PLAIN[self.op.dtype], _REACH[self.op.dtype]
         length = torch.linalg.vector_norm(y, dim=-1, dtype=torch.float64).cpu()
         large = ~(length <= 2.0**plain)
         odd = large | (length < 2.0**-plain)
-        if not bool(odd.any()):
+        if not bool(odd.any()) or bool((self.scale != 1).any()):
             return y
         self.scale = torch.exp2(reach * (large.double() - (odd & ~large).double()))
         length = torch.linalg.vector_norm(self.matvec(v), dim=-1, dtype=torch.float64).cpu()

@@ -109,11 +109,16 @@ class Triplets:
         self.residuals[null, i] = residual.cpu() * self.scale[null]
         self.accurate[null] &= self.residuals[null, i] <= self.rtol * self.values[null, 0]
 
+    @property
+    def converged(self) -> Tensor:
+        """Whether the residuals are small and, unless the start was given, the value is certified."""
+        certified = (self.lower <= self.upper) & (self.upper <= (1 + self.rtol) * self.lower)
+        return self.accurate & certified if self.certifiable else self.accurate
+
     def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
         batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
         lower, upper, crossed = uncrossed(self.lower, self.upper)
-        certified = upper <= (1 + self.rtol) * lower
-        converged = self.accurate & certified if self.certifiable else self.accurate
+        converged = self.converged
         return Measurement(
             value=self.values[:, 0].reshape(batch),
             lower=lower.reshape(batch),
