@@ -102,6 +102,13 @@ def test_what_float32_cannot_resolve_widens_the_upper_end_and_is_said() -> None:
     assert exact.notes == ()
 
 
+def test_lower_end_survives_the_rounding_of_long_sums() -> None:
+    """The length of a vector of 10⁶ numbers is itself rounded: by 20 eps, if its squares are added one by one."""
+    for seed in range(3):
+        op = NearIdentity(10**6, 1e-12, 1, torch.float64)
+        assert float(golub_kahan(op, seed=seed).lower) <= op.top
+
+
 def test_further_starts_certify_what_one_cannot() -> None:
     """A map that rounding limits is run again from independent starts; the others of its batch are not."""
     seen = []

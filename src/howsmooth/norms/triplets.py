@@ -12,7 +12,7 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.certificate import Certificate, Projection
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
-from howsmooth.norms.products import FlatProducts, absolute_noise, rounding_allowance
+from howsmooth.norms.products import FlatProducts, absolute_noise, lengths, rounding_allowance
 
 
 class Triplets:
@@ -82,9 +82,8 @@ class Triplets:
         products = FlatProducts(self.op, self.scale)
         for i in range(self.k):
             right = self.right[:, i]
-            length = torch.linalg.vector_norm(right, dim=-1, dtype=torch.float64)
             moved = products.matvec(right)
-            norm = torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float64)
+            length, norm = lengths(right), lengths(moved)
             self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu() * self.scale
             inverse = torch.where(norm > 0, 1 / norm, 0.0)
             self.left[:, i] = moved * inverse.to(moved)[:, None]
