@@ -187,7 +187,8 @@ class MixingLayer(AttentionLayer):
         query, key, value = (part.reshape(-1, n, part.shape[-1]) for part in (heads.query, heads.key, heads.value))
         maps = Maps.every(batch, self.num_heads, n, query)
         shift = self._shift(heads.shift, sight, batch, query)
-        mixing = Mixing(sight.terms, self.scale, self.weighting, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        mixing = Mixing(sight.terms, self.scale, self.weighting, dropout, padded=sight.keep is not None)
         with without_autocast(query) if self.exact_logits else nullcontext():
             mixed = mixing(query, key, value, maps, shift)
             weights = mixing.weights(query, key, maps, shift) if need_weights else None

@@ -69,9 +69,10 @@ class GradientStepAttention(AttentionLayer):
         return out if self.bias is None else out + self.bias, weights if need_weights else None
 
     def _length(self, points: Tensor) -> Tensor:
-        """η of a head; zero where all points are, for there is nowhere to go."""
-        longest = self.step * longest_step(points)
-        return torch.where(longest.isfinite(), longest, 0.0)
+        """η of a head; zero where all points are at zero, or as good as: there is nowhere to go."""
+        far = longest_step(points.detach()) <= torch.finfo(points.dtype).max
+        # Chosen before the division: where it divides by zero the gradient would be NaN, chosen or not.
+        return torch.where(far, self.step * longest_step(torch.where(far, points, 1.0)), 0.0)
 
     def attached_map(self, mask: Mask, n: int | None) -> nn.Module:
         heads = [

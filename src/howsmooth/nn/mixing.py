@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from howsmooth.attention.masks import DenseBias, LogitBias, Maps
+from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
 
 BLOCK = 2**20
 """Weights in a block of queries, over all maps: few enough to stay in the cache between softmax and product."""
@@ -30,6 +30,7 @@ class Mixing:
         scale: factor on the dot products.
         weighting: "softmax", or "sigmoid" for weights that are not normalised over the keys.
         dropout: share of the weights set to zero; the others grow to make up for it.
+        padded: whether ``shift`` may hide keys, with −∞.
         block, kept: see `BLOCK` and `KEPT`.
 
     >>> q = torch.zeros(1, 3, 2)
@@ -41,6 +42,7 @@ class Mixing:
     scale: float = 1.0
     weighting: str = "softmax"
     dropout: float = 0.0
+    padded: bool = False
     block: int = BLOCK
     kept: int = KEPT
 
@@ -88,10 +90,19 @@ class Mixing:
             logits = logits if added is None else logits + added
         if self.weighting == "sigmoid":
             return torch.sigmoid(logits)
-        if not any(isinstance(term, DenseBias) for term in self.terms):
+        if not self._may_be_blind():
             return torch.softmax(logits, dim=-1)
-        blind = logits.amax(-1, keepdim=True) == float("-inf")  # only an array can hide everything from a token
+        blind = logits.amax(-1, keepdim=True) == float("-inf")
         return torch.softmax(logits.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+
+    def _may_be_blind(self) -> bool:
+        """Whether a token may see nothing: a row of −∞ alone has weights of NaN, and so have all gradients then.
+
+        A causal mask and a window let a token see itself, unless it is padded: a padded token under either may see
+        nothing but padding.
+        """
+        keeps_self = all(isinstance(term, Causal | SlidingWindow) for term in self.terms)
+        return not keeps_self or (self.padded and bool(self.terms))
 
 
 def _transformed() -> bool:
