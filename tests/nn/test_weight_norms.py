@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.nn import weight_norms
-from howsmooth.nn.weight_norms import SpectralNorm, fingerprint, top_singular_vectors
+from howsmooth.nn import ContractiveL2Attention, ContractiveMLP, weight_norms
+from howsmooth.nn.weight_norms import Decomposition, SpectralNorm, top_singular_vectors
 
 
 def matrix(*sizes: float, rows: int = 7, columns: int = 5) -> Tensor:
@@ -88,47 +91,128 @@ def test_two_forward_passes_before_one_backward_pass_are_fine() -> None:
     assert m.grad.isfinite().all()
 
 
-def test_same_matrix_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every singular value decomposition."""
     calls: list[int] = []
     svd = torch.linalg.svd
     monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: calls.append(1) or svd(*a, **k))
-    weight_norms._DECOMPOSED.clear()
-    m = matrix(3.0, 1.0)
+    return calls
+
+
+def exact(m: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(m.detach().double(), 2))
+
+
+def test_same_matrix_is_decomposed_once(decomposed: list[int]) -> None:
+    norm, m = SpectralNorm(7, 5).eval(), matrix(3.0, 1.0)
     for _ in range(3):
-        top_singular_vectors(m)
-    assert len(calls) == 1
+        norm(m.clone())
+    assert len(decomposed) == 1
     m.data[0, 0] += 1e-9
-    top_singular_vectors(m)
-    assert len(calls) == 2
+    norm(m)
+    assert len(decomposed) == 2
 
 
-def test_memory_of_decompositions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_norms, "_REMEMBERED", 3)
-    for _ in range(6):
-        top_singular_vectors(torch.randn(2, 2))
-    assert len(weight_norms._DECOMPOSED) == 3
+def test_matrix_is_not_taken_for_its_transpose() -> None:
+    norm = SpectralNorm(2, 2).eval()
+    up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    assert [float(norm(m)) for m in (up, up.T, up)] == [1.0, 1.0, 1.0]
 
 
-def test_fingerprint_sees_permutations_signs_and_single_entries() -> None:
-    m = torch.randn(6, 6)
-    changed = [
-        m.flip(0),
-        m.flip(1),
-        m.T,
-        -m,
-        m.clone().index_put_((torch.tensor(3), torch.tensor(4)), torch.tensor(9.0)),
-    ]
-    prints = {fingerprint(part) for part in (m, *changed)}
-    assert len(prints) == 6
-    assert fingerprint(m.clone()) == fingerprint(m)
+@pytest.mark.parametrize("width", [2, 4, 8, 32])
+@pytest.mark.parametrize("change", ["transposed", "negative", "rows flipped", "columns flipped", "both flipped"])
+def test_norm_is_that_of_the_matrix_of_now_whatever_it_was_before(width: int, change: str) -> None:
+    norm = SpectralNorm(width, width).eval()
+    for _ in range(30):
+        m = torch.randn(width, width)
+        m[0] *= 3  # left and right vectors differ
+        other = {
+            "transposed": m.T,
+            "negative": -m,
+            "rows flipped": m.flip(0),
+            "columns flipped": m.flip(1),
+            "both flipped": m.flip(0, 1),
+        }[change]
+        norm(m)
+        assert float(norm(other)) == pytest.approx(exact(m), rel=1e-5)
+
+
+def test_contractive_layer_keeps_its_constant_when_weights_become_their_transposes() -> None:
+    layer = ContractiveL2Attention(2, 1, coefficient=0.9).eval()
+    x = torch.randn(4, 2)
+    first, second = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    for tied, value in ((first, first.flip(0)), (second, second.flip(0))):
+        with torch.no_grad():
+            layer.qk_proj.weight.copy_(tied)
+            layer.v_proj.weight.copy_(value)
+            layer.out_proj.weight.copy_(torch.eye(2))
+            out = layer(x)[0]
+        assert float(layer.lipschitz_bound(4)) <= 0.9 * (1 + 1e-6)
+        assert float(out.abs().max()) < 10
+
+
+def test_weights_may_change_in_every_way() -> None:
+    """Through .data, by an optimiser, by load_state_dict and in a deep copy, each seen by the norm at once."""
+    layer = ContractiveMLP(4, 8, 0.9).eval()
+
+    def check(mlp: ContractiveMLP) -> None:
+        for norm, linear in zip(mlp.norms, mlp.linears, strict=True):
+            assert float(norm(linear.weight).detach()) == pytest.approx(exact(linear.weight), rel=1e-5)  # type: ignore[operator]
+        assert float(mlp.lipschitz_bound(1)) <= 0.9 * (1 + 1e-6)
+
+    check(layer)
+    layer.linears[0].weight.data[1, 2] = 50.0  # type: ignore[union-attr, index, operator]
+    check(layer)
+    state = {name: 3 * value if name.endswith("weight") else value for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    check(layer)
+    optimiser = torch.optim.SGD(layer.parameters(), 0.5)
+    for _ in range(3):
+        optimiser.zero_grad()
+        layer(torch.randn(2, 3, 4)).square().sum().backward()
+        optimiser.step()
+        check(layer)
+    twin = copy.deepcopy(layer)
+    twin.linears[0].weight.data.mul_(7)  # type: ignore[union-attr, operator]
+    check(twin)
+    check(layer)
+
+
+def test_modules_and_their_copies_keep_apart(decomposed: list[int]) -> None:
+    one, m, other = SpectralNorm(3, 3).eval(), torch.randn(3, 3), torch.randn(3, 3)
+    one(m)
+    copies = [copy.deepcopy(one), pickle.loads(pickle.dumps(one)), SpectralNorm(3, 3).eval()]
+    for norm in copies:
+        assert float(norm(other)) == pytest.approx(exact(other), rel=1e-6)
+    before = len(decomposed)
+    assert float(one(m)) == pytest.approx(exact(m), rel=1e-6)
+    assert len(decomposed) == before
+
+
+def test_nothing_is_kept_of_modules_that_are_gone() -> None:
+    before = len(weight_norms._ALIVE)
+    for _ in range(5):
+        SpectralNorm(3, 3).eval()(torch.randn(3, 3))
+    gc.collect()
+    assert len(weight_norms._ALIVE) <= before
+
+
+def test_precision_and_shape_are_part_of_what_is_compared() -> None:
+    norm, m = SpectralNorm(2, 2).eval(), torch.tensor([[1.0, 0.5], [0.25, 2.0]])
+    assert norm(m).dtype == torch.float32
+    assert norm(m.double()).dtype == torch.float64
+    assert float(norm(m.double())) == pytest.approx(exact(m), rel=1e-14)
 
 
 def test_vectors_handed_out_can_be_changed_without_harm() -> None:
-    m = matrix(3.0, 1.0)
-    top_singular_vectors(m)[0].zero_()
-    assert float(top_singular_vectors(m)[0].norm()) == pytest.approx(1.0)
+    kept, m = Decomposition(), matrix(3.0, 1.0)
+    top_singular_vectors(m, kept.number)[0].zero_()
+    assert float(top_singular_vectors(m, kept.number)[0].norm()) == pytest.approx(1.0)
 
 
 def test_matrix_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="NaN or infinite"):
-        top_singular_vectors(torch.full((2, 2), math.nan))
+    norm = SpectralNorm(2, 2).eval()
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="NaN or infinite"):
+            norm(torch.full((2, 2), math.nan))

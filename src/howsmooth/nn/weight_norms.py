@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.base import without_autocast
 
 _START = 30
-_REMEMBERED = 512
 
 
 class SpectralNorm(nn.Module):
@@ -34,6 +34,7 @@ class SpectralNorm(nn.Module):
         super().__init__()
         start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
         self.register_buffer("space", torch.linalg.qr(start).Q)
+        self.decomposition = Decomposition()
 
     def forward(self, matrix: Tensor, follow: bool = True) -> Tensor:
         """The norm of ``matrix``, ``(rows, columns)``; without ``follow`` the subspace stays where it is."""
@@ -43,7 +44,7 @@ class SpectralNorm(nn.Module):
                     self.follow(matrix, steps=1)
                 left, right = self._ritz(matrix)
             else:
-                left, right = top_singular_vectors(matrix.detach())
+                left, right = top_singular_vectors(matrix.detach(), self.decomposition.number)
             return left @ (matrix @ right)
 
     @torch.no_grad()
@@ -64,46 +65,60 @@ class SpectralNorm(nn.Module):
         return left / left.norm().clamp(min=torch.finfo(left.dtype).tiny), right
 
 
+class Decomposition:
+    """The top singular vectors of one matrix, kept until the matrix is another one, to the last bit.
+
+    Version counters would miss changes made through ``.data``, and a hash would take some matrices for others: the
+    matrix itself is kept, and compared. A copy starts empty, so that two modules never share what they keep.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_NUMBERS)
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        _ALIVE[self.number] = self
+
+    def __deepcopy__(self, memo: object) -> Decomposition:
+        return Decomposition()
+
+    def __reduce__(self) -> tuple[type[Decomposition], tuple[()]]:
+        return Decomposition, ()
+
+    def of(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """The unit vectors u, v with Mv = ‖M‖u."""
+        kept = self._kept  # one assignment, so that threads see a whole entry or another
+        if kept is None or not _same(kept[0], matrix):
+            check_finite(matrix, "a weight of the layer, or a product of weights,")
+            left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+            kept = matrix.detach().clone(), left[:, 0].to(matrix.dtype), right[0].to(matrix.dtype)
+            self._kept = kept
+        return kept[1].clone(), kept[2].clone()
+
+
+_NUMBERS = itertools.count()
+_ALIVE: weakref.WeakValueDictionary[int, Decomposition] = weakref.WeakValueDictionary()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and torch.equal(one, other)
+
+
 @torch.library.custom_op("howsmooth::top_singular_vectors", mutates_args=())
-def top_singular_vectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def top_singular_vectors(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
     """The unit vectors u, v with Mv = ‖M‖u, in float64 and then in the dtype of M.
 
-    The last few hundred matrices are remembered by their content, so that weights which do not change are decomposed
-    once. An operator of its own, so that `torch.compile` takes it as it is.
+    An operator of its own, so that `torch.compile` takes it as it is; ``keeper`` is the number of the `Decomposition`
+    that remembers the matrix of last time.
 
-    >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])))
+    >>> kept = Decomposition()
+    >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])), kept.number)
     >>> left.abs(), right.abs()
     (tensor([0., 1.]), tensor([0., 1.]))
     """
-    key = fingerprint(matrix)
-    found = _DECOMPOSED.get(key)
-    if found is None:
-        check_finite(matrix, "a weight of the layer, or a product of weights,")
-        left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-        found = left[:, 0].to(matrix.dtype), right[0].to(matrix.dtype)
-        _DECOMPOSED[key] = found
-        while len(_DECOMPOSED) > _REMEMBERED:
-            _DECOMPOSED.popitem(last=False)
-    return found[0].clone(), found[1].clone()
+    # An exported graph may outlive the module it was made from.
+    return _ALIVE.get(keeper, Decomposition()).of(matrix)
 
 
 @top_singular_vectors.register_fake
-def _(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
     return matrix.new_empty(matrix.shape[0]), matrix.new_empty(matrix.shape[1])
-
-
-_DECOMPOSED: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
-
-
-def fingerprint(matrix: Tensor) -> tuple[object, ...]:
-    """A key that changes with the content: version counters would miss changes made through ``.data``.
-
-    >>> a = torch.eye(2)
-    >>> before = fingerprint(a)
-    >>> a.data[0, 1] = 1e-3
-    >>> fingerprint(a) == before
-    False
-    """
-    rows, columns = (torch.arange(1, size + 1, device=matrix.device).to(matrix.dtype) for size in matrix.shape)
-    sums = [float(rows.sin() @ (matrix @ columns.sin())), float(rows.cos() @ (matrix @ columns.cos()))]
-    return tuple(matrix.shape), matrix.dtype, str(matrix.device), *sums, float(matrix.norm())
