@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.named import NAMED
 from howsmooth.nn.hosted import HostedAttention, Seen
-from howsmooth.nn.replacing import REPLACEABLE, load_replaced, replace_attention, replaced_layers
+from howsmooth.nn.replacing import REPLACEABLE, load_replaced, replace_attention, replaced_layers, replacement_of
 from howsmooth.nn.starting import KINDS
 from tests.models.tiny import TINY
 
@@ -364,6 +365,59 @@ def test_partly_replaced_models_come_back(tmp_path: Path) -> None:
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["l2", "contractive-l2", "dot-product"])
+def test_a_model_built_from_the_configuration_takes_the_saved_weights(name: str, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{TINY[name].kind}Config")(**TINY[name].options)
+    model = getattr(transformers, f"{TINY[name].kind}Model")(config).eval()
+    options = {"coefficient": 0.5, "norm": math.inf} if kind == "contractive-l2" else {}
+    replace_attention(model, kind, layers=[1], drop_positions=name == "llama" and kind in BLIND, **options)
+    model.save_pretrained(tmp_path)
+    saved = transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    replacement = replacement_of(saved)
+    assert replacement is not None
+    assert (replacement.kind, replacement.layers) == (kind, (1,))
+    fresh = type(model)(saved).eval()
+    ids = words(1, 6)
+    with torch.no_grad():
+        assert not torch.equal(fresh(ids).last_hidden_state, model(ids).last_hidden_state)
+        replacement.apply(fresh)
+        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+        assert torch.equal(fresh(ids).last_hidden_state, model(ids).last_hidden_state)
+    assert replacement_of(fresh.config) == replacement
+    with pytest.raises(InvalidInput, match="already"):
+        replacement.apply(fresh)
+
+
+def test_configurations_that_tell_nothing_or_nonsense() -> None:
+    config = replaced("gpt2", "l2").config
+    note = config.howsmooth_attention
+    assert json.loads(json.dumps(note, allow_nan=False)) == note
+    assert replacement_of(transformers.GPT2Config()) is None
+    wrong: list[Any] = ["l2", [], {}, note | {"layers": "all"}, note | {"layers": [True]}, note | {"layers": [-1]}]
+    wrong += [note | {"layers": []}, note | {"kind": 5}, note | {"kind": "magic"}, note | {"drop_positions": "no"}]
+    wrong += [note | {"options": None}, note | {"options": {"coefficient": [1]}}, note | {"options": {"a": math.nan}}]
+    for each in wrong:
+        config.howsmooth_attention = each
+        with pytest.raises(InvalidInput):
+            replacement_of(config)
+    config.howsmooth_attention = note | {"layers": [7]}
+    with pytest.raises(InvalidInput, match="cannot be replaced"):
+        replacement_of(config).apply(generator("gpt2"))  # type: ignore[union-attr]
+    config.howsmooth_attention = note | {"options": {"colour": "red"}}
+    with pytest.raises(InvalidInput, match="does not take these options"):
+        replacement_of(config).apply(generator("gpt2"))  # type: ignore[union-attr]
+
+
+def test_options_that_no_configuration_can_hold_are_refused() -> None:
+    model = generator("gpt2")
+    for value in (torch.ones(()), [0.5], math.nan, math.inf):
+        with pytest.raises(InvalidInput, match="the option coefficient"):
+            replace_attention(model, "contractive-l2", coefficient=value)
+    assert not list(replaced_layers(model))
+
+
 def test_folders_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"no config\.json"):
         load_replaced(tmp_path / "nowhere")
@@ -382,7 +436,7 @@ def test_folders_that_hold_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     replaced("gpt2", "l2").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,8 +79,13 @@ def replace_attention(
     transformer.h.0.attn.layer True
     transformer.h.1.attn.layer True
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
     layer_class(kind)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
+        if getattr(model.config, _NOTE, None) is not None:
+            raise InvalidInput("attention of this model has been replaced already: load the model anew.")
+        options = _written(options)
         _replace_in_transformers(model, kind, layers, tie, drop_positions, options)  # type: ignore[arg-type]
     else:
         _replace_in_torch(model, kind, layers, tie, options)
@@ -89,6 +95,78 @@ def replace_attention(
 def replaced_layers(model: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:
     """The layers of howsmooth in a model with their dotted paths."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AttentionLayer))
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `replace_attention` did to a transformers model, as its configuration tells it (``howsmooth_attention``).
+
+    Attributes:
+        kind: of the layers. layers: which were replaced, counted from 0.
+        drop_positions: whether rotary positions were left out.
+        options: of the layers, numbers and names only.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    drop_positions: bool
+    options: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """For config.json."""
+        return {**vars(self), "layers": list(self.layers), "options": dict(self.options)}
+
+    def apply(self, model: nn.Module) -> None:
+        """Replace the attention of a model built from the configuration: its weights then have the names saved.
+
+        New layers have first weights, to be overwritten by those that were saved.
+        """
+        if any(True for _ in replaced_layers(model)):
+            raise InvalidInput("attention of this model has been replaced already: build the model anew.")
+        _replace_in_transformers(
+            model,  # type: ignore[arg-type]
+            self.kind,
+            self.layers,
+            None,
+            self.drop_positions,
+            dict(self.options),
+        )
+
+
+def replacement_of(config: Any) -> Replacement | None:
+    """What was replaced in the model of a transformers configuration; None when nothing was.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> replacement_of(GPT2Config()) is None
+    True
+    >>> model = replace_attention(GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2)), "l2", layers=[1])
+    >>> replacement_of(model.config)
+    Replacement(kind='l2', layers=(1,), drop_positions=False, options={})
+    """
+    note = getattr(config, _NOTE, None)
+    if note is None:
+        return None
+    wanted = {"kind": str, "layers": list, "drop_positions": bool, "options": dict}
+    if not isinstance(note, dict) or any(not isinstance(note.get(name), kind) for name, kind in wanted.items()):
+        raise InvalidInput(
+            f"the configuration says in {_NOTE} what was replaced, but not as replace_attention writes it: save the "
+            "model again."
+        )
+    layer_class(note["kind"])
+    layers = note["layers"]
+    if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise InvalidInput(f"the configuration says that layers {layers!r} were replaced, which are no numbers.")
+    return Replacement(note["kind"], tuple(layers), note["drop_positions"], _written(note["options"]))
+
+
+def _written(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as config.json can hold them: numbers, names, True, False and None."""
+    found = {name: "inf" if name == "norm" and value == math.inf else value for name, value in options.items()}
+    for name, value in found.items():
+        plain = value is None or isinstance(value, str | bool | int | float)
+        if not plain or (isinstance(value, float) and not math.isfinite(value)):
+            raise InvalidInput(f"the option {name} must be a finite number or a name, got {value!r}.")
+    return found
 
 
 def load_replaced(folder: str | Path) -> PreTrainedModel:
@@ -113,18 +191,15 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise InvalidInput(f"{folder} holds no config.json: give the folder that save_pretrained wrote.")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    note, names = getattr(config, _NOTE, None), getattr(config, "architectures", None) or ["?"]
-    if not isinstance(note, dict) or not {"kind", "layers", "drop_positions", "options"} <= note.keys():
+    replacement, names = replacement_of(config), getattr(config, "architectures", None) or ["?"]
+    if replacement is None:
         raise InvalidInput(f"the model in {folder} has no replaced attention: load it with from_pretrained.")
-    found = getattr(transformers, names[0], None)
+    found = getattr(transformers, str(names[0]), None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise UnsupportedModel(f"the model in {folder} is a {names[0]}, which transformers does not have.")
-    delattr(config, _NOTE)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn only to be overwritten
         model = found(config)
-        _replace_in_transformers(
-            model, note["kind"], note["layers"], None, note["drop_positions"], dict(note["options"])
-        )
+        replacement.apply(model)
     _load_weights(model, folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -140,8 +215,6 @@ def _replace_in_transformers(
     options: dict[str, Any],
 ) -> None:
     """Without ``tie`` the new layers keep their first weights."""
-    if getattr(model.config, _NOTE, None) is not None:
-        raise InvalidInput("attention of this model has been replaced already: load the model anew.")
     if model.config.model_type not in REPLACEABLE:
         raise UnsupportedModel(
             f"attention of a {type(model).__name__} (model type {model.config.model_type!r}) cannot be replaced, but "
@@ -171,8 +244,8 @@ def _replace_in_transformers(
         else:  # BERT: the output projection lies outside, before a LayerNorm that stays
             model.set_submodule(f"{site.path}.{site.names.inputs[0].rpartition('.')[0]}", new)
             model.set_submodule(f"{site.path}.{site.names.output}", nn.Identity())
-    note = {"kind": kind, "layers": [site.layer for site in chosen], "drop_positions": drop_positions}
-    setattr(model.config, _NOTE, note | {"options": options})
+    note = Replacement(kind, tuple(site.layer for site in chosen), drop_positions, options)
+    setattr(model.config, _NOTE, note.as_json())
 
 
 def _replace_in_torch(
