@@ -198,7 +198,8 @@ class InvertibleResidual(nn.Module):
             )
         if x.dim() == 3:
             return found
-        return replace(found, **{name: getattr(found, name)[0] for name in ("value", "standard_error", "truncation")})
+        names = ("value", "standard_error", "truncation", *(() if found.limit is None else ("limit",)))
+        return replace(found, **{name: getattr(found, name)[0] for name in names})
 
 
 class _Implicit(torch.autograd.Function):
