@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import mpmath
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attentio
 from howsmooth.nn.branches import Scaled
 from howsmooth.nn.fixed_point import solve
 from howsmooth.nn.invertible import Inversion, InvertibleResidual
+from howsmooth.nn.l2 import average_2
+from howsmooth.nn.sight import Sight
 
 TITLE = "Inverting residual attention"
 COEFFICIENTS = (0.5, 0.7, 0.9)
@@ -126,6 +130,67 @@ def dot_product_error(c: float, batch: int = 8, n: int = 64, width: int = 64, he
     return float((found - x).abs().max())
 
 
+@dataclass(frozen=True)
+class Steep:
+    """Two clusters of tokens close together, one feature, and weights so large that the clusters tell them apart.
+
+    The rounding of the logits, of the order of ε·w², is then of order one. With one feature and one head the layer is
+    ±(c/κ)·Σ_j P_ij x_j, P_ij ∝ exp(−w²(x_i − x_j)²), whatever its other weights.
+    """
+
+    weight: float
+    coefficient: float
+    x: Tensor
+
+    @classmethod
+    def drawn(cls, seed: int, largest: float = 8.0, dtype: torch.dtype = torch.float64) -> Steep:
+        """Weights from 1 to 10^largest."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = 10 ** (largest * float(torch.rand((), generator=generator)))
+        n = int(torch.randint(2, 6, (), generator=generator))
+        sides = 2.0 * torch.randint(0, 2, (n, 1), generator=generator) - 1
+        spread = 3 * torch.rand((), generator=generator, dtype=torch.float64) / weight
+        x = sides + spread * torch.randn(n, 1, dtype=torch.float64, generator=generator)
+        exact = float(torch.tensor(weight, dtype=dtype))
+        return cls(exact, (0.3, 0.5, 0.9)[seed % 3], x.to(dtype))
+
+    def block(self) -> InvertibleResidual:
+        """The residual block."""
+        made = ContractiveL2Attention(1, 1, self.coefficient).to(self.x.dtype).eval()
+        with torch.no_grad():
+            for linear, value in ((made.qk_proj, self.weight), (made.v_proj, 0.7), (made.out_proj, -1.3)):
+                linear.weight.fill_(value)
+        return InvertibleResidual(made).eval()
+
+    def truth(self, y: Tensor, sign: float = -1.0) -> list[mpmath.mpf]:
+        """The inverse of y in 60 digits, by iteration."""
+        with mpmath.workdps(60):
+            factor = sign * mpmath.mpf(self.coefficient) / mpmath.mpf(average_2(Sight(len(y))))
+            given, square = [mpmath.mpf(float(each)) for each in y], mpmath.mpf(self.weight) ** 2
+            x, steps = given, int(50 / -math.log10(self.coefficient)) + 20
+            for _ in range(steps):
+                new = []
+                for a, moved in zip(x, given, strict=True):
+                    shares = [mpmath.exp(-square * (a - b) ** 2) for b in x]
+                    new.append(moved - factor * mpmath.fdot(shares, x) / mpmath.fsum(shares))
+                x = new
+            return x
+
+    @torch.no_grad()
+    def ratios(self) -> tuple[float, float, float]:
+        """Errors over certified bounds, of two inverses with tokens in another order and of the truth; the bound."""
+        block = self.block()
+        y, order = block(self.x), torch.arange(len(self.x)).roll(1)
+        one, other = block.inverse(y), block.inverse(y[order])
+        assert one.certified
+        assert other.certified
+        apart = float((one.x[order] - other.x).norm()) / float(one.error_bound + other.error_bound)
+        with mpmath.workdps(60):
+            wrong = [mpmath.mpf(float(a)) - b for a, b in zip(one.x, self.truth(y), strict=True)]
+            error = float(mpmath.sqrt(mpmath.fsum(each**2 for each in wrong)))
+        return apart, error / float(one.error_bound), float(one.error_bound)
+
+
 def refusals(width: int = 8) -> list[tuple[str, str]]:
     """What is said of branches that cannot be inverted."""
     asked: list[tuple[str, Callable[[], object]]] = [
@@ -172,6 +237,22 @@ def parts(progress: Callable[[str], None] = lambda text: None, batch: int = 128)
         )
     head = ["branch", "c", "Lip bound", "σ at x", "error after 25"]
     head += ["plain", "accelerated", "until the bound stops", "error", "bound"]
+    steep = []
+    for dtype, largest in ((torch.float64, 8.0), (torch.float32, 4.5)):
+        progress(f"large weights, {dtype}")
+        found = [Steep.drawn(seed, largest, dtype).ratios() for seed in range(3 * batch)]
+        apart, off, bounds = (torch.tensor(each) for each in zip(*found, strict=True))
+        steep.append(
+            [
+                str(dtype).removeprefix("torch."),
+                f"1 to {10**largest:.0e}",
+                len(found),
+                f"{float(apart.max()):.2g}",
+                f"{float(off.max()):.2g}",
+                int(((apart > 1) | (off > 1)).sum()),
+                f"{float(bounds.median()):.0e}, {float(bounds.max()):.0e}",
+            ]
+        )
     return [
         f"N = D = 64, H = 8, batch {batch}, float64, one token at 0 and the others uniform in [−10, 10]. `c·F` is "
         "plain L2 attention times c: nothing certifies that it contracts by c (its Lipschitz bound is in the third "
@@ -186,4 +267,19 @@ def parts(progress: Callable[[str], None] = lambda text: None, batch: int = 128)
         + ", ".join(f"{dot_product_error(c):.2g} at c = {c}" for c in COEFFICIENTS)
         + ". It is refused, and so are:",
         table(["branch", "reason"], refusals()),
+        "Large weights: two to five tokens of one feature in two clusters at ±1, spread about 1/w, where the logits "
+        "round by ε·w². Certified inverses of the same tokens in another order, and the inverse in 60 digits, against "
+        "the certified bounds:",
+        table(
+            [
+                "dtype",
+                "w",
+                "inversions",
+                "largest apart/bounds",
+                "largest error/bound",
+                "broken",
+                "bound: median, most",
+            ],
+            steep,
+        ),
     ]

@@ -407,6 +407,34 @@ def test_evidence_of_inversion_holds_on_a_smaller_sample() -> None:
         assert min(fast.iterations) <= max(plain.iterations)
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 8.0), (torch.float32, 4.5)])
+def test_certified_bounds_hold_where_large_weights_round_the_logits(dtype: torch.dtype, largest: float) -> None:
+    """Inverses of the same tokens in two orders, and the inverse in 60 digits; and none is refused."""
+    for seed in range(10):
+        apart, off, _ = inversion.Steep.drawn(seed, largest, dtype).ratios()
+        assert apart <= 1
+        assert off <= 1
+
+
+def test_the_true_constant_is_not_called_wrong_where_rounding_moves_the_map() -> None:
+    """w = 1e7: evaluations of the branch at points 1e-9 apart differ by more than their distance, by rounding alone."""
+    for seed in range(10):
+        case = inversion.Steep.drawn(seed, 0.0)
+        steep = inversion.Steep(1.02e7, 0.5, (case.x - case.x.sign()) * 1e-7 + case.x.sign())
+        block = steep.block()
+        with torch.no_grad():
+            found = block.inverse(block(steep.x))
+        assert found.certified
+        assert float((found.x - steep.x).norm()) <= float(found.error_bound) + 1e-6
+
+
+def test_gradients_through_large_weights_are_not_refused() -> None:
+    block = inversion.Steep.drawn(4).block()
+    y = torch.randn(3, 1, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(block.inverse(y).x.sum(), y)
+    assert bool(gradient.isfinite().all())
+
+
 def test_dot_product_iteration_does_not_find_the_input() -> None:
     assert inversion.dot_product_error(0.5, batch=2, n=16, width=16, heads=2) > 1
 

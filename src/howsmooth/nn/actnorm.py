@@ -48,6 +48,11 @@ class ActNorm(nn.Module):
         self._check(y)
         return y * (-self.log_scale).exp() - self.shift
 
+    @torch.no_grad()
+    def inverse_rounding(self, y: Tensor) -> Tensor:
+        """Bounds on the rounding of `inverse`, entry by entry: of exp, a product and a sum that may cancel."""
+        return 4 * torch.finfo(y.dtype).eps * (y.abs() * (-self.log_scale).exp() + self.shift.abs())
+
     def inverse_lipschitz(self) -> float:
         """The Lipschitz constant of the inverse, the same in every p-norm: the largest e^−s."""
         return float((-self.log_scale.detach().double()).exp().max())

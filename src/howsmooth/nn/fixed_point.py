@@ -4,7 +4,11 @@ Let T be a contraction, :math:`|T(a)-T(b)| \le c|a-b|` with c < 1. It has one fi
 
 .. math:: |T(\hat x) - x^*| \le \frac{c}{1-c}\,|T(\hat x)-\hat x|,
 
-whatever way x̂ was found. So x̂ may come from Anderson acceleration (1965): the combination of the last points whose
+whatever way x̂ was found. What is computed is T̃(x̂), off by at most E; then
+
+.. math:: |\tilde T(\hat x) - x^*| \le \frac{c\,|\tilde T(\hat x)-\hat x| + E}{1-c}.
+
+So x̂ may come from Anderson acceleration (1965): the combination of the last points whose
 linearised residual is smallest. A plain step x̂ ← T(x̂) shrinks the residual by c at least; an accelerated one is kept
 only when it does as well, otherwise the plain step is taken from the last point kept. Hence every second evaluation
 at the latest shrinks the residual by c.
@@ -22,10 +26,13 @@ from torch import Tensor
 from howsmooth.errors import DoesNotApply, HowsmoothError
 
 Step = Callable[[Tensor, Tensor], Tensor]
+Allowance = Callable[[Tensor], Tensor]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Relative error to reach when none is asked for."""
 ROUNDING = 16
-"""Rounding errors of one evaluation of T that are allowed for, in units of the last place of |x| + |y|."""
+"""Rounding errors of one evaluation of T, in units of the last place of |x| + |y|, where no bound on them is given."""
+SMALL = 1 / 16
+"""Part of the bound on rounding below which what is left of the iteration does not matter."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +95,20 @@ def solve(
     tolerance: float | None = None,
     max_iterations: int = 200,
     memory: int = 8,
+    allowance: Allowance | None = None,
+    checked: bool = True,
 ) -> FixedPoint:
     """The fixed points of ``step``, ``(batch, …)``; items stop one by one, when their own error bound is small enough.
 
     Args:
         step: T; takes the points still at work and their positions in the batch.
         start: where to begin.
-        contraction: what is known of T. Two points met on the way that contradict it are an error: the bound would be
-            false.
+        contraction: what is known of T. Two points met on the way that contradict it, beyond rounding, are an error:
+            the bound would be false. ``checked=False`` leaves that out.
         scale: ``(batch,)`` size of what else enters T (|y| for x = y − f(x)), for the rounding allowance.
         tolerance: relative error to reach; by default 1e-12 (float64), 1e-5 (float32) or what rounding allows.
         memory: number of earlier points that acceleration combines; 0 for plain steps.
+        allowance: bounds on |T̃(x) − T(x)| for points of the batch; without, 16 units in the last place of |x| + |y|.
 
     >>> halve = lambda x, index: 1 + x / 2
     >>> found = solve(halve, torch.zeros(1, 3, dtype=torch.float64), contraction=Contraction(0.5), scale=torch.ones(1))
@@ -114,31 +124,52 @@ def solve(
         torch.zeros(batch, dtype=torch.bool, device=start.device),
         torch.zeros(batch, dtype=torch.long, device=start.device),
     )
-    work = _Work(start, memory)
-    scale = scale.to(start)
+    work, scale = _Work(start, memory), scale.to(start)
+    eps, places = torch.finfo(start.dtype).eps, math.prod(start.shape[1:])
+    made_from = start.clone()
+    rounded = start.new_zeros(batch) if allowance is None else allowance(start)  # about what it will be at the end
+
+    def certified(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        """Error bounds, and the part of them that is rounding."""
+        rounding = (0.0 if allowance is None else allowance(points)) + ROUNDING * eps * magnitude
+        return (c * residual * (1 + places * eps) + rounding) / (1 - c), rounding / (1 - c)
+
     for _ in range(max_iterations):
         if len(work.index) == 0:
             break
         image = step(work.point, work.index)
         residual = size(image - work.point)
-        _check_claim(work, image, residual, contraction, scale[work.index])
+        if checked:
+            _check_claim(work, image, residual, contraction, scale[work.index], allowance)
         magnitude = size(image) + scale[work.index]
-        floor = ROUNDING * torch.finfo(start.dtype).eps * magnitude / (1 - c)
-        bound = c / (1 - c) * residual + floor
+        left = c / (1 - c) * residual
         wanted = magnitude * (TOLERANCE[start.dtype] if tolerance is None else tolerance)
-        wanted = torch.maximum(wanted, 2 * floor) if tolerance is None else wanted
-        better = bound < answer.error_bound[work.index]  # false for NaN
+        better = torch.isfinite(residual) & ~(answer.residual[work.index] <= residual)
         place = work.index[better]
-        answer.x[place], answer.error_bound[place] = image[better], bound[better]
-        answer.residual[place] = residual[better]
+        answer.x[place], answer.residual[place], made_from[place] = image[better], residual[better], work.point[better]
         answer.iterations[work.index] += 1
-        done = better & (bound <= wanted)
-        answer.converged[work.index[done]] = True
+        aim = wanted
+        if tolerance is None:  # as far as rounding lets it come
+            aim = torch.maximum(
+                wanted, torch.maximum(SMALL * rounded[work.index], ROUNDING * eps * magnitude) / (1 - c)
+            )
+        done = better & (left <= aim)
+        if bool(done.any()):
+            bound, rounding = certified(work.point, residual, magnitude)
+            done &= bound <= (torch.maximum(wanted, 2 * rounding) if tolerance is None else wanted)
+            answer.error_bound[work.index[done]] = bound[done]
+            answer.converged[work.index[done]] = True
         lost = work.plain & ~torch.isfinite(residual)
         kept = work.plain | (residual <= c * work.residual)
         answer.accelerated[work.index[kept & ~work.plain]] += 1
         work.advance(image, residual, kept)
         work.keep(~(done | lost))
+    late = ~answer.converged & torch.isfinite(answer.residual)
+    if bool(late.any()):
+        bound, rounding = certified(made_from[late], answer.residual[late], size(answer.x[late]) + scale[late])
+        answer.error_bound[late] = bound
+        if tolerance is None:  # all that is left is rounding
+            answer.converged[late] = bound <= 2 * rounding
     return answer
 
 
@@ -191,7 +222,9 @@ class _Work:
         return (image + (moved_images.mT @ gamma).squeeze(-1)).view_as(self.image)
 
 
-def _check_claim(work: _Work, image: Tensor, residual: Tensor, contraction: Contraction, scale: Tensor) -> None:
+def _check_claim(
+    work: _Work, image: Tensor, residual: Tensor, contraction: Contraction, scale: Tensor, allowance: Allowance | None
+) -> None:
     """Refuse a contraction constant that two points in sight contradict beyond rounding."""
     size = contraction.size
     apart = size(work.point - work.best)
@@ -199,6 +232,9 @@ def _check_claim(work: _Work, image: Tensor, residual: Tensor, contraction: Cont
     noise = 1e3 * ROUNDING * torch.finfo(image.dtype).eps * (size(image) + scale)
     known = torch.isfinite(work.residual) & torch.isfinite(residual)
     wrong = known & (moved > contraction.coefficient * apart + noise)
+    if bool(wrong.any()) and allowance is not None:
+        noise = noise + allowance(work.point) + allowance(work.best)
+        wrong = wrong & (moved > contraction.coefficient * apart + noise)
     if bool(wrong.any()):
         ratio = float((moved[wrong] / apart[wrong]).max())
         raise DoesNotApply(

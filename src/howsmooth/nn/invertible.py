@@ -22,8 +22,9 @@ from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.base import Mask, without_autocast
 from howsmooth.nn.branches import as_branch
-from howsmooth.nn.fixed_point import Contraction, DidNotConverge, FixedPoint, Step, solve
+from howsmooth.nn.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
 from howsmooth.nn.log_determinant import LogDeterminant, Method, log_determinant
+from howsmooth.nn.rounding import UnknownRounding, evaluation_error
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Inversion(FixedPoint):
     """x with g(x) = y, item by item; fields as in `FixedPoint` (without a batch axis when y has none).
 
     Attributes:
-        contraction: what the error bound rests on. It is a theorem when ``contraction.certified``, and holds only if
-            the given coefficient is right otherwise.
+        contraction: what the error bound rests on. It is a theorem when ``contraction.certified``. Otherwise it holds
+            if the given coefficient is right, and, for a branch of your own with operations that
+            `howsmooth.nn.rounding` does not know, if their rounding is a few units in the last place of |x| + |y|.
     """
 
     contraction: Contraction
@@ -143,14 +145,35 @@ class InvertibleResidual(nn.Module):
             options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
             options |= {"memory": 8 if accelerate else 0}
             fixed = tokens.detach()
+            allowance = self._allowance(fixed, contraction)
+            if allowance is None:
+                contraction = replace(contraction, certified=False)
             with torch.no_grad():
-                found = _solved(lambda x, index: fixed[index] - self.branch(x), fixed, contraction, options, "inverse")
+                found = _solved(
+                    lambda x, index: fixed[index] - self.branch(x),
+                    fixed,
+                    contraction,
+                    options | {"allowance": allowance},
+                    "inverse",
+                )
             if torch.is_grad_enabled() and (tokens.requires_grad or any(p.requires_grad for p in self.parameters())):
                 found = replace(found, x=self._attached(tokens, found.x, contraction, options))
         parts = {field.name: getattr(found, field.name) for field in fields(FixedPoint)}
         if y.dim() == 2:
             parts = {name: part[0] for name, part in parts.items()}
         return Inversion(**parts, contraction=contraction)
+
+    def _allowance(self, x: Tensor, contraction: Contraction) -> Allowance | None:
+        """Bounds on the rounding of the branch at points like x; None when it has operations that are not analysed."""
+
+        def allowance(points: Tensor) -> Tensor:
+            return contraction.size(evaluation_error(self.branch, points))
+
+        try:
+            allowance(x[:1])
+        except UnknownRounding:
+            return None
+        return allowance
 
     def _attached(self, y: Tensor, x: Tensor, contraction: Contraction, options: dict[str, Any]) -> Tensor:
         """x = y − f(x) with a backward pass that solves (I + Jᵀ)w = u."""
@@ -165,7 +188,8 @@ class InvertibleResidual(nn.Module):
                 )[0]
                 return (u - back)[index]
 
-            return _solved(step, u, contraction.dual, options, "gradient of the inverse").x
+            # That the map contracts has been checked on the way to x.
+            return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
 
         return _Implicit.apply(y - moved, solved)
 

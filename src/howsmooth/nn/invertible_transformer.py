@@ -19,7 +19,7 @@ from howsmooth.nn.base import Mask
 from howsmooth.nn.branches import Attending, Branch, Composed
 from howsmooth.nn.contractive import ContractiveL2Attention
 from howsmooth.nn.contractive_mlp import ContractiveMLP
-from howsmooth.nn.fixed_point import ROUNDING, Contraction
+from howsmooth.nn.fixed_point import Contraction
 from howsmooth.nn.invertible import Inversion, InvertibleResidual
 from howsmooth.nn.log_determinant import LogDeterminant, total
 
@@ -98,9 +98,9 @@ class InvertibleTransformer(nn.Module):
         found: Inversion | None = None
         for layer in reversed(self.layers):
             if isinstance(layer, ActNorm):
+                rounding = layer.inverse_rounding(y.detach())
                 y = layer.inverse(y)
-                noise = ROUNDING * torch.finfo(y.dtype).eps * _sizes(y.detach(), found)
-                error = error * layer.inverse_lipschitz() + noise
+                error = error * layer.inverse_lipschitz() + _sizes(rounding, found)
                 continue
             assert isinstance(layer, InvertibleResidual)
             step = layer.inverse(y, **options)

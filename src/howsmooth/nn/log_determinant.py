@@ -17,8 +17,8 @@ never more than :math:`N c^{K+1}/((K+1)(1-c))`, N = nd, and in practice far less
 **Error bars.** With A the sum of the series, a sample is :math:`v^\top Av`, of variance at most
 :math:`2(\|A\|_F^2 - \sum_i A_{ii}^2)`, which is twice the sum over coordinates of the variance of
 :math:`v_i(Av)_i`: known far better than the variance of the few sums, which may even be all alike. The worst case is a
-variance that sits in one direction, :math:`A = auu^\top`: samples are then χ² with one degree of freedom (Gaussian u·v),
-and the variance is underestimated together with the value. Bars are wide enough for that. All m samples
+variance that sits in one direction, :math:`A = auu^\top`: samples are then χ² with one degree of freedom (for
+Gaussian u·v), and the variance is underestimated together with the value. Bars are wide enough for that. All m samples
 can be alike, though the variance is not 0, with a probability of :math:`2^{1-m}`; beyond that confidence only the
 proved limits :math:`N\log(1-c) \le \log|\det(I+J)| \le N\log(1+c)` are given.
 """
