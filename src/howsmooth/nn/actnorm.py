@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
+from howsmooth.nn.arguments import whole
 from howsmooth.nn.log_determinant import LogDeterminant
 
 
@@ -30,9 +31,7 @@ class ActNorm(nn.Module):
 
     def __init__(self, width: int, tokens: int | None = None):
         super().__init__()
-        if width < 1 or (tokens is not None and tokens < 1):
-            raise InvalidInput(f"ActNorm needs a width and a number of tokens of at least 1, got {width} and {tokens}.")
-        shape = (1 if tokens is None else tokens, width)
+        shape = (1 if tokens is None else whole(tokens, "tokens"), whole(width, "width"))
         self.tokens = tokens
         self.log_scale, self.shift = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
         self.register_buffer("initialised", torch.tensor(False))

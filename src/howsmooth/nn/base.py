@@ -15,6 +15,7 @@ from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.bounds import applicable, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.nn.arguments import flag, is_number, whole
 from howsmooth.nn.mixing import Mixing
 from howsmooth.nn.sight import Sight
 
@@ -46,12 +47,16 @@ class AttentionLayer(nn.Module, ABC):
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        self.embed_dim = whole(embed_dim, "embed_dim")
+        self.num_heads = whole(num_heads, "num_heads")
+        if embed_dim % num_heads:
             raise InvalidInput(f"a width of {embed_dim} does not split into {num_heads} heads.")
-        if not 0 <= dropout < 1:
-            raise InvalidInput(f"dropout is a share of the weights, from 0 to below 1, got {dropout}.")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.batch_first, self.dropout = batch_first, dropout
+        if not is_number(dropout) or not 0 <= dropout < 1:
+            raise InvalidInput(f"dropout is a share of the weights, from 0 to below 1, got {dropout!r}.")
+        flag(bias, "bias")
+        self.head_dim = self.embed_dim // self.num_heads
+        self.batch_first = flag(batch_first, "batch_first")
+        self.dropout = float(dropout)
 
     @abstractmethod
     def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -215,8 +220,8 @@ def check_length(n: float) -> None:
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: n must be a whole number of tokens, at least 1, got 0.
     """
-    if not (math.isfinite(n) and n >= 1 and n == int(n)):
-        raise InvalidInput(f"n must be a whole number of tokens, at least 1, got {n}.")
+    if not is_number(n) or not (math.isfinite(n) and n >= 1 and n == int(n)):
+        raise InvalidInput(f"n must be a whole number of tokens, at least 1, got {n!r}.")
 
 
 def as_norm(norm: Norm) -> float:
@@ -225,7 +230,7 @@ def as_norm(norm: Norm) -> float:
     >>> as_norm("inf"), as_norm("2")
     (inf, 2.0)
     """
-    if norm not in (2, "2", "inf", math.inf):
+    if not (isinstance(norm, str) or is_number(norm)) or norm not in (2, "2", "inf", math.inf):
         raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {norm!r}.")
     return float(norm)
 

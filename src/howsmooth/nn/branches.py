@@ -22,6 +22,7 @@ from howsmooth.attention import AttentionMap, Causal, L2SelfAttention, LogitBias
 from howsmooth.attention.masks import Maps, as_mask
 from howsmooth.bounds import applicable, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.nn.arguments import finite
 from howsmooth.nn.base import AttentionLayer, Mask
 from howsmooth.nn.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
 
@@ -129,9 +130,7 @@ class Scaled(Branch):
 
     def __init__(self, f: nn.Module, factor: float, *, mask: Mask = None):
         super().__init__()
-        if not math.isfinite(factor):
-            raise InvalidInput(f"a factor must be a finite number, got {factor}.")
-        self.branch, self.factor = as_branch(f, mask), float(factor)
+        self.branch, self.factor = as_branch(f, mask), finite(factor, "a factor")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * self.branch(x)

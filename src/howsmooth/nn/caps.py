@@ -6,7 +6,6 @@ Only those above c are needed, so that a few vectors which follow M from step to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
+from howsmooth.nn.arguments import finite, whole
 
 _WIDTH = 16
 _TOLERANCE = 1e-3
@@ -44,11 +44,8 @@ class SpectralCaps:
     """
 
     def __init__(self, module: nn.Module, cap: float = 1.0, exact_every: int = 100):
-        if not (math.isfinite(cap) and cap > 0):
-            raise InvalidInput(f"the cap on spectral norms must be positive and finite, got {cap}.")
-        if exact_every < 1:
-            raise InvalidInput(f"exact_every must be at least one step, got {exact_every}.")
-        self.cap, self.exact_every = float(cap), exact_every
+        self.cap = finite(cap, "the cap on spectral norms", above=0, what="positive and finite")
+        self.exact_every = whole(exact_every, "exact_every")
         self._module = module
         self._spaces: dict[str, Tensor] = {}
         self._steps = 0

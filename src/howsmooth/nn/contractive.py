@@ -7,7 +7,6 @@ the constant κ(n) of the Gaussian average. In the ∞-norm, which Kim, Papamaka
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -18,6 +17,7 @@ from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import kim2021, l2
 from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
 from howsmooth.errors import InvalidInput
+from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask, Norm, as_norm, without_autocast
 from howsmooth.nn.l2 import L2Attention, Weights, average_2
 from howsmooth.nn.sight import Sight
@@ -62,19 +62,16 @@ class ContractiveL2Attention(L2Attention):
         max_tokens: int | None = None,
     ):
         super().__init__(embed_dim, num_heads, bias, batch_first)
-        if dropout:
+        if dropout != 0:
             raise InvalidInput("dropout on attention weights breaks the Lipschitz bound: leave it out here.")
-        if not (math.isfinite(coefficient) and coefficient > 0):
-            raise InvalidInput(f"the coefficient must be positive and finite, got {coefficient}.")
+        self.coefficient = finite(coefficient, "the coefficient", above=0, what="positive and finite")
         self.norm = as_norm(norm)
         if bound not in ("howsmooth", "kim2021") or (bound == "kim2021" and self.norm == 2):
             raise InvalidInput(
                 f"the bound is 'howsmooth', or with norm='inf' 'kim2021', got {bound!r} (in the 2-norm the corrected "
                 "bound of the paper is never smaller)."
             )
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidInput(f"max_tokens must be at least 1, got {max_tokens}.")
-        self.coefficient, self.bound, self.max_tokens = float(coefficient), bound, max_tokens
+        self.bound, self.max_tokens = bound, None if max_tokens is None else whole(max_tokens, "max_tokens")
         if self.norm == 2:
             self.tied_norm = SpectralNorm(embed_dim, embed_dim)
             self.mixing_norm = SpectralNorm(embed_dim, embed_dim)

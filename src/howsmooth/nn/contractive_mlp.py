@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.bounds.heads import spectral
-from howsmooth.errors import InvalidInput
+from howsmooth.nn.arguments import choice, finite, whole
 from howsmooth.nn.base import Norm, as_norm, glorot
 from howsmooth.nn.branches import Branch
 from howsmooth.nn.weight_norms import SpectralNorm
@@ -81,14 +81,12 @@ class ContractiveMLP(Branch):
         norm: Norm = 2,
     ):
         super().__init__()
-        widths = [width, *[hidden] * depth, width if out_width is None else out_width]
-        if depth < 1 or min(widths) < 1:
-            raise InvalidInput(f"a network needs widths and a depth of at least 1, got widths {widths}, depth {depth}.")
-        if not (math.isfinite(coefficient) and coefficient > 0):
-            raise InvalidInput(f"the coefficient must be positive and finite, got {coefficient}.")
-        if activation not in ACTIVATIONS:
-            raise InvalidInput(f"an activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
-        self.coefficient, self.activation, self.norm = float(coefficient), activation, as_norm(norm)
+        out_width = width if out_width is None else out_width
+        for name, value in (("width", width), ("hidden", hidden), ("depth", depth), ("out_width", out_width)):
+            whole(value, name)
+        widths = [width, *[hidden] * depth, out_width]
+        self.coefficient = finite(coefficient, "the coefficient", above=0, what="positive and finite")
+        self.activation, self.norm = choice(activation, "an activation", ACTIVATIONS), as_norm(norm)
         self.linears = nn.ModuleList(glorot(b, a, bias=True) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(SpectralNorm(b, a) for a, b in pairwise(widths))
         self.log_sharpness = nn.ParameterList(torch.zeros(hidden) for _ in range(depth))

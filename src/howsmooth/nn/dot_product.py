@@ -15,8 +15,8 @@ from torch import Tensor
 from howsmooth import attention
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.heads import spectral
-from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
+from howsmooth.nn.arguments import finite
 from howsmooth.nn.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.sight import Sight
 
@@ -107,7 +107,7 @@ class SigmoidAttention(DotProductAttention):
         *,
         logit_shift: float | None = None,
     ):
-        self.logit_shift = logit_shift
+        self.logit_shift = None if logit_shift is None else finite(logit_shift, "logit_shift")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
 
     def options(self) -> dict[str, Any]:
@@ -153,9 +153,8 @@ class CosineAttention(DotProductAttention):
         value_scale: float = 1.0,
         eps: float = 1e-2,
     ):
-        if not (math.isfinite(eps) and eps > 0):
-            raise InvalidInput(f"cosine attention is Lipschitz for ε > 0 only, got eps={eps}.")
-        self.temperature, self.value_scale, self.eps = temperature, value_scale, eps
+        self.temperature, self.value_scale = finite(temperature, "temperature"), finite(value_scale, "value_scale")
+        self.eps = finite(eps, "eps", above=0, what="positive: cosine attention is Lipschitz for ε > 0 only")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
 
     def options(self) -> dict[str, Any]:
@@ -189,8 +188,7 @@ class NormControlledAttention(DotProductAttention):
         *,
         cap: float = 1.0,
     ):
-        if not (math.isfinite(cap) and cap > 0):
-            raise InvalidInput(f"the cap on spectral norms must be positive and finite, got {cap}.")
+        cap = finite(cap, "the cap on spectral norms", above=0, what="positive and finite")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
         self.cap = cap
         self.cap_()

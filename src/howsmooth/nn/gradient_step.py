@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from howsmooth import attention, bounds
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import AttentionLayer, Mask, Norm, as_norm, check_length
 from howsmooth.nn.sight import Sight
 
@@ -46,13 +47,12 @@ class GradientStepAttention(AttentionLayer):
         step: float = 0.5,
     ):
         super().__init__(embed_dim, num_heads, bias, batch_first)
-        if dropout:
+        if dropout != 0:
             raise InvalidInput("dropout makes a gradient step expansive: leave it out here.")
-        if context_size < 1 or not 0 < step <= 1:
-            raise InvalidInput(
-                f"a gradient step needs at least one point and a step from above 0 to 1, got {context_size}, {step}."
-            )
-        self.step = float(step)
+        whole(context_size, "context_size")
+        self.step = finite(step, "the step", above=0, what="a share from above 0 to 1")
+        if step > 1:
+            raise InvalidInput(f"the step must be a share from above 0 to 1, got {step!r}.")
         self.context = nn.Parameter(torch.randn(num_heads, context_size, self.head_dim))
         # Points of length about one: logits of tokens of variance one then have variance one.
         self.matrix = nn.Parameter(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.jacobians.checks import check_finite
+from howsmooth.nn.arguments import finite, is_number, whole
 from howsmooth.nn.base import Mask, without_autocast
 from howsmooth.nn.branches import as_branch
 from howsmooth.nn.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
@@ -77,10 +78,10 @@ class InvertibleResidual(nn.Module):
         trust: bool = False,
     ):
         super().__init__()
-        if coefficient is not None and not 0 <= coefficient < 1:
+        if coefficient is not None and (not is_number(coefficient) or not 0 <= coefficient < 1):
             raise InvalidInput(
-                f"a contraction coefficient lies from 0 to below 1, got {coefficient}: x + f(x) need not be invertible "
-                "otherwise."
+                f"a contraction coefficient lies from 0 to below 1, got {coefficient!r}: otherwise x + f(x) need not "
+                "be invertible."
             )
         if trust and coefficient is None:
             raise InvalidInput("trust=True needs the coefficient that is to be trusted.")
@@ -139,6 +140,9 @@ class InvertibleResidual(nn.Module):
 
         Differentiable in y and in the parameters of f (once); the gradient is solved for to the same tolerance.
         """
+        if tolerance is not None:
+            finite(tolerance, "the tolerance", above=0, what="a positive number")
+        whole(max_iterations, "max_iterations")
         tokens = _in_dtype_of(self.branch, _tokens(y))
         with _evaluating(self.branch), without_autocast(tokens):
             contraction = self.contraction(tokens.shape[1])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import InvalidInput
 from howsmooth.nn.actnorm import ActNorm
+from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask
 from howsmooth.nn.branches import Attending, Branch, Composed
 from howsmooth.nn.contractive import ContractiveL2Attention
@@ -64,11 +64,9 @@ class InvertibleTransformer(nn.Module):
         norm: float = 2,
     ):
         super().__init__()
-        if depth < 1:
-            raise InvalidInput(f"a transformer needs a depth of at least 1, got {depth}.")
-        if not 0 < coefficient < 1:
-            raise InvalidInput(f"branches contract when their coefficient lies between 0 and 1, got {coefficient}.")
-        hidden = 4 * width if hidden is None else hidden
+        whole(depth, "depth")
+        finite(coefficient, "the coefficient", above=0, below=1, what="between 0 and 1, so that branches contract")
+        hidden = 4 * whole(width, "width") if hidden is None else hidden
         inner = width if attention_width is None else attention_width
 
         def attention() -> Branch:

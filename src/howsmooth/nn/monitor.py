@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure
+from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.capturing import Heard, Listener, attention_of, first_output, without_dropout
 from howsmooth.norms import Measurement
 from howsmooth.norms.products import random_stream
@@ -69,10 +70,8 @@ class SmoothnessMonitor:
         rtol: float = 1e-2,
     ):
         for name, value, least in (("every", every, 1), ("steps", steps, 2)):  # one step would stay at its start
-            if value != int(value) or value < least:
-                raise InvalidInput(f"{name} must be a whole number of steps, at least {least}, got {value}.")
-        if not 0 < rtol < 1:
-            raise InvalidInput(f"rtol must lie between 0 and 1, got {rtol}.")
+            whole(value, name, least)
+        finite(rtol, "rtol", above=0, below=1, what="between 0 and 1")
         self.every, self.steps, self.certified, self.rtol = int(every), int(steps), certified, rtol
         self._model, self._log = model, as_log(log)
         self._listener = Listener(model, layers)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.jacobians.checks import check_finite
+from howsmooth.nn.arguments import whole
 from howsmooth.nn.base import without_autocast
 
 _START = 30
@@ -32,6 +33,7 @@ class SpectralNorm(nn.Module):
 
     def __init__(self, rows: int, columns: int, width: int = 32):
         super().__init__()
+        rows, columns, width = whole(rows, "rows"), whole(columns, "columns"), whole(width, "width")
         start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
         self.register_buffer("space", torch.linalg.qr(start).Q)
         self.decomposition = Decomposition()
