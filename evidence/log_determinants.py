@@ -121,7 +121,7 @@ def parts(progress: Callable[[str], None] = lambda text: None, count: int = 100)
             rows.append([mask or "none", f"`{method}`", f"{worst:.1e}", *cells])
     hard = []
     for case in HARD:
-        trials = 4 * count if HARD[case][-1] == "roulette" else 20 * count
+        trials = count if HARD[case][-1] == "roulette" else 20 * count
         for samples in (4, 16, 64):
             progress(f"{case}, {samples} samples")
             inside = coverage(case, samples, trials)
@@ -134,6 +134,6 @@ def parts(progress: Callable[[str], None] = lambda text: None, count: int = 100)
         "one in ten may lie outside the bar at 90 %, one in ten thousand outside that at 99.99 %.",
         table(["mask", "method", "largest error", "mean bar, 99.99 %", "inside, 90 %", "inside, 99.99 %"], rows),
         f"How often the truth lies inside the bars where samples are as skewed as they can be, all alike, or cut "
-        f"short: {20 * count} trials each, {4 * count} of `roulette`, seed 0.",
+        f"short: {20 * count} trials each, {count} of `roulette`, seed 0.",
         table(["Jacobian", "method", "samples", "inside, 95 %", "inside, 99 %"], hard),
     ]

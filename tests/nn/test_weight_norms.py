@@ -30,7 +30,7 @@ def test_exact_norm_equals_the_prescribed_singular_value() -> None:
 
 
 def test_estimate_is_a_lower_bound_that_converges() -> None:
-    norm, m = SpectralNorm(7, 5, width=1).double().train(), matrix(3.0, 2.5, 1.0)
+    norm, m = SpectralNorm(7, 5, width=1, steps=1).double().train(), matrix(3.0, 2.5, 1.0)
     found = [float(norm(m)) for _ in range(80)]
     assert found[0] < 2.99
     assert max(found) <= 3.0 * (1 + 1e-14)
@@ -54,7 +54,7 @@ def test_subspace_as_wide_as_the_matrix_is_exact_at_once() -> None:
 
 def test_subspace_keeps_up_where_one_vector_falls_behind() -> None:
     """Training pushes singular values together; here the largest ten are equal and turn a little in every step."""
-    wide, single = (SpectralNorm(60, 60, width=width).double().train() for width in (32, 1))
+    wide, single = (SpectralNorm(60, 60, width=width, steps=1).double().train() for width in (32, 1))
     left, right = (torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q for _ in range(2))
     sizes = torch.ones(60, dtype=torch.float64)
     sizes[10:] = 0.5
@@ -69,6 +69,25 @@ def test_subspace_keeps_up_where_one_vector_falls_behind() -> None:
         if step >= 10:  # both have had time to arrive
             errors = {width: max(errors[width], 1 - found[width] / 1.3) for width in found}
     assert errors[32] < 0.01 < 0.1 < errors[1]
+
+
+def test_a_matrix_set_from_outside_is_caught_up_with_in_one_call() -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        norm = SpectralNorm(64, 64).train()
+        for m in (torch.randn(64, 64), 5 * torch.randn(64, 64), torch.randn(64, 64).softmax(1)):
+            found, truth = float(norm(m)), exact(m)
+            assert truth * (1 - 2e-3) <= found <= truth * (1 + 1e-5)
+
+
+def test_one_step_is_taken_where_the_matrix_hardly_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, m = SpectralNorm(64, 64).train(), torch.randn(64, 64)
+    norm.follow(m)
+    calls: list[int] = []
+    qr = torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda *a, **k: calls.append(1) or qr(*a, **k))
+    norm(m + 1e-3 * torch.randn(64, 64))
+    assert len(calls) == 1
 
 
 def test_nan_in_training_passes_through() -> None:

@@ -18,7 +18,7 @@ def whole(value: Any, name: str, least: int = 1) -> int:
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: the width must be a whole number, at least 1, got 0.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_whole(value, least):
         raise InvalidInput(f"{name} must be a whole number, at least {least}, got {value!r}.")
     return int(value)
 
@@ -35,6 +35,11 @@ def finite(value: Any, name: str, above: float = -math.inf, below: float = math.
     if not is_number(value) or not math.isfinite(value) or not above < value < below:
         raise InvalidInput(f"{name} must be {what or 'a finite number'}, got {value!r}.")
     return float(value)
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Whether this is a whole number from ``least`` on."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.bounds import applicable, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.arguments import flag, is_number, whole
+from howsmooth.nn.arguments import flag, is_number, is_whole
 from howsmooth.nn.mixing import Mixing
 from howsmooth.nn.sight import Sight
 
@@ -47,10 +47,10 @@ class AttentionLayer(nn.Module, ABC):
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):
         super().__init__()
-        self.embed_dim = whole(embed_dim, "embed_dim")
-        self.num_heads = whole(num_heads, "num_heads")
-        if embed_dim % num_heads:
-            raise InvalidInput(f"a width of {embed_dim} does not split into {num_heads} heads.")
+        if not is_whole(embed_dim) or not is_whole(num_heads) or embed_dim % num_heads:
+            raise InvalidInput(f"a width of {embed_dim!r} does not split into {num_heads!r} heads: give whole numbers.")
+        self.embed_dim = int(embed_dim)
+        self.num_heads = int(num_heads)
         if not is_number(dropout) or not 0 <= dropout < 1:
             raise InvalidInput(f"dropout is a share of the weights, from 0 to below 1, got {dropout!r}.")
         flag(bias, "bias")
@@ -193,7 +193,7 @@ class MixingLayer(AttentionLayer):
         maps = Maps.every(batch, self.num_heads, n, query)
         shift = self._shift(heads.shift, sight, batch, query)
         dropout = self.dropout if self.training else 0.0
-        mixing = Mixing(sight.terms, self.scale, self.weighting, dropout, padded=sight.keep is not None)
+        mixing = Mixing(sight.terms, self.scale, self.weighting, dropout, sight.keep is not None)
         with without_autocast(query) if self.exact_logits else nullcontext():
             mixed = mixing(query, key, value, maps, shift)
             weights = mixing.weights(query, key, maps, shift) if need_weights else None

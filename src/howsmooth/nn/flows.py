@@ -13,7 +13,7 @@ import normflows
 from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.arguments import whole
+from howsmooth.nn.arguments import is_whole
 from howsmooth.nn.invertible_transformer import InvertibleTransformer
 
 
@@ -63,8 +63,8 @@ def sequence_flow(transformer: InvertibleTransformer, n: int, width: int, **opti
     >>> flow.log_prob(torch.zeros(2, 3, 1)).shape
     torch.Size([2])
     """
-    whole(n, "n")
-    whole(width, "width")
+    if not is_whole(n) or not is_whole(width):
+        raise InvalidInput(f"a sequence has at least one token and one feature, got n = {n!r}, width = {width!r}.")
     parameter = next(transformer.parameters())
     base = normflows.distributions.DiagGaussian((n, width)).to(parameter)
     return normflows.NormalizingFlow(base, [InvertibleFlow(transformer, **options)])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.arguments import whole
+from howsmooth.nn.arguments import is_whole
 from howsmooth.nn.base import AttentionLayer
 from howsmooth.nn.capturing import Heard, Listener, first_output, without_dropout
 from howsmooth.nn.dot_product import SigmoidAttention
@@ -78,9 +78,10 @@ class JacobianPenalty(_Penalty):
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
-        if power not in (1, 2):
-            raise InvalidInput(f"the penalty is σ or σ² (power 1 or 2), got {power!r}.")
-        whole(steps, "steps")
+        if power not in (1, 2) or not is_whole(steps):
+            raise InvalidInput(
+                f"the penalty is σ or σ² (power 1 or 2) by at least one step, got {power!r} and {steps!r}."
+            )
         super().__init__(model, layers)
         self.power, self.steps = power, steps
         self._vectors: dict[str, Tensor] = {}
