@@ -165,6 +165,40 @@ def test_estimate_in_training_is_never_above_the_norm_and_follows_it() -> None:
     assert float(layer.eval().lipschitz_bound(N)) <= 0.9 * (1 + ROUNDING)
 
 
+def steepest(width: int, heads: int, rate: float, steps: int, sign: float) -> float:
+    """How far above c, as a share of it, the layer comes in training, by the exact norms of what it divides by."""
+    layer = ContractiveL2Attention(width, heads)
+    optimiser = torch.optim.Adam(layer.parameters(), rate)
+    over = 0.0
+    for _ in range(steps):
+        x = torch.randn(2, 16, width)
+        out = layer(x)[0]
+        over = max(over, float(layer.lipschitz_bound(16)) / 0.9 - 1)
+        loss = out.square().mean() if sign < 0 else (out - torch.tanh(3 * x.mean(1, keepdim=True))).square().mean()
+        optimiser.zero_grad()
+        (sign * loss).backward()
+        optimiser.step()
+    return over
+
+
+@pytest.mark.parametrize(("rate", "sign"), [(1e-3, 1.0), (1e-2, 1.0), (1e-2, -1.0)])
+def test_layer_in_training_is_at_most_a_thousandth_steeper_than_c(rate: float, sign: float) -> None:
+    assert steepest(96, 8, rate, 25, sign) < 1e-3
+
+
+def test_weights_set_from_outside_are_met_by_the_first_call_in_training() -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        layer = ContractiveL2Attention(48, 4)
+        with torch.no_grad():
+            for linear in (layer.qk_proj, layer.v_proj, layer.out_proj):
+                linear.weight.normal_(std=0.5)
+        stale = float(layer.lipschitz_bound(N))
+        layer(torch.randn(N, 48))
+        assert stale > 0.9 * 1.05  # the estimates knew nothing of the new weights
+        assert float(layer.lipschitz_bound(N)) < 0.9 * 1.005
+
+
 def test_training_and_evaluation_agree_once_the_vectors_have_settled() -> None:
     layer, x = make(), tokens(N)
     layer.train().follow_weights()

@@ -126,6 +126,41 @@ def test_penalties_need_a_forward_pass_and_something_to_speak_of() -> None:
         stretch(lambda x: torch.ones(3, 2), torch.zeros(3, 2))
 
 
+def test_no_penalty_is_nan() -> None:
+    """NaN in the tokens, in a weight, and weights of rows that see nothing as torch gives them: said, not returned."""
+    for kind in (JacobianPenalty, SoftmaxJacobianPenalty):
+        layer = layers.DotProductAttention(D, HEADS)
+        penalty = kind(layer)
+        layer(torch.full((1, N, D), torch.nan))
+        with pytest.raises(InvalidInput, match="NaN"):
+            penalty()
+        layer(torch.randn(1, N, D))
+        assert bool(penalty().isfinite())
+        with torch.no_grad():
+            layer.in_proj.weight[0, 0] = torch.inf
+        layer(torch.randn(1, N, D))
+        with pytest.raises(InvalidInput, match="NaN"):
+            penalty()
+        penalty.close()
+    blind = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan]])
+    with pytest.raises(InvalidInput, match="see nothing"):
+        softmax_jacobian_penalty(blind)
+
+
+def test_penalties_of_padded_causal_batches_are_those_of_finite_layers() -> None:
+    """Padded on the left: a padded token sees nothing but padding."""
+    padded = torch.zeros(2, N, dtype=torch.bool)
+    padded[0, :2] = True
+    for kind in (JacobianPenalty, SoftmaxJacobianPenalty):
+        layer = layers.L2Attention(D, HEADS)
+        penalty = kind(layer)
+        layer(torch.randn(2, N, D), key_padding_mask=padded, is_causal=True)
+        penalty().backward()
+        gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        assert gradients
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
 def test_a_vanishing_jacobian_gives_zero_with_finite_gradients() -> None:
     layer = nn.Linear(3, 3, bias=False)
     nn.init.zeros_(layer.weight)

@@ -39,7 +39,7 @@ def finite(value: Any, name: str, above: float = -math.inf, below: float = math.
 
 def is_whole(value: Any, least: int = 1) -> bool:
     """Whether this is a whole number from ``least`` on."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def is_number(value: Any) -> bool:

@@ -28,10 +28,10 @@ class ContractiveL2Attention(L2Attention):
     """c·F/bound with F an `L2Attention`: Lipschitz with constant at most c for every input and every weights.
 
     **In training** with norm 2 the two spectral norms of the bound are estimates from a warm-started iteration
-    (`howsmooth.nn.weight_norms`), never above the truth: the layer may be a little steeper than c, in trials by less
-    than 0.1 %. **At evaluation** they are exact, from a singular value decomposition that is kept until the weights
-    change. `lipschitz_bound` is a proof in either mode. In the ∞-norm the bound is exact always. Gradients flow through
-    the division.
+    (`howsmooth.nn.weight_norms`), never above the truth: the layer may be a little steeper than c, in trials never by
+    more than 0.1 %. **At evaluation** they are exact, from a singular value decomposition that is kept until the
+    weights change. `lipschitz_bound` is a proof in either mode. In the ∞-norm the bound is exact always. Gradients flow
+    through the division.
 
     Padded tokens do not count: an item is divided by the bound for its own number of tokens.
 

@@ -114,6 +114,9 @@ class SmoothnessMonitor:
             lower = upper = math.nan
         else:
             lower, upper = float(found.lower.max()), float(found.upper.max())
+            if math.isnan(lower) or math.isnan(upper):
+                self.problems[name] = "the Jacobian holds NaN."
+                self._vectors.pop(name, None)
         values = {f"sigma_lower/{name}": lower}
         return values | {f"sigma_upper/{name}": upper} if self.certified else values
 

@@ -43,7 +43,10 @@ class _Penalty(ABC):
         """The number of one layer."""
 
     def __call__(self) -> Tensor:
-        """The penalty for the forward pass that has just been made; add it to the loss."""
+        """The penalty for the forward pass that has just been made; add it to the loss.
+
+        A layer whose tokens or weights are NaN or infinite has none, and is refused by name.
+        """
         heard = self._listener.take()
         if not heard:
             raise InvalidInput("the penalty speaks of what the layers have seen: run the model, with gradients, first.")
@@ -51,6 +54,11 @@ class _Penalty(ABC):
         for name, call in heard.items():
             with without_dropout(call.module):
                 values.append(self._value(name, call))
+            if not bool(values[-1].detach().isfinite()):
+                raise InvalidInput(
+                    f"the penalty of {name or 'the layer'} is {float(values[-1].detach())}, because its tokens or its "
+                    "weights are NaN or infinite, or as good as: leave this step out, or train with a lower rate."
+                )
         return torch.stack(values).mean()
 
     def close(self) -> None:
@@ -181,5 +189,10 @@ def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
     if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
         raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if not bool(weights.detach().isfinite().all()):
+        raise InvalidInput(
+            "attention weights hold NaN or infinity, as torch gives them for tokens that see nothing: leave those rows "
+            "out."
+        )
     seeing = weights.detach().sum(-1) > 0
     return softmax_jacobian_norm(weights).sum() / seeing.sum().clamp(min=1)
