@@ -97,9 +97,10 @@ class JacobianPenalty(_Penalty):
     def _value(self, name: str, heard: Heard) -> Tensor:
         x = heard.tokens.detach()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares, self._vectors[name] = stretch(
-            lambda y: first_output(heard, y), x, self._vectors.get(name), self.steps, self.power
-        )
+        known = self._vectors.pop(name, None)
+        squares, left = stretch(lambda y: first_output(heard, y), x, known, self.steps, self.power)
+        if bool(left.isfinite().all()):  # a vector of NaN would spoil every later step
+            self._vectors[name] = left
         return squares.mean()
 
 
