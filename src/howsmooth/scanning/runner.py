@@ -16,7 +16,7 @@ from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
 from howsmooth.scanning.inputs import read_input
 from howsmooth.scanning.plan import Batch, Cell, Settings, make_plan
-from howsmooth.scanning.results import Row, Scan
+from howsmooth.scanning.results import Scan
 from howsmooth.scanning.store import MEMORY, Identity, Store
 
 
@@ -92,7 +92,8 @@ def scan(
         at_hand = {(needed[0], 0): first}
         run(model, plan, cut, at_hand, chosen, store, number, progress or (lambda now: None))
         asked = {cell for batch in plan for cell in batch.cells()}
-        return Scan.of(store, lambda row: _is_of(row, identity) and _cell(row) in asked)
+        store.finish(number)
+        return Scan.of(store, number, asked)
 
 
 def run(
@@ -171,10 +172,3 @@ def _label(batch: Batch) -> str:
     where = "" if batch.layer is None else f" of layer {batch.layer}"
     return f"n = {batch.length}, window {batch.window}: {'heads' if batch.what == 'head' else batch.what}{where}"
 
-
-def _cell(row: Row) -> Cell:
-    return Cell(row["what"], row["layer"], row["head"], row["length"], row["window"])
-
-
-def _is_of(row: Row, identity: Identity) -> bool:
-    return (row["model_sha256"], row["text_sha256"]) == (identity.model_sha256, identity.text_sha256)

@@ -1,0 +1,173 @@
+"""The tables of a store, version by version, and the checksums that tell its rows from others.
+
+Every row carries 64 bits of BLAKE2b over its columns, written as JSON: a number that was changed by anything but a scan
+is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, so that a cell that
+has vanished is missed. The shares of tokens, most of a store, have a checksum of their own: a row is proved without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+APPLICATION_ID = 0x68736D31  # "hsm1"
+VERSION = 1
+"""The user_version of stores that are written; those of version 0 have no checksums and can be read."""
+PLACE = {
+    "what": "TEXT NOT NULL",
+    "layer": "INTEGER",
+    "head": "INTEGER",
+    "length": "INTEGER NOT NULL",
+    "window": "INTEGER NOT NULL",
+}
+NUMBERS = {
+    **dict.fromkeys(["value", "lower"], "REAL NOT NULL"),
+    **dict.fromkeys(["upper", "confidence"], "REAL"),
+    "converged": "INTEGER NOT NULL",
+    "proved": "REAL",
+    "bounds": "TEXT NOT NULL",
+    **dict.fromkeys(["radius", "value_path", "score_path", "value_share", "sink"], "REAL"),
+    "sink_token": "INTEGER",
+    "entropy": "REAL",
+    "dtype": "TEXT NOT NULL",
+    "seconds": "REAL NOT NULL",
+    "input_energy": "TEXT",
+}
+"""The columns of a cell beside its place, with their types."""
+_PROVED = {"scan": "INTEGER NOT NULL"} | PLACE | {name: NUMBERS[name] for name in NUMBERS if name != "input_energy"}
+COLUMNS: dict[str, dict[str, str]] = {
+    "scans": {
+        "id": "INTEGER PRIMARY KEY",
+        **dict.fromkeys(
+            ["model", "model_sha256", "precision", "text", "text_sha256", "settings", "howsmooth"], "TEXT NOT NULL"
+        ),
+        **dict.fromkeys(["pending", "cells", "tally"], "INTEGER NOT NULL"),
+    },
+    "windows": {
+        **dict.fromkeys(["scan", "length", "window", "start"], "INTEGER NOT NULL"),
+        "tokens": "TEXT NOT NULL",
+    },
+    "cells": _PROVED | {"energy_sum": "INTEGER"},
+}
+"""Table → the columns under its checksum, in that order."""
+ADDED = {"scans": ("pending", "cells", "tally"), "windows": (), "cells": ("energy_sum",)}
+"""Table → columns that version 0 does not have, beside the checksum."""
+TABLES = tuple(COLUMNS)
+
+
+def _typed(columns: Mapping[str, str]) -> str:
+    return ", ".join(f'"{name}" {kind}' for name, kind in columns.items())
+
+
+_INDEX = "CREATE UNIQUE INDEX cell ON cells (scan, what, ifnull(layer, -1), ifnull(head, -1), length, window);"
+"""NULL differs from NULL in a key, so that missing layers and heads are written as -1 there."""
+_SCHEMAS = {
+    # The spelling of version 0 is compared letter by letter with the stores that have it.
+    0: f"""
+CREATE TABLE scans (
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, model_sha256 TEXT NOT NULL, precision TEXT NOT NULL,
+    text TEXT NOT NULL, text_sha256 TEXT NOT NULL, settings TEXT NOT NULL, howsmooth TEXT NOT NULL,
+    UNIQUE (model_sha256, text_sha256));
+CREATE TABLE windows (
+    scan INTEGER NOT NULL REFERENCES scans ON DELETE CASCADE, length INTEGER NOT NULL, window INTEGER NOT NULL,
+    start INTEGER NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (scan, length, window)) WITHOUT ROWID;
+CREATE TABLE cells (
+    scan INTEGER NOT NULL REFERENCES scans ON DELETE CASCADE,
+    {_typed(PLACE | NUMBERS)},
+    FOREIGN KEY (scan, length, window) REFERENCES windows);
+{_INDEX}
+""",
+    1: f"""
+CREATE TABLE scans ({_typed(COLUMNS["scans"])}, checksum INTEGER NOT NULL,
+    UNIQUE (model_sha256, text_sha256, pending));
+CREATE TABLE windows ({_typed(COLUMNS["windows"])}, checksum INTEGER NOT NULL,
+    PRIMARY KEY (scan, length, window), FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE) WITHOUT ROWID;
+CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed(COLUMNS["cells"])}, input_energy TEXT,
+    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE,
+    FOREIGN KEY (scan, length, window) REFERENCES windows);
+{_INDEX}
+""",
+}
+
+
+def create(version: int = VERSION) -> str:
+    """The statements that make an empty store."""
+    return f"{_SCHEMAS[version]} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {version};"
+
+
+def version_of(db: sqlite3.Connection) -> int | None:
+    """The version of an open store; None for a database that is none, or that holds what no scan has put there."""
+    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        return None
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if version not in _SCHEMAS:
+        return None
+    kept = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
+    # Tables of others are left alone; views and triggers could do anything, and so could an index on a table of ours.
+    foreign = [one for one in kept - _objects(version) if one[2] in TABLES or one[0] not in ("table", "index")]
+    return version if _objects(version) <= kept and not foreign else None
+
+
+@cache
+def _objects(version: int) -> frozenset[tuple[str, ...]]:
+    """What SQLite lists in a store of a version."""
+    empty = sqlite3.connect(":memory:")
+    try:
+        empty.executescript(create(version))
+        return frozenset(empty.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
+    finally:
+        empty.close()
+
+
+def checksum(values: Iterable[Any]) -> int:
+    """64 bits that change when any of the values does.
+
+    >>> checksum([1, 2.0, None, "☃"])
+    4069263206391684432
+    """
+    written = json.dumps(list(values), separators=(",", ":")).encode()
+    return int.from_bytes(hashlib.blake2b(written, digest_size=8).digest(), "big", signed=True)
+
+
+def summed(table: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as it is stored: its columns in their types, with its checksum."""
+    kept = {name: _stored(row[name], kind) for name, kind in COLUMNS[table].items()}
+    return kept | {"checksum": checksum(kept.values())}
+
+
+def _stored(value: Any, kind: str) -> Any:
+    """A value as SQLite gives it back."""
+    if value is None or kind.startswith("TEXT"):
+        return value
+    if kind.startswith("REAL"):
+        return None if math.isnan(value) else float(value)
+    return int(value)
+
+
+def fault(table: str, values: Sequence[Any], kept: int | None) -> str:
+    """What is wrong with the columns of a row, or nothing: its checksum, or without one the types of its columns."""
+    if kept is not None:
+        try:
+            return "" if checksum(values) == kept else "is not what was written: its checksum differs"
+        except TypeError:  # bytes where text was
+            return "is not what was written: a column holds bytes"
+    for (name, kind), value in zip(COLUMNS[table].items(), values, strict=True):
+        if name not in ADDED[table] and not _fits(value, kind):
+            return f"cannot be read: {name} is {value!r:.40}"
+    return ""
+
+
+_PYTHON = {"TEXT": str, "REAL": float, "INTEGER": int}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if value is None:
+        return not kind.endswith("NOT NULL")
+    if not isinstance(value, _PYTHON[kind.split()[0]]):
+        return False
+    return not isinstance(value, str) or not any("\ud800" <= letter <= "\udfff" for letter in value)
