@@ -13,7 +13,6 @@ from howsmooth.figures import FORMATS
 from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import check_formats
 from howsmooth.reporting.page import check_report_path
-from howsmooth.reporting.source import opened
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
@@ -45,20 +44,19 @@ def report(
     wanted = check_formats(formats.split(","))
     with step_progress(2 + (figures is not None)) as begin:
         begin("reading the scan")
-        scan = opened(store)
-        found = groups(scan)
+        found = groups(store)
         begin("writing the page")
-        write_report(scan, path, documentation=docs)
+        write_report(found, path, documentation=docs)
         drawn = []
         if figures is not None:
             begin("drawing")
-            drawn = write_figures(scan, figures, wanted)
+            drawn = write_figures(found, figures, wanted)
     if as_json:
         print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(found)})
         return
     out = stdout()
     if as_summary:
-        out.print(summary(scan))
+        out.print(summary(found))
     else:
         for group in found:
             out.print(f"{headline(group)}\n", markup=False, soft_wrap=True)

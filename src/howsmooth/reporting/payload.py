@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 from math import isfinite
@@ -12,12 +13,18 @@ import numpy as np
 
 from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.findings import KINDS, bounds_of, growths, headline, methods
-from howsmooth.reporting.source import Group
+from howsmooth.reporting.source import Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
 
 _DIGITS = 5
 _ROOM_FOR_ENERGIES = 1_500_000
 """Characters that the shares of tokens may take in one page."""
+_ROOM_FOR_TOKENS = 100_000
+"""Tokens of the text that one group may show."""
+_MOST_ROWS = 16_000
+"""Cells in one page; the headline, growth and counts are those of all."""
+_FIRST_HEADS = 20
+"""As many of the roughest heads have their shares before any other."""
 _STEPS = 65535
 _NUMBERS: dict[str, str] = {
     "value": ROUND_HALF_EVEN,
@@ -29,18 +36,68 @@ _NUMBERS: dict[str, str] = {
 
 def group_data(found: Sequence[Group]) -> list[dict[str, Any]]:
     """One object per group, ready for JSON."""
-    packed = [_pack(group) for group in found]
-    room = _ROOM_FOR_ENERGIES
-    for length, window, place in sorted(
-        {(length, window, place) for place, group in enumerate(found) for _, _, length, window in group.energies},
-        key=lambda part: (part[1], -part[0]),  # the first window of every model before the second of any
-    ):
-        shares = {key: pack_shares(e) for key, e in found[place].energies.items() if key[2:] == (length, window)}
-        room -= sum(map(len, shares.values()))
-        if room < 0:
-            break
-        packed[place]["energies"] |= {"/".join(map(str, key)): text for key, text in shares.items()}
+    shown = [shown_rows(group, _MOST_ROWS // len(found)) for group in found]
+    packed = [_pack(group, rows) for group, rows in zip(found, shown, strict=True)]
+    for place, chosen in enumerate(_chosen_shares(found, shown)):
+        several = getattr(found[place].energies, "several", None)
+        shares = {key: found[place].energies[key] for key in chosen} if several is None else several(chosen)
+        packed[place]["energies"] = {"/".join(map(str, key)): pack_shares(share) for key, share in shares.items()}
     return packed
+
+
+def shown_rows(group: Group, most: int) -> list[Row]:
+    """All rows, or of a large scan those that tell most: of every cell at every length its roughest windows first."""
+    if len(group.rows) <= most:
+        return group.rows
+    main, ranks = group.main_length(group.kinds[0]), _ranks(group.rows)
+    value = {id(row): -row["value"] for row in group.rows}
+    order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, value[id(row)]))
+    kept = {id(row) for row in order[:most]}
+    return [row for row in group.rows if id(row) in kept]
+
+
+def _ranks(rows: Sequence[Row]) -> dict[int, int]:
+    """Row (by id) → how many windows of its cell at its length are rougher."""
+    found: dict[int, int] = {}
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for row in sorted(rows, key=lambda row: -row["value"]):
+        place = (*cell_of(row), row["length"])
+        found[id(row)] = seen[place]
+        seen[place] += 1
+    return found
+
+
+def _chosen_shares(found: Sequence[Group], shown: Sequence[Sequence[Row]]) -> list[list[tuple[Any, ...]]]:
+    """Which shares of tokens have room in the page, for every group.
+
+    First those of the roughest heads at every length, then of all heads in their roughest window, long windows first,
+    and so on with the less rough ones; what does not fit leaves its room to what is shorter.
+    """
+    sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
+    for at, rows in enumerate(shown):
+        ranks = _ranks(rows)
+        heads = [row for row in rows if row["what"] == "head" and _place(row) in found[at].energies]
+        for row in sorted(heads, key=lambda row: -row["value"]):
+            sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
+    first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
+    rest = [rows[_FIRST_HEADS:] if key[0] == 0 else rows for key, rows in sorted(sets.items())]
+    room, chosen = _ROOM_FOR_ENERGIES, [list[tuple[Any, ...]]() for _ in found]
+    for several in [*first, *rest]:
+        size = sum(_packed_size(row["length"]) for _, row in several)
+        if size <= room:
+            room -= size
+            for at, row in several:
+                chosen[at].append(_place(row))
+    return chosen
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row.get("layer"), row.get("head"), row["length"], row["window"]
+
+
+def _packed_size(length: int) -> int:
+    """Characters of packed shares."""
+    return 4 * -(-2 * length // 3)
 
 
 def pack_shares(shares: Sequence[float]) -> str:
@@ -53,8 +110,7 @@ def pack_shares(shares: Sequence[float]) -> str:
     return base64.b64encode(steps.tobytes()).decode()
 
 
-def _pack(group: Group) -> dict[str, Any]:
-    rows = group.rows
+def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
     bounds = [bounds_of(row) for row in rows]
     names = list(dict.fromkeys(name for found in bounds for name in found))
     columns: dict[str, list[Any]] = {
@@ -81,10 +137,29 @@ def _pack(group: Group) -> dict[str, Any]:
             ]
             for cell, fit in growths(group).items()
         },
-        "tokens": {"/".join(map(str, key)): readable(tokens) for key, tokens in group.tokens.items()},
+        "tokens": {"/".join(map(str, key)): readable(tokens) for key, tokens in _tokens(group, rows).items()},
         "energies": {},
-        "methods": methods(group),
+        "methods": methods(group) + _left_out(group, rows),
     }
+
+
+def _tokens(group: Group, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[str]]:
+    """The tokens of the windows that are shown, those with most rows first, as many as have room."""
+    count = Counter((row["length"], row["window"]) for row in rows)
+    found, room = {}, _ROOM_FOR_TOKENS
+    for place, _ in count.most_common():
+        tokens = group.tokens.get(place)
+        if tokens is not None and len(tokens) <= room:
+            found[place] = tokens
+            room -= len(tokens)
+    return {place: found[place] for place in group.tokens if place in found}
+
+
+def _left_out(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    if len(rows) == len(group.rows):
+        return []
+    said = f"{len(rows)} of {len(group.rows)}: of every cell at every length the roughest windows; the store has all"
+    return [("cells on this page", said)]
 
 
 def _shortened(column: list[Any]) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,42 @@ class ScanLike(Protocol):
         ...
 
 
-Source = ScanLike | Iterable[Mapping[str, Any]] | str | PathLike[str]
+class Shares(Mapping[tuple[Any, ...], list[float]]):
+    """The shares of tokens of one group by (layer, head, length, window), read only where they are asked for.
+
+    Args:
+        table: where a scan keeps them, under keys of its own.
+        keys: place → its key there.
+    """
+
+    def __init__(self, table: Mapping[Any, Any], keys: dict[tuple[Any, ...], Any]):
+        self.table, self.keys_of = table, keys
+        self._own: dict[tuple[Any, ...], Any] = {}
+
+    def __getitem__(self, place: tuple[Any, ...]) -> list[float]:
+        return self.several([place])[place]
+
+    def __contains__(self, place: object) -> bool:
+        return place in self.keys_of
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.keys_of)
+
+    def __len__(self) -> int:
+        return len(self.keys_of)
+
+    def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
+        """The shares at several places at once; a store is opened once for all of them."""
+        own = {place: self._own[place] for place in places if place in self._own}
+        keys = {place: self.keys_of[place] for place in places if place not in own}
+        at_once = getattr(self.table, "several", None)
+        found = {key: self.table[key] for key in keys.values()} if at_once is None else at_once(list(keys.values()))
+        return {place: _listed(own[place] if place in own else found[keys[place]]) for place in places}
+
+    def keep(self, place: tuple[Any, ...], shares: Any) -> None:
+        """Shares that came with their row."""
+        self._own[place] = shares
+        self.keys_of[place] = place
 
 
 @dataclass(frozen=True)
@@ -47,7 +83,7 @@ class Group:
     text: str
     rows: list[Row]
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-    energies: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
+    energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,12 +91,12 @@ class Group:
         """The model with its precision, for wherever its numbers stand."""
         return f"{self.model} [{self.precision}]" if self.precision else self.model
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Numbers of tokens, rising."""
         return sorted({row["length"] for row in self.rows})
 
-    @property
+    @cached_property
     def kinds(self) -> list[str]:
         """What was measured, heads first, then from the block to the model."""
         order = ["head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits"]
@@ -69,7 +105,14 @@ class Group:
 
     def of(self, cell: Cell) -> list[Row]:
         """All rows of a cell: every length and window."""
-        return [row for row in self.rows if cell_of(row) == cell]
+        return self._by_cell.get(cell, [])
+
+    @cached_property
+    def _by_cell(self) -> dict[Cell, list[Row]]:
+        found: dict[Cell, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(cell_of(row), []).append(row)
+        return found
 
     def counts(self, what: str) -> dict[int, int]:
         """How many cells of a kind were measured at each length."""
@@ -96,6 +139,9 @@ class Group:
         return list(best.values())
 
 
+Source = ScanLike | Iterable[Mapping[str, Any]] | Sequence[Group] | str | PathLike[str]
+
+
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """What, where: without the length and the window."""
     return row["what"], row.get("layer"), row.get("head")
@@ -105,35 +151,37 @@ def groups(source: Source) -> list[Group]:
     """The scan as groups, in the order in which they were measured.
 
     Args:
-        source: a store file, a `Scan`, or rows.
+        source: a store file, a `Scan`, rows, or groups, which stay as they are.
 
     >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
     >>> [group.model for group in groups([row, row | {"model": "other"}])]
     ['m', 'other']
     """
+    if isinstance(source, list) and all(isinstance(group, Group) for group in source):
+        return _some(source)
     scan = opened(source)
     given = scan.rows if hasattr(scan, "rows") else scan
     found: dict[tuple[Any, ...], Group] = {}
     settings = dict(getattr(scan, "settings", None) or {})
+    beside = getattr(scan, "energies", None) or {}
     for raw in given:
         row = _row(raw)
         if not math.isfinite(row["value"]):
             continue
         key = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "dtype", "rtol"))
+        place: tuple[Any, ...] = (row.get("layer"), row.get("head"), row["length"], row["window"])
+        own = row.pop("input_energy", None)
         if key not in found:
             named = (row["model"], row.get("precision") or "", row.get("text") or "")
-            found[key] = Group(*named, rows=[], settings=settings)
-        found[key].rows.append(row)
-        place: tuple[Any, ...] = (row.get("layer"), row.get("head"), row["length"], row["window"])
-        energy = row.pop("input_energy", None) or _looked_up(scan, "energies", row, place)
-        if energy is not None and row["what"] == "head":
-            found[key].energies[place] = json.loads(energy) if isinstance(energy, str) else list(energy)
-        tokens = _looked_up(scan, "tokens", row, place[2:])
+            found[key] = Group(*named, rows=[], energies=Shares(beside, {}), settings=settings)
+        group = found[key]
+        group.rows.append(row)
+        if row["what"] == "head":
+            _keep_shares(group.energies, row, place, own)
+        tokens = None if place[2:] in group.tokens else _looked_up(getattr(scan, "tokens", None) or {}, row, place[2:])
         if tokens is not None:
-            found[key].tokens.setdefault(place[2:], json.loads(tokens) if isinstance(tokens, str) else list(tokens))
-    if not found:
-        raise InvalidInput("the scan holds no measured cell: run `howsmooth scan` first, or let it finish.")
-    return list(found.values())
+            group.tokens[place[2:]] = json.loads(tokens) if isinstance(tokens, str) else list(tokens)
+    return _some(list(found.values()))
 
 
 def opened(source: Source) -> Any:
@@ -152,18 +200,49 @@ def _row(raw: Mapping[str, Any]) -> Row:
     missing = [name for name in _NEEDED if raw.get(name) is None]
     if missing:
         raise InvalidInput(f"a row of the scan lacks {missing[0]!r}: reports are made from rows of `howsmooth scan`.")
+    bounds = raw.get("bounds")
+    if isinstance(raw, dict) and isinstance(bounds, dict) and _is_plain(raw, bounds):
+        return raw  # as it is: a copy of every row of a large scan would not fit
     row = {"window": 0} | dict(raw)
-    bounds = row.get("bounds") or {}
-    bounds = json.loads(bounds) if isinstance(bounds, str) else bounds
+    bounds = json.loads(bounds) if isinstance(bounds, str) else bounds or {}
     row["bounds"] = {name: float(value) for name, value in bounds.items() if _number(value)}
     return row
+
+
+def _is_plain(raw: Row, bounds: dict[str, Any]) -> bool:
+    return "window" in raw and "input_energy" not in raw and all(map(_number, bounds.values()))
+
+
+def _some(found: list[Group]) -> list[Group]:
+    if not found:
+        raise InvalidInput("the scan holds no measured cell: run `howsmooth scan` first, or let it finish.")
+    return found
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _looked_up(scan: Any, name: str, row: Row, place: tuple[Any, ...]) -> Any:
-    """What a scan keeps beside its rows: by model, text and place, or by model and place where there is one text."""
-    table = getattr(scan, name, None) or {}
-    return table.get((row["model"], row.get("text_sha256"), *place)) or table.get((row["model"], *place))
+def _keep_shares(shares: Any, row: Row, place: tuple[Any, ...], own: Any) -> None:
+    """Remember where the shares of a head are: in its row, or beside the rows."""
+    if own is not None:
+        shares.keep(place, own)
+        return
+    for key in _names(row, place):
+        if key in shares.table:
+            shares.keys_of[place] = key
+            return
+
+
+def _looked_up(table: Mapping[Any, Any], row: Row, place: tuple[Any, ...]) -> Any:
+    """What a scan keeps beside its rows."""
+    return next((table[key] for key in _names(row, place) if key in table), None)
+
+
+def _names(row: Row, place: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """By model, text and place, or by model and place where there is one text."""
+    return [(row["model"], row.get("text_sha256"), *place), (row["model"], *place)]
+
+
+def _listed(shares: Any) -> list[float]:
+    return json.loads(shares) if isinstance(shares, str) else list(shares)

@@ -48,6 +48,21 @@ class Shares(Mapping[tuple[Any, ...], list[float]]):
             return dict(zip(keys, store.energies(places), strict=True))
 
 
+class Joined(ChainMap[tuple[Any, ...], list[float]]):
+    """The shares of several scans as one mapping."""
+
+    def __init__(self, several: Sequence[Mapping[tuple[Any, ...], list[float]]]):
+        super().__init__(*several)  # type: ignore[arg-type]
+
+    def several(self, keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
+        """The shares at several places; every store is opened once."""
+        found: dict[tuple[Any, ...], list[float]] = {}
+        for part in self.maps:
+            own = [key for key in keys if key in part and key not in found]
+            found |= part.several(own) if isinstance(part, Shares) else {key: part[key] for key in own}
+        return found
+
+
 @dataclass(frozen=True)
 class Scan:
     """Measured cells.
@@ -102,13 +117,10 @@ class Scan:
 
     @classmethod
     def joined(cls, scans: Sequence[Scan]) -> Scan:
-        """Several scans as one, for one report."""
-        return cls(
-            [row for scan in scans for row in scan.rows],
-            {key: content for scan in scans for key, content in scan.tokens.items()},
-            ChainMap(*(scan.energies for scan in scans)),  # type: ignore[arg-type]
-            _merged([scan.settings for scan in scans]),
-        )
+        """Scans of several models as one, for one report."""
+        tokens = {key: content for scan in scans for key, content in scan.tokens.items()}
+        rows = [row for scan in scans for row in scan.rows]
+        return cls(rows, tokens, Joined([scan.energies for scan in scans]), _merged([scan.settings for scan in scans]))
 
     def __len__(self) -> int:
         return len(self.rows)

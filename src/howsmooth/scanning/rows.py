@@ -95,7 +95,7 @@ class Reader:
             if number in of:
                 row = {name: of[number][name] for name in ("model", "model_sha256", "text_sha256")}
                 place = {"length": length, "window": window, "start": start}
-                found.append(row | place | {"tokens": self._parsed("windows", values, tokens, list)})
+                found.append(row | place | {"tokens": list(map(str, self._parsed("windows", values, tokens, list)))})
         return found
 
     def scans(self, scan: int | None = None) -> list[Row]:
@@ -103,9 +103,9 @@ class Reader:
         return [{name: row[name] for name in ("id", *_OF_SCAN, "settings")} for row in self._chosen(scan)]
 
     def check_whole(self) -> None:
-        """Raise `StoreError` unless every scan has the cells that it counted."""
-        if not self.version:  # nothing was counted: the best there is
-            check_pages(self._db, self.path, thorough=True)
+        """Raise `StoreError` unless SQLite finds the pages in order, and every scan has the cells that it counted."""
+        check_pages(self._db, self.path, thorough=not self.version)  # without checksums, the best there is
+        if not self.version:
             return
         counted = {row["id"]: (row["cells"], row["tally"]) for row in self._scans()}
         there = dict.fromkeys(counted, (0, 0))
@@ -135,7 +135,7 @@ class Reader:
         indexed: bool = False,
         name: str = "",
     ) -> Iterator[tuple[Any, ...]]:
-        """The columns of rows in the order of `COLUMNS`, and others after them; an error names a row that is damaged."""
+        """The columns of rows in the order of `COLUMNS`, and others after them; an error names a damaged row."""
         columns = [f'"{one}"' if self.version or one not in ADDED[table] else "NULL" for one in COLUMNS[table]]
         kept = "checksum" if self.version else "NULL"
         source = f"{name or table} {'' if indexed else 'NOT INDEXED'}"
@@ -165,7 +165,7 @@ class Reader:
 
     def _bounds(self, values: Sequence[Any], text: str) -> dict[str, float | None]:
         found = self._parsed("cells", values, text, dict)
-        if not all(value is None or isinstance(value, int | float) for value in found.values()):
+        if not self.version and not all(isinstance(value, int | float | None) for value in found.values()):
             raise self._damaged("cells", values, "has bounds that are no numbers")
         return {intern(name): value for name, value in found.items()}
 
@@ -175,7 +175,7 @@ class Reader:
         if self.version and checksum([text]) != values[-2]:
             raise self._damaged("cells", values, "has other shares of tokens than were written")
         found: list[float] = self._parsed("cells", values, text, list)
-        if not all(isinstance(share, int | float) for share in found):
+        if not self.version and not all(isinstance(share, int | float) for share in found):
             raise self._damaged("cells", values, "has shares of tokens that are no numbers")
         return found
 

@@ -171,4 +171,3 @@ def _work(batch: Batch) -> float:
 def _label(batch: Batch) -> str:
     where = "" if batch.layer is None else f" of layer {batch.layer}"
     return f"n = {batch.length}, window {batch.window}: {'heads' if batch.what == 'head' else batch.what}{where}"
-

@@ -1,8 +1,9 @@
 """The tables of a store, version by version, and the checksums that tell its rows from others.
 
 Every row carries 64 bits of BLAKE2b over its columns, written as JSON: a number that was changed by anything but a scan
-is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, so that a cell that
-has vanished is missed. The shares of tokens, most of a store, have a checksum of their own: a row is proved without them.
+is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, so that a cell
+that has vanished is missed. The shares of tokens, most of a store, have a checksum of their own, and a row is proved
+without them.
 """
 
 from __future__ import annotations
@@ -124,13 +125,16 @@ def _objects(version: int) -> frozenset[tuple[str, ...]]:
         empty.close()
 
 
+_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
+
 def checksum(values: Iterable[Any]) -> int:
     """64 bits that change when any of the values does.
 
     >>> checksum([1, 2.0, None, "☃"])
     4069263206391684432
     """
-    written = json.dumps(list(values), separators=(",", ":")).encode()
+    written = _JSON.encode(list(values)).encode()
     return int.from_bytes(hashlib.blake2b(written, digest_size=8).digest(), "big", signed=True)
 
 

@@ -66,13 +66,15 @@ class Store(Reader):
         A store of an earlier version becomes one of this version.
         """
         if str(path).startswith("file:"):
-            raise InvalidInput(f"{path} is an address, not a file: give the plain name of a store, for example s.sqlite.")
+            raise InvalidInput(
+                f"{path} is an address, not a file: give the plain name of a store, for example s.sqlite."
+            )
         with only_writer(path), explained(path):
             db = connect_writer(path)
             try:
                 store = cls(path, db, check_kind(db, path))
                 if path != MEMORY:
-                    check_pages(db, path)
+                    check_pages(db, path, thorough=True)  # a damaged index could let a cell in twice
                     store._modernise()
                     store.check_whole()
                     write_ahead(db)
@@ -204,7 +206,6 @@ class Store(Reader):
         """Give a store of version 0 its checksums, all or nothing."""
         if self.version == VERSION:
             return
-        check_pages(self._db, self.path, thorough=True)
         scans, windows = self._scans(), list(self.verified("windows"))
         self._db.execute("PRAGMA foreign_keys = OFF")
         self._db.execute("PRAGMA legacy_alter_table = ON")  # references stay with the name, not with the old table
