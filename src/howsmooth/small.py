@@ -1,10 +1,11 @@
-"""Small things that every room borrows: files written whole, text from elsewhere made safe to show."""
+"""Small things that every room borrows: files written whole and never over what is read, text made safe to show."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,39 @@ def write_whole(path: Path, content: bytes) -> None:
         if isinstance(error, OSError):
             raise unwritable(path, error) from error
         raise
+
+
+Named = tuple[str, Path | str | None]
+
+
+def distinct_files(read: Iterable[Named], written: Iterable[Named]) -> None:
+    """Refuse to write over what is read, or twice to the same file; links count as the files they lead to.
+
+    Args:
+        read, written: what each file is, for the message, and its path; None for none.
+
+    >>> distinct_files(read=[("--text", "a.txt")], written=[("--out", "s.sqlite"), ("--export", "./s.sqlite")])
+    Traceback (most recent call last):
+    ...
+    howsmooth.errors.InvalidInput: --export s.sqlite is also --out, which it would overwrite: choose another name.
+    """
+    taken = [(name, Path(path)) for name, path in read if path is not None]
+    for name, path in written:
+        if path is None:
+            continue
+        for other, theirs in taken:
+            if same_file(Path(path), theirs):
+                raise InvalidInput(
+                    f"{name} {Path(path)} is also {other}, which it would overwrite: choose another name."
+                )
+        taken.append((name, Path(path)))
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two names lead to the same file, by links of any kind, or would once it is made."""
+    with suppress(OSError, ValueError):
+        return one.samefile(other)
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def unwritable(path: Path, error: OSError) -> InvalidInput:

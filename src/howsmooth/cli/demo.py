@@ -53,16 +53,15 @@ def demo(
     set_threads(threads)
     wanted = chosen(models)
     store, page = output / "demo.sqlite", output / "demo.html"
-    rows = []
+    scans = []
     for part in wanted:
+        asked = part.lengths if lengths is None else lengths
         with keeping(store) as progress:
-            rows += scan(
-                part.model, lengths=lengths or part.lengths, what=WHAT, out=store, resume=resume, progress=progress
-            ).rows
-    found = Scan.open(store)
+            scans.append(scan(part.model, lengths=asked, what=WHAT, out=store, resume=resume, progress=progress))
+    found = Scan.joined(scans)
     write_report(found, page)
     if as_json:
-        print_json({"groups": facts(groups(found)), "cells": len(rows), "store": str(store), "report": str(page)})
+        print_json({"groups": facts(groups(found)), "cells": len(found), "store": str(store), "report": str(page)})
     else:
         out = stdout()
         for part in wanted:
@@ -76,7 +75,7 @@ def demo(
         )
         out.print(f"\nStore: {store}", markup=False, soft_wrap=True)
         out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
-    if not all(row["converged"] for row in rows):
+    if not all(row["converged"] for row in found.rows):
         raise typer.Exit(NOT_CONVERGED)
 
 

@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.console import print_json, stdout, step_progress
+from howsmooth.errors import InvalidInput
 from howsmooth.figures import FORMATS
 from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import check_formats
 from howsmooth.reporting.page import check_report_path
+from howsmooth.scanning import salvage as salvaged
+from howsmooth.small import distinct_files, same_file
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
@@ -25,6 +28,9 @@ def report(
     figures: Annotated[Path | None, typer.Option(help="Also write figures into this folder; made if missing.")] = None,
     formats: Annotated[str, typer.Option("--format", help="Of the figures, for example pdf or png,svg.")] = _ALL,
     as_summary: Annotated[bool, typer.Option("--summary", help="Also print a one-page summary.")] = False,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
+    ] = False,
     docs: Annotated[str | None, typer.Option(help="Address of the documentation, for links to the theory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -37,11 +43,20 @@ def report(
     Examples:\n
       howsmooth report scan.sqlite\n
       howsmooth report scan.sqlite -o report.html --summary\n
-      howsmooth report scan.sqlite --figures figures --format pdf
+      howsmooth report scan.sqlite --figures figures --format pdf\n
+      howsmooth report damaged.sqlite --salvage -o report.html
     """
     path = store.with_suffix(".html") if output is None else output
     check_report_path(path)
+    distinct_files(read=[("the store", store)], written=[("the page", path)])
     wanted = check_formats(formats.split(","))
+    if figures is not None and store.suffix in wanted and same_file(store.parent, figures):
+        raise InvalidInput(f"figures could overwrite the store {store}: choose another folder for them.")
+    whole = None
+    if salvage:
+        whole = salvaged(store, path.with_name(f"{path.stem}-salvaged.sqlite"))
+        typer.echo(f"howsmooth: {whole}.", err=True)
+        store = whole.store
     with step_progress(2 + (figures is not None)) as begin:
         begin("reading the scan")
         found = groups(store)
@@ -52,7 +67,8 @@ def report(
             begin("drawing")
             drawn = write_figures(found, figures, wanted)
     if as_json:
-        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(found)})
+        saved = {} if whole is None else {"salvaged": vars(whole) | {"store": str(whole.store)}}
+        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(found)} | saved)
         return
     out = stdout()
     if as_summary:

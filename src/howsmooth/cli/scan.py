@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, set_threads, stdout
 from howsmooth.cli.sources import spread
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.small import distinct_files
 
 FOLDER = Path("howsmooth-output")
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
@@ -93,7 +94,12 @@ def scan(
     for path in export or []:
         if path.suffix not in EXPORTS:
             raise InvalidInput(f"cannot export to {path}: the name ends in {', '.join(EXPORTS)}.")
-    out = Path(wanted.pop("out", None) or default_store(model))
+    out = wanted.pop("out", None)
+    out = default_store(model) if out is None else Path(out)
+    distinct_files(
+        read=[*_files_of(model), ("--text", wanted.get("text")), ("--config", config)],
+        written=[("--out", out), *(("--export", path) for path in export or [])],
+    )
     set_threads(threads)
     with keeping(out) as progress:
         found = run(model, out=out, resume=resume, progress=progress, **wanted)
@@ -118,11 +124,22 @@ def default_store(model: str) -> Path:
     return FOLDER / f"scan-{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-')}.sqlite"
 
 
+def _files_of(model: str) -> list[tuple[str, Path]]:
+    """The files that a model is read from, where it is no name."""
+    try:
+        place = Path(model)
+        return [("MODEL", file) for file in (place.iterdir() if place.is_dir() else [place]) if file.is_file()]
+    except (OSError, ValueError):  # no path at all
+        return []
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The options of a TOML file, with the values that flags would have."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise InvalidInput(f"{path} is nested too deeply: write lines such as lengths = [64, 128].") from None
+    except (ValueError, UnicodeDecodeError) as error:  # numbers of too many digits too
         raise InvalidInput(f"{path} is not TOML ({error}): write lines such as lengths = [64, 128].") from None
     names = [field.name for field in fields(Wish)]
     unknown = [name for name in found if name not in names]
@@ -130,7 +147,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InvalidInput(f"{path} sets {unknown[0]!r}, which is no option of a scan: choose from {', '.join(names)}.")
     for name, kinds in _KINDS.items():
         if name in found and type(found[name]) not in kinds:
-            raise InvalidInput(f"{path} sets {name} to {found[name]!r}: write it as on the command line.")
+            raise InvalidInput(f"{path} sets {name} to {found[name]!r:.60}: write it as on the command line.")
+        if "\0" in str(found.get(name)):
+            raise InvalidInput(f"{path} sets {name} to a text with a zero byte: write it as on the command line.")
     for name in {"text", "out"} & found.keys():
         found[name] = Path(found[name])
     return found
@@ -170,6 +189,18 @@ def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
 
             yield show
     except KeyboardInterrupt:
-        said = f"{kept} are kept in {out}; the same command goes on from there" if kept else "nothing was measured yet"
+        said = f"{kept} are kept in {out}; the same command goes on from there" if kept else _kept_before(out)
         typer.echo(f"howsmooth: interrupted: {said}.", err=True)
         raise SystemExit(INTERRUPTED) from None
+
+
+def _kept_before(out: Path) -> str:
+    """What a store has when a scan is stopped before it has begun to measure."""
+    from howsmooth.scanning import Store
+
+    try:
+        with Store.reading(out) as store:
+            count = store.count()
+    except (HowsmoothError, OSError):
+        count = 0
+    return f"nothing new was measured; the {count} cells in {out} are kept" if count else "nothing was measured yet"

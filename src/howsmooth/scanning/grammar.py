@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from howsmooth.errors import InvalidInput
 
@@ -13,7 +14,11 @@ WHATS = ("head", "attention", "residual", "mlp", "layer", "prefix", "model", "lo
 _PLURALS = {"heads": "head", "layers": "layer", "prefixes": "prefix", "mlps": "mlp", "block": "attention"}
 _PARAMETERS = ("layers", "heads", "lengths")
 _DOTS = ("…", "...")
-Numbers = str | int | Sequence[int]
+_NUMBER = "[0-9]{1,12}"
+_LARGEST = 10**12
+_MOST = 100_000
+"""More layers, heads or lengths than anything has: a range is not written out further."""
+Numbers = str | int | Iterable[int]
 
 
 @dataclass(frozen=True)
@@ -32,16 +37,20 @@ def parse_numbers(text: Numbers, name: str = "layers") -> tuple[int, ...]:
     >>> parse_numbers("0,2-4"), parse_numbers([3, 1])
     ((0, 2, 3, 4), (1, 3))
     """
-    if isinstance(text, int):
-        return (text,)
+    wrong = InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {_short(text)}.")
     if not isinstance(text, str):
-        return tuple(sorted(set(text)))
+        numbers = _whole_numbers(text)
+        if not numbers:
+            raise wrong
+        return tuple(sorted(set(numbers)))
     found: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*(?:-\s*({_NUMBER})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {text!r}.")
+            raise wrong
+        if last > _MOST:
+            raise InvalidInput(f"no model has {name} up to {last}: name those that are there, for example 0,2-4.")
         found |= set(range(first, last + 1))
     return tuple(sorted(found))
 
@@ -52,22 +61,41 @@ def parse_lengths(text: Numbers) -> tuple[int, ...]:
     >>> parse_lengths("8,16,…,128"), parse_lengths([100, 50])
     ((8, 16, 32, 64, 128), (50, 100))
     """
-    if isinstance(text, int):
-        text = [text]
-    parts = [part.strip() for part in text.split(",")] if isinstance(text, str) else [str(part) for part in text]
+    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {_short(text)}.")
+    if not isinstance(text, str):
+        numbers = _whole_numbers(text)
+        if not numbers or min(numbers) < 1:
+            raise wrong
+        return tuple(sorted(set(numbers)))
+    parts = [part.strip() for part in text.split(",")]
     found: list[int] = []
     for place, part in enumerate(parts):
-        if part in _DOTS and found and place + 1 < len(parts) and parts[place + 1].isdecimal():
+        if part in _DOTS and found and re.fullmatch(_NUMBER, "".join(parts[place + 1 : place + 2])):
             end = int(parts[place + 1])
             while 2 * found[-1] < end:
                 found.append(2 * found[-1])
             if 2 * found[-1] != end:
-                raise InvalidInput(f"doubling does not lead to {end} in {text!r}: write for example 8,16,…,512.")
-        elif part.isdecimal() and int(part) >= 1:
+                raise InvalidInput(f"doubling does not lead to {end} in {_short(text)}: write for example 8,16,…,512.")
+        elif re.fullmatch(_NUMBER, part) and int(part) >= 1:
             found.append(int(part))
         else:
-            raise InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {text!r}.")
+            raise wrong
     return tuple(sorted(set(found)))
+
+
+def _whole_numbers(given: object) -> list[int] | None:
+    """A number, or several, as a list; None for anything else."""
+    several = given if isinstance(given, Iterable) else [given]
+    found = list(islice(several, _MOST))
+    return (
+        found if all(isinstance(one, int) and not isinstance(one, bool) and one <= _LARGEST for one in found) else None
+    )
+
+
+def _short(given: object) -> str:
+    """What was given, as long as it is short."""
+    said = repr(given) if not isinstance(given, int) or abs(given) <= _LARGEST else "a huge number"
+    return said if len(said) <= 60 else said[:57] + "…"
 
 
 def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
@@ -76,6 +104,8 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
     >>> parse_what("heads[layers=0-2,5,heads=3], layer")
     (Selection(what='head', layers=(0, 1, 2, 5), heads=(3,), lengths=None), Selection(what='layer', ...))
     """
+    if not isinstance(text, str) and not (isinstance(text, Sequence) and all(isinstance(one, str) for one in text)):
+        raise InvalidInput(f"what to measure is a text such as head,layer or a list of texts, got {_short(text)}.")
     whole = text if isinstance(text, str) else ",".join(text)
     found = []
     for part in (piece.strip() for piece in re.split(r",(?![^\[]*\])", whole)):
@@ -83,8 +113,8 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
         name = _PLURALS.get(match[1], match[1]) if match else ""
         if match is None or name not in WHATS:
             raise InvalidInput(
-                f"{part!r} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you like, "
-                "for example head[layers=0-5,heads=3]."
+                f"{_short(part)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
+                "like, for example head[layers=0-5,heads=3]."
             )
         found.append(Selection(name, **_choices(match[2] or "", part)))
     return tuple(dict.fromkeys(found))
@@ -99,7 +129,7 @@ def _choices(text: str, whole: str) -> dict[str, tuple[int, ...]]:
             name, _, part = (piece.strip() for piece in part.partition("="))
         if name not in _PARAMETERS:
             raise InvalidInput(
-                f"{whole!r}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
+                f"{_short(whole)}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
             )
         given.setdefault(name, []).append(part)
     return {

@@ -14,6 +14,12 @@ BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _WITHOUT_LAYER = ("model", "logits")
 
 
+_SEEDS = 2**64
+_MOST_WINDOWS = 10**6
+_NUMBER = (int, float)
+_KINDS = {"rtol": _NUMBER, "confidence": _NUMBER, "seed": (int,), "windows": (int,), "explain": (bool,)}
+
+
 @dataclass(frozen=True)
 class Settings:
     """All that decides the numbers of a scan beside model, text and cell.
@@ -34,20 +40,29 @@ class Settings:
     bounds: BoundsWanted = "cheap"
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            given = getattr(self, name)
+            if not isinstance(given, kinds) or (isinstance(given, bool) and bool not in kinds):
+                raise InvalidInput(f"{name} is a value such as {getattr(Settings, name)}, got {given!r:.40}.")
         if not 0 < self.rtol < 1:
             raise InvalidInput(f"rtol is a relative accuracy between 0 and 1, got {self.rtol}.")
         if not 0 <= self.confidence < 1:
             raise InvalidInput(f"confidence is a probability below 1, got {self.confidence}.")
-        if self.seed < 0:
-            raise InvalidInput(f"a seed is not negative, got {self.seed}.")
-        if self.windows < 1:
-            raise InvalidInput(f"a scan needs at least one window, got {self.windows}.")
+        if not 0 <= self.seed < _SEEDS:
+            raise InvalidInput(f"a seed is a whole number from 0 to 2⁶⁴ − 1, got {_shown(self.seed)}.")
+        if not 1 <= self.windows <= _MOST_WINDOWS:
+            said = f"from 1 to {_MOST_WINDOWS} windows of each length, got {_shown(self.windows)}"
+            raise InvalidInput(f"a scan needs at least one window and has {said}.")
         if self.bounds not in ("none", "proved", "cheap", "all"):
-            raise InvalidInput(f"bounds are none, proved, cheap or all, got {self.bounds!r}.")
+            raise InvalidInput(f"bounds are none, proved, cheap or all, got {self.bounds!r:.40}.")
 
     def to_json(self) -> str:
         """The same text for the same settings."""
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def _shown(number: int) -> str:
+    return str(number) if abs(number) < _SEEDS**2 else "a number of many digits"
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class Reader:
             if row["window_start"] is None:
                 raise self._damaged("cells", values, "has lost its window")
             row["converged"] = bool(row["converged"])
-            row["bounds"] = self._bounds(values, row["bounds"])
-            row["input_energy"] = self._shares(values, values[-1]) if energies else bool(values[-1]) or None
+            row["bounds"] = self.bounds(values, row["bounds"])
+            row["input_energy"] = self.shares(values, values[-1]) if energies else bool(values[-1]) or None
             place = (-1 if layer is None else layer, what, -1 if head is None else head)
             found.append(((number, length, window, *place), row))
         found.sort(key=lambda one: one[0])
@@ -77,7 +77,7 @@ class Reader:
             layer, head = -1 if layer is None else layer, -1 if head is None else head
             key = (scan, "head", layer, head, length, window)
             values = next(self.verified("cells", f"WHERE {_PLACE}", key, ("input_energy",), indexed=True), None)
-            shares = None if values is None else self._shares(values, values[-1])
+            shares = None if values is None else self.shares(values, values[-1])
             if shares is None:
                 raise StoreError(f"{self.path} has lost head {head} of layer {layer} at n = {length}: open it again.")
             yield shares
@@ -163,13 +163,15 @@ class Reader:
             found.append(row | {"settings": settings, "written": row["settings"]})
         return sorted(found, key=lambda row: row["id"])
 
-    def _bounds(self, values: Sequence[Any], text: str) -> dict[str, float | None]:
+    def bounds(self, values: Sequence[Any], text: str) -> dict[str, float | None]:
+        """The bounds of a cell by name."""
         found = self._parsed("cells", values, text, dict)
         if not self.version and not all(isinstance(value, int | float | None) for value in found.values()):
             raise self._damaged("cells", values, "has bounds that are no numbers")
         return {intern(name): value for name, value in found.items()}
 
-    def _shares(self, values: Sequence[Any], text: str | None) -> list[float] | None:
+    def shares(self, values: Sequence[Any], text: str | None) -> list[float] | None:
+        """The shares of tokens of a cell, proved by their own checksum."""
         if text is None:
             return None
         if self.version and checksum([text]) != values[-2]:

@@ -9,12 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.models.opening import UNLIMITED
 from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
 from howsmooth.scanning.inputs import read_input
+from howsmooth.scanning.memory import check_fits, fitting
 from howsmooth.scanning.plan import Batch, Cell, Settings, make_plan
 from howsmooth.scanning.results import Scan
 from howsmooth.scanning.store import MEMORY, Identity, Store
@@ -66,6 +68,8 @@ def scan(
     >>> [(row["layer"], row["what"], row["lower"] <= row["value"] <= row["upper"]) for row in found.rows]
     [(0, 'attention', True), (0, 'head', True), (1, 'attention', True), (1, 'head', True)]
     """
+    if out is not None and (not str(out).strip() or str(out) == MEMORY or str(out).startswith("file:")):
+        raise InvalidInput(f"out is the name of a file, got {str(out)!r}: leave it out to keep nothing.")
     chosen, selections = Settings(windows=windows, **settings), parse_what(what)
     some = None if layers is None else parse_numbers(layers)
     common = None if lengths is None else parse_lengths(lengths)
@@ -75,8 +79,11 @@ def scan(
     common = common or (default_length(model),)
     needed = sorted({length for selection in selections for length in selection.lengths or common})
     cut = {length: model.windows(content, length, chosen.windows, chosen.seed) for length in needed}
-    first = Targets(model, cut[needed[0]][0])
-    heads = _heads(first, selections)
+    for length in needed:
+        check_fits(model, length)
+    with fitting(needed[0]):
+        first = Targets(model, cut[needed[0]][0])
+        heads = _heads(first, selections)
     plan = make_plan(selections, common, chosen.windows, heads, some)
     identity = Identity(
         model=model.name,
@@ -110,26 +117,29 @@ def run(
 
     What the model did in a window is asked once: ``at_hand`` has the windows it has read, and gives them up.
     """
-    asked = [cell for batch in plan for cell in batch.cells()]
-    kept = store.cells(number)
+    asked = {cell for batch in plan for cell in batch.cells()}
+    kept = asked & store.cells(number)
     missing = [batch for batch in plan if not kept.issuperset(batch.cells())]
     work, all_work = 0.0, sum(map(_work, missing)) or 1.0
 
     def tell(label: str) -> None:
-        progress(Progress(sum(cell in kept for cell in asked), len(asked), work / all_work, label))
+        progress(Progress(len(kept), len(asked), work / all_work, label))
 
     try:
         for (length, place), batches in groupby(missing, key=lambda batch: (batch.length, batch.window)):
             tell(f"n = {length}, window {place}: reading")
             window = cut[length][place]
-            targets = at_hand.pop((length, place), None) or Targets(model, window)
+            with fitting(length):
+                targets = at_hand.pop((length, place), None) or Targets(model, window)
             for batch in batches:
                 tell(_label(batch))
-                store.add(number, window.start, window.tokens, measure_batch(targets, batch, settings))
+                with fitting(length):
+                    found = measure_batch(targets, batch, settings)
+                store.add(number, window.start, window.tokens, found)
                 kept.update(batch.cells())
                 work += _work(batch)
     except KeyboardInterrupt:
-        kept = store.cells(number)  # the last batch may have been kept a moment ago
+        kept = asked & store.cells(number)  # the last batch may have been kept a moment ago
         tell("interrupted")
         raise
     work = all_work

@@ -110,12 +110,12 @@ def version_of(db: sqlite3.Connection) -> int | None:
         return None
     kept = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
     # Tables of others are left alone; views and triggers could do anything, and so could an index on a table of ours.
-    foreign = [one for one in kept - _objects(version) if one[2] in TABLES or one[0] not in ("table", "index")]
-    return version if _objects(version) <= kept and not foreign else None
+    foreign = [one for one in kept - objects(version) if one[2] in TABLES or one[0] not in ("table", "index")]
+    return version if objects(version) <= kept and not foreign else None
 
 
 @cache
-def _objects(version: int) -> frozenset[tuple[str, ...]]:
+def objects(version: int) -> frozenset[tuple[str, ...]]:
     """What SQLite lists in a store of a version."""
     empty = sqlite3.connect(":memory:")
     try:

@@ -177,9 +177,7 @@ class Store(Reader):
         return next(row for row in self._scans() if row["id"] == number)
 
     def _update(self, row: Row) -> None:
-        stored = summed("scans", row | {"settings": row["written"]})
-        query = "UPDATE scans SET pending = :pending, cells = :cells, tally = :tally, checksum = :checksum"
-        self._db.execute(f"{query} WHERE id = :id", stored)
+        update_scan(self._db, row | {"settings": row["written"]})
 
     def _differences(self, wanted: Identity, kept: Row) -> list[str]:
         old = kept["settings"] | {"howsmooth": kept["howsmooth"]}
@@ -243,6 +241,12 @@ class Store(Reader):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def update_scan(db: sqlite3.Connection, row: Row) -> None:
+    """Write what a scan counts anew, with its checksum."""
+    counted = "pending = :pending, cells = :cells, tally = :tally, checksum = :checksum"
+    db.execute(f"UPDATE scans SET {counted} WHERE id = :id", summed("scans", row))
 
 
 def put(db: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int | None:

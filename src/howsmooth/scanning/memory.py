@@ -1,0 +1,81 @@
+"""Whether a window fits in memory: said before it is read where sizes tell, and in one sentence where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+from howsmooth.models import OpenModel
+
+_FLOAT = 4
+_SAID = ("can't allocate memory", "not enough memory", "out of memory", "failed to allocate", "invalid buffer size")
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def least_bytes(length: int, heads: int, width: int, layers: int) -> int:
+    """What reading n tokens takes at least.
+
+    A layer holds its h·n² logits while it makes weights of them, and every layer's n·d tokens are kept.
+
+    >>> least_bytes(length=1000, heads=10, width=100, layers=2)
+    80800000
+    """
+    return _FLOAT * (2 * heads * length**2 + layers * length * width)
+
+
+def check_fits(model: OpenModel, length: int, free: int | None = None) -> None:
+    """Refuse a window that cannot fit.
+
+    Args:
+        model, length: what reads how many tokens.
+        free: bytes; by default what the machine has.
+    """
+    config: Any = model.model.config
+    sizes = [getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")]
+    heads, width, layers = (size if isinstance(size, int) else 1 for size in sizes)
+    needed, there = least_bytes(length, heads, width, layers), free_bytes() if free is None else free
+    if needed > there:
+        raise InvalidInput(
+            f"n = {length} does not fit in memory: the logits of one layer with {heads} heads take at least "
+            f"{needed / 1e9:.3g} GB, and {there / 1e9:.3g} GB are free. Ask for shorter lengths."
+        )
+
+
+@contextmanager
+def fitting(length: int) -> Iterator[None]:
+    """One sentence for what runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error).lower()
+        if isinstance(error, MemoryError) or any(words in said for words in _SAID):
+            raise InvalidInput(
+                f"n = {length} does not fit in memory: ask for shorter lengths, or for less at once with --what and "
+                "--layers. What a store has kept stays there."
+            ) from error
+        raise
+
+
+def free_bytes() -> int:
+    """Memory that is left: of the machine, of the group this process belongs to, and of its own limit."""
+    left = []
+    with suppress(OSError, StopIteration, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):
+            left.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            left.append(most - pages * resource.getpagesize())
+    return max(0, min(left, default=2**33))
