@@ -43,13 +43,12 @@ class Size:
 
 def write_store(out: Path, size: Size, seed: int = 0) -> None:
     """A store with numbers that look like measured ones: σ grows with n, and shares of tokens sum to one."""
-    draw = random.Random(seed)
-    shares = np.random.default_rng(seed)
     identity = Identity("large", "a" * 64, "float32", "novel.txt", "b" * 64, Settings(windows=size.windows), "0.1.0")
     with Store.writing(out) as store:
         number = store.begin(identity)
         for length in map(int, size.lengths.split(",")):
             for window in range(size.windows):
+                draw, shares = random.Random(f"{seed} {length} {window}"), np.random.default_rng([seed, length, window])
                 tokens = [f"w{draw.randrange(5000)}" for _ in range(length)]
                 found = []
                 for layer in range(size.layers):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sqlite3
+import subprocess
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from howsmooth.errors import InvalidInput
+from howsmooth.scanning import Scan
 from howsmooth.scanning.plan import Cell, Settings
 from howsmooth.scanning.store import Identity, Store, StoreError
 
 IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, Settings(), "0.1.0")
+OLDER = Path(__file__).parent / "data" / "older.sqlite"
+"""Written by the version before checksums, with what it read back in a JSON file of the same name."""
 TOKENS = ["[CLS]", "it's", '"<script>"', "☃"]
 
 
@@ -181,3 +189,279 @@ def test_a_damaged_store_is_noticed(path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="choose another --out"), Store.writing(tmp_path):
         pass
+
+
+def kept(path: Path, windows: int = 2) -> Path:
+    """A finished store of ten heads in each window."""
+    with Store.writing(path) as store:
+        scan = store.begin(IDENTITY)
+        for window in range(windows):
+            store.add(scan, 7 * window, TOKENS, batch(*range(10), window=window))
+    return path
+
+
+def change(path: Path, *statements: str) -> None:
+    """What somebody else does to a store."""
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.commit()
+    db.close()
+
+
+def test_a_finished_store_is_one_file_that_needs_nothing_beside_it(path: Path) -> None:
+    kept(path)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes()[18:20] == b"\x01\x01"  # no -wal is looked for
+
+
+@pytest.mark.parametrize("name", ["new", "older"])
+def test_a_store_is_read_where_nothing_can_be_written(path: Path, tmp_path: Path, name: str) -> None:
+    place = tmp_path / "medium"
+    place.mkdir()
+    store = place / "s.sqlite"
+    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "none", place], check=False).returncode:
+        pytest.skip("mounting a medium for reading alone needs root")
+    try:
+        shutil.copyfile(kept(path) if name == "new" else OLDER, store)
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        assert len(Scan.open(store)) == (20 if name == "new" else 23)
+        with pytest.raises(StoreError, match="choose another --out"), Store.writing(store):
+            pass
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_reading_leaves_the_bytes_of_a_store_and_its_folder_alone(path: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older.sqlite"
+    shutil.copyfile(OLDER, older)
+    for store in (kept(path), older):
+        before = store.read_bytes()
+        assert Scan.open(store).rows
+        assert store.read_bytes() == before
+        assert [file.name for file in store.parent.iterdir() if file.is_file()] == [store.name]
+
+
+@pytest.mark.parametrize("event", ["removed", "renamed", "replaced"])
+def test_a_store_that_is_taken_away_while_it_is_written_is_noticed(path: Path, tmp_path: Path, event: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(StoreError, match="was removed, renamed or replaced while the scan was"))
+        store = stack.enter_context(Store.writing(path))
+        scan = store.begin(IDENTITY)
+        store.add(scan, 0, TOKENS, batch(0))
+        if event == "removed":
+            path.unlink()
+        else:
+            path.rename(tmp_path / "other.sqlite")
+        if event == "replaced":
+            path.write_bytes(b"something else")
+        with pytest.raises(StoreError, match="nothing can be kept there"):
+            store.add(scan, 0, TOKENS, batch(1))
+
+
+def test_a_store_that_is_taken_away_after_the_last_batch_is_noticed(path: Path) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(StoreError, match="was removed"))
+        store = stack.enter_context(Store.writing(path))
+        store.add(store.begin(IDENTITY), 0, TOKENS, batch(0))
+        path.unlink()
+
+
+def test_an_address_is_no_name_of_a_store() -> None:
+    with pytest.raises(InvalidInput, match="is an address, not a file"), Store.writing("file:x?mode=memory"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ["CREATE TRIGGER t AFTER INSERT ON cells BEGIN DELETE FROM cells; END"],
+        [
+            "DROP TABLE cells",
+            "CREATE VIEW cells AS WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT * FROM c",
+        ],
+        ["ALTER TABLE cells DROP COLUMN entropy"],
+        ["DROP TABLE windows"],
+        ["CREATE INDEX mine ON cells (value)"],
+        ["PRAGMA user_version = 0"],
+    ],
+)
+def test_tables_that_are_not_those_of_a_store_are_refused_unread(path: Path, statements: list[str]) -> None:
+    change(kept(path), *statements)
+    for opened in (Store.reading, Store.writing):
+        with pytest.raises(StoreError, match="its tables are not those of a store"), opened(path):
+            pass
+
+
+def test_a_later_version_is_named(path: Path) -> None:
+    change(kept(path), "PRAGMA user_version = 9")
+    with pytest.raises(StoreError, match="written by a later version"), Store.reading(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE cells SET value = 99 WHERE head = 3 AND window = 1", "the head at layer 0, head 3, n = 4, window 1"),
+        ("UPDATE cells SET lower = lower + 1e-12 WHERE head = 3 AND window = 1", "head 3, n = 4, window 1"),
+        ("UPDATE cells SET bounds = '{' WHERE head = 2 AND window = 0", "head 2, n = 4, window 0"),
+        ("UPDATE cells SET dtype = x'ff' WHERE head = 2 AND window = 0", "head 2, n = 4, window 0"),
+        ("UPDATE cells SET value = 'x' WHERE head = 2 AND window = 0", "head 2, n = 4, window 0"),
+        ("UPDATE windows SET tokens = '[1]' WHERE window = 1", "window 1 of 4 tokens"),
+        ("UPDATE scans SET model = 'other'", "scan 1"),
+        ("DELETE FROM cells WHERE head = 4 AND window = 1", "there are 19 cells, not the 20"),
+        ("DELETE FROM scans", "belongs to no scan"),
+        ("DELETE FROM windows WHERE window = 1", "has lost its window"),
+    ],
+)
+def test_what_was_changed_is_found_and_its_row_named(path: Path, statement: str, said: str) -> None:
+    change(kept(path), statement)
+    with pytest.raises(StoreError, match=said) as refused:
+        Scan.open(path)
+    assert "--salvage" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_damaged_shares_are_found_when_they_are_read_and_no_sooner(path: Path) -> None:
+    change(kept(path), "UPDATE cells SET input_energy = '[0.5, 0.5]' WHERE head = 3 AND window = 1")
+    scan = Scan.open(path)
+    assert scan.energies["tiny", 0, 2, 4, 1] == [0.25, 0.75]
+    assert len(scan.energies) == 40  # by model and text, and by model alone
+    with pytest.raises(StoreError, match="head 3, n = 4, window 1 has other shares of tokens"):
+        scan.energies["tiny", 0, 3, 4, 1]
+
+
+def test_a_scan_does_not_go_on_in_a_store_with_a_changed_number(path: Path) -> None:
+    change(kept(path), "UPDATE cells SET value = 99 WHERE head = 3 AND window = 1")
+    with (
+        pytest.raises(StoreError, match="head 3, n = 4, window 1 is not what was written"),
+        Store.writing(path) as store,
+    ):
+        store.begin(IDENTITY)
+
+
+def test_a_store_of_the_version_before_gives_the_same_numbers_and_gains_checksums(tmp_path: Path) -> None:
+    expected = json.loads(OLDER.with_suffix(".json").read_text(encoding="utf-8"))
+    path = tmp_path / "older.sqlite"
+    shutil.copyfile(OLDER, path)
+    for version in (0, 1):
+        scan = Scan.open(path)
+        assert [{name: row[name] for name in expected["rows"][0]} for row in scan.rows] == expected["rows"]
+        assert scan.tokens == {tuple(key): words for key, words in expected["tokens"]}
+        assert [scan.energies[tuple(key)] for key, _ in expected["energies"]] == [e for _, e in expected["energies"]]
+        with sqlite3.connect(path) as db:
+            assert db.execute("PRAGMA user_version").fetchone() == (version,)
+        db.close()
+        with Store.writing(path) as store:
+            store.check()
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE cells SET value = 'x' WHERE rowid = 3", "value is 'x'"),
+        ("UPDATE cells SET bounds = '[' WHERE rowid = 3", "no dict in JSON"),
+        ('UPDATE cells SET bounds = \'{"a": "b"}\' WHERE rowid = 3', "bounds that are no numbers"),
+        ("UPDATE scans SET settings = '{}' WHERE id = 1", "scan 1 has no settings"),
+        ("UPDATE windows SET tokens = CAST(x'22ff22' AS TEXT)", "tokens is"),
+    ],
+)
+def test_a_damaged_store_of_the_version_before_names_the_row_too(tmp_path: Path, statement: str, said: str) -> None:
+    path = tmp_path / "older.sqlite"
+    shutil.copyfile(OLDER, path)
+    change(path, statement)
+    with pytest.raises(StoreError, match=said):
+        Scan.open(path)
+
+
+def test_a_lock_that_is_none_is_named(path: Path) -> None:
+    path.parent.mkdir()
+    Path(f"{path}.lock").write_text("no lock, but long enough to be taken for a database " * 20)
+    with pytest.raises(StoreError, match=r"scan\.sqlite\.lock is in the way"), Store.writing(path):
+        pass
+    assert not path.exists()
+
+
+def test_the_file_of_a_killed_scan_alone_is_a_store(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.sqlite"
+    with Store.writing(path) as store:
+        store.add(store.begin(IDENTITY), 0, TOKENS, batch(0))
+        shutil.copyfile(path, copy)
+    with Store.reading(copy) as store:
+        assert store.rows() == []
+
+
+def test_the_empty_file_of_an_older_killed_scan_says_where_the_cells_are(tmp_path: Path) -> None:
+    path, copy = tmp_path / "s.sqlite", tmp_path / "copy.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("CREATE TABLE cells (x)")
+    shutil.copyfile(path, copy)
+    db.close()
+    with pytest.raises(StoreError, match=r"its cells stand in the file copy\.sqlite-wal"), Store.reading(copy):
+        pass
+
+
+def values(path: Path) -> list[float]:
+    with Store.reading(path) as store:
+        return [row["value"] for row in store.rows()]
+
+
+def test_measuring_anew_keeps_the_old_cells_until_the_new_ones_are_there(path: Path) -> None:
+    new = replace(IDENTITY, settings=Settings(rtol=1e-2))
+    with Store.writing(path) as store:
+        store.add(store.begin(IDENTITY), 0, TOKENS, batch(0, 1))
+    with Store.writing(path) as store:
+        store.add(store.begin(new, resume=False), 0, TOKENS, batch(0, value=5.0))
+    assert values(path) == [2.0, 3.0]  # interrupted: nothing is lost
+    with Store.writing(path) as store:
+        assert store.cells(store.begin(IDENTITY)) == {Cell("head", 0, 0, 4, 0), Cell("head", 0, 1, 4, 0)}
+        number = store.begin(new, resume=False)
+        assert store.cells(number) == {Cell("head", 0, 0, 4, 0)}  # goes on where it was
+        store.add(number, 0, TOKENS, batch(1, value=5.0))
+        store.finish(number)
+        store.check()
+    assert values(path) == [5.0, 6.0]
+    with Store.reading(path) as store:
+        assert [scan["settings"]["rtol"] for scan in store.scans()] == [1e-2]
+
+
+class Interrupting:
+    """A connection on which Ctrl-C is pressed before or after the k-th statement."""
+
+    def __init__(self, db: sqlite3.Connection, k: int, before: bool):
+        self.db, self.left, self.before = db, k, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.db, name)
+
+    def execute(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left == 0 and self.before:
+            raise KeyboardInterrupt
+        done = self.db.execute(*args)
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return done
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interruption_at_any_statement_leaves_whole_batches(tmp_path: Path, before: bool) -> None:
+    for k in range(1, 40):
+        path = tmp_path / f"{k}.sqlite"
+        kept(path, windows=1)
+        done = False
+        with suppress(KeyboardInterrupt), Store.writing(path) as store:
+            store._db = Interrupting(store._db, k, before)  # type: ignore[assignment]
+            scan = store.begin(replace(IDENTITY, settings=Settings(rtol=0.1)), resume=False)
+            store.add(scan, 0, TOKENS, batch(0, 1, value=50.0))
+            store.finish(scan)
+            done = True
+        with Store.writing(path) as store:
+            store.check()
+        found = values(path)
+        assert found in ([float(2 + head) for head in range(10)], [50.0, 51.0])
+        if done:
+            assert found == [50.0, 51.0]
+            break
+    assert done

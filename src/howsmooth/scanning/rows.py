@@ -79,7 +79,7 @@ class Reader:
             values = next(self.verified("cells", f"WHERE {_PLACE}", key, ("input_energy",), indexed=True), None)
             shares = None if values is None else self.shares(values, values[-1])
             if shares is None:
-                raise StoreError(f"{self.path} has lost head {head} of layer {layer} at n = {length}: open it again.")
+                raise self._error(f"{named('cells', key)} cannot be found any more")
             yield shares
 
     def count(self) -> int:
