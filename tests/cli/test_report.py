@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,34 @@ def test_wrong_requests_are_one_line_and_write_nothing(store: Path, tmp_path: Pa
     assert "does not exist" in refusal(store, "-o", tmp_path / "no" / "r.html")
     assert "'.docx' is no format" in refusal(store, "-o", tmp_path / "r.html", "--format", "docx")
     assert [path.name for path in tmp_path.iterdir()] == ["text.sqlite"]
+
+
+def test_a_store_is_never_overwritten_by_its_page(store: Path, tmp_path: Path) -> None:
+    other, link = tmp_path / "store.html", tmp_path / "link.html"
+    shutil.copyfile(store, other)
+    link.symlink_to(other)
+    before = other.read_bytes()
+    for args in ([other], [other, "-o", link]):
+        assert "is also the store, which it would overwrite" in refusal(*args)
+    assert other.read_bytes() == before
+
+
+def test_salvage_reports_what_is_whole_and_leaves_the_damaged_store_alone(store: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.sqlite"
+    shutil.copyfile(store, damaged)
+    count = len(Scan.open(store))
+    db = sqlite3.connect(damaged)
+    db.execute("UPDATE cells SET value = 1000 * value WHERE layer = 1 AND head = 2 AND length = 16")
+    db.commit()
+    db.close()
+    before = damaged.read_bytes()
+    assert "the head at layer 1, head 2, n = 16, window 0 is not what was written" in refusal(damaged)
+    done = run(damaged, "--salvage", "--json", "-o", tmp_path / "r.html")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["salvaged"]["kept"] == count - 1
+    assert found["salvaged"]["dropped"] == ["the head at layer 1, head 2, n = 16, window 0"]
+    assert f"{count - 1} of {count} cells are whole" in done.stderr
+    assert damaged.read_bytes() == before
+    assert len(Scan.open(tmp_path / "r-salvaged.sqlite")) == count - 1
+    assert "is there already" in refusal(damaged, "--salvage", "-o", tmp_path / "r.html")

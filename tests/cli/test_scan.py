@@ -15,7 +15,7 @@ import pytest
 
 from evidence.scan_faults import TEXT, make_model
 from howsmooth.cli.scan import default_store
-from howsmooth.scanning import Scan, Store
+from howsmooth.scanning import Scan, Store, runner
 from howsmooth.scanning import scan as run_scan
 from tests.cli.command import Command
 
@@ -105,6 +105,12 @@ def test_cells_that_do_not_converge_give_exit_code_1() -> None:
         ([TINY, "--lengths", "8,…,100"], "doubling does not lead to 100"),
         ([TINY, "--lengths", "1024"], "at most 512"),
         ([TINY, "--layers", "0-7"], "layer 2 does not exist"),
+        ([TINY, "--layers", "0-40000000"], "no model has layers up to 40000000"),
+        ([TINY, "--what", "head[heads=0-40000000]"], "no model has heads up to 40000000"),
+        ([TINY, "--lengths", "9" * 5000], "lengths are numbers of tokens"),
+        ([TINY, "--seed", "99999999999999999999"], "a seed is a whole number from 0 to 2⁶⁴ − 1"),
+        ([TINY, "--out", ":memory:"], "out is the name of a file"),
+        ([TINY, "--out", "file:x?mode=memory"], "out is the name of a file"),
         ([TINY, "--what", "tails"], "cannot be measured: choose from head"),
         ([TINY, "--what", "head[heads=9]"], "head 9 does not exist"),
         ([TINY, "--bounds", "some"], "none, proved, cheap or all"),
@@ -135,16 +141,99 @@ def test_a_text_that_cannot_be_read_is_one_clear_line(content: bytes, said: str)
         ("lenghts = 8", "sets 'lenghts', which is no option of a scan"),
         ('windows = "three"', "sets windows to 'three'"),
         ("explain = 1", "sets explain to 1"),
+        ('layers = ["a"]', "layers are numbers"),
+        ("layers = [1.5]", "layers are numbers"),
+        ("what = [1]", "what to measure is a text"),
+        ("lengths = []", "lengths are numbers of tokens"),
+        ("seed = 99999999999999999999", "a seed is a whole number"),
+        ("windows = " + "9" * 5000, "is not TOML"),
+        ('model = "a\\u0000b"', "a text with a zero byte"),
+        ('text = "a\\u0000b"', "a text with a zero byte"),
+        ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        (f"windows = {list(range(10000))}", "sets windows to [0, 1, 2"),
     ],
 )
 def test_a_wrong_config_file_is_one_clear_line(content: str, said: str) -> None:
     Path("scan.toml").write_text(content)
-    assert said in refusal(TINY, "--config", "scan.toml")
+    line = refusal(*([] if content.startswith("model") else [TINY]), "--config", "scan.toml")
+    assert said in line
+    assert len(line) < 300
 
 
 def test_a_store_in_use_is_one_clear_line() -> None:
     with Store.writing("s.sqlite"):
         assert "another scan is writing to s.sqlite" in refusal(TINY, "--lengths", 8, "--out", "s.sqlite")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--out", "e.csv", "--export", "e.csv"],
+        ["--out", "s.sqlite", "--text", "n.csv", "--export", "link.csv"],
+        ["--out", "s.sqlite", "--export", "n.csv", "--export", "./n.csv"],
+        ["--out", "n.csv", "--text", "n.csv"],
+        ["--out", "s.sqlite", "--config", "c.json", "--export", "c.json"],
+    ],
+)
+def test_nothing_that_is_read_or_written_is_overwritten(args: list[str]) -> None:
+    Path("n.csv").write_text("a text to read " * 20)
+    Path("c.json").write_text("")
+    Path("link.csv").symlink_to("n.csv")
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    assert "would overwrite: choose another name" in refusal(TINY, "--lengths", 8, *args)
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_no_file_of_the_model_is_overwritten(folder: Path) -> None:
+    before = (folder / "config.json").read_bytes()
+    assert "is also MODEL" in refusal(folder, "--lengths", 8, "--export", folder / "config.json")
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_a_store_that_vanishes_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = runner.measure_batch
+
+    def removing(*args: object) -> object:
+        Path("s.sqlite").unlink(missing_ok=True)
+        return measured(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "measure_batch", removing)
+    said = refusal(TINY, "--lengths", 8, "--out", "s.sqlite")
+    assert "s.sqlite was removed, renamed or replaced" in said
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before:
+        rows(TINY, "--lengths", 8, "--out", "s.sqlite")
+
+    def interrupted(*args: object, **options: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "open_model", interrupted)
+    done = run(TINY, "--lengths", 8, "--out", "s.sqlite")
+    assert done.exit_code == 130
+    said = "nothing new was measured; the 4 cells in s.sqlite are kept" if before else "nothing was measured yet"
+    assert done.stderr.splitlines() == [f"howsmooth: interrupted: {said}."]
+
+
+def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = rows(TINY, "--lengths", 8, "--out", "s.sqlite")
+    measured, count = runner.measure_batch, iter(range(9))
+
+    def interrupted(*args: object) -> object:
+        if next(count) == 1:
+            raise KeyboardInterrupt
+        return measured(*args)  # type: ignore[arg-type]
+
+    anew = (TINY, "--lengths", 8, "--out", "s.sqlite", "--no-resume", "--rtol", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "measure_batch", interrupted)
+        done = run(*anew)
+    assert done.exit_code == 130
+    assert "2 of 4 cells are kept" in done.stderr
+    assert Scan.open("s.sqlite").rows == old
+    assert rows(*anew) == Scan.open("s.sqlite").rows != old
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from howsmooth.errors import InvalidInput
@@ -39,6 +41,28 @@ def test_dots_that_do_not_arrive_are_refused(text: str) -> None:
 def test_lengths_that_are_no_numbers_of_tokens_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="lengths are numbers of tokens"):
         parse_lengths(text)
+
+
+@pytest.mark.parametrize("text", ["0-40000000", "5,0-99999999999", "200000"])
+def test_a_range_beyond_any_model_is_refused_at_once(text: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidInput, match="no model has layers up to"):
+        parse_numbers(text)
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("given", [[], ["a"], [1.5], [True], None, 2.5, "9" * 5000, [10**5000], {"a": 1}])
+def test_layers_and_lengths_of_wrong_types_are_one_short_sentence(given: object) -> None:
+    for parse, said in ((parse_numbers, "such as 0,2-4"), (parse_lengths, "lengths are numbers of tokens")):
+        with pytest.raises(InvalidInput, match=said) as refused:
+            parse(given)  # type: ignore[operator]
+        assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("given", [[1], None, 3, [["head"]], {"a": 1}])
+def test_what_of_a_wrong_type_is_refused(given: object) -> None:
+    with pytest.raises(InvalidInput, match="what to measure is a text such as head,layer"):
+        parse_what(given)  # type: ignore[arg-type]
 
 
 def test_what_takes_names_plurals_and_choices_in_brackets() -> None:

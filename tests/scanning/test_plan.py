@@ -56,8 +56,13 @@ def test_places_that_do_not_exist_are_refused(what: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rtol": 0.0}, {"rtol": 1.0}, {"confidence": 1.0}, {"seed": -1}, {"windows": 0}, {"bounds": "some"}],
+    [
+        *({"rtol": 0.0}, {"rtol": 1.0}, {"confidence": 1.0}, {"seed": -1}, {"windows": 0}, {"bounds": "some"}),
+        *({"rtol": "x"}, {"rtol": float("nan")}, {"confidence": None}, {"seed": 2**64}, {"seed": 10**5000}),
+        *({"seed": 1.5}, {"seed": True}, {"windows": 10**30}, {"windows": "3"}, {"explain": 1}, {"bounds": [1]}),
+    ],
 )
 def test_settings_without_an_answer_are_refused(settings: dict) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput) as refused:
         Settings(**settings)
+    assert len(str(refused.value)) < 200
