@@ -69,7 +69,8 @@ def test_links_lead_to_the_documentation_that_is_named(store: Path, tmp_path: Pa
 
 def test_wrong_requests_are_one_line_and_write_nothing(store: Path, tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("this is no store")
-    assert "there is no scan at" in refusal(tmp_path / "none.sqlite")
+    for missing in (tmp_path / "none.sqlite", ".", "", tmp_path):
+        assert "there is no scan at" in refusal(missing)
     assert "text.sqlite" in refusal(tmp_path / "text.sqlite")
     assert "use .html" in refusal(store, "-o", tmp_path / "r.pdf")
     assert "does not exist" in refusal(store, "-o", tmp_path / "no" / "r.html")

@@ -46,6 +46,8 @@ def report(
       howsmooth report scan.sqlite --figures figures --format pdf\n
       howsmooth report damaged.sqlite --salvage -o report.html
     """
+    if not store.is_file():
+        raise InvalidInput(f"there is no scan at {store}: make one with `howsmooth scan MODEL --out {store}`.")
     path = store.with_suffix(".html") if output is None else output
     check_report_path(path)
     distinct_files(read=[("the store", store)], written=[("the page", path)])
