@@ -91,6 +91,12 @@ def test_damaged_shares_are_found_when_they_are_read_and_no_sooner(path: Path) -
         scan.energies["tiny", 0, 3, 4, 1]
 
 
+def test_shares_that_became_bytes_are_found(path: Path) -> None:
+    change(kept(path), "UPDATE cells SET input_energy = x'5b315d' WHERE head = 3 AND window = 1")
+    with pytest.raises(StoreError, match="head 3, n = 4, window 1 has other shares of tokens"):
+        Scan.open(path).energies["tiny", 0, 3, 4, 1]
+
+
 def test_a_scan_does_not_go_on_in_a_store_with_a_changed_number(path: Path) -> None:
     change(kept(path), "UPDATE cells SET value = 99 WHERE head = 3 AND window = 1")
     with (

@@ -174,7 +174,7 @@ class Reader:
         """The shares of tokens of a cell, proved by their own checksum."""
         if text is None:
             return None
-        if self.version and checksum([text]) != values[-2]:
+        if not isinstance(text, str) or (self.version and checksum([text]) != values[-2]):
             raise self._damaged("cells", values, "has other shares of tokens than were written")
         found: list[float] = self._parsed("cells", values, text, list)
         if not self.version and not all(isinstance(share, int | float) for share in found):
