@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.masks import LogitBias, Maps
-from howsmooth.attention.stages import TokenStage
+from howsmooth.attention.stages import Scale, TokenStage
 from howsmooth.errors import InvalidInput
 
+Heads = tuple[Tensor, Tensor, Tensor]
 Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
 
 
@@ -130,19 +131,42 @@ class AttentionMap(nn.Module):
         """This map in another floating dtype (itself when nothing changes)."""
         return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor) -> Heads:
         """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
+        return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
+
+    def project_about(self, x: Tensor, centre: Tensor) -> Heads:
+        """As `project`, less every constant on which no derivative depends, so that a far centre costs no digits.
+
+        Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
+        the centre ``(batch, 1, d)``, biases left out, unless a stage or a soft-cap would notice.
+        """
+        query, key, value = self._project(x - centre)
+        query_shift, key_shift, value_shift = self.project(centre)
+        key_free, value_free = self.free_of_constants
+        return query + query_shift, key if key_free else key + key_shift, value if value_free else value + value_shift
+
+    @property
+    def free_of_constants(self) -> tuple[bool, bool]:
+        """Whether a constant on all projected keys, or on all projected values, leaves the derivative as it is."""
+        softmax = self.weighting == "softmax"
+        return (
+            softmax and self.softcap is None and all(isinstance(stage, Scale) for stage in self.key_stages),
+            softmax and all(isinstance(stage, Scale) for stage in self.value_stages),
+        )
+
+    def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
         tokens = x[:, None]
         group = self.heads // self.kv_heads
 
         def heads_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-            out = tokens @ weight.mT
+            out = tokens @ weight.to(x).mT
             return out if bias is None else out + bias[:, None]
 
         return (
-            heads_of(self.query_weight, self.query_bias),
-            heads_of(self.key_weight, self.key_bias).repeat_interleave(group, dim=1),
-            heads_of(self.value_weight, self.value_bias).repeat_interleave(group, dim=1),
+            heads_of(self.query_weight, biases[0]),
+            heads_of(self.key_weight, biases[1]).repeat_interleave(group, dim=1),
+            heads_of(self.value_weight, biases[2]).repeat_interleave(group, dim=1),
         )
 
     def weights(self, x: Tensor) -> Tensor:

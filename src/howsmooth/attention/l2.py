@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention.base import AttentionMap, Stages
+from howsmooth.attention.base import AttentionMap, Heads, Stages
 from howsmooth.attention.masks import LogitBias, as_mask
 from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.errors import InvalidInput
@@ -27,7 +27,8 @@ class L2SelfAttention(AttentionMap):
         mask: as in `SelfAttention`.
 
     The row term |q_i|² is the same for every key and drops out of the softmax, so that logits are dot products of
-    the features (2q_i, −1)/s and (k_j, |k_j|²), taken about the mean key, which changes nothing but rounding.
+    the features (2q_i, −r)/s and (k_j, |k_j|²/r), taken about the mean key and with r the length of the longest one:
+    neither changes anything but rounding.
 
     Attributes:
         plain_value: W^V_h without the factor A_h, ``(heads, v, D)``; ``value_weight`` holds it folded in.
@@ -64,49 +65,79 @@ class L2SelfAttention(AttentionMap):
         self.register_buffer("plain_value", value.reshape(heads, -1, value.shape[1]))
         self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
 
+    def project_about(self, x: Tensor, centre: Tensor) -> Heads:
+        """Distances see no constant that queries and keys share."""
+        query, key, value = self._project(x - centre)
+        if not self.tied:
+            query_shift, key_shift, _ = self.project(centre)
+            query = query + (query_shift - key_shift)
+        return query, key, value
+
     def stages(self, query: Tensor, key: Tensor) -> Stages:
         centre = key.detach().mean(-2, keepdim=True)
-        return (_DistanceQuery(centre, self.temperature),), (_DistanceKey(centre),), ()
+        length = torch.linalg.vector_norm(key.detach() - centre, dim=-1, keepdim=True).amax(-2, keepdim=True)
+        reach = torch.where(length > 0, length, 1.0)
+        return (_DistanceQuery(centre, reach, self.temperature),), (_DistanceKey(centre, reach),), ()
 
 
-class _DistanceQuery(TokenStage, TokenDerivative):
-    def __init__(self, centre: Tensor, temperature: float):
+class _DistanceQuery(TokenStage):
+    def __init__(self, centre: Tensor, reach: Tensor, temperature: float):
         super().__init__()
-        self.centre, self.factor = centre, 1 / temperature
+        self.centre, self.reach, self.factor = centre, reach, 1 / temperature
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        ones = torch.ones_like(x[..., :1])
-        return torch.cat([2 * (x - self.centre), -ones], dim=-1) * self.factor, self
+        last = -self.reach.expand_as(x[..., :1])
+        return torch.cat([2 * (x - self.centre), last], dim=-1) * self.factor, _Padded(2 * self.factor)
+
+
+@dataclass(frozen=True)
+class _Padded(TokenDerivative):
+    """c·dx with a zero behind it."""
+
+    factor: float
 
     def jvp(self, dx: Tensor) -> Tensor:
-        return torch.nn.functional.pad(2 * self.factor * dx, (0, 1))
+        return torch.nn.functional.pad(self.factor * dx, (0, 1))
 
     def vjp(self, gy: Tensor) -> Tensor:
-        return 2 * self.factor * gy[..., :-1]
+        return self.factor * gy[..., :-1]
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
 
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return self
+
+    def size(self) -> float:
+        return self.factor
+
 
 class _DistanceKey(TokenStage):
-    def __init__(self, centre: Tensor):
+    def __init__(self, centre: Tensor, reach: Tensor):
         super().__init__()
-        self.centre = centre
+        self.centre, self.reach = centre, reach
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         key = x - self.centre
-        return torch.cat([key, key.square().sum(-1, keepdim=True)], dim=-1), _DistanceKeyDerivative(key)
+        slope = 2 * key / self.reach
+        return torch.cat([key, (slope * key).sum(-1, keepdim=True) / 2], dim=-1), _DistanceKeyDerivative(slope)
 
 
 @dataclass(frozen=True)
 class _DistanceKeyDerivative(TokenDerivative):
-    key: Tensor
+    slope: Tensor
 
     def jvp(self, dx: Tensor) -> Tensor:
-        return torch.cat([dx, 2 * (self.key * dx).sum(-1, keepdim=True)], dim=-1)
+        return torch.cat([dx, (self.slope * dx).sum(-1, keepdim=True)], dim=-1)
 
     def vjp(self, gy: Tensor) -> Tensor:
-        return gy[..., :-1] + 2 * self.key * gy[..., -1:]
+        return gy[..., :-1] + self.slope * gy[..., -1:]
 
     def select(self, index: Tensor) -> TokenDerivative:
-        return _DistanceKeyDerivative(self.key[index])
+        return _DistanceKeyDerivative(self.slope[index])
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return _DistanceKeyDerivative(self.slope.to(dtype))
+
+    def size(self) -> Tensor:
+        return (1 + self.slope.square().sum(-1, keepdim=True)).sqrt()

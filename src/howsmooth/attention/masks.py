@@ -53,7 +53,13 @@ class Maps:
 
 
 class LogitBias(nn.Module, ABC):
-    """A term added to the logits that does not depend on the tokens."""
+    """A term added to the logits that does not depend on the tokens.
+
+    Attributes:
+        hides_only: whether it adds nothing but 0 and −∞, which is exact, where other terms round.
+    """
+
+    hides_only = False
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         """Smallest known range of keys that contains every key seen by the queries ``start … stop − 1``."""
@@ -70,6 +76,8 @@ class LogitBias(nn.Module, ABC):
 class Causal(LogitBias):
     """Token i sees the tokens j ≤ i."""
 
+    hides_only = True
+
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         return 0, min(stop, n)
 
@@ -81,6 +89,8 @@ class Causal(LogitBias):
 
 class SlidingWindow(LogitBias):
     """Token i sees the ``window`` tokens i − window < j ≤ i, or |i − j| < window when ``causal`` is False."""
+
+    hides_only = True
 
     def __init__(self, window: int, causal: bool = True):
         super().__init__()
@@ -111,6 +121,8 @@ class Padding(LogitBias):
     Args:
         keep: ``(batch, n)`` booleans, True for real tokens, as a tokenizer's attention mask.
     """
+
+    hides_only = True
 
     def __init__(self, keep: Tensor):
         super().__init__()
@@ -158,6 +170,7 @@ class DenseBias(LogitBias):
             raise InvalidInput("an additive mask may hold finite logits and −inf, but this one holds NaN or +inf.")
         self.bias: Tensor
         self.register_buffer("bias", bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)), persistent=False)
+        self.hides_only = bias.dtype == torch.bool or bool(((bias == 0) | (bias == HIDDEN)).all())
         seen = self.bias if bias.dtype == torch.bool else self.bias != HIDDEN
         seen = seen.flatten(0, 1).any(0)
         index = torch.arange(seen.shape[-1], device=seen.device)

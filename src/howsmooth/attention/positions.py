@@ -52,7 +52,8 @@ class Rotary(TokenStage):
         places = torch.arange(n, device=x.device) if self.positions is None else self.positions
         if len(places) != n:
             raise InvalidInput(f"rotary positions are given for {len(places)} tokens, but the input has {n}.")
-        angle = places.to(self.frequencies)[:, None] * self.frequencies
+        wide = torch.promote_types(self.frequencies.dtype, torch.float32)  # bfloat16 cannot count beyond 256
+        angle = places.to(wide)[:, None] * self.frequencies.to(wide)
         turn = _Turn(
             (angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), pairs, self.interleaved
         )
@@ -73,6 +74,12 @@ class _Turn(TokenDerivative):
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return _Turn(self.cos.to(dtype), self.sin.to(dtype), self.pairs, self.interleaved)
+
+    def size(self) -> Tensor:
+        return torch.hypot(self.cos, self.sin).amax(-1, keepdim=True).clamp_min(1.0)
 
     def _turn(self, x: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : 2 * self.pairs], x[..., 2 * self.pairs :]

@@ -6,12 +6,15 @@ Each stage acts on every token by itself and knows its own derivative in closed 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from howsmooth.errors import InvalidInput
 
 
 class TokenDerivative(ABC):
@@ -28,6 +31,14 @@ class TokenDerivative(ABC):
     @abstractmethod
     def select(self, index: Tensor) -> TokenDerivative:
         """The derivative for the maps at ``index`` only."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        """The derivative rounded to another dtype."""
+
+    @abstractmethod
+    def size(self) -> Tensor | float:
+        """At least the operator norm at every token, as ``(maps, n, 1)`` or anything that spreads to it."""
 
 
 class TokenStage(nn.Module, ABC):
@@ -69,16 +80,31 @@ class Chain(TokenDerivative):
     def select(self, index: Tensor) -> Chain:
         return Chain(tuple(link.select(index) for link in self.links))
 
+    def to(self, dtype: torch.dtype) -> Chain:
+        return Chain(tuple(link.to(dtype) for link in self.links))
 
-class Scale(TokenStage, TokenDerivative):
-    """y = c·x: linear, hence its own derivative."""
+    def size(self) -> Tensor | float:
+        return math.prod((link.size() for link in self.links), start=1.0)
+
+
+class Scale(TokenStage):
+    """y = c·x."""
 
     def __init__(self, factor: float):
         super().__init__()
+        if not math.isfinite(factor):
+            raise InvalidInput(f"the scale of queries, keys or values must be a finite number, got {factor}.")
         self.factor = factor
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        return x * self.factor, self
+        return x * self.factor, Multiple(self.factor)
+
+
+@dataclass(frozen=True)
+class Multiple(TokenDerivative):
+    """The derivative c·dx of a multiple."""
+
+    factor: float
 
     def jvp(self, dx: Tensor) -> Tensor:
         return dx * self.factor
@@ -88,6 +114,12 @@ class Scale(TokenStage, TokenDerivative):
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return self
+
+    def size(self) -> float:
+        return abs(self.factor)
 
 
 class UnitNorm(TokenStage):
@@ -99,6 +131,11 @@ class UnitNorm(TokenStage):
     def __init__(self, eps: float, length: float = 1.0, gain: Tensor | None = None):
         super().__init__()
         self.gain: Tensor | None
+        if not (math.isfinite(eps) and eps >= 0 and math.isfinite(length)):
+            raise InvalidInput(
+                f"a normalisation needs a finite length and a finite eps that is not negative, got length {length} and "
+                f"eps {eps}."
+            )
         self.eps, self.length = eps, length
         self.register_buffer("gain", gain, persistent=False)
 
@@ -133,3 +170,9 @@ class _UnitNormDerivative(TokenDerivative):
 
     def select(self, index: Tensor) -> TokenDerivative:
         return _UnitNormDerivative(self.unit[index], self.inverse[index], self.gain)
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return _UnitNormDerivative(self.unit.to(dtype), self.inverse.to(dtype), self.gain.to(dtype))
+
+    def size(self) -> Tensor:
+        return self.inverse * self.gain.abs().amax()

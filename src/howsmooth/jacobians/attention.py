@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,30 +9,22 @@ from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_finite, check_tokens
+from howsmooth.jacobians.checks import check_finite, check_tokens, random_like
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.point import Derivatives, Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
+from howsmooth.jacobians.rounding import Noise
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
-
-
-@dataclass(frozen=True)
-class _Derivatives:
-    """Derivatives of the token stages of queries, keys and values."""
-
-    query: Chain
-    key: Chain
-    value: Chain
-
-    def select(self, index: Tensor) -> _Derivatives:
-        return _Derivatives(self.query.select(index), self.key.select(index), self.value.select(index))
+MOST_NOISE = 1e-3
+"""Share of ‖Jᵀu‖, u = Jv/|Jv| for a random v, that the noise may have before a wider dtype is taken. ‖Jᵀu‖ is a third of
+the norm or more on ordinary heads, so that an accuracy of 10⁻³ stays within reach."""
 
 
 class AttentionJacobian(JacobianOperator):
@@ -46,12 +37,14 @@ class AttentionJacobian(JacobianOperator):
     def __init__(
         self,
         mixing: Mixing,
-        derivatives: _Derivatives,
+        derivatives: Derivatives,
         projection: Projection,
         batch_shape: torch.Size,
+        rounding: Noise,
         path: Path = "all",
     ):
         self.mixing, self.derivatives, self.projection, self.path = mixing, derivatives, projection, path
+        self.rounding = rounding
         n = mixing.query.shape[1]
         self.batch_shape = batch_shape
         self.in_shape = torch.Size([n, projection.in_width])
@@ -59,6 +52,8 @@ class AttentionJacobian(JacobianOperator):
         self.dtype, self.device = mixing.query.dtype, mixing.query.device
         self.method = "closed form, streamed" if mixing.streamed else "closed form"
         self.blur = mixing.blur
+        noise = rounding.along(path).reshape(*batch_shape, -1)
+        self.noise = noise.squeeze(-1) if self.by_head else torch.linalg.vector_norm(noise, dim=-1)
 
     @property
     def by_head(self) -> bool:
@@ -118,7 +113,7 @@ class AttentionJacobian(JacobianOperator):
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
             raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
-        return AttentionJacobian(self.mixing, self.derivatives, self.projection, self.batch_shape, path)
+        return AttentionJacobian(self.mixing, self.derivatives, self.projection, self.batch_shape, self.rounding, path)
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
@@ -127,6 +122,7 @@ class AttentionJacobian(JacobianOperator):
             self.derivatives.select(maps),
             self.projection.select(index),
             index.shape,
+            self.rounding.select(maps),
             self.path,
         )
 
@@ -159,8 +155,9 @@ def attention_jacobian(
             shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
         memory: bytes of attention weights to keep between products.
 
-    Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Logits that float32
-    cannot resolve to `MOST_BLUR` are computed in float64, and those that float64 cannot are refused.
+    Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Where float32 cannot
+    resolve the logits to `MOST_BLUR`, or cancellation leaves more than `MOST_NOISE` of a map, float64 is taken. Logits
+    that float64 cannot resolve are refused; noise is stated (`JacobianOperator.noise`).
 
     >>> import howsmooth as hs, torch
     >>> J = attention_jacobian(hs.SelfAttention.random(8, heads=2), torch.randn(5, 8))
@@ -177,39 +174,54 @@ def attention_jacobian(
         if tensor.is_floating_point() and not name.startswith("logit_biases"):
             check_finite(tensor, name.replace("_", " "))
     dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
-    batch_shape = x.shape[:-2]
     with torch.no_grad():
-        tokens = x.detach().to(dtype).reshape(-1, *x.shape[-2:])
-        attention = attention.in_dtype(dtype)
-        batch, n, _ = tokens.shape
-        for term in attention.logit_terms():
-            term.check(n, attention.heads, batch)
-        query, key, value = (t.flatten(0, 1) for t in attention.project(tokens))
-        for_query, for_key, for_value = attention.stages(query, key)
-        query, query_chain = Chain.through(for_query, query)
-        key, key_chain = Chain.through(for_key, key)
-        value, value_chain = Chain.through(for_value, value)
-        mixing = Mixing.at(
-            query,
-            key,
-            value,
-            Maps.every(batch, attention.heads, n, query),
-            tuple(attention.logit_terms()),
-            softcap=attention.softcap,
-            softmax=attention.weighting == "softmax",
-            memory=memory,
+        found = _operator(attention, x, dtype, per_head, reduced, memory)
+        if dtype == torch.float32 and _needs_float64(found):
+            found = _operator(attention, x, torch.float64, per_head, reduced, memory)
+    if found.blur > MOST_BLUR:
+        raise InvalidInput(
+            f"the attention logits are so large that {str(found.dtype).removeprefix('torch.')} moves them by "
+            f"{found.blur:.1g}: scale the input or the weights down."
         )
-        if mixing.blur > MOST_BLUR and dtype == torch.float32:
-            return attention_jacobian(attention, x.double(), per_head=per_head, reduced=reduced, memory=memory)
-        if mixing.blur > MOST_BLUR:
-            raise InvalidInput(
-                f"the attention logits are so large that {str(dtype).removeprefix('torch.')} moves them by "
-                f"{mixing.blur:.1g}: scale the input or the weights down."
-            )
-        projection: Projection
-        if per_head:
-            projection = HeadProjection.of(attention, batch, reduced)
-            batch_shape = torch.Size([*batch_shape, attention.heads])
-        else:
-            projection = BlockProjection.of(attention)
-    return AttentionJacobian(mixing, _Derivatives(query_chain, key_chain, value_chain), projection, batch_shape)
+    return found
+
+
+def _operator(
+    attention: AttentionMap, x: Tensor, dtype: torch.dtype, per_head: bool, reduced: bool, memory: int
+) -> AttentionJacobian:
+    tokens = x.detach().reshape(-1, *x.shape[-2:])
+    batch, n, _ = tokens.shape
+    for term in attention.logit_terms():
+        term.check(n, attention.heads, batch)
+    point = Point.at(attention, tokens, dtype)
+    mixing = Mixing.at(
+        point.query,
+        point.key,
+        point.value,
+        Maps.every(batch, attention.heads, n, point.query),
+        tuple(attention.logit_terms()),
+        dtype=dtype,
+        softcap=attention.softcap,
+        softmax=attention.weighting == "softmax",
+        memory=memory,
+    )
+    projection: Projection
+    batch_shape = x.shape[:-2]
+    if per_head:
+        projection = HeadProjection.of(attention, batch, reduced, dtype)
+        batch_shape = torch.Size([*batch_shape, attention.heads])
+    else:
+        projection = BlockProjection.of(attention, dtype)
+    noise = Noise.of(attention, point, mixing, by_head=per_head)
+    return AttentionJacobian(mixing, point.derivatives, projection, batch_shape, noise)
+
+
+def _needs_float64(operator: AttentionJacobian) -> bool:
+    """Whether float32 cannot resolve the logits, or leaves more noise than `MOST_NOISE` of some map."""
+    if operator.blur > MOST_BLUR:
+        return True
+    start = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype))
+    moved = operator.matvec(start.to(operator.device))
+    back = operator.rmatvec(moved)
+    size, length = (torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (back, moved))
+    return not bool((operator.noise * length <= MOST_NOISE * size).all())

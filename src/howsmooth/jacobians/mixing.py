@@ -11,8 +11,10 @@ arrays are cut into tiles that fit the cache; tiles that a mask hides altogether
 they fit the memory budget and recomputed from the largest logit and the sum of their rows beyond it, so that memory is
 O(n) at any n.
 
-Rows of P must sum to one to the last digit: both products subtract numbers as large as |q||v|, and a row whose sum is
-off by δ leaves δ|q||v| behind. So a weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps.
+Both products subtract numbers as large as |q||v|, and a row of P whose sum is off by δ leaves δ|q||v| behind. So a
+weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as it
+came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees no
+constant on all keys). What rounding still does is bounded in `howsmooth.jacobians.rounding`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import LogitBias, Maps
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.moments import Moments, MomentSums
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -62,6 +65,50 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Logits:
+    """S = cap(q kᵀ) + biases, tile by tile.
+
+    Attributes:
+        eps: of the dtype in which the logits of all weights were evaluated.
+    """
+
+    query: Tensor
+    key: Tensor
+    maps: Maps
+    terms: tuple[LogitBias, ...]
+    softcap: float | None
+    eps: float
+
+    @classmethod
+    def between(
+        cls, query: Tensor, key: Tensor, maps: Maps, terms: Sequence[LogitBias], softcap: float | None
+    ) -> Logits:
+        return cls(query, key, replace(maps, like=query), tuple(terms), softcap, torch.finfo(query.dtype).eps)
+
+    def of(self, tile: Tile) -> Tensor:
+        """The logits of a tile."""
+        logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        maps = self.maps.select(tile.maps)
+        for term in self.terms:
+            block = term.block(tile.rows, tile.cols, maps)
+            if block is not None:
+                logits.add_(block)
+        return logits
+
+    def slope_of(self, tile: Tile) -> Tensor:
+        """The slope 1 − tanh² of the soft-cap in a tile."""
+        assert self.softcap is not None
+        capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
+        return 1 - capped.square_()
+
+    def select(self, index: Tensor, query: Tensor, key: Tensor) -> Logits:
+        """The logits of some maps, whose queries and keys are given."""
+        return replace(self, query=query, key=key, maps=self.maps.select(index))
+
+
+@dataclass(frozen=True)
 class Mixing:
     """The map (q, k, v) ↦ O at one point, ready for products with its Jacobian.
 
@@ -75,10 +122,9 @@ class Mixing:
     tops: Tensor
     sums: Tensor
     tiles: tuple[Tile, ...]
-    maps: Maps
-    terms: tuple[LogitBias, ...]
-    softcap: float | None
+    logits: Logits
     softmax: bool
+    moments: Moments
     work: _Workspace
 
     @classmethod
@@ -91,47 +137,53 @@ class Mixing:
         maps: Maps,
         terms: Sequence[LogitBias] = (),
         *,
+        dtype: torch.dtype | None = None,
         softcap: float | None = None,
         softmax: bool = True,
         memory: int = 2**29,
     ) -> Mixing:
-        """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes."""
-        output = torch.zeros_like(value)
+        """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
+
+        Logits are evaluated in the dtype of the tokens given, which may be wider than the ``dtype`` of the products.
+        """
+        dtype = query.dtype if dtype is None else dtype
+        exact = Logits.between(query, key, maps, terms, softcap)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+        seen = MomentSums(key, value, centred=softmax)
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        self = cls(query, key, value, output, tops, sums, (), maps, tuple(terms), softcap, softmax, _Workspace())
+        logits = Logits.between(query, key, maps, terms, softcap)
+        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
         kept: list[Tile] = []
         for band in self._bands():
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
-            logits = [self._logits(tile) for tile in band] if narrow else None
+            found = [exact.of(tile) for tile in band] if narrow else None
             if softmax and band:
                 rows = band[0].queries
-                self.tops[rows] = top = _top(logits or map(self._logits, band))
-                self.sums[rows] = _sum(logits or map(self._logits, band), top)
-            for tile, logit in zip(band, logits or map(self._logits, band), strict=True):
-                weights, slopes = self._from_logits(tile, logit)
-                self.output[tile.queries].baddbmm_(weights, value[tile.keys])
+                self.tops[rows] = _top(found or map(exact.of, band))
+                self.sums[rows] = _sum(found or map(exact.of, band), self.tops[rows])
+            for tile, logit in zip(band, found or map(exact.of, band), strict=True):
+                weights, slopes = self._from_logits(tile, logit, exact)
+                seen.add(tile.queries, tile.keys, weights)
                 size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
                 if size <= memory:
                     memory -= size
                     tile = replace(tile, weights=weights, slopes=slopes)
                 kept.append(tile)
-        if not bool(torch.isfinite(self.output).all()):
+        output = seen.output()
+        if not bool(torch.isfinite(output).all()):
             raise InvalidInput(
-                f"the attention logits overflow in {str(query.dtype).removeprefix('torch.')}: "
+                f"the attention logits overflow in {str(exact.query.dtype).removeprefix('torch.')}: "
                 "pass float64 inputs and weights, or scale them down."
             )
-        return replace(self, tiles=tuple(kept))
+        if all(tile.weights is not None for tile in kept):
+            self = replace(self, logits=replace(logits, eps=torch.finfo(exact.query.dtype).eps))
+        return replace(self, tiles=tuple(kept), output=output, moments=seen.moments())
 
     @property
     def blur(self) -> float:
-        """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|.
-
-        The coordinates of L2 attention are of very different sizes; there the sum of max|q_ic|·max|k_jc| is less.
-        """
+        """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|."""
         longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
-        widest = [t.abs().amax(-2) for t in (self.query, self.key)]
-        largest = torch.minimum(longest[0] * longest[1], (widest[0] * widest[1]).sum(-1))
-        return torch.finfo(self.query.dtype).eps * float(largest.max())
+        return self.logits.eps * float((longest[0] * longest[1]).max())
 
     @property
     def streamed(self) -> bool:
@@ -201,7 +253,8 @@ class Mixing:
             tops=self.tops[index],
             sums=self.sums[index],
             tiles=tuple(tiles),
-            maps=self.maps.select(index),
+            logits=self.logits.select(index, self.query[index], self.key[index]),
+            moments=self.moments.select(index),
             work=_Workspace(),
         )
 
@@ -222,13 +275,13 @@ class Mixing:
     def _bands(self) -> Iterator[list[Tile]]:
         """The tiles of each block of queries, hidden ones left out."""
         count, n, _ = self.query.shape
-        rows = min(max(1, TILE_ROWS // MASKED_SHARE) if self.terms else TILE_ROWS, n)
+        rows = min(max(1, TILE_ROWS // MASKED_SHARE) if self.logits.terms else TILE_ROWS, n)
         group = max(1, TILE_SIZE // (rows * min(TILE_COLS, n)))
         for first in range(0, count, group):
             maps = slice(first, min(first + group, count))
             for start in range(0, n, rows):
                 stop = min(start + rows, n)
-                ranges = [term.key_range(start, stop, n) for term in self.terms]
+                ranges = [term.key_range(start, stop, n) for term in self.logits.terms]
                 low = max([0, *(r[0] for r in ranges)])
                 high = min([n, *(r[1] for r in ranges)])
                 yield [
@@ -236,32 +289,21 @@ class Mixing:
                     for left in range(low, high, TILE_COLS)
                 ]
 
-    def _logits(self, tile: Tile) -> Tensor:
-        logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        maps = self.maps.select(tile.maps)
-        for term in self.terms:
-            block = term.block(tile.rows, tile.cols, maps)
-            if block is not None:
-                logits.add_(block)
-        return logits
-
-    def _from_logits(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, tile: Tile, logits: Tensor, source: Logits) -> tuple[Tensor, Tensor]:
         """Weights and slopes of a tile; uses up ``logits``."""
         if self.softmax:
-            slopes = weights = logits.sub_(self.tops[tile.queries]).exp_().div_(self.sums[tile.queries])
+            rest = logits.sub_(self.tops[tile.queries]).to(self.query.dtype)
+            slopes = weights = rest.exp_().div_(self.sums[tile.queries])
         else:
-            weights = logits.sigmoid_()
+            weights = logits.sigmoid_().to(self.query.dtype)
             slopes = weights - weights.square()
-        if self.softcap is not None:
-            capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
-            slopes = slopes * (1 - capped.square_())
+        if source.softcap is not None:
+            slopes = slopes * source.slope_of(tile).to(self.query.dtype)
         return weights, slopes
 
     def _weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
         if tile.weights is None or tile.slopes is None:
-            return self._from_logits(tile, self._logits(tile))
+            return self._from_logits(tile, self.logits.of(tile), self.logits)
         return tile.weights, tile.slopes
 
 
@@ -293,8 +335,8 @@ def _top(logits: Iterable[Tensor]) -> Tensor:
 
 
 def _sum(logits: Iterable[Tensor], top: Tensor) -> Tensor:
-    """Σ exp(s − top) of every row over several tiles; 1 for rows that see nothing."""
+    """Σ exp(s − top) of every row over several tiles, in the dtype of ``top``; 1 for rows that see nothing."""
     total = torch.zeros_like(top)
     for part in logits:
-        total += (part - top).exp_().sum(-1, keepdim=True)
+        total += (part - top).to(top.dtype).exp_().sum(-1, keepdim=True)
     return total.masked_fill(total == 0, 1.0)

@@ -60,11 +60,13 @@ class BlockProjection(Projection):
     kv_heads: int
 
     @classmethod
-    def of(cls, attention: AttentionMap) -> BlockProjection:
-        parts = (attention.query_weight, attention.key_weight, attention.value_weight)
+    def of(cls, attention: AttentionMap, dtype: torch.dtype | None = None) -> BlockProjection:
+        """The projection of a map, in its own dtype or another."""
+        dtype = attention.dtype if dtype is None else dtype
+        parts = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
         return cls(
             torch.cat([part.flatten(0, 1) for part in parts]).mT.contiguous(),
-            attention.output_weight.flatten(0, 1),
+            attention.output_weight.to(dtype).flatten(0, 1),
             (parts[0].shape[1], parts[1].shape[1], parts[2].shape[1]),
             attention.heads,
             attention.kv_heads,
@@ -133,12 +135,12 @@ class HeadProjection(Projection):
     basis_out: Tensor | None = None  # (maps, d_out, width_out)
 
     @classmethod
-    def of(cls, attention: AttentionMap, batch: int, reduced: bool) -> HeadProjection:
+    def of(cls, attention: AttentionMap, batch: int, reduced: bool, dtype: torch.dtype) -> HeadProjection:
         group = attention.heads // attention.kv_heads
         shared = (w.repeat_interleave(group, dim=0) for w in (attention.key_weight, attention.value_weight))
         parts = (attention.query_weight, *shared)
-        weight_in = torch.cat(parts, dim=1).mT.contiguous()
-        weight_out = attention.output_weight
+        weight_in = torch.cat(parts, dim=1).to(dtype).mT.contiguous()
+        weight_out = attention.output_weight.to(dtype)
         basis_in = basis_out = None
         if reduced and weight_in.shape[-1] < weight_in.shape[-2]:
             basis_in, weight_in = torch.linalg.qr(weight_in)

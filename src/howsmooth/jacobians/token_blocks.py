@@ -49,6 +49,8 @@ class TokenBlocks(JacobianOperator):
         self.batch_shape = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
         self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
+        noise = torch.as_tensor(parent.noise)
+        self.noise = noise.reshape(-1, 1) if self.by_head else noise.reshape(())
 
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:

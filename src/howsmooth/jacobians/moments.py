@@ -1,0 +1,105 @@
+"""How far from each other the keys and values that a query sees are: the sizes rounding is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of keys and values under the weights P_i of every query i, ``(maps, n)`` in float64.
+
+    Means are taken about a centre: of all tokens, or of those that the query sees (``spread``). Weights that are not
+    normalised have a derivative without a centre; there the two are the same. Spreads are never too small: the rounding
+    of the difference is added.
+
+    Attributes:
+        key, key_spread: (Σ_j P_ij |k_j|²)^½, and the same of k_j − Σ_l P_il k_l.
+        value, value_spread: likewise.
+        lone_value, lone_spread: (Σ_j P_ij² (|v_j| + |o_i|)²)^½ and (Σ_j P_ij² |v_j − o_i|²)^½ with o_i = Σ_l P_il v_l:
+            the length of the row i of a matrix whose rows ``value`` bounds by Cauchy–Schwarz.
+        lone: (Σ_j P_ij²)^½.
+        sink: max_j Σ_i P_ij, ``(maps,)``.
+    """
+
+    key: Tensor
+    key_spread: Tensor
+    value: Tensor
+    value_spread: Tensor
+    lone_value: Tensor
+    lone_spread: Tensor
+    lone: Tensor
+    sink: Tensor
+
+    def select(self, index: Tensor) -> Moments:
+        """The moments of some maps."""
+        return Moments(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+class MomentSums:
+    """The sums Σ_j P_ij (v_j, |v_j|², 1, k_j, |k_j|²) and Σ_j P_ij² (v_j, |v_j|², 1), gathered tile by tile.
+
+    Tokens are divided by the longest of their map, so that squares neither overflow nor underflow.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, centred: bool):
+        self.centred, self.width = centred, value.shape[-1]
+        self.longest_key, self.longest_value = _longest(key), _longest(value)
+        values, keys = value / self.longest_value, key / self.longest_key
+        squares = [torch.linalg.vector_norm(t, dim=-1, keepdim=True).square() for t in (values, keys)]
+        self.summands = torch.cat([values, squares[0], torch.ones_like(squares[0]), keys, squares[1]], dim=-1)
+        self.sums = torch.zeros_like(self.summands)
+        self.lone = torch.zeros_like(self.summands[..., : self.width + 2])
+        self.columns = torch.zeros_like(value[..., 0])
+
+    def add(self, queries: tuple[slice, slice], keys: tuple[slice, slice], weights: Tensor) -> None:
+        """Take in the weights of one tile."""
+        self.sums[queries].baddbmm_(weights, self.summands[keys])
+        self.columns[keys].add_(weights.sum(-2))
+        self.lone[queries].baddbmm_(weights.square(), self.summands[keys][..., : self.width + 2])
+
+    def output(self) -> Tensor:
+        """O_i = Σ_j P_ij v_j, divided by Σ_j P_ij as it came out where that should be one; 0 where nothing is seen."""
+        value, total = self.sums[..., : self.width], self.sums[..., self.width + 1, None]
+        return value / (total.masked_fill(total == 0, 1.0) if self.centred else 1.0) * self.longest_value
+
+    def moments(self) -> Moments:
+        """What the sums amount to."""
+        split = [self.width, 1, 1, self.summands.shape[-1] - self.width - 3, 1]
+        value, value_square, total, key, key_square = self.sums.double().split(split, dim=-1)
+        lone, lone_square, lone_total = self.lone.double().split(split[:3], dim=-1)
+        rounding = 4 * self.sums.shape[1] ** 0.5 * torch.finfo(self.sums.dtype).eps
+        total = total.masked_fill(total == 0, 1.0)
+
+        def about(square: Tensor, centre: Tensor) -> Tensor:
+            return torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square) if self.centred else square
+
+        def root(square: Tensor, longest: Tensor | float = 1.0) -> Tensor:
+            return (square.sqrt() * longest).squeeze(-1)
+
+        centre = value / total if self.centred else torch.zeros_like(value)
+        far = centre.square().sum(-1, keepdim=True) * lone_total
+        both = (lone_square.sqrt() + far.sqrt()).square()
+        apart = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
+        longest_key, longest_value = self.longest_key.double(), self.longest_value.double()
+        return Moments(
+            root(key_square, longest_key),
+            root(about(key_square, key.square().sum(-1, keepdim=True) / total), longest_key),
+            root(value_square, longest_value),
+            root(about(value_square, value.square().sum(-1, keepdim=True) / total), longest_value),
+            root(both, longest_value),
+            root(torch.minimum(apart.clamp_min(0.0) + rounding * both, both), longest_value),
+            root(lone_total),
+            self.columns.amax(-1).double(),
+        )
+
+
+def _longest(tokens: Tensor) -> Tensor:
+    """The longest token of every map, ``(maps, 1, 1)``; 1 when all are zero."""
+    largest = tokens.abs().amax((-2, -1), keepdim=True)
+    scaled = tokens / largest.masked_fill(largest == 0, 1.0)
+    longest = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).amax(-2, keepdim=True) * largest
+    return longest.masked_fill(longest == 0, 1.0)

@@ -1,0 +1,95 @@
+"""Where a Jacobian is taken: queries, keys and values of every head, prepared in double precision.
+
+What happens once per input, projection, stages and centring, costs little beside the products, so it is done in float64
+and rounded at the end: an inner product of length d then brings one rounding of the result instead of d of its terms.
+Keys and values are given about a centre wherever the derivative does not depend on it (softmax sees no constant on all
+keys and its derivative none on all values): tokens at 10⁶ ± 1 keep all the digits of the ± 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.stages import Chain
+from howsmooth.jacobians.rounding import growth, per_map
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """Derivatives of the token stages of queries, keys and values."""
+
+    query: Chain
+    key: Chain
+    value: Chain
+
+    def select(self, index: Tensor) -> Derivatives:
+        return Derivatives(self.query.select(index), self.key.select(index), self.value.select(index))
+
+
+@dataclass(frozen=True)
+class Point:
+    """Queries, keys and values after their stages, ``(maps, n, width)``, with the derivatives of those stages.
+
+    Attributes:
+        errors: for queries, keys and values, how far from the truth a token of each map may be, its last rounding to
+            the dtype apart, ``(maps,)``.
+        sizes: for queries, keys and values, the largest norm of the derivative of the stages, ``(maps,)``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    derivatives: Derivatives
+    errors: tuple[Tensor, ...]
+    sizes: tuple[Tensor, ...]
+
+    @classmethod
+    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype) -> Point:
+        """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``."""
+        wide = dtype if x.device.type == "mps" else torch.float64
+        tokens = x.to(wide)
+        centre = tokens.mean(-2, keepdim=True)
+        raw = [part.flatten(0, 1) for part in attention.project_about(tokens, centre)]
+        through = [Chain.through(own, t) for own, t in zip(attention.stages(raw[0], raw[1]), raw, strict=True)]
+        staged, sizes = [t for t, _ in through], [_largest_size(chain, t) for t, chain in through]
+        errors = _errors(attention, tokens - centre, centre, raw, staged, sizes)
+        query, key, value = staged
+        if attention.weighting == "softmax":
+            value = value - value.mean(-2, keepdim=True)
+            key = key if attention.softcap is not None else key - key.mean(-2, keepdim=True)
+        chains = (chain.to(dtype) for _, chain in through)
+        return cls(query, key, value, Derivatives(*chains), errors, tuple(sizes))
+
+
+def _errors(
+    attention: AttentionMap, moved: Tensor, centre: Tensor, raw: list[Tensor], staged: list[Tensor], sizes: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Bounds on the errors of the staged tokens: of the projections, through the stages, and of the stages."""
+    eps = torch.finfo(moved.dtype).eps
+    reach, offset = (_longest(t).repeat_interleave(attention.heads) for t in (moved, centre))
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    biases = (attention.query_bias, attention.key_bias, attention.value_bias)
+    largest_raw = torch.stack([_longest(t) for t in raw]).amax(0)
+    found = []
+    for i, free in enumerate((False, *attention.free_of_constants)):
+        length = per_map(torch.linalg.matrix_norm(weights[i].double()), reach, attention)
+        projected = length * (reach if free else reach + offset)
+        bias = biases[i]
+        if bias is not None and not free:
+            projected = projected + per_map(torch.linalg.vector_norm(bias.double(), dim=-1), reach, attention)
+        before = growth(moved.shape[-1]) * projected + 4 * largest_raw
+        found.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
+    return tuple(found)
+
+
+def _longest(tokens: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tokens, dim=-1).amax(-1).double()
+
+
+def _largest_size(chain: Chain, tokens: Tensor) -> Tensor:
+    size = torch.as_tensor(chain.size(), dtype=torch.float64, device=tokens.device)
+    return size.expand(*tokens.shape[:2], 1).amax((-2, -1))

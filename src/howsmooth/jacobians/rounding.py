@@ -1,0 +1,175 @@
+r"""How far rounding can move an attention Jacobian: `JacobianOperator.noise`.
+
+A relative allowance of a few eps says nothing where a map is a small difference of large numbers: values far from the
+origin whose differences alone matter, an output projection nearly orthogonal to the values. So the intermediate numbers
+are bounded as well. With unit roundoff u = eps/2 a sum of m products, taken one after the other, is off by at most
+m·u·max_t |partial sum t|, and by √m·u·max_t |partial sum t| in mean square when roundings are independent of mean zero
+[1]_, [2]_. The second is used (`growth`): products of attention are sums of thousands of terms, and the first would be
+pessimistic by factors of hundreds. A sum over keys of vectors has partial sums of the same form, so their norms are
+bounded by those of the whole with absolute values inside.
+
+For one head let A_i = |dq_i|, B_j = |dk_j|, C_j = |dv_j| be the lengths of the tangents of one token, N_q, N_k, N_v
+bounds on the maps from x to them, and o_i = Σ_j P_ij v_j. Cauchy–Schwarz under P_i, or the Frobenius norm of
+P_ij|q_i||v_j − o_i|, whichever is less, gives for the three parts of dO
+
+    |Σ_j P_ij (dq_i·(k_j − k̄_i)) (v_j − o_i)| ≤ A_i · E_i[|k − k̄_i|²]^½ E_i[|v − o_i|²]^½,
+    ‖Σ_j P_ij (q_i·dk_j) (v_j − o_i)‖ ≤ ‖B‖ · min(max_i |q_i| E_i[|v − o_i|²]^½ s^½, ‖P_ij|q_i||v_j − o_i|‖_F),
+    ‖Σ_j P_ij dv_j‖ ≤ ‖C‖ · min(s^½, ‖P‖_F),        s = max_j Σ_i P_ij.
+
+These are the sizes ``apart``. The products really subtract Σ T_ij v_j and o_i Σ T_ij, whose sizes are the same with k_j,
+v_j, o_i in place of their differences: the sizes ``whole``. Then, to first order,
+
+- *weights*: logits are off by e_ij ≤ eps'·(√k/2 + 4)|q_i||k_j| plus the errors of q and k, with eps' of the dtype they
+  were evaluated in, and additive biases by their own rounding; P_ij is off by a factor within exp(±2e_ij) and 4 eps, and
+  the parts by that share of ``apart`` (twice for the second: o_i moves too);
+- *products*: √(2m)·u of ``whole``, with m = 2k + v + 2n + 8 terms;
+- *ends*: the projections before and after, √m·u of ``apart`` with their own number of terms m;
+- *tokens*: q, k, v rounded to the dtype (part of *products*) and their errors before that (`Point.errors`);
+- *underflow*: every operation may lose the smallest normal number.
+
+All of it times a bound on ‖W_o‖. For a block of heads the errors are stacked before W_o, hence add in squares.
+
+.. [1] N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002, chapter 3.
+.. [2] N. J. Higham, T. Mary, *A new approach to probabilistic rounding error analysis*, SIAM J. Sci. Comput. 41 (2019).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+
+if TYPE_CHECKING:
+    from howsmooth.jacobians.mixing import Mixing
+    from howsmooth.jacobians.point import Point
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Bounds on the error of the score path and of the value path, for each map of `Mixing`, ``(maps,)``."""
+
+    score: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, attention: AttentionMap, point: Point, mixing: Mixing, *, by_head: bool) -> Noise:
+        """The bounds for every head, its share of the output projection included."""
+        dtype = mixing.query.dtype
+        n, width, value_width = mixing.query.shape[1], mixing.query.shape[2], mixing.value.shape[2]
+        heads = 1 if by_head else attention.heads
+        products = growth(2 * (2 * width + value_width + 2 * n + 8))
+        forward = attention.in_features + heads * value_width
+        ends = growth(max(forward, attention.out_features + heads * (2 * width + value_width)))
+        eps = torch.finfo(dtype).eps
+        norms = input_norms(attention, point, dtype)
+        apart, whole = _sizes(mixing)
+        weights = _weight_errors(mixing, point)
+        score, value = (
+            (weights + eps * ends) * (norms[0] * apart.query + 2 * norms[1] * apart.key)
+            + eps * products * (norms[0] * whole.query + norms[1] * whole.key)
+            + _token_errors(mixing, point, norms),
+            (weights + eps * (ends + products)) * norms[2] * apart.value,
+        )
+        lost = _underflow(mixing, attention.in_features, norms)
+        output = attention.output_weight.to(dtype)
+        out = per_map(spectral(output), score, attention) if by_head else spectral(output.flatten(0, 1))
+        return cls(out * (score + lost), out * (value + lost))
+
+    def select(self, index: Tensor) -> Noise:
+        """The bounds of some maps."""
+        return Noise(self.score[index], self.value[index])
+
+    def along(self, path: str) -> Tensor:
+        """The bound for one path, or for both together."""
+        return {"score": self.score, "value": self.value}.get(path, self.score + self.value)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Norms of the three parts of dO as maps of dq, dk and dv, ``(maps,)``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _sizes(mixing: Mixing) -> tuple[_Sizes, _Sizes]:
+    """The sizes ``apart`` and ``whole`` of every map."""
+    seen, query, root = mixing.moments, _lengths(mixing.query), mixing.moments.sink.sqrt()
+
+    def of_keys(rows: Tensor, lone: Tensor) -> Tensor:
+        return torch.minimum((query * rows).amax(-1) * root, torch.linalg.vector_norm(query * lone, dim=-1))
+
+    key = seen.key_spread if mixing.logits.softcap is None else seen.key  # under a soft-cap slopes do not sum to zero
+    value = torch.minimum(root, torch.linalg.vector_norm(seen.lone, dim=-1))
+    return (
+        _Sizes((key * seen.value_spread).amax(-1), of_keys(seen.value_spread, seen.lone_spread), value),
+        _Sizes((seen.key * seen.value).amax(-1), of_keys(seen.value, seen.lone_value), value),
+    )
+
+
+def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
+    """The largest relative error of a weight or slope of every map, ``(maps,)``."""
+    eps = mixing.logits.eps
+    query, key = (_lengths(t).amax(-1) for t in (mixing.query, mixing.key))
+    query_error, key_error, _ = point.errors
+    logit = eps * (growth(mixing.query.shape[-1]) + 4) * query * key
+    logit = logit + query_error * key + query * key_error + query_error * key_error
+    if not all(term.hides_only for term in mixing.logits.terms):
+        # |bias| ≤ |top| + |s − top| + |q·k|; weights with s further below the top than this are less than eps².
+        logit = logit + 3 * eps * (mixing.tops.double().abs().amax((-2, -1)) + 2 * math.log(1 / eps))
+    relative = torch.expm1(2 * logit) + 4 * torch.finfo(mixing.query.dtype).eps
+    if mixing.logits.softcap is not None:
+        relative = relative + logit / mixing.logits.softcap
+    return relative * (1 + relative)
+
+
+def _token_errors(mixing: Mixing, point: Point, norms: tuple[Tensor, ...]) -> Tensor:
+    """What the errors of q, k and v before their last rounding do to the score path."""
+    seen, root = mixing.moments, mixing.moments.sink.sqrt()
+    query_error, key_error, value_error = point.errors
+    through_query = key_error * seen.value_spread.amax(-1) + value_error * seen.key.amax(-1)
+    through_key = query_error * seen.value_spread.amax(-1) + 2 * value_error * _lengths(mixing.query).amax(-1)
+    return norms[0] * through_query + norms[1] * through_key * root
+
+
+def _underflow(mixing: Mixing, in_features: int, norms: tuple[Tensor, ...]) -> Tensor:
+    n, width = mixing.query.shape[1], mixing.query.shape[2] + mixing.value.shape[2]
+    query, key, value = (_lengths(t).amax(-1) for t in (mixing.query, mixing.key, mixing.value))
+    operations = math.sqrt(n * width) * (n + width + in_features)
+    return torch.finfo(mixing.query.dtype).tiny * operations * (1 + value) * (1 + key + query) * (1 + sum(norms))
+
+
+def input_norms(attention: AttentionMap, point: Point, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """N_q, N_k, N_v of every map: the projections and the stages after them, ``(maps,)``."""
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    pairs = zip(weights, point.sizes, strict=True)
+    return tuple(per_map(spectral(weight.to(dtype)), size, attention) * size for weight, size in pairs)
+
+
+def growth(terms: int) -> float:
+    """Rounding of a sum of this many products, √terms·u, in units of eps = 2u."""
+    return math.sqrt(terms) / 2
+
+
+def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
+    """A number per head (or per key–value head) as one per map of ``maps``, heads running fastest."""
+    return per_head.repeat_interleave(attention.heads // len(per_head)).repeat(len(maps) // attention.heads)
+
+
+def spectral(weight: Tensor) -> Tensor:
+    """An upper bound on ‖W‖₂, in float64: ‖(WWᵀ)²‖_F^¼ = (Σ σ⁸)^⅛, above it by at most rank^⅛."""
+    scale = weight.abs().amax((-2, -1), keepdim=True)
+    scale = scale.masked_fill(scale == 0, 1.0)
+    scaled = weight / scale
+    gram = scaled @ scaled.mT if weight.shape[-2] <= weight.shape[-1] else scaled.mT @ scaled
+    return torch.linalg.matrix_norm((gram @ gram).double()).pow(0.25) * scale[..., 0, 0].double()
+
+
+def _lengths(tokens: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tokens.double(), dim=-1)
