@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
@@ -52,6 +53,7 @@ class Explanation:
     influence: Tensor | None = None
 
 
+@full_precision
 def explain(
     attention: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -111,6 +113,7 @@ def explain(
     )
 
 
+@full_precision
 def token_influence(
     f: Callable[[Tensor], Tensor],
     x: Tensor,

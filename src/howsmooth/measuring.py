@@ -10,10 +10,12 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians.alone import full_precision
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 
 
+@full_precision
 def measure(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -57,6 +59,7 @@ def measure(
     return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
 
 
+@full_precision
 def measure_heads(
     attention: Callable[[Tensor], Tensor],
     x: Tensor,

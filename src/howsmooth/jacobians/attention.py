@@ -10,6 +10,7 @@ from torch import Tensor
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_finite, check_tokens, random_like
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
@@ -60,6 +61,7 @@ class AttentionJacobian(JacobianOperator):
         """Whether every head is a map of its own."""
         return isinstance(self.projection, HeadProjection)
 
+    @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
         query, key, value = self.projection.into_heads(v.reshape(-1, *self.in_shape))
@@ -70,6 +72,7 @@ class AttentionJacobian(JacobianOperator):
         )
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
+    @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
         grad = self.projection.distribute(u.reshape(-1, *self.out_shape))
@@ -139,6 +142,7 @@ class AttentionJacobian(JacobianOperator):
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
 
 
+@full_precision
 def attention_jacobian(
     attention: AttentionMap,
     x: Tensor,

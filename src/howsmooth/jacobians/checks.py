@@ -33,10 +33,30 @@ def check_finite(tensor: Tensor, name: str) -> None:
         raise InvalidInput(f"{name} holds {count} index {first}: replace or drop {'it' if len(bad) == 1 else 'them'}.")
 
 
+def check_plain(x: Tensor, name: str = "x") -> None:
+    """Refuse tensors whose numbers cannot be computed with: nested, sparse, quantised, without data, or eight bits wide.
+
+    >>> check_plain(torch.zeros(2, 2, device="meta"))
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x is on the meta device and holds no numbers: load or make it on a real device.
+    """
+    if x.is_nested:
+        raise InvalidInput(f"{name} is a nested tensor: pass its items one by one, or padded with a mask.")
+    if x.layout != torch.strided:
+        raise InvalidInput(f"{name} is a sparse tensor ({_short(x.dtype)}): convert it with {name}.to_dense().")
+    if x.is_quantized:
+        raise InvalidInput(f"{name} is a quantised tensor: convert it with {name}.dequantize().")
+    if x.is_meta:
+        raise InvalidInput(f"{name} is on the meta device and holds no numbers: load or make it on a real device.")
+    if x.is_floating_point() and x.dtype.itemsize < 2:
+        raise InvalidInput(f"{name} has dtype {_short(x.dtype)}, in which torch cannot compute: use {name}.float().")
+
+
 def check_point(x: Tensor, name: str = "x") -> None:
     """Refuse what no Jacobian can be taken at: not a floating tensor, above 3-D, empty, or not finite."""
     if not isinstance(x, Tensor):
         raise InvalidInput(f"{name} must be a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor.")
+    check_plain(x, name)
     if not x.is_floating_point():
         raise InvalidInput(
             f"{name} has dtype {_short(x.dtype)}, but a Jacobian needs real floating-point numbers: pass embeddings "

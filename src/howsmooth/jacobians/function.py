@@ -22,18 +22,17 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import checks
+from howsmooth.jacobians.alone import exact_autograd, without_sources
 from howsmooth.jacobians.operator import JacobianOperator
 
 _MOST_DENSE_ROWS = 4096
@@ -42,6 +41,9 @@ _NUMBERS_PER_CHUNK = 2**21
 # derivatives, not rounding, and leave room for models that round to float32 inside whatever the dtype of x.
 _SAME_PRODUCT = 1e-3
 _SAME_TRACE = 1e-5
+_VANISHES = 1e3
+"""A derivative this many eps of |f(x)|/|x| or less is what rounding leaves of zero: nothing forward and reverse mode
+could agree on. What f computes on its way to values near zero is taken to be of size one."""
 _BLUR = 32
 """Rounding inside f, whose operations nobody knows, in units of eps: whole layers of language models show up to 15."""
 
@@ -98,8 +100,8 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
             _doubt(
                 notes, "the Jacobian of f is exactly zero at x: f is constant or piecewise constant there, as round is."
             )
-        push = _forward_products(call, point, tape, u, pulled, notes)
-    return FunctionJacobian(point, tape, push, tuple(notes))
+        push, noise = _forward_products(call, point, tape, u, pulled, notes)
+    return FunctionJacobian(point, tape, push, tuple(notes), noise)
 
 
 class FunctionJacobian(JacobianOperator):
@@ -109,13 +111,13 @@ class FunctionJacobian(JacobianOperator):
         notes: sentences on fallbacks taken and doubts raised; empty when all went the usual way.
     """
 
-    def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...]):
+    def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...], noise: float = 0.0):
         y = tape.output
         batch_axes = 1 if x.dim() == 3 else 0
         self.batch_shape = x.shape[:batch_axes]
         self.in_shape, self.out_shape = x.shape[batch_axes:], y.shape[batch_axes:]
         self.dtype, self.device = x.dtype, x.device
-        self.blur = _BLUR * torch.finfo(x.dtype).eps
+        self.blur, self.noise = _BLUR * torch.finfo(x.dtype).eps, noise
         self.method, self.notes = push.name, notes
         self._push, self._pull = push, _Products("vjp", tape.pull, tape.pull_many)
 
@@ -198,23 +200,6 @@ class _Tape:
         return gradient
 
 
-@contextmanager
-def exact_autograd(device: torch.device) -> Iterator[None]:
-    """Autograd on whatever the caller's mode, at full precision, with only those kernels that have a forward mode."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.autocast(device.type, enabled=False),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
 def tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtype) -> Map:
     """f as a pure map of tensors of ``dtype``: no write reaches x, and a module's state is copied, never touched."""
     is_module = isinstance(f, nn.Module) and not isinstance(f, torch.jit.ScriptModule)  # functional_call refuses those
@@ -282,9 +267,17 @@ def _check_independent_items(call: Map, x: Tensor, tape: _Tape) -> None:
         raise checks.mixing_error()
 
 
-def _forward_products(call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tensor, notes: list[str]) -> _Products:
-    """The first way to compute Jv that works and agrees with reverse mode."""
+def _forward_products(
+    call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tensor, notes: list[str]
+) -> tuple[_Products, float]:
+    """The first way to compute Jv that works and agrees with reverse mode, and the noise of the products.
+
+    Where the derivative vanishes but for rounding, there is nothing to agree on: the noise says so.
+    """
     v = checks.random_like(x, seed=1)
+    point, value = (float(torch.linalg.vector_norm(t.detach())) for t in (x, tape.output))
+    rounding = _VANISHES * torch.finfo(x.dtype).eps * max(value, tape.output.numel() ** 0.5) / (point or 1.0)
+    vanishes = _relative_length(pulled, u) <= rounding
 
     def disagreement(jv: Tensor) -> float:
         """The larger defect of ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ for w = u, and for w = Jv, which leaves no room for cancellation."""
@@ -296,8 +289,13 @@ def _forward_products(call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tens
         return max(defects)
 
     def agrees(jv: Tensor, way: str) -> bool:
+        nonlocal noise
         defect = disagreement(jv)
         if defect <= _SAME_PRODUCT:
+            return True
+        if vanishes and _relative_length(jv, v) <= rounding:
+            noise = rounding
+            notes.append("the Jacobian of f vanishes at x to the accuracy of its rounding: its norm may be zero.")
             return True
         _doubt(
             notes,
@@ -306,20 +304,25 @@ def _forward_products(call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tens
         )
         return False
 
+    noise = 0.0
     try:
         jv = jvp(call, (x,), (v,))[1].detach()
     except Exception as error:
         notes.append(f"forward mode is not possible: {_first_line(error)}")
     else:
         if agrees(jv, "forward mode"):
-            return _linearized(call, x, v, jv, notes) or _pushed_forward(call, x)
+            return _linearized(call, x, v, jv, notes) or _pushed_forward(call, x), noise
     try:
         products = _double_backward(tape)
         if agrees(products.one(v), "double backward"):
-            return products
+            return products, noise
     except Exception as error:
         notes.append(f"double backward is not possible: {_first_line(error)}")
-    return _dense_rows(x, tape)
+    return _dense_rows(x, tape), noise
+
+
+def _relative_length(image: Tensor, vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(vector))
 
 
 def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -> _Products | None:
@@ -331,7 +334,8 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # f has run before; what is left is the tracer's talk about its own graph
-            _, push = linearize(call, x)
+            with without_sources():
+                _, push = linearize(call, x)
             first = push(v)
             kept = first.clone()
             second = push(checks.random_like(v, seed=2))

@@ -31,7 +31,8 @@ from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain, Scale
 from howsmooth.errors import NotDifferentiable
 from howsmooth.jacobians import checks
-from howsmooth.jacobians.function import exact_autograd, tensor_map
+from howsmooth.jacobians.alone import exact_autograd
+from howsmooth.jacobians.function import tensor_map
 from howsmooth.jacobians.projection import BlockProjection
 
 BLOCK_SIZE = 2**17
