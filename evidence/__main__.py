@@ -20,6 +20,7 @@ from evidence import (
     log_determinants,
     lower_bounds,
     near_identity,
+    offsets,
     real_heads,
     reference_values,
     rounding_grid,
@@ -38,6 +39,7 @@ from evidence.tables import write
 
 PAGES = {
     "jacobian": jacobian_grid,
+    "offsets": offsets,
     "certificate": certificate,
     "near-identity": near_identity,
     "rounding": rounding_grid,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import howsmooth as hs
 from evidence import attention_cases as cases
 from howsmooth.attention import DenseBias, UnitNorm
 from howsmooth.attention.masks import Maps
+
+NAN = float("nan")
 
 
 def sdpa(attention: hs.SelfAttention, x: Tensor, mask: Tensor | None, **options: object) -> Tensor:
@@ -200,7 +203,10 @@ SQUARE = torch.eye(4)
         (lambda: hs.SelfAttention(SQUARE, SQUARE[:, :2], SQUARE), "takes 2 features"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE.long()), "floating"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, SQUARE[:, :3]), "output weight must have shape"),
-        (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, query_bias=torch.ones(3)), "query bias must have 4"),
+        (
+            lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, query_bias=torch.ones(3)),
+            "query bias must be a floating vector of 4 entries",
+        ),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, softcap=0.0), "soft-cap must be positive"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask="full"), "a mask is None"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask=torch.ones(2, 3)), "a mask has shape"),
@@ -219,3 +225,36 @@ SQUARE = torch.eye(4)
 def test_bad_settings_are_one_clear_error(build, message: str) -> None:
     with pytest.raises(hs.InvalidInput, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hs.SelfAttention.random(0), "a width of 0 does not split"),
+        (lambda: hs.SelfAttention.random(8, 2, kv_heads=-1), r"multiple of kv_heads \(-1\)"),
+        (lambda: hs.SelfAttention.random(8, 2, kv_heads=0), r"multiple of kv_heads \(0\)"),
+        (lambda: hs.SelfAttention.random(8, 2.0), "whole numbers"),
+        (lambda: hs.SelfAttention(torch.eye(4), torch.eye(4), torch.eye(4), heads=0), r"heads \(0\)"),
+        (lambda: hs.SelfAttention(*torch.zeros(3, 4, 0)), "query weight has shape .4, 0.: no size may be zero"),
+        (lambda: hs.SelfAttention(*torch.eye(4).repeat(3, 1, 1), torch.zeros(0, 4)), "output weight has shape"),
+        (lambda: hs.SelfAttention([1.0], torch.eye(4), torch.eye(4)), "query weight must be .* got list"),
+        (lambda: hs.SelfAttention(*torch.eye(4).repeat(3, 1, 1), query_bias=[0.0] * 4), "query bias .* got list"),
+        (lambda: hs.SelfAttention.random(4, scale=NAN), "scale .* finite number, got nan"),
+        (lambda: hs.SelfAttention.random(4, softcap=0), "soft-cap must be positive and finite, got 0"),
+        (lambda: hs.SelfAttention.random(4, softcap=NAN), "soft-cap must be positive and finite, got nan"),
+        (lambda: hs.SelfAttention.random(4, softcap=float("inf")), "got inf: None leaves it out"),
+        (lambda: hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1), temperature=NAN), "finite number, got nan"),
+        (lambda: hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1), eps=-1.0), "eps that is not negative"),
+        (lambda: hs.SigmoidAttention(*torch.eye(4).repeat(3, 1, 1), logit_shift=NAN), "shift of sigmoid logits"),
+        (lambda: hs.L2SelfAttention(torch.zeros(0, 4), torch.eye(4)), "L2 attention needs matrices"),
+        (lambda: hs.ALiBi.standard(0), "at least one head"),
+        (lambda: hs.ALiBi(torch.tensor([NAN])), "one finite slope per head"),
+        (lambda: hs.Rotary(torch.tensor([NAN])), "finite frequencies"),
+        (lambda: hs.Rotary.standard(4, base=0.0), "base of rotary positions"),
+        (lambda: hs.RelativeBias(torch.full((1, 3), NAN)), "holds NaN"),
+    ],
+)
+def test_settings_that_give_no_map_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(hs.InvalidInput, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)

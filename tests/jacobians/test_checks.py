@@ -33,6 +33,9 @@ def test_finite_tokens_pass(shape: tuple[int, ...]) -> None:
         ([[1.0]], "x must be a torch.Tensor, not list"),
         (torch.zeros(3, 2, dtype=torch.int64), r"x has dtype int64.*convert with x\.float\(\)"),
         (torch.zeros(3, 2, dtype=torch.complex64), "x has dtype complex64"),
+        (torch.zeros(3, 2).to(torch.float8_e4m3fn), r"x has dtype float8_e4m3fn.*use x\.float\(\)"),
+        (torch.zeros(3, 2, device="meta"), "x is on the meta device"),
+        (torch.eye(2).to_sparse(), r"x is a sparse tensor.*x\.to_dense\(\)"),
         (torch.zeros(3), r"x has shape \(3,\).*add the missing axes"),
         (torch.zeros(1, 1, 3, 2), r"x has shape \(1, 1, 3, 2\).*merge or index axes"),
         (torch.zeros(0, 2), r"x has shape \(0, 2\), which holds no numbers"),
@@ -45,6 +48,13 @@ def test_bad_tokens_are_refused_in_one_sentence(x: Tensor, sentence: str) -> Non
     with pytest.raises(InvalidInput, match=sentence) as caught:
         checks.check_tokens(x)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)])
+    with pytest.raises(InvalidInput, match="x is a nested tensor"):
+        checks.check_tokens(nested)
 
 
 def test_the_error_uses_the_name_given() -> None:

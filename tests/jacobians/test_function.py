@@ -448,3 +448,27 @@ def test_forward_and_reverse_mode_that_disagree_are_reported() -> None:
         operator = function_jacobian(WrongForward.apply, x)
     assert operator.method == DOUBLE_BACKWARD
     assert_products_equal(operator, oracle(torch.square, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.softmax(-1).sum(-1),
+        lambda x: 1e3 * x.softmax(-1).sum(-1),
+        lambda x: nn.functional.layer_norm(x, x.shape[-1:]).sum(-1),
+        lambda x: nn.functional.normalize(x).square().sum(-1),
+    ],
+)
+def test_a_derivative_that_vanishes_is_not_called_wrong(f: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Forward and reverse mode round zero differently; that is no sign of a custom derivative that is wrong."""
+    operator = function_jacobian(f, random(N, D).to(dtype))
+    assert float(torch.linalg.matrix_norm(operator.dense(), ord=2)) <= operator.noise
+    assert operator.notes == ("the Jacobian of f vanishes at x to the accuracy of its rounding: its norm may be zero.",)
+
+
+@pytest.mark.parametrize("f", [lambda x: 0 * x, torch.round, torch.sign, lambda x: x.clamp(50, 60)])
+def test_a_derivative_of_zero_gives_zero(f: Callable[[Tensor], Tensor]) -> None:
+    with pytest.warns(DerivativeWarning, match="exactly zero at x: f is constant or piecewise constant"):
+        operator = function_jacobian(f, random(N, D))
+    assert operator.dense().abs().max() == 0

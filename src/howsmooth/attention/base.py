@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -63,13 +64,11 @@ class AttentionMap(nn.Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         _check_heads(heads, kv_heads)
+        for name, matrix in (("query", query), ("key", key), ("value", value), ("output", output)):
+            if matrix is not None or name != "output":
+                _check_matrix(name, matrix)
         width = query.shape[-1]
         for name, weight, groups in (("query", query, heads), ("key", key, kv_heads), ("value", value, kv_heads)):
-            if weight.dim() != 2 or not weight.is_floating_point():
-                raise InvalidInput(
-                    f"the {name} weight must be a floating (out_features, in_features) matrix, got {weight.dtype} "
-                    f"of shape {tuple(weight.shape)}."
-                )
             if weight.shape[1] != width:
                 raise InvalidInput(
                     f"the {name} weight takes {weight.shape[1]} features, but the query weight takes {width}."
@@ -84,10 +83,10 @@ class AttentionMap(nn.Module):
         mixed = value.shape[0] // kv_heads * heads
         if output is None:
             output = torch.eye(mixed, dtype=value.dtype, device=value.device)
-        if output.dim() != 2 or output.shape[1] != mixed:
+        if output.shape[1] != mixed:
             raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
-        if softcap is not None and not softcap > 0:
-            raise InvalidInput(f"a logit soft-cap must be positive, got {softcap}.")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise InvalidInput(f"a logit soft-cap must be positive and finite, got {softcap}: None leaves it out.")
         self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
         self.register_buffer("query_weight", query.reshape(heads, -1, width))
         self.register_buffer("key_weight", key.reshape(kv_heads, -1, width))
@@ -221,13 +220,23 @@ class AttentionMap(nn.Module):
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise InvalidInput(f"heads ({heads}) must be a positive multiple of kv_heads ({kv_heads}).")
+    whole = all(isinstance(count, int) for count in (heads, kv_heads))
+    if not whole or heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise InvalidInput(f"heads ({heads!r}) must be a positive whole multiple of kv_heads ({kv_heads!r}).")
+
+
+def _check_matrix(name: str, weight: object) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise InvalidInput(f"the {name} weight must be a floating (out_features, in_features) matrix, got {got}.")
+    if 0 in weight.shape:
+        raise InvalidInput(f"the {name} weight has shape {tuple(weight.shape)}: no size may be zero.")
 
 
 def _split_bias(name: str, bias: Tensor | None, groups: int | None, size: int) -> Tensor | None:
     if bias is None:
         return None
-    if bias.shape != (size,):
-        raise InvalidInput(f"the {name} bias must have {size} entries, got shape {tuple(bias.shape)}.")
+    if not isinstance(bias, Tensor) or bias.shape != (size,) or not bias.is_floating_point():
+        got = f"{bias.dtype} of shape {tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
+        raise InvalidInput(f"the {name} bias must be a floating vector of {size} entries, got {got}.")
     return bias if groups is None else bias.reshape(groups, -1)

@@ -96,6 +96,8 @@ class SelfAttention(AttentionMap):
         >>> hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))(torch.zeros(3, 2)).shape
         torch.Size([3, 2])
         """
+        if a.dim() != 2 or v.dim() != 2:
+            raise InvalidInput(f"A and V must be matrices, got shapes {tuple(a.shape)} and {tuple(v.shape)}.")
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         return cls(a, identity, v, query_bias=bias, scale=1.0, **options)  # type: ignore[arg-type]
 
@@ -111,10 +113,15 @@ class SelfAttention(AttentionMap):
         **options: object,
     ) -> SelfAttention:
         """Weights of variance 1/width: tokens of unit variance give queries and keys of unit variance."""
-        if heads < 1 or width % heads:
-            raise InvalidInput(f"a width of {width} does not split into {heads} heads.")
+        if not all(isinstance(count, int) and count >= 1 for count in (width, heads)) or width % heads:
+            raise InvalidInput(
+                f"a width of {width!r} does not split into {heads!r} heads: give positive whole numbers."
+            )
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+            raise InvalidInput(f"heads ({heads}) must be a positive whole multiple of kv_heads ({kv_heads!r}).")
         generator = torch.Generator().manual_seed(seed)
-        shared = width // heads * (kv_heads or heads)
+        shared = width // heads * kv_heads
 
         def draw(rows: int) -> Tensor:
             return (torch.randn(rows, width, generator=generator, dtype=torch.float64) * width**-0.5).to(dtype)

@@ -33,7 +33,12 @@ class GradientStepAttention(nn.Module):
 
     def __init__(self, matrix: Tensor, context: Tensor, step: float):
         super().__init__()
-        if matrix.dim() != 2 or context.dim() != 2 or len(context) == 0 or matrix.shape[1] != context.shape[1]:
+        if (
+            matrix.dim() != 2
+            or context.dim() != 2
+            or 0 in (*matrix.shape, *context.shape)
+            or matrix.shape[1] != context.shape[1]
+        ):
             raise InvalidInput(
                 "gradient-step attention needs a matrix (d, e) and a context of at least one row (m, e), got shapes "
                 f"{tuple(matrix.shape)} and {tuple(context.shape)}."

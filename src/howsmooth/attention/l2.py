@@ -48,7 +48,14 @@ class L2SelfAttention(AttentionMap):
         value_factor: bool = True,
         mask: LogitBias | Tensor | str | None = None,
     ):
-        if query.dim() != 2 or value.dim() != 2 or heads < 1 or query.shape[0] % heads or value.shape[0] % heads:
+        if (
+            query.dim() != 2
+            or value.dim() != 2
+            or 0 in query.shape
+            or heads < 1
+            or query.shape[0] % heads
+            or value.shape[0] % heads
+        ):
             raise InvalidInput(
                 f"L2 attention needs matrices whose rows split into {heads} heads, got query {tuple(query.shape)} "
                 f"and value {tuple(value.shape)}."

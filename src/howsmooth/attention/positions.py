@@ -31,6 +31,11 @@ class Rotary(TokenStage):
         self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
     ):
         super().__init__()
+        if frequencies.dim() != 1 or not bool(torch.isfinite(frequencies).all()) or not math.isfinite(amplitude):
+            raise InvalidInput(
+                f"rotary positions need a vector of finite frequencies and a finite amplitude, got frequencies of "
+                f"shape {tuple(frequencies.shape)} and amplitude {amplitude}."
+            )
         self.frequencies: Tensor
         self.positions: Tensor | None
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -40,6 +45,8 @@ class Rotary(TokenStage):
     @classmethod
     def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """ω_m = base^{−2m/dim}, in double precision."""
+        if not 0 < base < math.inf:
+            raise InvalidInput(f"the base of rotary positions must be positive and finite, got {base}.")
         if dim < 2 or dim % 2:
             raise InvalidInput(f"rotary positions turn pairs of coordinates: the width must be even, got {dim}.")
         return cls(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), interleaved)
@@ -96,12 +103,16 @@ class ALiBi(LogitBias):
 
     def __init__(self, slopes: Tensor):
         super().__init__()
+        if slopes.dim() != 1 or not bool(torch.isfinite(slopes).all()):
+            raise InvalidInput(f"ALiBi needs one finite slope per head, got a tensor of shape {tuple(slopes.shape)}.")
         self.slopes: Tensor
         self.register_buffer("slopes", slopes, persistent=False)
 
     @classmethod
     def standard(cls, heads: int) -> ALiBi:
         """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
+        if heads < 1:
+            raise InvalidInput(f"ALiBi needs at least one head, got {heads}.")
         closest = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]
         slopes += [2 ** (-4 * (2 * h + 1) / closest) for h in range(heads - closest)]
@@ -128,6 +139,8 @@ class RelativeBias(LogitBias):
         super().__init__()
         if table.dim() != 2 or table.shape[1] % 2 == 0:
             raise InvalidInput(f"a relative bias table has shape (heads, 2·reach + 1), got {tuple(table.shape)}.")
+        if bool((table.isnan() | (table == float("inf"))).any()):
+            raise InvalidInput("a relative bias table may hold finite logits and −inf, but this one holds NaN or +inf.")
         self.table: Tensor
         self.register_buffer("table", table, persistent=False)
 

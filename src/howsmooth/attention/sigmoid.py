@@ -8,6 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.errors import InvalidInput
 
 
 class _Shift(LogitBias):
@@ -15,6 +16,8 @@ class _Shift(LogitBias):
 
     def __init__(self, value: float | None):
         super().__init__()
+        if value is not None and not math.isfinite(value):
+            raise InvalidInput(f"the shift of sigmoid logits must be a finite number, got {value}.")
         self.value = value
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:

@@ -43,7 +43,7 @@ def exact_autograd(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_sources() -> Iterator[None]:
-    """Forget the sources that torch.fx generates inside, which it would keep for tracebacks as long as the process lives.
+    """Forget the sources that torch.fx generates inside; for tracebacks it keeps them as long as the process lives.
 
     Only those of this thread: another's may still be wanted. They are of no use to whoever runs the code.
     """

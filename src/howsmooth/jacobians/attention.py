@@ -24,8 +24,8 @@ DEFAULT_MEMORY = 2**29
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
 MOST_NOISE = 1e-3
-"""Share of ‖Jᵀu‖, u = Jv/|Jv| for a random v, that the noise may have before a wider dtype is taken. ‖Jᵀu‖ is a third of
-the norm or more on ordinary heads, so that an accuracy of 10⁻³ stays within reach."""
+"""Share of ‖Jᵀu‖, u = Jv/|Jv| for a random v, that the noise may have before a wider dtype is taken. On ordinary heads
+‖Jᵀu‖ is a third of the norm or so, which leaves an accuracy of 10⁻³ within reach."""
 
 
 class AttentionJacobian(JacobianOperator):

@@ -34,7 +34,7 @@ def check_finite(tensor: Tensor, name: str) -> None:
 
 
 def check_plain(x: Tensor, name: str = "x") -> None:
-    """Refuse tensors whose numbers cannot be computed with: nested, sparse, quantised, without data, or eight bits wide.
+    """Refuse tensors whose numbers cannot be computed with: nested, sparse, quantised, without data, eight bits wide.
 
     >>> check_plain(torch.zeros(2, 2, device="meta"))
     Traceback (most recent call last):

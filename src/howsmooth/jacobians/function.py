@@ -274,7 +274,7 @@ def _forward_products(
 
     Where the derivative vanishes but for rounding, there is nothing to agree on: the noise says so.
     """
-    v = checks.random_like(x, seed=1)
+    v, noise = checks.random_like(x, seed=1), 0.0
     point, value = (float(torch.linalg.vector_norm(t.detach())) for t in (x, tape.output))
     rounding = _VANISHES * torch.finfo(x.dtype).eps * max(value, tape.output.numel() ** 0.5) / (point or 1.0)
     vanishes = _relative_length(pulled, u) <= rounding
@@ -304,7 +304,6 @@ def _forward_products(
         )
         return False
 
-    noise = 0.0
     try:
         jv = jvp(call, (x,), (v,))[1].detach()
     except Exception as error:

@@ -12,9 +12,9 @@ they fit the memory budget and recomputed from the largest logit and the sum of 
 O(n) at any n.
 
 Both products subtract numbers as large as |q||v|, and a row of P whose sum is off by δ leaves δ|q||v| behind. So a
-weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as it
-came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees no
-constant on all keys). What rounding still does is bounded in `howsmooth.jacobians.rounding`.
+weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as
+it came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees
+no constant on all keys). What rounding still does is bounded in `howsmooth.jacobians.rounding`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ class MomentSums:
         total = total.masked_fill(total == 0, 1.0)
 
         def about(square: Tensor, centre: Tensor) -> Tensor:
-            return torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square) if self.centred else square
+            return (
+                torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square) if self.centred else square
+            )
 
         def root(square: Tensor, longest: Tensor | float = 1.0) -> Tensor:
             return (square.sqrt() * longest).squeeze(-1)

@@ -73,7 +73,8 @@ def _errors(
     reach, offset = (_longest(t).repeat_interleave(attention.heads) for t in (moved, centre))
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     biases = (attention.query_bias, attention.key_bias, attention.value_bias)
-    largest_raw = torch.stack([_longest(t) for t in raw]).amax(0)
+    meeting = torch.maximum(_longest(raw[0]), _longest(raw[1]))  # stages of queries and keys may look at both
+    largest = (meeting, meeting, _longest(raw[2]))
     found = []
     for i, free in enumerate((False, *attention.free_of_constants)):
         length = per_map(torch.linalg.matrix_norm(weights[i].double()), reach, attention)
@@ -81,7 +82,7 @@ def _errors(
         bias = biases[i]
         if bias is not None and not free:
             projected = projected + per_map(torch.linalg.vector_norm(bias.double(), dim=-1), reach, attention)
-        before = growth(moved.shape[-1]) * projected + 4 * largest_raw
+        before = growth(moved.shape[-1]) * projected + 4 * largest[i]
         found.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
     return tuple(found)
 

@@ -16,12 +16,12 @@ P_ij|q_i||v_j − o_i|, whichever is less, gives for the three parts of dO
     ‖Σ_j P_ij (q_i·dk_j) (v_j − o_i)‖ ≤ ‖B‖ · min(max_i |q_i| E_i[|v − o_i|²]^½ s^½, ‖P_ij|q_i||v_j − o_i|‖_F),
     ‖Σ_j P_ij dv_j‖ ≤ ‖C‖ · min(s^½, ‖P‖_F),        s = max_j Σ_i P_ij.
 
-These are the sizes ``apart``. The products really subtract Σ T_ij v_j and o_i Σ T_ij, whose sizes are the same with k_j,
-v_j, o_i in place of their differences: the sizes ``whole``. Then, to first order,
+These are the sizes ``apart``. The products really subtract Σ T_ij v_j and o_i Σ T_ij, whose sizes are the same with
+k_j, v_j, o_i in place of their differences: the sizes ``whole``. Then, to first order,
 
 - *weights*: logits are off by e_ij ≤ eps'·(√k/2 + 4)|q_i||k_j| plus the errors of q and k, with eps' of the dtype they
-  were evaluated in, and additive biases by their own rounding; P_ij is off by a factor within exp(±2e_ij) and 4 eps, and
-  the parts by that share of ``apart`` (twice for the second: o_i moves too);
+  were evaluated in, and additive biases by their own rounding; P_ij is off by a factor within exp(±2e_ij) and 4 eps,
+  and the parts by that share of ``apart`` (twice for the second: o_i moves too);
 - *products*: √(2m)·u of ``whole``, with m = 2k + v + 2n + 8 terms;
 - *ends*: the projections before and after, √m·u of ``apart`` with their own number of terms m;
 - *tokens*: q, k, v rounded to the dtype (part of *products*) and their errors before that (`Point.errors`);

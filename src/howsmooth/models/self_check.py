@@ -34,6 +34,12 @@ _LOUD = 4.0
 
 def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAttention) -> None:
     """Raise `UnsupportedModel` when the map differs from the model's own attention by more than `TOLERANCE`."""
+    for name, weight in attention.named_buffers():
+        if weight.is_floating_point() and "logit_biases" not in name and not bool(torch.isfinite(weight).all()):
+            raise UnsupportedModel(
+                f"the {name.replace('_', ' ')} of layer {site.layer} of {type(model).__name__} holds NaN or infinite "
+                "values: the file is damaged, or training diverged."
+            )
     with _sharp_rotations(model) as sharp:
         call = record_calls(model, [site], random_inputs(model, _length(model, attention)))[site.layer]
     exact = copy.deepcopy(attention).to("cpu", torch.float64)
