@@ -23,9 +23,10 @@ DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
-MOST_NOISE = 1e-3
-"""Share of ‖Jᵀu‖, u = Jv/|Jv| for a random v, that the noise may have before a wider dtype is taken. On ordinary heads
-‖Jᵀu‖ is a third of the norm or so, which leaves an accuracy of 10⁻³ within reach."""
+MOST_NOISE = 4e-4
+"""Share of a map's norm that its noise may have before a wider dtype is taken: both ends then leave room for 10⁻³."""
+_LOOKS = 4
+"""Power iterations for a norm to compare the noise with: one is enough unless the two are close."""
 
 
 class AttentionJacobian(JacobianOperator):
@@ -64,7 +65,7 @@ class AttentionJacobian(JacobianOperator):
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
-        query, key, value = self.projection.into_heads(v.reshape(-1, *self.in_shape))
+        query, key, value = self.projection.into_heads(v.to(self.dtype).reshape(-1, *self.in_shape))
         moved = self.mixing.jvp(
             self.derivatives.query.jvp(query) if self.path != "value" else None,
             self.derivatives.key.jvp(key) if self.path != "value" else None,
@@ -75,7 +76,7 @@ class AttentionJacobian(JacobianOperator):
     @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
-        grad = self.projection.distribute(u.reshape(-1, *self.out_shape))
+        grad = self.projection.distribute(u.to(self.dtype).reshape(-1, *self.out_shape))
         query, key, value = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
         back = self.projection.from_heads(
             self.derivatives.query.vjp(query), self.derivatives.key.vjp(key), self.derivatives.value.vjp(value)
@@ -224,8 +225,14 @@ def _needs_float64(operator: AttentionJacobian) -> bool:
     """Whether float32 cannot resolve the logits, or leaves more noise than `MOST_NOISE` of some map."""
     if operator.blur > MOST_BLUR:
         return True
-    start = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype))
-    moved = operator.matvec(start.to(operator.device))
-    back = operator.rmatvec(moved)
-    size, length = (torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (back, moved))
-    return not bool((operator.noise * length <= MOST_NOISE * size).all())
+    v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
+    size = torch.zeros(operator.batch_shape, dtype=torch.float64, device=operator.device)
+    for _ in range(_LOOKS):
+        moved = operator.matvec(v)
+        v = operator.rmatvec(moved)
+        lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
+        size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
+        v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
+        if bool((operator.noise <= MOST_NOISE * size).all()):
+            return False
+    return True

@@ -22,8 +22,9 @@ k_j, v_j, o_i in place of their differences: the sizes ``whole``. Then, to first
 - *weights*: logits are off by e_ij ≤ eps'·(√k/2 + 4)|q_i||k_j| plus the errors of q and k, with eps' of the dtype they
   were evaluated in, and additive biases by their own rounding; P_ij is off by a factor within exp(±2e_ij) and 4 eps,
   and the parts by that share of ``apart`` (twice for the second: o_i moves too);
-- *products*: √(2m)·u of ``whole``, with m = 2k + v + 2n + 8 terms;
-- *ends*: the projections before and after, √m·u of ``apart`` with their own number of terms m;
+- *products*: √(3m/2)·u of ``whole``, with m = 2k + v + n + 16 terms (row sums are taken in pairs);
+- *ends*: the projections before and after, √m·u/4 of ``apart`` with their own number of terms m: partial sums along
+  the features of a token stay far below the product of norms;
 - *tokens*: q, k, v rounded to the dtype (part of *products*) and their errors before that (`Point.errors`);
 - *underflow*: every operation may lose the smallest normal number.
 
@@ -62,9 +63,9 @@ class Noise:
         dtype = mixing.query.dtype
         n, width, value_width = mixing.query.shape[1], mixing.query.shape[2], mixing.value.shape[2]
         heads = 1 if by_head else attention.heads
-        products = growth(2 * (2 * width + value_width + 2 * n + 8))
+        products = growth(3 * (2 * width + value_width + n + 16) // 2)
         forward = attention.in_features + heads * value_width
-        ends = growth(max(forward, attention.out_features + heads * (2 * width + value_width)))
+        ends = growth(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
         eps = torch.finfo(dtype).eps
         norms = input_norms(attention, point, dtype)
         apart, whole = _sizes(mixing)
