@@ -178,6 +178,15 @@ def test_check_refuses_a_map_with_one_wrong_feature(feature: str) -> None:
         check_against_model(model, site, attention)
 
 
+def test_weights_that_are_not_numbers_are_called_so() -> None:
+    model = TINY["bert"].build()
+    site = attention_site(model, 0)
+    attention = read_attention(model, site)
+    attention.value_weight[0, 0, 0] = float("nan")
+    with pytest.raises(UnsupportedModel, match="value weight of layer 0 .* holds NaN or infinite values"):
+        check_against_model(model, site, attention)
+
+
 @pytest.mark.parametrize("layer", [-1, 2])
 def test_layer_out_of_range_names_the_number_of_layers(layer: int) -> None:
     with pytest.raises(InvalidInput, match=f"layer {layer} does not exist: this BertModel has 2 layers, 0 to 1"):

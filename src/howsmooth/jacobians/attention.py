@@ -23,10 +23,10 @@ DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
-MOST_NOISE = 4e-4
-"""Share of a map's norm that its noise may have before a wider dtype is taken: both ends then leave room for 10⁻³."""
-_LOOKS = 4
-"""Power iterations for a norm to compare the noise with: one is enough unless the two are close."""
+MOST_NOISE = 1e-3
+"""Share of ‖Jᵀu‖ that the noise may have before a wider dtype is taken, with u = Jv/|Jv| and v random or, at the second
+look, Jᵀu itself. That is a third to a half of the norm on ordinary heads, so that both ends leave room for 10⁻³."""
+_LOOKS = 2
 
 
 class AttentionJacobian(JacobianOperator):
