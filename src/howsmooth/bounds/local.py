@@ -26,7 +26,8 @@ from howsmooth.bounds.assumptions import LINEAR_VALUES
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.paths import Paths, distances, paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import ROUNDING, TINY, largest, psd_norm, value_gain
+from howsmooth.bounds.spreads import about_means, keys, product_slack
+from howsmooth.bounds.three_path import TINY, largest_block, nowhere_nan, psd_norm, push_radii, value_gain
 
 
 def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
@@ -38,23 +39,27 @@ def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
     tensor([2.3...], dtype=torch.float64)
     """
     found = torch.cat([_local(part) for part in paths(attention, x, folded)])
-    return found.reshape(*x.shape[:-2], attention.heads) * (1 + ROUNDING)
+    return found.reshape(*x.shape[:-2], attention.heads)
 
 
 def _local(part: Paths) -> Tensor:
-    mean = part.weights @ part.tokens
-    spread = (part.slopes * distances(mean, part.tokens).square()).sum(-1)  # s_i²
-    pulls = (part.slopes @ part.pull.square().sum(-1, keepdim=True))[..., 0]
+    """The formula with weights, spreads and pushes raised by what rounding may have taken from them."""
+    cloud = about_means(part, part.tokens, 0.0)
+    mean = part.weights @ part.tokens if part.softmax else torch.zeros_like(part.tokens)
+    spread = (part.upper_slopes * distances(mean, part.tokens).square()).sum(-1)  # s_i²
+    pulls = (part.upper_slopes @ part.pull.square().sum(-1, keepdim=True))[..., 0]
 
     def gram(maps: Tensor, i: Tensor) -> Tensor:
         block = part.query_block(maps, i, part.tokens)
         short = block if block.shape[-2] <= block.shape[-1] else block.mT
         return short @ short.mT
 
-    diagonal = largest(spread * pulls * _gain(part.pull_map), gram).sqrt()
-    push = part.push_lengths().masked_fill(part.scores == float("-inf"), 0.0).amax(-1)
-    columns = part.weights.sum(-2).amax(-1)
-    return value_gain(part) * (diagonal + (1 + spread.clamp_min(TINY).sqrt() * push).amax(-1) * columns.sqrt())
+    diagonal = largest_block(*product_slack(part, cloud, keys(part)), spread * pulls * _gain(part.pull_map), gram)
+    push = (part.push_lengths() + push_radii(part)).masked_fill(~part.seen, 0.0).amax(-1)
+    columns = part.upper_weights.sum(-2).amax(-1)
+    lengths = spread.clamp_min(TINY).sqrt() + cloud.error
+    bound = value_gain(part) * (diagonal + (1 + lengths * push).amax(-1) * columns.sqrt())
+    return nowhere_nan(bound * part.allowance)
 
 
 def _gain(maps: Tensor | None) -> Tensor | float:

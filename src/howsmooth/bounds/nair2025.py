@@ -20,7 +20,7 @@ from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import head_numbers
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import ROUNDING, nonnegative_norm, spectral, value_gain
+from howsmooth.bounds.three_path import nowhere_nan, spectral, value_gain, weights_norm
 from howsmooth.bounds.tokens import TokenSet
 
 REFERENCE = "Nair 2025"
@@ -51,16 +51,17 @@ def on_ball(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
 
 
 def norms_at(attention: AttentionMap, x: Tensor, folded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """‖V‖, ‖P‖, ‖X‖ and ‖A‖ of every head at x, for linear attention maps without positions."""
+    """‖V‖, ‖P‖, ‖X‖ and ‖A‖ of every head at x, from above, for linear attention maps without positions."""
     parts = list(paths(attention, x, folded))
     value = torch.cat([value_gain(part) for part in parts])
-    weights = torch.cat([nonnegative_norm(part.weights) for part in parts])
+    weights = torch.cat([weights_norm(part) for part in parts])
     score = head_numbers(attention, TokenSet.ball(1.0, attention.in_features), n=len(x)).score
-    return value, weights, spectral(x.double()), score
+    allowance = max(part.allowance for part in parts)
+    return value * allowance, weights, spectral(x.double()) * allowance, score * allowance
 
 
 def _at_point(where: Setting, folded: bool) -> Tensor:
-    return at_point(*norms_at(where.map, where.point, folded)) * (1 + ROUNDING)
+    return nowhere_nan(at_point(*norms_at(where.map, where.point, folded)))
 
 
 def _on_ball(where: Setting, folded: bool) -> Tensor:

@@ -45,8 +45,9 @@ from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import head_numbers
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import ROUNDING, nonnegative_norm, psd_norm, spread_norm, three_path
+from howsmooth.bounds.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm, three_path
 from howsmooth.bounds.tokens import TokenSet
 
 
@@ -67,7 +68,7 @@ def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool
     for part in paths(attention, x, folded):
         own = slice(first, first := first + len(part.value))
         found.append(_ball(part, eps, numbers.value[own], numbers.score[own]))
-    return torch.maximum(torch.cat(found) * (1 + ROUNDING), three_path(attention, x, folded))
+    return torch.maximum(torch.cat(found), three_path(attention, x, folded))
 
 
 def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
@@ -89,24 +90,36 @@ def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
 
 
 def _ball(part: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
-    seen = part.scores != float("-inf")
+    """The formula of this module, every ingredient raised by its radius (`howsmooth.bounds.rounding`)."""
+    radii, width = part.radii, part.pull.shape[-1]
+    gain = torch.ones_like(radii.pull) if part.pull_map is None else part.pull_map.norm(dim=(-2, -1))
     mean_key = part.weights @ part.pull
-    pull, push = part.pull_distances(mean_key), part.push_lengths()
-    weights = softmax_ceiling(part.scores, eps * (pull + push) + eps**2 * score[:, None, None])
+    away, most = 2 * part.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
+    key_radius = gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
+    pull, push = part.pull_distances(mean_key), part.push_lengths() + push_radii(part)
+    moved = eps * (pull + key_radius[..., None] + push) + eps**2 * score[:, None, None]
+    weights = softmax_ceiling(part.scores, moved + radii.weights[..., None])
     norm = torch.minimum(nonnegative_norm(weights), weights.sum(-2).amax(-1).sqrt())
 
-    farthest = (distances(part.mean, part.value) * seen).amax(-1)
-    spread = torch.minimum(spread_norm(weights, part.value, part.mean).sqrt(), farthest) + value[:, None] * eps
-    longest = (pull * seen).amax(-1)
+    farthest = (distances(part.mean, part.value) * part.seen).amax(-1)
+    spread = torch.minimum(spread_norm(weights, part.value, part.mean).sqrt(), farthest)
+    spread = spread + radii.value.amax(-1, keepdim=True) + value[:, None] * eps
+    longest = (pull * part.seen).amax(-1)
     lean = spread_norm(weights, part.pull, mean_key, part.pull_map).sqrt()
-    lean = torch.minimum(lean, longest) + score[:, None] * eps
+    if part.pull_map is not None:  # a product of three matrices is known to within the product of their norms
+        lean = lean + gamma(4 * width) ** 0.5 * gain * spread_norm(weights, part.pull, mean_key).sqrt()
+    lean = torch.minimum(lean, longest) + key_radius + score[:, None] * eps
 
     loads = weights * spread.square()[..., None]
     queries = mixed_pairs(loads.mT, part.push, part.push)
+    off = (loads * push_radii(part).square()).sum(-2).sqrt()
     if part.push_map is not None:
+        lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+        off = off + gamma(4 * width) ** 0.5 * part.push_map.norm(dim=(-2, -1)) * lengths
         queries = part.push_map.mT @ queries @ part.push_map
-    cross = psd_norm(queries).sqrt() + score[:, None] * eps * loads.sum(-2).sqrt()
-    return norm * value + (spread * lean).amax(-1) + cross.amax(-1)
+    cross = psd_norm(queries).sqrt() + off + score[:, None] * eps * loads.sum(-2).sqrt()
+    bound = norm * value + (spread * lean).amax(-1) + cross.amax(-1)
+    return nowhere_nan(bound * part.allowance)
 
 
 def _evaluate(where: Setting, folded: bool) -> Tensor:

@@ -20,13 +20,14 @@ where :math:`m_i = o_i` for softmax and 0 for sigmoid. Proof: for sigmoid :math:
 
 Only norms are wanted, so W and the projections are replaced by the triangular factors of their QR decompositions: a
 head of width k lives in k dimensions whatever the width of the tokens. All arithmetic is float64, and differentiable in
-x.
+x. How far rounding may have moved each part is kept beside it (`howsmooth.bounds.rounding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,9 +35,21 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.bounds.rounding import (
+    UNIT,
+    Radii,
+    Traced,
+    gamma,
+    logit_radius,
+    norm_allowance,
+    projected,
+    through,
+    weight_radii,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
 
+LEAST = 1e-300
 GROUP_SIZE = 2**19
 """Most entries of the n × n weights, or of n matrices of size k × k, that are held at once over several heads."""
 
@@ -58,6 +71,8 @@ class Paths:
         value_map: :math:`WM^v_j`, ``(g, n or 1, m, r)``.
         pull, pull_map: what a query feels of each key: ``(g, n, r)`` and None, or ``(g, n, k)`` and ``(g, n, k, r)``.
         push, push_map: what a key feels of each query, likewise.
+        radii: how far all of this may be from what it stands for.
+        softmax: whether the weights of a row sum to one. shiftable: whether a common shift of all keys changes nothing.
     """
 
     scores: Tensor
@@ -71,6 +86,37 @@ class Paths:
     pull_map: Tensor | None
     push: Tensor
     push_map: Tensor | None
+    radii: Radii
+    softmax: bool
+    shiftable: bool
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which keys a query sees, ``(g, n, n)``."""
+        return self.scores != float("-inf")
+
+    @cached_property
+    def upper_weights(self) -> Tensor:
+        """P⁺: no true weight is larger, ``(g, n, n)``."""
+        return self._raised(self.weights, self.radii.weights, 1.0)
+
+    @cached_property
+    def upper_slopes(self) -> Tensor:
+        """S⁺: no true slope is larger, ``(g, n, n)``."""
+        if self.slopes is self.weights:
+            return self.upper_weights
+        return self._raised(self.slopes, self.radii.slopes, 1.0 if self.softmax else 0.25)
+
+    def _raised(self, numbers: Tensor, radius: Tensor, most: float) -> Tensor:
+        with torch.enable_grad():  # kept, whoever asks first
+            raised = (numbers + LEAST) * radius.exp()[..., None]  # what is smaller than LEAST may have become zero
+            return raised.clamp(max=most).masked_fill(~self.seen, 0.0)
+
+    @property
+    def allowance(self) -> float:
+        """Factor that covers the rounding of norms, and of the sums of a few of them."""
+        widths = (self.value, self.pull, self.push, self.tokens, self.value_map)
+        return 1 + norm_allowance(self.weights.shape[-1], max(part.shape[-1] for part in widths))
 
     def query_block(self, maps: Tensor, i: Tensor, vectors: Tensor | None = None) -> Tensor:
         r""":math:`W[\sum_j S_{ij}(v_j - m_i)k_j^\top]M^q_i` for pairs (map, i), ``(pairs, m, r)``.
@@ -84,13 +130,9 @@ class Paths:
         return block if self.pull_map is None else block @ self.pull_map[maps, i]
 
     def key_block(self, maps: Tensor, j: Tensor, loads: Tensor) -> Tensor:
-        r""":math:`M^{k\top}_j(\sum_i S_{ij}\lambda_iq_iq_i^\top)M^k_j` for pairs (map, j); the loads are λ."""
-        push = self.push[maps]
-        gram = (push * (self.slopes[maps, :, j] * loads[maps])[..., None]).mT @ push
-        if self.push_map is None:
-            return gram
-        through = self.push_map[maps, j]
-        return through.mT @ gram @ through
+        r""":math:`M^{k\top}_j(\sum_i S^+_{ij}\lambda_iq_iq_i^\top)M^k_j` for pairs (map, j); the loads are λ."""
+        felt = self.push[maps] if self.push_map is None else self.push[maps] @ self.push_map[maps, j]
+        return (felt * (self.upper_slopes[maps, :, j] * loads[maps])[..., None]).mT @ felt
 
     def pull_distances(self, centres: Tensor) -> Tensor:
         r""":math:`|M^{q\top}_i(k_j - c_i)|` for all i and j, ``(g, n, n)``; centres are given as ``pull`` is."""
@@ -130,25 +172,42 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
     )
     chains = (query_chain, key_chain, value_chain)
     weights_in = (attention.query_weight, attention.key_weight, attention.value_weight)
+    inner = [_per_map(weight.mT, len(value), batch, reduced).mT for weight in weights_in]
     query_map, key_map, value_map = (
-        _derivative(own, chain, part, _per_map(weight.mT, len(part), batch, reduced).mT)
-        for own, chain, part, weight in zip(stages, chains, raw, weights_in, strict=True)
+        _derivative(own, chain, part, weight)
+        for own, chain, part, weight in zip(stages, chains, raw, inner, strict=True)
     )
+    with torch.no_grad():
+        traced = [
+            through(own, part)
+            for own, part in zip(stages, projected(attention, tokens, [part.detach() for part in raw]), strict=True)
+        ]
+        leans = [
+            part.map_radius(weight, _factoring(attention.in_features, weight.shape[-2], reduced))
+            for part, weight in zip(traced, inner, strict=True)
+        ]
+    off, value_lean = traced[2].radius, leans[2]
     if folded:
         output = _per_map(attention.output_weight.mT, len(value), batch, reduced)
+        off, value_lean = _after_output(output, value, value_map, off, value_lean, attention.out_features, reduced)
         value, value_map = value @ output.mT, output[:, None] @ value_map
     softmax = attention.weighting == "softmax"
+    shiftable = softmax and attention.softcap is None
     if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
         value = value - value.mean(-2, keepdim=True)
-    centred = key - key.mean(-2, keepdim=True) if softmax and attention.softcap is None else key
-    pull, pull_map = (centred @ query_map[:, 0], None) if query_map.shape[1] == 1 else (centred, query_map)
-    push, push_map = (query @ key_map[:, 0], None) if key_map.shape[1] == 1 else (query, key_map)
+        off = off + UNIT * value.detach().norm(dim=-1)
+    centred = key - key.mean(-2, keepdim=True) if shiftable else key
+    pull, pull_map, pull_radius, pull_lean = _felt(centred, query_map, traced[1].radius, leans[0])
+    push, push_map, push_radius, push_lean = _felt(query, key_map, traced[0].radius, leans[1])
     every = Maps.every(batch, attention.heads, n, query)
     widest = max(pull.shape[-1], push.shape[-1], value.shape[-1])
     step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
     for first in range(0, len(query), step):
         own = slice(first, first + step)
-        scores, weights, slopes = _weights(attention, query[own], key[own], every.select(own))
+        dots, scores, weights, slopes = _weights(attention, query[own], key[own], every.select(own))
+        with torch.no_grad():
+            logits = logit_radius(_some(traced[0], own), _some(traced[1], own), dots, scores)
+            omega = weight_radii(logits, n, softmax, attention.softcap)
         yield Paths(
             scores,
             weights,
@@ -161,7 +220,50 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
             None if pull_map is None else pull_map[own],
             push[own],
             None if push_map is None else push_map[own],
+            Radii(
+                *omega,
+                off[own],
+                pull_radius[own],
+                push_radius[own],
+                value_lean[own],
+                pull_lean[own],
+                push_lean[own],
+            ),
+            softmax,
+            shiftable,
         )
+
+
+@torch.no_grad()
+def _after_output(
+    output: Tensor, value: Tensor, value_map: Tensor, radius: Tensor, lean: Tensor, wide: int, reduced: bool
+) -> tuple[Tensor, Tensor]:
+    """The radii of values and of their derivative behind the output matrix, ``(g, n)`` each."""
+    size, k = output.norm(dim=(-2, -1))[:, None], value.shape[-1]
+    factored = _factoring(wide, k, reduced)
+    rounded = gamma(k) * (value.abs() @ output.abs().mT).norm(dim=-1) + factored * size * value.norm(dim=-1)
+    steep = value_map.norm(dim=(-2, -1))
+    return size * radius + rounded, size * (lean + (gamma(k) + factored) * steep)
+
+
+def _felt(vectors: Tensor, maps: Tensor, radius: Tensor, lean: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Vectors through the derivative that all tokens share, or the two apart; then the radii of both."""
+    sizes = vectors.detach().norm(dim=-1)
+    radius = radius + UNIT * sizes
+    if maps.shape[1] > 1:
+        return vectors, maps, radius, lean
+    gain = maps.detach().norm(dim=(-2, -1))
+    radius = (gain + lean) * radius + sizes * (lean + gamma(vectors.shape[-1]) * gain)
+    return vectors @ maps[:, 0], None, radius, torch.zeros_like(lean)
+
+
+def _factoring(tall: int, short: int, reduced: bool) -> float:
+    """Relative backward error of the triangular factor of a tall matrix; nothing where none was taken."""
+    return gamma(8 * tall * short) if reduced and tall > short else 0.0
+
+
+def _some(traced: Traced, maps: slice) -> Traced:
+    return Traced(traced.at[maps], traced.error[maps], traced.slope[maps], traced.lean[maps])
 
 
 def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
@@ -203,7 +305,9 @@ def cross_scatter(weights: Tensor, left: Tensor, centres: Tensor, right: Tensor)
 def distances(centres: Tensor, vectors: Tensor, maps: Tensor | None = None) -> Tensor:
     """|M_iᵀ(v_j − c_i)| for all pairs, ``(g, n, n)``; |v_j − c_i| when there are no maps."""
     if maps is None:
-        return torch.cdist(centres, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        size = torch.maximum(centres.detach().abs().amax((-2, -1)), vectors.detach().abs().amax((-2, -1)))
+        unit = torch.exp2(size.clamp_min(LEAST).log2().floor())[:, None, None]  # squares neither overflow nor vanish
+        return unit * torch.cdist(centres / unit, vectors / unit, compute_mode="donot_use_mm_for_euclid_dist")
     step = max(1, GROUP_SIZE // vectors.numel())
     rows = [slice(start, start + step) for start in range(0, vectors.shape[1], step)]
     between = ((vectors[:, None] - centres[:, own, None]) @ maps[:, own] for own in rows)
@@ -222,13 +326,14 @@ def _minus_product(matrices: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return matrices
 
 
-def _weights(attention: AttentionMap, query: Tensor, key: Tensor, maps: Maps) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, P and S of some maps."""
-    scores = query @ key.mT
+def _weights(attention: AttentionMap, query: Tensor, key: Tensor, maps: Maps) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The products q·k, logits, P and S of some maps; 1 − σ and 1 − tanh² in forms without cancellation."""
+    dots = scores = query @ key.mT
     slopes: Tensor | None = None
     if attention.softcap is not None:
-        capped = torch.tanh(scores / attention.softcap)
-        scores, slopes = attention.softcap * capped, 1 - capped.square()
+        ratio = scores / attention.softcap
+        decay = torch.exp(-2 * ratio.abs())
+        scores, slopes = attention.softcap * torch.tanh(ratio), 4 * decay / (1 + decay).square()
     everything = slice(0, maps.n)
     for term in attention.logit_terms():
         block = term.block(everything, everything, maps)
@@ -236,11 +341,11 @@ def _weights(attention: AttentionMap, query: Tensor, key: Tensor, maps: Maps) ->
             scores = scores + block
     if attention.weighting == "sigmoid":
         weights = torch.sigmoid(scores)
-        bare = weights * (1 - weights)
+        bare = weights * torch.sigmoid(-scores)
     else:
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         weights = bare = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    return scores, weights, bare if slopes is None else bare * slopes
+    return dots.detach(), scores, weights, bare if slopes is None else bare * slopes
 
 
 def _per_map(matrices: Tensor, maps: int, batch: int, reduced: bool) -> Tensor:

@@ -3,18 +3,21 @@ r"""Sigmoid attention: Ramapuram et al., *Theory, Analysis, and Best Practices f
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.three_path import nowhere_nan
 from howsmooth.bounds.tokens import TokenSet
 
 REFERENCE = "Ramapuram et al. 2024"
 
 
-def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tensor | None = None) -> Tensor:
     r"""At X: :math:`\|V\|\,\bigl(n\sup\sigma + 2n\sup\sigma'\,\|A\|\cdot\tfrac1n\sum_i|x_i|^2\bigr)`, suprema over the
     logits at X.
 
@@ -26,6 +29,7 @@ def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor) -> Tensor:
 
     Args:
         value, score: ‖V‖ and ‖A‖ of each head. weights: P, ``(heads, n, n)``. x: ``(n, d)``.
+        slopes: P', when known more exactly than P(1 − P).
 
     >>> import torch
     >>> one, x = torch.ones(1), torch.ones(2, 1)
@@ -33,7 +37,7 @@ def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     2.0
     """
     largest = weights.amax((-2, -1))
-    slope = (weights * (1 - weights)).amax((-2, -1))
+    slope = (weights * (1 - weights) if slopes is None else slopes).amax((-2, -1))
     return value * (len(x) * largest + 2 * slope * score * x.square().sum())
 
 
@@ -41,7 +45,12 @@ def _local(where: Setting, folded: bool) -> Tensor:
     x = where.point
     anywhere = TokenSet.ball(1.0, where.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
     numbers = head_numbers(where.map, anywhere, where.count, folded)
-    return local(numbers.value, numbers.score, where.map.in_dtype(x.dtype).weights(x), x)
+    parts = list(paths(where.map, x, folded))
+    weights, slopes = (
+        torch.cat(raised) for raised in zip(*((part.upper_weights, part.upper_slopes) for part in parts), strict=True)
+    )
+    allowance = max(part.allowance for part in parts)
+    return nowhere_nan(local(numbers.value, numbers.score, weights, x, slopes) * allowance)
 
 
 def _is_zero(bias: Tensor | None) -> bool:

@@ -18,6 +18,9 @@ block. *Cross:* with :math:`U_i = [v_j - m_i]_j`, :math:`D_i = \mathrm{diag}(S_i
 
 The weights τ come from `key_weights`: on heads with attention sinks they halve the cross part of τ = 1.
 The cost is O(n²k² + nk³): products of S with pairs of coordinates, and powers of n small matrices.
+
+The bound is for the map itself, in exact arithmetic: what float64 may have lost in the logits, the weights, the vectors
+and the norms is added, as derived in `howsmooth.bounds.rounding` and `howsmooth.bounds.spreads`.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.paths import Paths, cross_scatter, paths, scatter
+from howsmooth.bounds.paths import Paths, cross_scatter, distances, paths, scatter
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.spreads import NOISY, about_means, keys, product_slack
 
-ROUNDING = 1e-10
-"""Relative allowance for the rounding of float64 sums over tokens and coordinates."""
 TINY = 1e-300
+_MARGIN = 1e-8
+"""By how much a ceiling is raised before it is compared: what is built needlessly costs a little time, nothing else."""
 _CHUNK = 128
 _EXACT_WIDTH = 8
 _EXACT_TOKENS = 128
@@ -55,8 +60,8 @@ class ThreePath:
 
     @property
     def total(self) -> Tensor:
-        """The bound: the sum of the parts, with an allowance for rounding."""
-        return (self.value + self.diagonal + self.cross) * (1 + ROUNDING)
+        """The bound: the sum of the parts, each with its allowance for rounding."""
+        return (self.value + self.diagonal + self.cross) * (1 + gamma(4))
 
 
 def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) -> ThreePath:
@@ -69,7 +74,14 @@ def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     [1.008, 0.667, 0.556]
     """
     found = [
-        (nonnegative_norm(part.weights) * value_gain(part), diagonal_norm(part), cross_norm(part, key_weights(part)))
+        tuple(
+            nowhere_nan(one * part.allowance)
+            for one in (
+                weights_norm(part) * value_gain(part),
+                diagonal_norm(part),
+                cross_norm(part, key_weights(part)),
+            )
+        )
         for part in paths(attention, x, folded)
     ]
     shape = (*x.shape[:-2], attention.heads)
@@ -94,33 +106,89 @@ def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tenso
     return three_path_parts(attention, x, folded).total
 
 
+def nowhere_nan(bound: Tensor) -> Tensor:
+    """An upper bound that overflowed on the way (∞ − ∞, 0·∞) is +∞."""
+    return torch.where(bound.isnan(), torch.inf, bound)
+
+
 def value_gain(part: Paths) -> Tensor:
     """max_j ‖WM^v_j‖, ``(g,)``."""
-    return spectral(part.value_map).amax(1)
+    return (spectral(part.value_map) + part.radii.value_map).amax(1)
+
+
+def weights_norm(part: Paths) -> Tensor:
+    """‖P‖, ``(g,)``, from above; where the weights of a row sum to one, also at most the root of a column sum."""
+    upper = part.upper_weights
+    norm = nonnegative_norm(upper)
+    return torch.minimum(norm, upper.sum(-2).amax(-1).sqrt()) if part.softmax else norm
 
 
 def diagonal_norm(part: Paths) -> Tensor:
     """The largest query block, ``(g,)``."""
+    slack, ceiling = product_slack(part, about_means(part, part.value, part.radii.value), keys(part))
     blocks = cross_scatter(part.slopes, part.value, part.mean, part.pull)
     if part.pull_map is not None:
         blocks = blocks @ part.pull_map
     short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
     grams = short @ short.mT
-    return largest(torch.linalg.vector_norm(grams, dim=(-2, -1)), lambda maps, i: grams[maps, i]).sqrt()
+    sizes = torch.linalg.vector_norm(grams, dim=(-2, -1))
+    return largest_block(slack, ceiling, sizes, lambda maps, i: grams[maps, i])
+
+
+def largest_block(slack: Tensor, ceiling: Tensor, sizes: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """max_i ‖block_i‖, ``(g,)``: computed norm plus slack, or the ceiling where the slack is a good part of it.
+
+    Args:
+        slack, ceiling: of `howsmooth.bounds.spreads.product_slack`, ``(g, n)``.
+        sizes: ≥ the norm of each Gram matrix, ``(g, n)``. build: Gram matrices for pairs (map, i).
+    """
+    clean = slack <= NOISY * ceiling
+    sizes = torch.where(clean, sizes, 0.0)
+    found = largest(sizes, lambda maps, i: build(maps, i) * clean[maps, i, None, None]).sqrt()
+    found = found + slack.masked_fill(~clean, 0.0).amax(1)
+    return torch.maximum(found, ceiling.masked_fill(clean, 0.0).amax(1))
 
 
 def cross_norm(part: Paths, weights: Tensor) -> Tensor:
-    """The bound of the cross score path with the key weights τ, ``(g, n) → (g,)``."""
+    r"""The bound of the cross score path with the key weights τ, ``(g, n) → (g,)``.
+
+    When queries as keys feel them are off by :math:`\varepsilon_{ij}` it grows by at most
+    :math:`\max_j(\sum_iS^+_{ij}\lambda_i\varepsilon_{ij}^2/\tau_j)^{1/2}`.
+    """
     loads = value_spread(part, weights)
-    traces = (part.slopes * part.push_lengths().square() * loads[..., None]).sum(-2)
-    return largest(
-        traces / weights, lambda maps, j: part.key_block(maps, j, loads) / weights[maps, j, None, None]
-    ).sqrt()
+    shares = part.upper_slopes * loads[..., None]
+    traces = (shares * part.push_lengths().square()).sum(-2)
+    found = largest(traces / weights, lambda maps, j: part.key_block(maps, j, loads) / weights[maps, j, None, None])
+    off = (shares * push_radii(part).square()).sum(-2) / weights
+    return found.sqrt() + off.amax(-1).sqrt()
+
+
+@torch.no_grad()
+def push_radii(part: Paths) -> Tensor:
+    """How far off M^k_jᵀq_i may be, ``(g, n, n)`` or ``(g, n, 1)``."""
+    radius = part.radii.push[..., None]
+    if part.push_map is None:
+        return radius
+    gain, lean = part.push_map.norm(dim=(-2, -1))[:, None], part.radii.push_map[:, None]
+    rounding = gamma(2 * part.push.shape[-1])
+    return part.push.norm(dim=-1, keepdim=True) * (lean + rounding * gain) + (gain + lean) * radius
 
 
 def value_spread(part: Paths, weights: Tensor) -> Tensor:
-    """λ_i of every token, ``(g, n)``, from above."""
-    return spread_norm(part.slopes * weights[:, None], part.value, part.mean)
+    """λ_i of every token, ``(g, n)``, from above; the weights τ are at most 1."""
+    cloud = about_means(part, part.value, part.radii.value)
+    loads = part.upper_slopes * weights[:, None]
+    found = spread_norm(loads, part.value, part.mean)
+    with torch.no_grad():
+        apart = distances(part.mean, part.value).square() * part.seen
+        ceiling = (loads * apart).sum(-1)
+        if part.softmax:
+            ceiling = torch.minimum(ceiling, apart.amax(-1))
+        ceiling = ceiling * (1 + gamma(4 * apart.shape[-1] + part.value.shape[-1]))
+        noisy = ~(moment_slack(loads, part.value, part.mean) <= NOISY * ceiling)
+        noisy |= part.radii.slopes > NOISY
+    found = torch.where(noisy, torch.minimum(found, ceiling), found)
+    return (found.clamp_min(TINY).sqrt() + cloud.error).square()
 
 
 def spread_norm(weights: Tensor, vectors: Tensor, centres: Tensor, maps: Tensor | None = None) -> Tensor:
@@ -130,10 +198,15 @@ def spread_norm(weights: Tensor, vectors: Tensor, centres: Tensor, maps: Tensor 
     diagonal.
     """
     moments = scatter(weights, vectors, centres)
+    moments.diagonal(dim1=-2, dim2=-1).add_(moment_slack(weights, vectors, centres)[..., None])
+    return psd_norm(moments if maps is None else maps.mT @ moments @ maps)
+
+
+def moment_slack(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
+    r""":math:`\gamma_{4(n+8)}\sum_jw_{ij}(|v_j|^2+|c_i|^2)`: by how much `scatter` may be off, in norm, ``(g, n)``."""
     squares = weights @ vectors.square().sum(-1, keepdim=True)
     squares = squares + weights.sum(-1, keepdim=True) * centres.square().sum(-1, keepdim=True)
-    moments.diagonal(dim1=-2, dim2=-1).add_(4 * weights.shape[-1] * torch.finfo(torch.float64).eps * squares)
-    return psd_norm(moments if maps is None else maps.mT @ moments @ maps)
+    return gamma(4 * (weights.shape[-1] + 8)) * squares[..., 0]
 
 
 def key_weights(part: Paths, steps: int = 8) -> Tensor:
@@ -153,7 +226,7 @@ def key_weights(part: Paths, steps: int = 8) -> Tensor:
     for _ in range(steps):
         weights = push.mT @ (spread @ weights)
         weights = weights / weights.amax(1, keepdim=True).clamp_min(TINY)
-    return weights[..., 0].clamp_min(1e-4).sqrt()
+    return weights[..., 0].nan_to_num(nan=1.0).clamp(1e-4, 1.0).sqrt()
 
 
 def psd_norm(matrices: Tensor, squarings: int = 7) -> Tensor:
@@ -176,7 +249,7 @@ def psd_norm(matrices: Tensor, squarings: int = 7) -> Tensor:
         if s + 1 < squarings:
             power = power @ power
     last = torch.linalg.vector_norm(power, dim=(-2, -1)).double().clamp_min(1e-30)  # (tr M²)^½ of a symmetric matrix
-    return norm * last ** (2 * 0.5**squarings) * (1 + matrices.shape[-1] ** 2 * 2**-24)
+    return nowhere_nan(norm * last ** (2 * 0.5**squarings) * (1 + matrices.shape[-1] ** 2 * 2**-24))
 
 
 def nonnegative_norm(matrices: Tensor) -> Tensor:
@@ -217,7 +290,7 @@ def largest(ceilings: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tens
     """
     maps = torch.arange(len(ceilings), device=ceilings.device)
     with torch.no_grad():
-        ceilings = ceilings * (1 + ROUNDING)
+        ceilings = (ceilings * (1 + _MARGIN)).nan_to_num(nan=torch.inf)
         winner = ceilings.argmax(1)
         best = top(build(maps, winner))
         norms, places = best.tolist(), winner.tolist()
@@ -238,14 +311,22 @@ def largest(ceilings: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tens
 
 
 def spectral(matrices: Tensor) -> Tensor:
-    """The largest singular value, by the Gram matrix of the shorter side."""
-    short = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    return top(short @ short.mT).sqrt()
+    """The largest singular value, by the Gram matrix of the shorter side, scaled so that squares stay in range."""
+    size = matrices.detach().abs().amax((-2, -1), keepdim=True).clamp_min(TINY)
+    short = (matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT) / size
+    return size[..., 0, 0] * top(short @ short.mT).sqrt()
 
 
 def top(matrices: Tensor) -> Tensor:
-    """The largest eigenvalue of positive semidefinite matrices; a zero is made tiny, where roots have derivatives."""
-    return torch.linalg.eigvalsh(matrices)[..., -1].clamp_min(TINY)
+    """The largest eigenvalue of positive semidefinite matrices; a zero is made tiny, where roots have derivatives.
+
+    +∞ where an entry has overflowed.
+    """
+    finite = matrices.detach().isfinite().all(-1).all(-1)
+    if bool(finite.all()):
+        return torch.linalg.eigvalsh(matrices)[..., -1].clamp_min(TINY)
+    kept = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrices, 0.0))[..., -1]
+    return torch.where(finite, kept.clamp_min(TINY), torch.inf)
 
 
 def _evaluate(where: Setting, folded: bool) -> Tensor:

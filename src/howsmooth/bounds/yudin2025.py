@@ -26,8 +26,9 @@ from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SO
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.nair2025 import norms_at
 from howsmooth.bounds.paths import Paths, paths
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import ROUNDING, nonnegative_norm, spectral, value_gain
+from howsmooth.bounds.three_path import nowhere_nan, spectral, value_gain, weights_norm
 
 REFERENCE = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"
 
@@ -59,21 +60,36 @@ def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> softmax_jacobian(hs.SelfAttention.random(4), torch.ones(3, 4)) > 0
     tensor([True])
     """
-    return torch.cat([_softmax_jacobian(part) for part in paths(attention, x, folded)]) * (1 + ROUNDING)
+    return torch.cat([_softmax_jacobian(part) for part in paths(attention, x, folded)])
 
 
 def _softmax_jacobian(part: Paths) -> Tensor:
-    moved = spectral(part.value) * (spectral(part.pull) + spectral(part.push))
-    return nonnegative_norm(part.weights) * value_gain(part) + _sharpness(part) * moved
+    radii = part.radii
+    value, pull, push = (
+        spectral(vectors) + radius.norm(dim=-1)
+        for vectors, radius in ((part.value, radii.value), (part.pull, radii.pull), (part.push, radii.push))
+    )
+    bound = weights_norm(part) * value_gain(part) + _sharpness(part) * value * (pull + push)
+    return nowhere_nan(bound * part.allowance)
 
 
 def _sharpness(part: Paths) -> Tensor:
-    return softmax_jacobian_norm(part.weights).amax(-1)
+    r"""max_i g(P_i) from above: :math:`p_1^+(\sum_{j\ne1}p_j^+ + p_2^+)` of the raised weights, at most ½.
+
+    g grows with every weight when :math:`1-p_1` is written as the sum of the others, and if another weight is the
+    largest of the true ones it is at most the :math:`p_2^+` counted here.
+    """
+    upper = part.upper_weights
+    if upper.shape[-1] == 1:
+        return torch.zeros_like(upper[:, 0, 0])
+    first, place = upper.max(-1, keepdim=True)
+    others = upper.scatter(-1, place, 0.0)
+    return (first[..., 0] * (others.sum(-1) + others.amax(-1))).clamp(max=0.5).amax(-1)
 
 
 def _yudin(where: Setting, folded: bool) -> Tensor:
     sharpness = torch.cat([_sharpness(part) for part in paths(where.map, where.point, folded)])
-    return at_point(*norms_at(where.map, where.point, folded), sharpness) * (1 + ROUNDING)
+    return nowhere_nan(at_point(*norms_at(where.map, where.point, folded), sharpness) * (1 + gamma(8)))
 
 
 def _own(where: Setting, folded: bool) -> Tensor:
