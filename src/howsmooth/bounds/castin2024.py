@@ -97,16 +97,22 @@ def large_radius_limit(attention: AttentionMap, x: Tensor) -> Tensor:
 
 
 def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
-    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, k)`` (NaN where complex), and unit eigenvectors.
+    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, min(k, d))``, NaN for all others, and unit eigenvectors.
 
-    A has rank k: its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A when s is one of it.
+    A has rank k or less: for k ≤ d its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A when
+    s is one of it. An eigenvalue that is zero up to rounding has a vector that rounding chose: it is left out.
     """
     query, key, _ = query_key(attention)
-    values, vectors = torch.linalg.eig(query @ key.mT)
-    real = values.imag.abs() <= 1e-12 * values.abs().amax(-1, keepdim=True)
-    lifted = (key.mT @ vectors.real).mT  # (heads, k, d)
+    narrow = key.shape[-2] <= key.shape[-1]
+    values, vectors = torch.linalg.eig(query @ key.mT if narrow else key.mT @ query)
+    lifted = (key.mT @ vectors.real if narrow else vectors.real).mT  # (heads, min(k, d), d)
     size = lifted.norm(dim=-1, keepdim=True)
-    return torch.where(real & (size[..., 0] > 0), values.real, torch.nan), lifted / size.clamp(min=1e-300)
+    lifted = lifted / size.clamp(min=1e-300)
+    scale = key.flatten(1).norm(dim=-1) * query.flatten(1).norm(dim=-1)
+    real = (values.imag.abs() <= 1e-12 * values.abs()) & (values.abs() > 1e-10 * scale[:, None])
+    missed = (lifted @ query.mT @ key - values.real[..., None] * lifted).norm(dim=-1)
+    real &= (size[..., 0] > 0) & (missed <= 1e-9 * values.abs())
+    return torch.where(real, values.real, torch.nan), lifted
 
 
 def _sqrt_n(where: Setting, folded: bool) -> Tensor:
@@ -119,8 +125,7 @@ def _lower_sqrt_n(where: Setting, folded: bool) -> Tensor:
     gamma = torch.maximum(-values, values / 8)
     response = (value_matrices(where.map, folded) @ vectors.mT).norm(dim=-2)
     found = lower_sqrt_n(response, gamma, where.radius, where.count)
-    best = found.nan_to_num(nan=-1.0).amax(-1)
-    return torch.where(best >= 0, best, torch.nan)
+    return found.nan_to_num(nan=0.0).amax(-1) * (1 - 1e-9)  # the eigenvector is known to that accuracy
 
 
 def _mean_field(where: Setting, folded: bool) -> Tensor:

@@ -96,10 +96,10 @@ class Bound:
             raise DoesNotApply(f"{self.name} {reason}; {_nearest(self, where, per_head)}.")
         with torch.no_grad():
             if self.combine == "block":
-                return self.evaluate(where)
+                return self._number(self.evaluate(where))
             if per_head:
-                return self.evaluate(where, True)
-            return self._block(where) if self.block is None else self.block(where)
+                return self._heads(where, True)
+            return self._block(where) if self.block is None else self._number(self.block(where))
 
     def refusal(self, where: Setting, per_head: bool = False) -> str | None:
         """Why the bound cannot be had here, or None when it can."""
@@ -125,11 +125,30 @@ class Bound:
 
         with :math:`L_h` the bound of head h including its slice of the output matrix, and :math:`\ell_h` without.
         """
-        summed = self.evaluate(where, True).sum()
+        summed = self._heads(where, True).sum()
         if self.side == "lower" or not isinstance(where.attention, AttentionMap):
             return summed
-        stacked = where.output_norm * self.evaluate(where, False).square().sum().sqrt()
+        alone = self._heads(where, False)
+        size = alone.amax()
+        if not 0 < float(size) < torch.inf:  # all heads vanish, or one has no bound
+            return summed
+        stacked = where.output_norm * size * (alone / size).square().sum().sqrt()
         return torch.minimum(summed, stacked)
+
+    def _heads(self, where: Setting, folded: bool) -> Tensor:
+        """The bound of every head; a head whose slice of the output matrix is zero has the constant 0."""
+        found = self._number(self.evaluate(where, folded))
+        if not folded or not isinstance(where.attention, AttentionMap):
+            return found
+        silent = ~where.attention.output_weight.flatten(1).any(1)
+        return torch.where(silent.to(found.device), 0.0, found)
+
+    def _number(self, found: Tensor) -> Tensor:
+        """What overflowed on the way (0·∞, ∞ − ∞): +∞ is still an upper bound, and 0 a lower bound."""
+        found = found.double()
+        if self.side == "upper":
+            return torch.where(found.isnan(), torch.inf, found)
+        return torch.where(found.isfinite(), found, 0.0)
 
 
 CATALOGUE: dict[str, Bound] = {}

@@ -128,14 +128,18 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
+def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
+    """512 random tokens on the boundary of a set, of which the first n are measured."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(_MOST_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)
+    return tokens.at(z / z.norm(dim=-1, keepdim=True))
+
+
 def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
     """σ at random tokens on the boundary of the set; where they are too many to be quick, nothing."""
     assert where.tokens is not None
-    most = min(max(places), _MOST_MEASURED)
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(most, where.tokens.axes.shape[1], generator=generator, dtype=torch.float64)
-    x = where.tokens.at(z / z.norm(dim=-1, keepdim=True))
-    found = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= most}
+    x = random_tokens(where.tokens, seed)
+    found = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
     return Curve("measured", tuple((n, float(m)) for n, m in found.items() if float(m) > 0))
 
 

@@ -169,7 +169,7 @@ class _Scores:
             return torch.zeros(len(left), dtype=left.dtype)
         if self.offsets is None:
             # Coordinates that do not turn keep their length, so an amplitude below one shrinks nothing for sure.
-            return spectral(left) * spectral(right) * max(1.0, self.rotary.amplitude) ** 2
+            return spectral(left) * spectral(right) * max(1.0, abs(self.rotary.amplitude)) ** 2
         best = torch.zeros(len(left), dtype=left.dtype)
         for places in self.offsets.split(64):
             turned = _turn(self.rotary, right, places)  # (heads, offsets, k, ·)

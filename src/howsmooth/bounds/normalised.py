@@ -71,11 +71,11 @@ class Reach:
 
     def _through(self, stage: nn.Module) -> Reach:
         if isinstance(stage, UnitNorm):
-            gain = stage.length if stage.gain is None else stage.length * stage.gain.double().abs().max()
+            gain = abs(stage.length) * (1.0 if stage.gain is None else float(stage.gain.double().abs().max()))
             most = gain * (1 + stage.eps / self.most.square()).rsqrt()
             return Reach(torch.zeros_like(self.least), most, self.slope * gain * (self.least**2 + stage.eps).rsqrt())
         if isinstance(stage, Rotary):  # coordinates that do not turn keep their length
-            short, long = min(1.0, stage.amplitude), max(1.0, stage.amplitude)
+            short, long = min(1.0, abs(stage.amplitude)), max(1.0, abs(stage.amplitude))
             return Reach(self.least * short, self.most * long, self.slope * long)
         assert isinstance(stage, Scale)
         factor = abs(stage.factor)

@@ -125,12 +125,16 @@ def setting(
         if n is not None and n != len(x):
             raise InvalidInput(f"the input has {len(x)} tokens, but n={n} was given: leave n out.")
         n = len(x)
-    if n is not None and not (n >= 1 and (math.isinf(n) or n == int(n))):
-        raise InvalidInput(f"n must be a whole number of tokens, at least 1 (or inf for measures), got {n}.")
-    if eps is not None and not (math.isfinite(eps) and eps >= 0 and x is not None):
+    if n is not None:
+        n = _count(n)
+    if eps is not None and not (_is_number(eps) and math.isfinite(eps) and eps >= 0 and x is not None):
         raise InvalidInput(f"eps must be finite and not negative, and needs an input x, got {eps}.")
     if radius is not None and tokens is not None:
         raise InvalidInput("give either a radius or a set of tokens, not both.")
+    if radius is not None and not _is_number(radius):
+        raise InvalidInput(f"a radius must be a number, got {type(radius).__name__}.")
+    if tokens is not None and not isinstance(tokens, TokenSet | nn.Module):
+        raise InvalidInput(f"tokens must be a TokenSet or a normalisation module, got {type(tokens).__name__}.")
     found = _tokens(attention, radius, tokens, x)
     if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
         blind = first_blind(attention, int(n))
@@ -139,13 +143,31 @@ def setting(
     return Setting(attention, n, found, x, eps)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count(n: float) -> float:
+    """A number of tokens; beyond 2⁵³, where not every one is a float64, the next one that is."""
+    try:
+        whole = n >= 1 and (math.isinf(n) or n == int(n))
+        most = math.inf if whole and math.isinf(n) else float(n)
+    except (TypeError, ValueError):
+        whole = False
+    except OverflowError:
+        whole, most = True, math.inf
+    if not whole or isinstance(n, bool):
+        raise InvalidInput(f"n must be a whole number of tokens, at least 1 (or inf for measures), got {n}.")
+    return n if n <= 2**53 else most
+
+
 def _tokens(
     attention: nn.Module, radius: float | None, tokens: TokenSet | nn.Module | None, x: Tensor | None
 ) -> TokenSet | None:
     width = int(attention.in_features)  # type: ignore[arg-type]
     if x is not None and x.shape[-1] != width:
         raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {width}.")
-    found = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens)
+    found = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens, width)
     if radius is not None:
         found = TokenSet.ball(radius, width)
     if found is None:

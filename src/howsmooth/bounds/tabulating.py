@@ -232,6 +232,8 @@ def table(
                 rows += _bound_rows(bound, where, per_head)
             else:
                 refused[bound.name] = reason
+    if not rows and where.x is None:
+        raise InvalidInput(_what_is_missing(where, refused))
     norms = dict.fromkeys([2.0] * (norm != math.inf) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
     rows += [row for m in measurements.values() for row in _measured_rows(m, per_head)]
@@ -240,15 +242,45 @@ def table(
     return Table(tuple(sorted(compared, key=_tightest_first)), where, measurements, refused)
 
 
+def with_witness(
+    found: Table, x: Tensor, name: str, *, per_head: bool = False, rtol: float = 1e-3, seed: int = 0
+) -> Table:
+    """The table with what is surely reached at an input of its set, as one more lower bound on that set.
+
+    Args:
+        x: as many tokens as the table is for, all in its set. name: of the new row.
+    """
+    m = measurements_at(replace(found.setting, x=x), [2.0], per_head, rtol, seed)[2.0]
+    facts = ("lower", 2.0, "ball", "howsmooth.measure", r"\|J(X)\|_2")
+    new = [
+        Row(name, float(low), *facts, head=head)  # type: ignore[arg-type]
+        for head, low in zip(_heads(m, per_head), m.lower.reshape(-1), strict=True)
+    ]
+    rows = [*(replace(row, ratio=None) for row in found.rows), *new]
+    known = _lower_ends(rows, found.measurements)
+    compared = sorted((compared_with(row, known) for row in rows), key=_tightest_first)
+    return replace(found, rows=tuple(compared))
+
+
+def _what_is_missing(where: Setting, refused: dict[str, str]) -> str:
+    """Why nothing is in the table, in one sentence."""
+    wanted = sorted({reason for reason in refused.values() if reason.startswith("needs ")}, key=len)
+    given = [name for name in ("n", "tokens") if getattr(where, name) is not None]
+    if wanted:
+        return (
+            f"no bound of {where.kind} attention can be had from {' and '.join(given) or 'the weights'} alone: give a "
+            "radius (or the LayerNorm before it, as tokens) and n, or an input x."
+        )
+    return f"no bound of the catalogue applies to this {where.kind} attention: give an input x to measure it there."
+
+
 def _bound_rows(bound: Bound, where: Setting, per_head: bool) -> list[Row]:
-    values = bound.at(where, per_head).double().reshape(-1).tolist()
-    if bound.side == "upper":  # 0·∞ is an overflow too
-        values = [math.inf if math.isnan(value) else value for value in values]
+    values = bound.at(where, per_head).reshape(-1).tolist()
     facts = (bound.side, bound.norm, bound.scope, bound.reference, bound.statement)
     return [
         Row(bound.name, value, *facts, head=head if per_head else None)
         for head, value in enumerate(values)
-        if bound.side == "upper" or math.isfinite(value)
+        if bound.side == "upper" or value > 0
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from howsmooth.bounds.norm_images import read_norm
 from howsmooth.errors import InvalidInput
 
 
@@ -65,25 +66,21 @@ class TokenSet:
         return cls._after(gain, shift, centring, "LayerNorm")
 
     @classmethod
-    def after(cls, norm: nn.Module) -> TokenSet:
-        """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class with a weight.
+    def after(cls, norm: nn.Module, width: int | None = None) -> TokenSet:
+        """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class.
+
+        What it does is read off its answers (`howsmooth.bounds.norm_images`), not its name: gains of 1 + weight and
+        RMSNorms called LayerNorm are what they are, and what is neither is refused.
+
+        Args:
+            width: of the tokens; by default that of the module's weight.
 
         >>> TokenSet.after(nn.LayerNorm(4)).radius
         2.0
         """
-        if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and len(norm.normalized_shape) != 1:
-            raise InvalidInput(
-                f"normalisation must act on single tokens, but this one acts on {norm.normalized_shape}."
-            )
-        gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        if gain is None and isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-            gain = torch.ones(norm.normalized_shape)
-        name = type(norm).__name__.lower()
-        if not isinstance(gain, Tensor) or "norm" not in name:
-            raise InvalidInput(f"{type(norm).__name__} is not a LayerNorm or RMSNorm: give a radius instead.")
-        shift = shift if isinstance(shift, Tensor) else None
-        make = cls.after_rms_norm if "rms" in name else cls.after_layer_norm
-        return make(gain.detach(), None if shift is None else shift.detach())
+        found = read_norm(norm, width)
+        make = cls.after_layer_norm if found.centred else cls.after_rms_norm
+        return make(found.gain, found.shift)
 
     @classmethod
     def _after(cls, gain: Tensor, shift: Tensor | None, plane: Tensor, name: str) -> TokenSet:

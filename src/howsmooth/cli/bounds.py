@@ -15,11 +15,12 @@ import typer
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.bounds.figure import bounds_against_n
-from howsmooth.bounds.tabulating import Row, Table, table
+from howsmooth.bounds.figure import bounds_against_n, random_tokens
+from howsmooth.bounds.tabulating import Row, Table, table, with_witness
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.cli.console import NOT_CONVERGED, print_json, set_threads, stdout, step_progress
 from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.cli.token_sets import named_norm
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import check_figure_path, save_figure
 
@@ -88,7 +89,10 @@ def bounds(
         for count in lengths:
             begin(f"bounds for n = {count:.12g}")
             at: dict[str, Any] = {"n": count} if x is None else {"x": _first(x, count)}
-            tables.append(table(site.attention, per_head=per_head, **where, **at))
+            found = table(site.attention, per_head=per_head, **where, **at)
+            if figure is not None and x is None:
+                found = _with_random_tokens(found, per_head, where["seed"])
+            tables.append(found)
         if figure is not None:
             begin("drawing")
             several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
@@ -125,6 +129,15 @@ def headline(found: Table) -> str:
         facts.append(f"{_NOTHING_BEYOND[upper.scope]} can exceed {upper.written[2:]} ({_named(upper)})")
     sentence = "; ".join(facts) or "no bound of the 2-norm says anything here"
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def _with_random_tokens(found: Table, per_head: bool, seed: int) -> Table:
+    """The figure shows what random tokens of the set reach, so that the table knows it too."""
+    assert found.setting.tokens is not None
+    x = random_tokens(found.setting.tokens, seed)
+    if found.setting.count > len(x):
+        return found
+    return with_witness(found, x[: int(found.setting.count)], "random tokens", per_head=per_head, seed=seed)
 
 
 def _named(row: Row) -> str:
@@ -211,5 +224,4 @@ def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
         known = sorted(key.removesuffix("weight") for key in site.tensors if _NORM_NAMES.search(key))
         choices = f": choose from {', '.join(known[:8])}" if known else ""
         raise InvalidInput(f"{site.source} holds no normalisation {name + '.'!r}{choices}.")
-    make = TokenSet.after_rms_norm if rms else TokenSet.after_layer_norm
-    return make(site.tensors[f"{name}.weight"], site.tensors.get(f"{name}.bias"))
+    return named_norm(site, name, rms)

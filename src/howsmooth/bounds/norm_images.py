@@ -1,0 +1,150 @@
+r"""What a normalisation module does, read off its own answers rather than its name.
+
+Classes called LayerNorm may leave the mean in (T5), and gains may be :math:`1 + w` instead of :math:`w` (Gemma,
+Nemotron). So a module is asked: at zero it gives out its shift β, at a constant token β again when it takes means out
+and γ + β when it does not. With the gain that its weight explains, its answers at random tokens of many sizes must be
+
+.. math:: \gamma\circ\frac{z}{\sqrt{|z|^2/d+\varepsilon}} + \beta, \qquad z = x \text{ or } x - \bar x,
+
+for some ε ≥ 0, the same for every token wherever it stands. A module that answers otherwise is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from howsmooth.errors import InvalidInput
+
+_LARGE = 2.0**14
+_SIZES = (1e-8, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6)
+_TOKENS = 8
+_TOLERANCE = 1e-4
+"""Many models round to float32 inside, and ε still shows at the large token; names are told apart by far more."""
+
+
+@dataclass(frozen=True)
+class NormImage:
+    """x ↦ gain∘z/√(|z|²/d + ε) + shift with z = x, or x less its mean when ``centred``; vectors in float64."""
+
+    gain: Tensor
+    shift: Tensor
+    centred: bool
+
+
+@torch.no_grad()
+def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
+    """Gain, shift and kind of a normalisation of single tokens.
+
+    Args:
+        width: of the tokens; by default that of the module's weight.
+
+    >>> found = read_norm(nn.LayerNorm(4))
+    >>> found.centred, found.gain
+    (True, tensor([1., 1., 1., 1.], dtype=torch.float64))
+    """
+    asked = _frozen(norm)
+    width = width or _width(norm)
+    shift, constant = (_answer(norm, asked, torch.full((1, width), size))[0] for size in (0.0, _LARGE))
+    scale = max(1e-30, float((_answer(norm, asked, _LARGE * _random(width)) - shift).abs().max()))
+    centred = bool((constant - shift).abs().max() <= _TOLERANCE * scale)
+    for gain in _explanations(asked, width):
+        found = NormImage(gain, _exact(asked, shift), centred)
+        if _explains(found, norm, asked, scale):
+            return found
+    raise _refused(norm)
+
+
+def _frozen(norm: nn.Module) -> nn.Module:
+    if not isinstance(norm, nn.Module) or "norm" not in type(norm).__name__.lower():
+        raise _refused(norm)
+    shape = getattr(norm, "normalized_shape", (1,))
+    if len(shape if isinstance(shape, tuple | list | torch.Size) else (shape,)) != 1:
+        raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {tuple(shape)}.")
+    if isinstance(norm, _NormBase | nn.GroupNorm) or _takes_more_than_tokens(norm):
+        raise _refused(norm)
+    return copy.deepcopy(norm).double().eval()
+
+
+def _takes_more_than_tokens(norm: nn.Module) -> bool:
+    """Whether something else, as a gate, scales what it gives out."""
+    return len(inspect.signature(norm.forward).parameters) != 1
+
+
+def _width(norm: nn.Module) -> int:
+    for given in (getattr(norm, "weight", None), *norm.parameters(), *norm.buffers()):
+        if isinstance(given, Tensor) and given.dim() == 1:
+            return len(given)
+    shape = getattr(norm, "normalized_shape", None)
+    if shape is not None:
+        return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
+    raise InvalidInput(f"the width of this {type(norm).__name__} is not known: give the width of its tokens.")
+
+
+def _answer(norm: nn.Module, asked: nn.Module, x: Tensor) -> Tensor:
+    """What the module makes of tokens (…, n, d), in float64; refused when that is no array of the same tokens."""
+    like: Any = next(asked.parameters(), torch.zeros((), dtype=torch.float64))
+    try:
+        found = asked(x.to(like) if like.is_floating_point() else x.double())
+    except Exception as error:
+        raise _refused(norm) from error
+    if not isinstance(found, Tensor) or found.shape != x.shape or not bool(found.isfinite().all()):
+        raise _refused(norm)
+    return found.double()
+
+
+def _random(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
+    return x + torch.linspace(-2, 2, _TOKENS, dtype=torch.float64)[:, None]  # with means of every sign
+
+
+def _explanations(asked: nn.Module, width: int) -> list[Tensor]:
+    """Gains that the module's weight would explain: w, 1 + w, 1."""
+    weight, one = getattr(asked, "weight", None), torch.ones(width, dtype=torch.float64)
+    if not isinstance(weight, Tensor) or weight.shape != (width,):
+        return [one]
+    return [weight.detach().double(), 1 + weight.detach().double(), one]
+
+
+def _exact(asked: nn.Module, shift: Tensor) -> Tensor:
+    """The bias itself, where the module gives it out at zero up to rounding."""
+    bias = getattr(asked, "bias", None)
+    if isinstance(bias, Tensor) and bias.shape == shift.shape:
+        own = bias.detach().double()
+        if bool((own - shift).abs().max() <= 1e-6 * (1 + float(own.abs().max()))):
+            return own
+    return shift
+
+
+def _explains(found: NormImage, norm: nn.Module, asked: nn.Module, scale: float) -> bool:
+    """Whether the module gives out what the image says, at tokens of many sizes, for one ε."""
+    x = _random(len(found.gain))
+    z = x - x.mean(-1, keepdim=True) if found.centred else x
+    unit = z / z.square().mean(-1, keepdim=True).sqrt()
+    limit = found.gain * unit
+    for size in _SIZES:
+        own = _answer(norm, asked, size * x) - found.shift
+        together = _answer(norm, asked, size * x[None])[0] - found.shift
+        alone = _answer(norm, asked, size * x[:1]) - found.shift
+        if not bool((together - own).abs().max() <= _TOLERANCE * scale and (alone - own[:1]).abs().max() <= _TOLERANCE * scale):
+            return False
+        # Short of the limit by a factor between 0 and 1, which is 1 for large tokens.
+        square = limit.square().sum(-1, keepdim=True)
+        share = (own * limit).sum(-1, keepdim=True) / square.clamp_min(1e-300)
+        beyond = bool((share > 1 + _TOLERANCE).any() or (share < -_TOLERANCE).any())
+        if beyond or bool((own - share * limit).abs().max() > _TOLERANCE * scale):
+            return False
+        if size >= 1e4 and bool((share < 1 - _TOLERANCE).any()):
+            return False
+    return True
+
+
+def _refused(norm: object) -> InvalidInput:
+    return InvalidInput(f"{type(norm).__name__} is not a LayerNorm or RMSNorm of single tokens: give a radius instead.")
