@@ -80,7 +80,7 @@ def test_every_bound_is_a_number_whatever_the_weights(kind: str, width: int) -> 
             attention = build(kind, weights)
             chosen = list(settings(attention, width))
         except hs.InvalidInput as error:  # the product of L2 weights overflows in the map itself
-            assert kind == "l2" and size == 1e200 or size == 1e300, error
+            assert (kind == "l2" and size == 1e200) or size == 1e300, error
             continue
         used += sum(check(where) for where in chosen[:: 1 if size in (0.0, 1e200) else 4])
     assert used > 0

@@ -97,10 +97,10 @@ def large_radius_limit(attention: AttentionMap, x: Tensor) -> Tensor:
 
 
 def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
-    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, min(k, d))``, NaN for all others, and unit eigenvectors.
+    """The real eigenvalues of A = KᵀQ other than zero, ``(heads, min(k, d))`` (else NaN), and unit eigenvectors.
 
-    A has rank k or less: for k ≤ d its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A when
-    s is one of it. An eigenvalue that is zero up to rounding has a vector that rounding chose: it is left out.
+    A has rank k or less: for k ≤ d its eigenvalues are those of the k × k matrix QKᵀ, and Kᵀs is an eigenvector of A
+    when s is one of it. An eigenvalue that is zero up to rounding has a vector that rounding chose: it is left out.
     """
     query, key, _ = query_key(attention)
     narrow = key.shape[-2] <= key.shape[-1]

@@ -133,7 +133,9 @@ def _explains(found: NormImage, norm: nn.Module, asked: nn.Module, scale: float)
         own = _answer(norm, asked, size * x) - found.shift
         together = _answer(norm, asked, size * x[None])[0] - found.shift
         alone = _answer(norm, asked, size * x[:1]) - found.shift
-        if not bool((together - own).abs().max() <= _TOLERANCE * scale and (alone - own[:1]).abs().max() <= _TOLERANCE * scale):
+        if not bool(
+            (together - own).abs().max() <= _TOLERANCE * scale and (alone - own[:1]).abs().max() <= _TOLERANCE * scale
+        ):
             return False
         # Short of the limit by a factor between 0 and 1, which is 1 for large tokens.
         square = limit.square().sum(-1, keepdim=True)

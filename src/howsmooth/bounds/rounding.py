@@ -50,7 +50,7 @@ def gamma(steps: float) -> float:
 
 
 def norm_allowance(n: int, width: int) -> float:
-    r"""Relative allowance for a norm found as the root of the top eigenvalue λ of a Gram matrix: :math:`\gamma_{8(n+w)^2}`.
+    r"""Relative allowance for a norm, the root of the top eigenvalue λ of a Gram matrix: :math:`\gamma_{8(n+w)^2}`.
 
     A w × w Gram matrix of sums over n is computed to within :math:`\gamma_n` times its trace, at most wλ, its
     eigenvalues to within :math:`w^2u` times λ (LAPACK's backward error), and the products before it likewise.
@@ -146,7 +146,7 @@ def _turned(before: Traced, after: Tensor, stage: Rotary) -> Traced:
 
 
 def _normed(before: Traced, after: Tensor, stage: UnitNorm) -> Traced:
-    r"""c·g∘x/√(|x|²+ε): derivative at most c·h, second derivative at most 6c·h², :math:`h = (|x|^2+\varepsilon)^{-1/2}`."""
+    r"""c·g∘x/√(|x|²+ε): with :math:`h = (|x|^2+\varepsilon)^{-1/2}` its derivative is ≤ c·h, its second ≤ 6c·h²."""
     gain = abs(stage.length) * (1.0 if stage.gain is None else float(stage.gain.abs().max()))
     k = before.at.shape[-1]
     nearest = (before.at.norm(dim=-1) * (1 - gamma(k + 4)) - before.radius).clamp(min=0)

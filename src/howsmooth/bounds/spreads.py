@@ -4,8 +4,8 @@ Let P̂, Ŝ, v̂, k̂ be computed and P, S, v, k true, within the radii of `hows
 :math:`P_{ij} \le P^+_{ij} = \min(\hat P_{ij}e^{\omega_i}, 1)`, likewise :math:`S \le S^+`, and sums of nonnegative
 terms are bounded by putting these in their place. What is a difference needs more. For row i write
 :math:`a_j = \hat v_j - \hat m_i` and :math:`b_j = \hat k_j - c_i`, with :math:`\hat m_i` the computed mean (0 for
-sigmoid weights) and :math:`c_i` any centre when a common shift of the keys changes nothing (softmax without a soft-cap),
-else 0. Both are formed without cancellation that matters, pair by pair.
+sigmoid weights) and :math:`c_i` any centre when a common shift of the keys changes nothing (softmax without a
+soft-cap), else 0. Both are formed without cancellation that matters, pair by pair.
 
 **The mean.** As :math:`\sum_jP_{ij} = 1`, :math:`o_i - \hat m_i = \sum_jP_{ij}(v_j-\hat v_j) + \sum_j(P_{ij}-\hat
 P_{ij})a_j + \sum_j\hat P_{ij}a_j`; the last sum is what rounding left. With :math:`r_i^2 = \sum_jS^+_{ij}|a_j|^2`

@@ -23,7 +23,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_finite
-from howsmooth.meanfield.measure import Measure
+from howsmooth.meanfield.measure import Measure, check_measure
 
 _POINTS_AT_ONCE = 512
 
@@ -37,6 +37,9 @@ class LogMass(LogitBias):
 
     def __init__(self, weights: Tensor):
         super().__init__()
+        _check_vector(weights, "weights")
+        if bool((weights < 0).any()) or bool((weights[1:][weights[:-1] == 0] > 0).any()):
+            raise InvalidInput("the weights of a measure are not negative, and those that are zero come last.")
         self.log_weights: Tensor
         self.register_buffer("log_weights", weights.log(), persistent=False)
         self.heavy = int((weights > 0).sum())
@@ -57,6 +60,7 @@ class Past(LogitBias):
 
     def __init__(self, positions: Tensor):
         super().__init__()
+        _check_vector(positions, "positions")
         self.positions: Tensor
         self.register_buffer("positions", positions, persistent=False)
 
@@ -67,6 +71,11 @@ class Past(LogitBias):
     def check(self, n: int, heads: int, batch: int) -> None:
         if len(self.positions) != n:
             raise InvalidInput(f"the measure has {len(self.positions)} positions, but the input has {n} tokens.")
+
+
+def _check_vector(numbers: object, name: str) -> None:
+    if not isinstance(numbers, Tensor) or numbers.dim() != 1 or not numbers.is_floating_point():
+        raise InvalidInput(f"the {name} of the atoms must be a vector of floating numbers, got {numbers!r:.80}.")
 
 
 def weighted(
@@ -80,6 +89,12 @@ def weighted(
     """
     found = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
     tokens, weights, places = measure.atoms, measure.weights, measure.positions
+    if points is not None and not (
+        isinstance(points, Tensor) and points.dim() == 2 and points.shape[1] == len(tokens[0])
+    ):
+        raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
+    if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
+        raise InvalidInput("further tokens need positions when the measure has them, and only then.")
     if points is not None:
         tokens = torch.cat([tokens, points])
         weights = torch.cat([weights, weights.new_zeros(len(points))])
@@ -110,6 +125,9 @@ class Field:
 
     def _check(self, points: Tensor, positions: Tensor | None) -> None:
         width, places = self.measure.width, self.measure.positions
+        for given, name in ((points, "points"), (positions, "positions")):
+            if given is not None and not (isinstance(given, Tensor) and given.is_floating_point()):
+                raise InvalidInput(f"the {name} of a field must be a floating tensor, got {type(given).__name__}.")
         if points.dim() != 2 or not len(points) or points.shape[1] != width:
             raise InvalidInput(
                 f"the field takes points of shape (q, {width}), at least one, got {tuple(points.shape)}."
@@ -152,7 +170,8 @@ def push(attention: nn.Module, measure: Measure) -> Measure:
 
 def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
     """The attention as a map that measures can be put into."""
-    found = as_attention(attention)
+    check_measure(measure)
+    found = as_attention(attention) if isinstance(attention, nn.Module) else None
     if found is None:
         raise InvalidInput(
             f"a measure needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "

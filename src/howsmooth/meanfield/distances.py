@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield.measure import MASS_TOLERANCE, Measure
+from howsmooth.meanfield.measure import MASS_TOLERANCE, Measure, check_measure
 
 _MOST_PIVOTS = 10_000_000
 
@@ -62,14 +62,17 @@ def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
 
 def distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     """d_p of measures with positions, W_p of measures without."""
+    _check(mu, nu, p)
     return wasserstein(mu, nu, p) if mu.positions is None and nu.positions is None else conditional(mu, nu, p)
 
 
 def _check(mu: Measure, nu: Measure, p: float) -> None:
+    check_measure(mu)
+    check_measure(nu)
     if mu.width != nu.width:
         raise InvalidInput(f"measures on R^{mu.width} and R^{nu.width} have no distance: their atoms need one width.")
-    if not (math.isfinite(p) and p >= 1):
-        raise InvalidInput(f"W_p is a distance for finite p ≥ 1, got {p}.")
+    if not isinstance(p, int | float) or isinstance(p, bool) or not (math.isfinite(p) and p >= 1):
+        raise InvalidInput(f"W_p is a distance for finite p ≥ 1, got {p!r}.")
 
 
 def _transport_library() -> ModuleType:

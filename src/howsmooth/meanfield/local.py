@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.meanfield.attention import weighted
-from howsmooth.meanfield.measure import Measure
+from howsmooth.meanfield.measure import Measure, check_measure
 from howsmooth.measuring import solve
 from howsmooth.norms import Measurement
 
@@ -45,6 +45,8 @@ class WeightedJacobian(JacobianOperator):
         self.batch_shape = torch.Size()
         self.in_shape, self.out_shape = self.inner.in_shape, self.inner.out_shape
         self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
+        self.blur = self.inner.blur
+        self.noise = self.inner.noise * float(self.root.max() / self.root.min())  # ‖D^{1/2}‖·‖D^{-1/2}‖
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.root * self.inner.matvec(v / self.root)
@@ -67,11 +69,13 @@ class FieldJacobian(JacobianOperator):
     """
 
     def __init__(self, attention: nn.Module, measure: Measure):
+        check_measure(measure)
         self.inner = attention_jacobian(*weighted(attention, measure, measure.atoms, measure.positions))
         m = len(measure)
         self.batch_shape = torch.Size([m])
         self.in_shape, self.out_shape = self.inner.in_shape[1:], self.inner.out_shape[1:]
         self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
+        self.blur, self.noise = self.inner.blur, self.inner.noise  # a block of a matrix errs no more than the whole
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.inner.matvec(torch.cat([torch.zeros_like(v), v]))[len(v) :]

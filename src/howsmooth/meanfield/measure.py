@@ -39,7 +39,7 @@ class Measure:
     def __init__(
         self, atoms: Tensor, weights: Tensor | Sequence[float], positions: Tensor | Sequence[float] | None = None
     ):
-        points = torch.as_tensor(atoms)
+        points = _tensor(atoms, "atoms")
         if points.dim() != 2 or points.numel() == 0:
             raise InvalidInput(f"a measure needs atoms of shape (m, d), at least one, got {tuple(points.shape)}.")
         points = points.double()
@@ -72,6 +72,9 @@ class Measure:
     @classmethod
     def of_tokens(cls, x: Tensor, causal: bool = True) -> Measure:
         """n tokens of equal weight; causal attention gives token i (from 0) the position (i+1)/n."""
+        x = _tensor(x, "tokens")
+        if x.dim() != 2:
+            raise InvalidInput(f"a measure is made of tokens of shape (n, d), got {tuple(x.shape)}.")
         n = max(len(x), 1)
         places = torch.arange(1, len(x) + 1, dtype=torch.float64) / n if causal else None
         return cls(x, torch.full((len(x),), 1 / n, dtype=torch.float64), places)
@@ -95,6 +98,8 @@ class Measure:
         >>> Measure(torch.tensor([[1.0], [2.0]]), [0.25, 0.75]).expand(4).atoms.flatten()
         tensor([1., 2., 2., 2.], dtype=torch.float64)
         """
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
+            raise InvalidInput(f"a measure is written out as a whole number of atoms, at least 1, got {n!r}.")
         counts = (self.weights * n).round()
         if float((self.weights * n - counts).abs().max()) > 1e-6:
             raise InvalidInput(f"these weights are not multiples of 1/{n}: choose n so that every n·w_i is whole.")
@@ -104,6 +109,7 @@ class Measure:
 
     def moved(self, displacement: Tensor) -> Measure:
         """Every atom moved as a whole, x_i + y_i, with ``displacement`` y, ``(m, d)``."""
+        displacement = _tensor(displacement, "displacements").to(self.atoms)
         if displacement.shape != self.atoms.shape:
             raise InvalidInput(
                 f"{len(self)} atoms of width {self.width} cannot move by an array of shape {tuple(displacement.shape)}."
@@ -112,6 +118,11 @@ class Measure:
 
     def split(self, atom: int, displacement: Tensor) -> Measure:
         """One atom split in two halves, x_i ± y, with ``displacement`` y, ``(d,)``."""
+        if not isinstance(atom, int) or isinstance(atom, bool) or not 0 <= atom < len(self):
+            raise InvalidInput(f"there are {len(self)} atoms to split, counted from 0, got {atom!r}.")
+        displacement = _tensor(displacement, "displacement").to(self.atoms)
+        if displacement.shape != (self.width,):
+            raise InvalidInput(f"an atom of width {self.width} cannot move by shape {tuple(displacement.shape)}.")
         both = torch.cat([self.atoms, self.atoms[atom : atom + 1]])
         weights = torch.cat([self.weights, self.weights[atom : atom + 1]])
         weights[[atom, -1]] /= 2
@@ -126,8 +137,29 @@ class Measure:
         return f"Measure({len(self)} atoms in R^{self.width}, weights {light:.4g} … {heavy:.4g}{places})"
 
 
+def check_measure(measure: object) -> None:
+    """Refuse what is no `Measure`."""
+    if not isinstance(measure, Measure):
+        raise InvalidInput(
+            f"a measure is needed, not {type(measure).__name__}: build one with Measure(atoms, weights), "
+            "Measure.empirical(x) or Measure.of_tokens(x)."
+        )
+
+
+def _tensor(numbers: object, name: str) -> Tensor:
+    """Real numbers as a dense tensor; anything else is refused."""
+    try:
+        found = numbers if isinstance(numbers, Tensor) else torch.as_tensor(numbers, dtype=torch.float64)
+        plain = found.layout == torch.strided and not found.is_nested and found.device.type != "meta"
+        if not plain or found.is_complex() or found.is_quantized:
+            raise TypeError(f"{found.dtype} tensor of layout {found.layout} on {found.device}")
+        return found.double() if found.dtype == torch.bool or found.dtype.itemsize == 1 else found
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidInput(f"the {name} of a measure must be an array of real numbers: {error}.") from error
+
+
 def _vector(numbers: Tensor | Sequence[float], m: int, name: str) -> Tensor:
-    vector = torch.as_tensor(numbers, dtype=torch.float64)
+    vector = _tensor(numbers, f"{name}s").double()
     if vector.shape != (m,):
         raise InvalidInput(f"a measure needs one {name} for each of its {m} atoms, got shape {tuple(vector.shape)}.")
     check_finite(vector, f"the {name}s of a measure")

@@ -202,7 +202,7 @@ def growth(
         interval, method = (law.exponent - reach, law.exponent + reach), "regression"
     laws = compare(sample)
     verdict = _verdict(laws)
-    plateau = _plateau(sample, means, confidence) if verdict == "plateau" else None
+    plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
     kept = tuple(np.exp(row) for row in rows)
     return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(found), kept, paired, draws)
 
@@ -249,14 +249,20 @@ def _sample(x: Numbers, rows: Sequence[Numbers], paired: bool) -> Sample:
     return Sample(x, means, counts, float(sum((part**2).sum() for part in rest)), points)
 
 
-def _plateau(sample: Sample, means: Numbers | None, confidence: float) -> Plateau:
+def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: int) -> Plateau:
+    """The break and its bootstrap interval, stretched about the estimate like that of the exponent.
+
+    The lengths beside the break decide where it lies, so that the freedom is that of one length, not of all.
+    """
     found = fit_break(sample.x, sample.means, sample.counts)
     assert found is not None
     interval = None
     if means is not None:
         again = fit_break(sample.x, means, sample.counts)
         assert again is not None
-        low, high = np.exp(np.quantile(again.start, tails(confidence)))
+        start = float(found.start)
+        moved = stretch(freedom, confidence) * (again.start - start)
+        low, high = np.exp(np.quantile(start + moved, tails(confidence)))
         interval = float(low), float(high)
     level = math.exp(float(found.intercept + found.slope * found.start))
     return Plateau(math.exp(float(found.start)), interval, float(found.slope), level)
