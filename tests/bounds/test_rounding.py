@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -38,10 +39,9 @@ def test_bounds_stay_sharp_where_clusters_are_close_enough() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dot_product", "l2", "sigmoid", "cosine"])
-def test_radii_hold_for_what_float32_would_compute_with_its_own_unit(kind: str) -> None:
-    """Everything in `Paths` differs from its value at a nearby input by no more than rounding of that size would say."""
+def test_ordinary_inputs_have_tiny_radii(kind: str) -> None:
     x = tokens()
-    for name, attention in list(grid(kind, "causal"))[::97]:
+    for name, attention in itertools.islice(grid(kind, "causal"), 0, 400, 97):
         for part in paths(attention, x):
             assert bool((part.upper_weights >= part.weights).all()), name
             assert bool((part.upper_slopes >= part.slopes * (1 - 1e-15)).all()), name

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.tokens import TokenSet
 
 _MOST_OFFSETS = 4096
@@ -103,6 +104,20 @@ def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bo
     if attention.softcap is not None:
         swing = swing.clamp(max=attention.softcap)
     return HeadNumbers(spectral(value), reach * spectral(value @ axes), pull, push, swing, score)
+
+
+def norm_rounding(attention: AttentionMap, folded: bool = True) -> tuple[Tensor, Tensor]:
+    r"""By how much ‖V‖ and ‖A‖ of every head may be off: :math:`\gamma_{8dk}` times the product of the factors' norms.
+
+    Products of matrices are known to within the product of their norms, which is more when they nearly cancel.
+    """
+    query, key, _ = query_key(attention)
+    value, output = value_matrices(attention, folded=False), attention.output_weight.double()
+    sizes = [part.norm(dim=(-2, -1)) for part in (query, key, value, output)]
+    turned = [max(1.0, abs(stage.amplitude)) for stage in attention.query_stages if isinstance(stage, Rotary)]
+    steps = gamma(8 * attention.in_features * query.shape[-2] + 64)
+    outer = gamma(8 * output[0].numel() + 64) * sizes[3] if folded else gamma(64)
+    return outer * sizes[2], steps * sizes[0] * sizes[1] * math.prod(turned) ** 2
 
 
 def without_output(numbers: HeadNumbers, attention: AttentionMap, tokens: TokenSet) -> HeadNumbers:

@@ -27,6 +27,7 @@ from howsmooth.bounds.assumptions import UNMASKED_OR_CAUSAL
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.kim2021 import L2_ASSUMPTIONS, l2_weights, phi_inverse
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.visibility import Masked, hides
 
@@ -202,7 +203,7 @@ def lower_2(query: Tensor, value: Tensor, n: int, output: Tensor | None = None) 
     return (2 * c + 1 / (1 + c)) / query.shape[-2] ** 0.5 * spectral(query.mT @ query @ inner)
 
 
-def average_lower_inf(n: int) -> float:
+def average_lower_inf(n: float) -> float:
     r"""Lip_∞ of Z ↦ PZ is at least :math:`4c - 1 + 2/(1+c)`, within 2 of `average_lip_inf` at width 1.
 
     Proof. At the tight input P_ii = 1/(1+c) and C_i = c, so row i has the entry 1/(1+c) + 2c, and others that add up
@@ -237,7 +238,7 @@ def wide_lower(leaves: int, hubs: int) -> float:
     return p * (leaves / hubs) ** 0.5
 
 
-def _odd_phi(n: int) -> float:
+def _odd_phi(n: float) -> float:
     return phi_inverse((n - 1) // 2 * 2)
 
 
@@ -269,14 +270,18 @@ def _lip_2(where: Setting, folded: bool) -> Tensor:
 
 
 def _lower_2(where: Setting, folded: bool) -> Tensor:
-    query, value, output = l2_weights(where)
-    return lower_2(query, value, int(where.count), output if folded else None)
+    """With the values as the map holds them, A_hW^V_h rounded: the proof asks no more of them."""
+    c, value = _odd_phi(where.count), where.map.value_weight.double()
+    inner = value.mT @ where.map.output_weight.double() if folded else value
+    lost = gamma(8 * value[0].numel()) * value.norm(dim=(-2, -1))
+    if folded:
+        lost = lost * where.map.output_weight.double().norm(dim=(-2, -1))
+    return (2 * c + 1 / (1 + c)) * (spectral(inner) * (1 - 1e-12) - lost).clamp(min=0)
 
 
 def _lower_inf(where: Setting) -> Tensor:
-    query, value, output = l2_weights(where)
-    scale = matrix_norm((query @ value.mT @ output).sum(0), 1) * query.abs().sum()
-    return average_lower_inf(int(where.count)) * scale
+    scale = matrix_norm((where.map.value_weight.double().mT @ where.map.output_weight.double()).sum(0), 1)
+    return average_lower_inf(where.count) * scale * (1 - 1e-12)
 
 
 _LINE = Assumption(

@@ -45,6 +45,7 @@ from howsmooth.bounds.assumptions import (
 )
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import query_key, spectral, value_matrices
+from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.bounds.visibility import is_causal
@@ -53,6 +54,8 @@ _LONGEST_SUM = 10**7
 """Terms of the masked sum that are added up; fewer terms only lower a lower bound."""
 _LARGEST_EXPONENT = 600.0
 """c_k grows with E, so a smaller E keeps a lower bound true where e^{…} would overflow."""
+_SOLVER = 1e-12
+"""Relative accuracy of a singular value."""
 _SCALES = torch.logspace(0, -1.5, 13, dtype=torch.float64)
 _RATIOS = torch.logspace(-4, 4, 401, dtype=torch.float64)
 
@@ -162,15 +165,47 @@ def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: i
 
 
 def _evaluate(attention: AttentionMap, at: Clusters, sums: object, folded: bool) -> Tensor:
-    """The bound for every candidate, (heads, candidates), or (heads, candidates, mass ratios)."""
+    """The bound for every candidate, (heads, candidates), or (heads, candidates, mass ratios), rounding taken off."""
     query, key, bias = query_key(attention)
     push = (at.others @ query.mT + bias[:, None]) @ key  # w = Kᵀ(Qx_o + b_q)
     delta = at.outlier - at.others
     found = sums((delta * push).sum(-1))  # type: ignore[operator]
     value = value_matrices(attention, folded)[:, None]
+    lost = _rounding(attention, at, delta, push, value, found[0].dim() == 3)
+    sizes = found[0].sqrt() * lost[0] + found[2].sqrt() * lost[1]
     if found[0].dim() == 3:
-        return two_cluster(value[:, None], delta[:, :, None], push[:, :, None], found)
-    return two_cluster(value, delta, push, found)
+        bound = two_cluster(value[:, None], delta[:, :, None], push[:, :, None], found)
+    else:
+        bound = two_cluster(value, delta, push, found)
+    return (bound - sizes).clamp(min=0)
+
+
+def _rounding(
+    attention: AttentionMap, at: Clusters, delta: Tensor, push: Tensor, value: Tensor, wide: bool
+) -> tuple[Tensor, Tensor]:
+    r"""What rounding may add to the bound: :math:`\sqrt{c_0}\,e_0 + \sqrt{c_2}\,e_2`.
+
+    The exponent δ·w and w itself are computed to within β and :math:`e_w`, V to within :math:`e_V`. Since
+    :math:`|dp| \le p(1-p)\beta`, the block :math:`V[pI + p(1-p)\delta w^\top]` moves by at most
+    :math:`p\,(\beta\|V\|+e_V) + p(1-p)\,|\delta|\,(\|V\|(\beta|w|+e_w) + e_V|w|)`.
+    """
+    query, key, bias = query_key(attention)
+    steps = gamma(64 + 2 * sum(query.shape[-2:]))
+    lengths, norms = at.others.norm(dim=-1), [part.norm(dim=(-2, -1))[:, None] for part in (query, key)]
+    push_error = steps * norms[1] * (norms[0] * lengths + bias.norm(dim=-1)[:, None])
+    far = delta.norm(dim=-1)
+    exponent = far * (push_error + steps * push.norm(dim=-1)) + steps
+    size = value.norm(dim=(-2, -1))  # (heads, 1)
+    inner = (
+        attention.value_weight.double()
+        .norm(dim=(-2, -1))
+        .repeat_interleave(attention.heads // attention.kv_heads)[:, None]
+    )
+    outer = attention.output_weight.double().norm(dim=(-2, -1))[:, None].clamp(min=1.0)
+    value_error = gamma(8 * sum(attention.output_weight.shape[1:])) * inner * outer
+    first = exponent * size + value_error
+    second = far * (size * (exponent * push.norm(dim=-1) + push_error) + value_error * push.norm(dim=-1))
+    return (first[..., None], second[..., None]) if wide else (first, second)
 
 
 def _powers(first: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,12 +227,16 @@ def _measure(causal: bool, where: Setting, folded: bool) -> Tensor:
 
 
 def _equal_tokens(where: Setting, folded: bool) -> Tensor:
-    return equal_tokens(value_matrices(where.map, folded))
+    found, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
+    outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
+    lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
+    return (equal_tokens(found) * (1 - _SOLVER) - lost).clamp(min=0)
 
 
 def _equal_tokens_block(where: Setting) -> Tensor:
-    weights = where.map.output_weight.double()
-    return equal_tokens((weights.mT @ value_matrices(where.map, folded=False)).sum(0))
+    weights, values = where.map.output_weight.double(), value_matrices(where.map, folded=False)
+    lost = gamma(8 * weights.shape[0] * weights.shape[1]) * weights.norm() * values.norm()
+    return (equal_tokens((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
 
 
 register(

@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import FINITE, LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.heads import head_numbers, norm_rounding
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.three_path import nowhere_nan, spectral, value_gain, weights_norm
@@ -56,6 +56,7 @@ def norms_at(attention: AttentionMap, x: Tensor, folded: bool) -> tuple[Tensor, 
     value = torch.cat([value_gain(part) for part in parts])
     weights = torch.cat([weights_norm(part) for part in parts])
     score = head_numbers(attention, TokenSet.ball(1.0, attention.in_features), n=len(x)).score
+    score = score + norm_rounding(attention, folded)[1]
     allowance = max(part.allowance for part in parts)
     return value * allowance, weights, spectral(x.double()) * allowance, score * allowance
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.heads import head_numbers, norm_rounding
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
@@ -64,10 +64,12 @@ def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool
     """
     unit = TokenSet.ball(1.0, attention.in_features)
     numbers = head_numbers(attention, unit, n=len(x), folded=folded)
+    lost = norm_rounding(attention, folded)
+    value, score = numbers.value + lost[0], numbers.score + lost[1]
     found, first = [], 0
     for part in paths(attention, x, folded):
         own = slice(first, first := first + len(part.value))
-        found.append(_ball(part, eps, numbers.value[own], numbers.score[own]))
+        found.append(_ball(part, eps, value[own], score[own]))
     return torch.maximum(torch.cat(found), three_path(attention, x, folded))
 
 

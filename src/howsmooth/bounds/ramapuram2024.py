@@ -8,7 +8,7 @@ from torch import Tensor
 
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
 from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import head_numbers
+from howsmooth.bounds.heads import head_numbers, norm_rounding
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.three_path import nowhere_nan
@@ -50,7 +50,10 @@ def _local(where: Setting, folded: bool) -> Tensor:
         torch.cat(raised) for raised in zip(*((part.upper_weights, part.upper_slopes) for part in parts), strict=True)
     )
     allowance = max(part.allowance for part in parts)
-    return nowhere_nan(local(numbers.value, numbers.score, weights, x, slopes) * allowance)
+    value, score = (
+        norm + lost for norm, lost in zip((numbers.value, numbers.score), norm_rounding(where.map, folded), strict=True)
+    )
+    return nowhere_nan(local(value, score, weights, x, slopes) * allowance)
 
 
 def _is_zero(bias: Tensor | None) -> bool:
