@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import howsmooth as hs
+from evidence.point_rounding import Case, truth
 from howsmooth.bounds import TokenSet, get
 from howsmooth.bounds.castin2024 import large_radius_limit, lower_sqrt_n, real_eigenpairs
 from howsmooth.bounds.lower import two_cluster_input
@@ -65,6 +66,34 @@ def test_eigenpairs_are_eigenpairs_of_the_low_rank_matrix() -> None:
     image = (a[:, None] @ vectors[..., None])[..., 0]
     assert torch.allclose(image[found], (values[..., None] * vectors)[found], atol=1e-10)
     assert torch.allclose(vectors[found].norm(dim=-1), torch.ones(int(found.sum()), dtype=torch.float64))
+
+
+def test_heads_wider_than_the_tokens_have_no_eigenpairs_of_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 6, 2, dtype=torch.float64, generator=generator)
+    attention = hs.SelfAttention(query, key, torch.eye(6, 2, dtype=torch.float64), scale=1.0)
+    values, vectors = real_eigenpairs(attention)
+    a = key.mT @ query
+    found = ~values.isnan()
+    exact = torch.linalg.eigvals(a)
+    assert int(found.sum()) == int((exact.imag == 0).sum())
+    assert torch.allclose(vectors[found] @ a.mT, values[found][:, None] * vectors[found], atol=1e-10)
+    nothing = hs.SelfAttention(query, 0 * key, torch.eye(6, 2, dtype=torch.float64), scale=1.0)
+    assert bool(real_eigenpairs(nothing)[0].isnan().all())
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_no_lower_bound_is_above_what_its_input_reaches_in_fifty_digits(mask: str | None) -> None:
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        a, v = torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
+        head = hs.SelfAttention.from_bilinear(10.0**seed * a, v, mask=mask)
+        tokens = TokenSet.ball(1.0, width=2)
+        bound = float(get("howsmooth.two_cluster")(head, n=5, tokens=tokens))
+        x = two_cluster_input(head, tokens, 5)
+        if mask is None:
+            assert bound <= truth(Case("", 10.0**seed * a, v, x))
+        assert bound <= float(hs.measure(head, x, rtol=1e-6).upper)
 
 
 def test_mean_field_lower_bounds_are_below_the_upper_ones() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, Bound, TokenSet
 from howsmooth.bounds.figure import bounds_against_n, spaced
-from howsmooth.bounds.tabulating import ContradictedBound, Row, Table, table
+from howsmooth.bounds.tabulating import ContradictedBound, Row, Table, table, with_witness
 from howsmooth.figures import save_figure
 
 
@@ -334,6 +334,23 @@ def test_no_bound_at_all_is_an_empty_table(only: Callable[..., None]) -> None:
     found = table(HEAD, n=5, radius=1.0)
     assert (len(found), found.best_lower, found.tightest("upper")) == (0, None, None)
     assert found.to_dict()["rows"] == []
+
+
+def test_a_missing_radius_is_asked_for() -> None:
+    for where in ({"n": 10}, {}):
+        with pytest.raises(hs.InvalidInput, match="give a radius"):
+            table(HEAD, **where)
+
+
+def test_an_input_of_the_set_is_one_more_lower_bound() -> None:
+    found = table(HEAD, n=5, radius=1.0)
+    x = torch.tensor([[-1.0, 0.0], *[[1.0, 0.0]] * 4], dtype=torch.float64)
+    known = with_witness(found, x, "clusters")
+    row = by_name(known)["clusters"]
+    assert row.value == pytest.approx(float(hs.measure(HEAD.double(), x)), rel=1e-2)
+    assert (row.kind, row.scope, len(known)) == ("lower", "ball", len(found) + 1)
+    assert known.best_lower == max(found.best_lower or 0.0, row.value)
+    assert all(new.ratio <= old.ratio for new, old in zip(known[:3], found[:3], strict=True))  # type: ignore[operator]
 
 
 def test_equal_tokens_at_the_origin_are_measured_without_a_set() -> None:

@@ -200,6 +200,16 @@ def test_latex_is_a_table_and_nothing_else() -> None:
     assert [line.rpartition(", ")[2] for line in comments] == ["n = 8", "n = 16"]
 
 
+def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -> None:
+    options = ("random", "--width", 8, "--heads", 4, "--n", "16,64", "--radius", 20)
+    found = answer(*options, "--figure", tmp_path / "f.png")
+    rows = found["tables"][-1]["rows"]
+    reached = max(row["value"] for row in rows if row["kind"] == "lower" and row["scope"] == "ball")
+    assert [row["value"] for row in rows if row["name"] == "random tokens"] == [reached]
+    assert found["tables"][-1]["best_lower"] == reached > 1.5 * answer(*options)["tables"][-1]["best_lower"]
+    assert "(random tokens)" in found["headline"]
+
+
 def test_a_figure_is_written(tmp_path: Path) -> None:
     found = answer("random", *SMALL, "--n", "4,16", "--radius", 1, "--figure", tmp_path / "f.png")
     assert found["figure"] == str(tmp_path / "f.png")

@@ -71,6 +71,22 @@ def test_a_file_says_its_normalisation_beside_the_attention(bias: bool, make: ob
     assert torch.equal(found.centre, expected.centre)
 
 
+@pytest.mark.parametrize(("kind", "extra"), [("gemma", 1.0), ("llama", 0.0), (None, None)])
+def test_gains_of_a_file_are_those_of_its_model_or_cover_both(
+    kind: str | None, extra: float | None, tmp_path: Path
+) -> None:
+    names = {f"model.layers.0.self_attn.{name}_proj.weight": torch.randn(8, 8) for name in "qkvo"}
+    gain = torch.randn(8)
+    save_file(names | {"model.layers.0.input_layernorm.weight": gain}, tmp_path / "w.safetensors")
+    if kind is not None:
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    request = Request(str(tmp_path / "w.safetensors"))
+    found = layer_tokens(request.open(Settings(heads=2, length=1)), request)
+    wide = torch.maximum(gain.double().abs(), (1 + gain.double()).abs())
+    assert torch.equal(found.axes.diagonal(), wide if extra is None else extra + gain.double())
+    assert ("w or 1 + w" in found.origin) == (extra is None)
+
+
 def test_random_weights_have_no_normalisation() -> None:
     request = Request("random")
     with pytest.raises(InvalidInput, match="holds no normalisation"):

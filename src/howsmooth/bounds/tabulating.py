@@ -232,8 +232,12 @@ def table(
                 rows += _bound_rows(bound, where, per_head)
             else:
                 refused[bound.name] = reason
-    if not rows and where.x is None:
-        raise InvalidInput(_what_is_missing(where, refused))
+    if not rows and where.tokens is None and where.x is None:
+        given = "the weights" if where.n is None else "n"
+        raise InvalidInput(
+            f"no bound of {where.kind} attention can be had from {given} alone: give a radius (or the LayerNorm before "
+            "it, as tokens), or an input x."
+        )
     norms = dict.fromkeys([2.0] * (norm != math.inf) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
     rows += [row for m in measurements.values() for row in _measured_rows(m, per_head)]
@@ -260,18 +264,6 @@ def with_witness(
     known = _lower_ends(rows, found.measurements)
     compared = sorted((compared_with(row, known) for row in rows), key=_tightest_first)
     return replace(found, rows=tuple(compared))
-
-
-def _what_is_missing(where: Setting, refused: dict[str, str]) -> str:
-    """Why nothing is in the table, in one sentence."""
-    wanted = sorted({reason for reason in refused.values() if reason.startswith("needs ")}, key=len)
-    given = [name for name in ("n", "tokens") if getattr(where, name) is not None]
-    if wanted:
-        return (
-            f"no bound of {where.kind} attention can be had from {' and '.join(given) or 'the weights'} alone: give a "
-            "radius (or the LayerNorm before it, as tokens) and n, or an input x."
-        )
-    return f"no bound of the catalogue applies to this {where.kind} attention: give an input x to measure it there."
 
 
 def _bound_rows(bound: Bound, where: Setting, per_head: bool) -> list[Row]:

@@ -124,9 +124,9 @@ def _adds_one(source: str, name: str) -> bool | None:
         return None if name.rpartition(".")[2] in _IN_DOUBT else False
     found = set()
     for entry in vars(module).values():
-        if isinstance(entry, type) and issubclass(entry, nn.Module) and entry.__name__.lower().endswith("norm"):
+        if isinstance(entry, type) and issubclass(entry, nn.Module) and "norm" in entry.__name__.lower():
             with suppress(Exception):  # classes that take other arguments, or do something else
-                norm = entry(_WIDTH)
+                norm: Any = entry(_WIDTH)
                 norm.weight.data.uniform_(0.25, 0.75)
                 found.add(not torch.equal(read_norm(norm).gain, norm.weight.detach().double()))
     return found.pop() if len(found) == 1 else None if found else False
