@@ -132,7 +132,8 @@ class Bound:
         size = alone.amax()
         if not 0 < float(size) < torch.inf:  # all heads vanish, or one has no bound
             return summed
-        stacked = where.output_norm * size * (alone / size).square().sum().sqrt()
+        unit = torch.exp2(size.log2().floor())  # squares of bounds below 1e-154 or above 1e154 are out of range
+        stacked = where.output_norm * (unit * (alone / unit).square().sum().sqrt())
         return torch.minimum(summed, stacked)
 
     def _heads(self, where: Setting, folded: bool) -> Tensor:

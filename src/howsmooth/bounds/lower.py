@@ -54,7 +54,7 @@ _LONGEST_SUM = 10**7
 """Terms of the masked sum that are added up; fewer terms only lower a lower bound."""
 _LARGEST_EXPONENT = 600.0
 """c_k grows with E, so a smaller E keeps a lower bound true where e^{…} would overflow."""
-_SOLVER = 1e-12
+_SOLVER = 1e-13
 """Relative accuracy of a singular value."""
 _SCALES = torch.logspace(0, -1.5, 13, dtype=torch.float64)
 _RATIOS = torch.logspace(-4, 4, 401, dtype=torch.float64)

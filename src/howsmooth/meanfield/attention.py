@@ -23,7 +23,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_finite
-from howsmooth.meanfield.measure import Measure, check_measure
+from howsmooth.meanfield.measure import Measure, check_measure, real_tensor
 
 _POINTS_AT_ONCE = 512
 
@@ -74,8 +74,14 @@ class Past(LogitBias):
 
 
 def _check_vector(numbers: object, name: str) -> None:
-    if not isinstance(numbers, Tensor) or numbers.dim() != 1 or not numbers.is_floating_point():
-        raise InvalidInput(f"the {name} of the atoms must be a vector of floating numbers, got {numbers!r:.80}.")
+    if _check_floating(numbers, name).dim() != 1:
+        raise InvalidInput(f"the {name} of the atoms must be a vector, one number for each.")
+
+
+def _check_floating(numbers: object, name: str) -> Tensor:
+    if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
+        raise InvalidInput(f"the {name} must be a floating tensor, got {type(numbers).__name__}.")
+    return real_tensor(numbers, name)
 
 
 def weighted(
@@ -89,12 +95,12 @@ def weighted(
     """
     found = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
     tokens, weights, places = measure.atoms, measure.weights, measure.positions
-    if points is not None and not (
-        isinstance(points, Tensor) and points.dim() == 2 and points.shape[1] == len(tokens[0])
-    ):
+    if points is not None and _check_floating(points, "points").shape != (len(points), measure.width):
         raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
     if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
         raise InvalidInput("further tokens need positions when the measure has them, and only then.")
+    if positions is not None:
+        _check_vector(positions, "positions")
     if points is not None:
         tokens = torch.cat([tokens, points])
         weights = torch.cat([weights, weights.new_zeros(len(points))])
@@ -126,8 +132,8 @@ class Field:
     def _check(self, points: Tensor, positions: Tensor | None) -> None:
         width, places = self.measure.width, self.measure.positions
         for given, name in ((points, "points"), (positions, "positions")):
-            if given is not None and not (isinstance(given, Tensor) and given.is_floating_point()):
-                raise InvalidInput(f"the {name} of a field must be a floating tensor, got {type(given).__name__}.")
+            if name == "points" or given is not None:
+                _check_floating(given, name)
         if points.dim() != 2 or not len(points) or points.shape[1] != width:
             raise InvalidInput(
                 f"the field takes points of shape (q, {width}), at least one, got {tuple(points.shape)}."

@@ -71,7 +71,7 @@ def _check(mu: Measure, nu: Measure, p: float) -> None:
     check_measure(nu)
     if mu.width != nu.width:
         raise InvalidInput(f"measures on R^{mu.width} and R^{nu.width} have no distance: their atoms need one width.")
-    if not isinstance(p, int | float) or isinstance(p, bool) or not (math.isfinite(p) and p >= 1):
+    if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < 1e300:
         raise InvalidInput(f"W_p is a distance for finite p ≥ 1, got {p!r}.")
 
 
@@ -87,5 +87,7 @@ def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
     """The least cost of moving weights a at x to weights b at y at |x_i − y_j|^p for each unit of mass."""
     ot = _transport_library()
     x, a, y, b = (part.detach().cpu() for part in (x, a, y, b))
-    costs = (x[:, None] - y).norm(dim=-1) ** p
+    costs = (x[:, None] - y).norm(dim=-1) ** float(p)
+    if not bool(costs.isfinite().all()):
+        raise InvalidInput(f"the costs |x − y|^p are beyond float64 for p = {p:g}: choose a smaller p.")
     return float(ot.emd2(a.numpy(), b.numpy(), costs.numpy(), numItermax=_MOST_PIVOTS))

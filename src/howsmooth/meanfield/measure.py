@@ -39,7 +39,7 @@ class Measure:
     def __init__(
         self, atoms: Tensor, weights: Tensor | Sequence[float], positions: Tensor | Sequence[float] | None = None
     ):
-        points = _tensor(atoms, "atoms")
+        points = real_tensor(atoms, "atoms")
         if points.dim() != 2 or points.numel() == 0:
             raise InvalidInput(f"a measure needs atoms of shape (m, d), at least one, got {tuple(points.shape)}.")
         points = points.double()
@@ -72,7 +72,7 @@ class Measure:
     @classmethod
     def of_tokens(cls, x: Tensor, causal: bool = True) -> Measure:
         """n tokens of equal weight; causal attention gives token i (from 0) the position (i+1)/n."""
-        x = _tensor(x, "tokens")
+        x = real_tensor(x, "tokens")
         if x.dim() != 2:
             raise InvalidInput(f"a measure is made of tokens of shape (n, d), got {tuple(x.shape)}.")
         n = max(len(x), 1)
@@ -109,7 +109,7 @@ class Measure:
 
     def moved(self, displacement: Tensor) -> Measure:
         """Every atom moved as a whole, x_i + y_i, with ``displacement`` y, ``(m, d)``."""
-        displacement = _tensor(displacement, "displacements").to(self.atoms)
+        displacement = real_tensor(displacement, "displacements").to(self.atoms)
         if displacement.shape != self.atoms.shape:
             raise InvalidInput(
                 f"{len(self)} atoms of width {self.width} cannot move by an array of shape {tuple(displacement.shape)}."
@@ -120,7 +120,7 @@ class Measure:
         """One atom split in two halves, x_i ± y, with ``displacement`` y, ``(d,)``."""
         if not isinstance(atom, int) or isinstance(atom, bool) or not 0 <= atom < len(self):
             raise InvalidInput(f"there are {len(self)} atoms to split, counted from 0, got {atom!r}.")
-        displacement = _tensor(displacement, "displacement").to(self.atoms)
+        displacement = real_tensor(displacement, "displacement").to(self.atoms)
         if displacement.shape != (self.width,):
             raise InvalidInput(f"an atom of width {self.width} cannot move by shape {tuple(displacement.shape)}.")
         both = torch.cat([self.atoms, self.atoms[atom : atom + 1]])
@@ -146,8 +146,8 @@ def check_measure(measure: object) -> None:
         )
 
 
-def _tensor(numbers: object, name: str) -> Tensor:
-    """Real numbers as a dense tensor; anything else is refused."""
+def real_tensor(numbers: object, name: str) -> Tensor:
+    """Real numbers as a dense tensor, with their dtype when they are one; anything else is refused."""
     try:
         found = numbers if isinstance(numbers, Tensor) else torch.as_tensor(numbers, dtype=torch.float64)
         plain = found.layout == torch.strided and not found.is_nested and found.device.type != "meta"
@@ -155,11 +155,12 @@ def _tensor(numbers: object, name: str) -> Tensor:
             raise TypeError(f"{found.dtype} tensor of layout {found.layout} on {found.device}")
         return found.double() if found.dtype == torch.bool or found.dtype.itemsize == 1 else found
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InvalidInput(f"the {name} of a measure must be an array of real numbers: {error}.") from error
+        reason = str(error).partition("\n")[0]
+        raise InvalidInput(f"the {name} of a measure must be an array of real numbers: {reason}.") from error
 
 
 def _vector(numbers: Tensor | Sequence[float], m: int, name: str) -> Tensor:
-    vector = _tensor(numbers, f"{name}s").double()
+    vector = real_tensor(numbers, f"{name}s").double()
     if vector.shape != (m,):
         raise InvalidInput(f"a measure needs one {name} for each of its {m} atoms, got shape {tuple(vector.shape)}.")
     check_finite(vector, f"the {name}s of a measure")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield.measure import Measure
+from howsmooth.meanfield.measure import Measure, real_tensor
 
 _LARGEST = 350.0
 """e^{2b} must be a float64."""
@@ -44,12 +44,9 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
     >>> [round(two_atom(b, 1.0).value, 2) for b in (1, 2, 3, 4, 5)]
     [2.99, 12.88, 47.98, 165.8, 546.92]
     """
-    try:
-        b = gamma * radius**2
-        holds = gamma >= 0 and radius > 0 and math.isfinite(b)
-    except (TypeError, OverflowError):
-        holds = False
-    if not holds:
+    numbers = all(isinstance(part, int | float) and part < 1e150 for part in (gamma, radius))
+    b = gamma * radius**2 if numbers else math.nan
+    if not (numbers and gamma >= 0 and radius > 0 and math.isfinite(b)):
         raise InvalidInput(f"two atoms need γ ≥ 0 and a positive radius, both finite, got {gamma!r} and {radius!r}.")
     if b > _LARGEST:
         raise InvalidInput(f"the stretch e^{b:.4g} of two atoms is beyond float64: lower γ or the radius.")
@@ -60,7 +57,8 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
 
 def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
-    if not isinstance(direction, Tensor) or direction.dim() != 1 or direction.is_complex() or not bool(direction.any()):
+    direction = real_tensor(direction, "direction")
+    if direction.dim() != 1 or not bool(direction.any()):
         raise InvalidInput("two atoms lie along a vector that is not zero: give a direction of shape (d,).")
     if not all(isinstance(part, int | float) and 0 < part < math.inf for part in (radius, heavy)):
         raise InvalidInput(f"two atoms need a radius and a mass ratio, positive and finite, got {radius!r}, {heavy!r}.")
