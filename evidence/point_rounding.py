@@ -23,7 +23,8 @@ NAMES = (
     "nair2025.softmax_half",
 )
 LOGITS = (1e4, 1e5, 1e6, 1e7, 1e8, 3e8)
-CLUSTERS = ((1e2, 0.1), (1e4, 1e-3), (1e6, 1e-3), (1e7, 1.0), (1e8, 0.3), (1e8, 1e-3))
+CLUSTERS = ((1e2, 0.1, 1e4), (1e4, 1e-3, 1e8), (1e6, 1e-3, 1e10), (1e7, 1.0, 1e3), (1e8, 0.3, 1e3), (1e8, 1e-3, 1e9))
+"""Distance of two clusters from the middle, spread of each, size of A."""
 _DIGITS = 50
 _STEPS = 40
 
@@ -48,18 +49,16 @@ def large_logits(size: float, seed: int, n: int = 8) -> Case:
     return Case(f"logits {size:g}²", torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)), value, x)
 
 
-def far_clusters(apart: float, spread: float, seed: int, n: int = 8) -> Case:
-    """Half of the tokens near −D, half near D; all attend to one of the clusters, so that only its spread matters."""
-    generator = torch.Generator().manual_seed(seed)
+def far_clusters(apart: float, spread: float, slope: float, seed: int, n: int = 8) -> Case:
+    """Half of the tokens near −D, half near D, and A = αe₁e₂ᵀ: all attend to one cluster, and ‖J‖ is α·its variance."""
     x = torch.zeros(n, 2, dtype=torch.float64)
-    x[:, 0] = spread * torch.randn(n, dtype=torch.float64, generator=generator)
+    x[:, 0] = spread * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     x[: n // 2, 0] += apart
     x[n // 2 :, 0] -= apart
-    slope = 40 / apart  # logits differ by 80 between the clusters
-    x[:, 1] = 1 + 0.1 * torch.rand(n, dtype=torch.float64, generator=generator)
+    x[:, 1] = 40 / (slope * apart)  # logits differ by 80 between the clusters
     score = torch.zeros(2, 2, dtype=torch.float64)
     score[0, 1] = slope
-    return Case(f"clusters ±{apart:g}, spread {spread:g}", score, torch.eye(2, dtype=torch.float64), x)
+    return Case(f"clusters ±{apart:g}, spread {spread:g}, α = {slope:g}", score, torch.eye(2, dtype=torch.float64), x)
 
 
 def truth(case: Case) -> mpmath.mpf:
@@ -109,8 +108,8 @@ def cases(seeds: int, n: int = 8) -> Iterator[list[Case]]:
     """Groups of cases, one per line of the table."""
     for size in LOGITS:
         yield [large_logits(size, seed, n) for seed in range(seeds)]
-    for apart, spread in CLUSTERS:
-        yield [far_clusters(apart, spread, seed, n) for seed in range(seeds)]
+    for apart, spread, slope in CLUSTERS:
+        yield [far_clusters(apart, spread, slope, seed, n) for seed in range(seeds)]
 
 
 def parts(report: Callable[[str], None], seeds: int = 12) -> Iterator[str]:

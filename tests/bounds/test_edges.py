@@ -87,7 +87,10 @@ def test_zero_output_gives_the_bound_zero() -> None:
     *inner, output = draw(4)
     for kind in ("plain", "sigmoid", "cosine"):
         attention = build(kind, [*inner, 0 * output], heads=2)
-        for where in (setting(attention, n=8, radius=2.0), setting(attention, x=torch.ones(3, 4, dtype=torch.float64))):
+        for where in (
+            setting(attention, n=8, radius=200.0),
+            setting(attention, x=torch.ones(3, 4, dtype=torch.float64)),
+        ):
             for bound in CATALOGUE.values():
                 if bound.refusal(where) is None and bound.combine == "heads":
                     assert float(bound.at(where)) == 0.0, bound.name
@@ -103,7 +106,8 @@ def test_tiny_and_huge_heads_scale_with_their_values() -> None:
         where = {"x": x} if name.endswith("local") else {"n": 5, "radius": 2.0}
         exact = float(hs.bounds.get(name)(plain, **where))
         for size in (2.0**-700, 2.0**700):
-            scaled = build(kind, [query, key, value, size * output], heads=2)
+            weights = [query, key, value, size * output] if kind == "cosine" else [query, key, size * value, output]
+            scaled = build(kind, weights, heads=2)
             assert float(hs.bounds.get(name)(scaled, **where)) == pytest.approx(size * exact, rel=1e-9)
 
 

@@ -113,7 +113,8 @@ def norm_rounding(attention: AttentionMap, folded: bool = True) -> tuple[Tensor,
     """
     query, key, _ = query_key(attention)
     value, output = value_matrices(attention, folded=False), attention.output_weight.double()
-    sizes = [part.norm(dim=(-2, -1)) for part in (query, key, value, output)]
+    # The Frobenius norm from above, without squares that could overflow.
+    sizes = [part.abs().amax((-2, -1)) * part[0].numel() ** 0.5 for part in (query, key, value, output)]
     turned = [max(1.0, abs(stage.amplitude)) for stage in attention.query_stages if isinstance(stage, Rotary)]
     steps = gamma(8 * attention.in_features * query.shape[-2] + 64)
     outer = gamma(8 * output[0].numel() + 64) * sizes[3] if folded else gamma(64)
