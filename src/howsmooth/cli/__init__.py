@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.bounds import bounds
-from howsmooth.cli.console import OneLineErrors
 from howsmooth.cli.demo import demo
+from howsmooth.cli.endings import CODES, OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.models import models
 from howsmooth.cli.report import report
@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    epilog="Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong; 130 interrupted.",
+    epilog=CODES,
 )
 app.command()(measure)
 app.command()(bounds)

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import json
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from typer.core import TyperGroup
+from rich.segment import Segment
 
-from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, USER_ERROR, OneLineErrors, nobody_reads
+from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.measurement import rounded
+from howsmooth.small import printable
 
-NOT_CONVERGED, USER_ERROR, INTERRUPTED = 1, 2, 130
+__all__ = [
+    "INTERRUPTED",
+    "NOT_CONVERGED",
+    "USER_ERROR",
+    "OneLineErrors",
+    "check_room",
+    "lower_bound",
+    "parse_bytes",
+    "plain_json",
+    "print_json",
+    "print_line",
+    "set_threads",
+    "solver_progress",
+    "stderr",
+    "stdout",
+    "step_progress",
+    "upper_bound",
+    "written",
+]
+
+MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+"""More never help, and at some number the system refuses to make them."""
+MOST_SEED = 2**63 - 1
+"""What random generators and stores can hold; seeds beside it are made by adding a little."""
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**40
+_HIDDEN = re.compile(r"[^\x20-\x7e\n]")
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -29,68 +56,63 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-class OneLineErrors(TyperGroup):
-    """A command group whose errors are one readable line on stderr; the traceback follows only with ``--debug``."""
+class SafeConsole(Console):
+    """A console on which no text can be obeyed as a command to the terminal, whoever wrote it.
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
-        args = list(sys.argv[1:] if args is None else args)
-        try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-        except (KeyboardInterrupt, typer.Abort):
-            code = INTERRUPTED
-        except Exception as error:
-            if "--debug" in args:
-                traceback.print_exception(error)
-            code = _report(error)
-        if code == INTERRUPTED:
-            _complain("interrupted")
-        sys.exit(code if isinstance(code, int) else 0)
+    Names of models, texts and files come from elsewhere: escapes, other controls and direction marks in them are shown
+    as �. What rich itself says to the terminal (styles, the cursor) is kept apart from text and passes.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control or text == "\n" else _lines(text), style, control)
+
+    def on_broken_pipe(self) -> None:
+        nobody_reads()
 
 
-def _report(error: Exception) -> int:
-    usage = getattr(error, "format_message", None)  # what typer raises for a wrong option or argument
-    if usage is not None:
-        message = usage()
-        if message:  # empty after the help that is shown when no command is given
-            _complain(message)
-        return USER_ERROR
-    if isinstance(error, HowsmoothError):
-        _complain(str(error))
-        return USER_ERROR
-    if isinstance(error, OSError):
-        _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
-        return USER_ERROR
-    _complain(f"unexpected {type(error).__name__}: {error} (--debug shows where)")
-    return NOT_CONVERGED
-
-
-def _complain(message: str) -> None:
-    typer.echo("howsmooth: " + " ".join(message.split()), err=True)
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def stdout() -> Console:
     """The console for results: as wide as the terminal, and wide enough for tables when there is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=130)
+    console = SafeConsole(highlight=False)
+    return console if console.is_terminal else SafeConsole(highlight=False, width=130)
+
+
+def stderr() -> Console:
+    """The console for progress."""
+    return SafeConsole(stderr=True)
+
+
+def print_line(text: str) -> None:
+    """Plain text on stdout, without anything that a terminal would obey."""
+    typer.echo(_lines(text))
 
 
 def print_json(content: dict[str, Any]) -> None:
     """One JSON object on stdout."""
-    typer.echo(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(plain_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)))
+
+
+def plain_json(text: str) -> str:
+    """The same JSON with all that a terminal would obey written as escapes.
+
+    >>> plain_json('{"model": "a\x9b2Jb"}')
+    '{"model": "a\\\\u009b2Jb"}'
+    """
+    return _HIDDEN.sub(lambda found: found[0] if printable(found[0]) == found[0] else _escaped(found[0]), text)
+
+
+def _escaped(letter: str) -> str:
+    return json.dumps(letter)[1:-1]
 
 
 @contextmanager
 def solver_progress(label: str) -> Iterator[Callable[[int, float], None] | None]:
     """A line on stderr that follows the solver, or None when nobody watches."""
-    console = Console(stderr=True)
+    console = stderr()
     if not console.is_terminal:
         yield None
         return
@@ -107,7 +129,7 @@ def solver_progress(label: str) -> Iterator[Callable[[int, float], None] | None]
 @contextmanager
 def step_progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr over ``total`` named steps; call it when a step begins. Silent when nobody watches."""
-    console = Console(stderr=True)
+    console = stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
@@ -124,7 +146,22 @@ def step_progress(total: int) -> Iterator[Callable[[str], None]]:
 def set_threads(threads: int | None) -> None:
     """Let torch use this many threads."""
     if threads is not None:
+        if not 1 <= threads <= MOST_THREADS:
+            raise InvalidInput(f"--threads is at most {MOST_THREADS} on this machine, got {threads}: ask for fewer.")
         torch.set_num_threads(threads)
+
+
+def check_room(entries: int, what: str, lower: str) -> None:
+    """Refuse numbers that cannot fit in this machine's memory, before they are made.
+
+    Args:
+        entries: how many, each of eight bytes.
+        what: they are.
+        lower: the option that makes them fewer.
+    """
+    if 8 * entries > _MEMORY:
+        size = f"{8e-9 * entries:.3g} GB" if entries < 10**300 else "more than any machine"
+        raise InvalidInput(f"{what} take {size}, more than this machine's {_MEMORY / 1e9:.3g} GB: lower {lower}.")
 
 
 def parse_bytes(text: str) -> int:

@@ -15,6 +15,7 @@ import typer
 from torch import Tensor
 
 from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
+from howsmooth.cli.console import MOST_SEED, check_room
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
 from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights, read_tensors
@@ -44,7 +45,7 @@ class Request:
     text: Annotated[Path | None, typer.Option(help="Text that the model reads (Alice in Wonderland).")] = None
     input: Annotated[Path | None, typer.Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
     input_name: Annotated[str | None, typer.Option(help="Which tensor of the --input file.")] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and the solver's start.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of weights, tokens and the solver's start.")] = 0
 
     @property
     def names_model(self) -> bool:
@@ -213,6 +214,7 @@ def random_attention(settings: Settings, seed: int) -> SelfAttention:
     assert width is not None
     assert heads is not None
     assert dtype is not None
+    check_room(4 * width**2, f"random weights of width {width}", "--width")
     options = settings.options(heads, width // max(heads, 1))
     return SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
 
@@ -225,6 +227,7 @@ def random_tokens(length: int, width: int, seed: int) -> Tensor:
     """
     if length < 1:
         raise InvalidInput(f"an input holds at least one token, got a length of {length}.")
+    check_room(length * width, f"{length} tokens of width {width}", "--length")
     x = torch.randn(length, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x / x.square().mean(-1, keepdim=True).sqrt()
 

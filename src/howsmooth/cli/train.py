@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, set_threads, stdout, written
+from howsmooth.cli.console import (
+    INTERRUPTED,
+    MOST_SEED,
+    NOT_CONVERGED,
+    check_room,
+    set_threads,
+    stderr,
+    stdout,
+    written,
+)
+from howsmooth.cli.endings import complain, stop_word
 from howsmooth.cli.sources import spread
 from howsmooth.errors import InvalidInput
 
@@ -37,8 +46,8 @@ class Model:
     ] = ""
     depth: Annotated[str, typer.Option(help="Blocks (2); with --table several: 2,4,6.")] = ""
     seed: Annotated[str, typer.Option(help="Of weights and data (0); with --table several: 0,1.")] = ""
-    width: Annotated[int, typer.Option(help="Width of a token.")] = 128
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4
+    width: Annotated[int, typer.Option(max=2**20, help="Width of a token.")] = 128
+    heads: Annotated[int, typer.Option(max=2**20, help="Attention heads.")] = 4
     blocks: Annotated[
         str | None,
         typer.Option(help="pre-norm, post-norm or contractive (contractive for contractive attention)."),
@@ -47,18 +56,19 @@ class Model:
         float, typer.Option(help="Lipschitz constant of contractive branches; below 1 in contractive blocks.")
     ] = 0.9
     window: Annotated[
-        int | None, typer.Option(help="Tokens that a token sees, itself and those before (all).", show_default=False)
+        int | None,
+        typer.Option(max=2**24, help="Tokens that a token sees, itself and those before (all).", show_default=False),
     ] = None
     lengths: Annotated[
         str, typer.Option(help="fixed windows, chunks (cross-document masks) or a curriculum of growing lengths.")
     ] = "fixed"
-    length: Annotated[int, typer.Option(help="Tokens of the (longest) piece.")] = 64
-    cycles: Annotated[int, typer.Option(help="How often a curriculum goes from short to long.")] = 1
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000
-    batch_tokens: Annotated[int, typer.Option(help="Characters per step.")] = 1024
+    length: Annotated[int, typer.Option(max=2**24, help="Tokens of the (longest) piece.")] = 64
+    cycles: Annotated[int, typer.Option(max=2**20, help="How often a curriculum goes from short to long.")] = 1
+    steps: Annotated[int, typer.Option(max=2**40, help="Optimiser steps.")] = 1000
+    batch_tokens: Annotated[int, typer.Option(max=2**28, help="Characters per step.")] = 1024
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
     schedule: Annotated[str, typer.Option(help="cosine decay, or a fixed rate.")] = "cosine"
-    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100
+    warmup: Annotated[int, typer.Option(max=2**40, help="Steps of linear warm-up.")] = 100
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for none.")] = 1.0
     dropout: Annotated[float, typer.Option(help="In pre-norm blocks.")] = 0.0
@@ -113,6 +123,7 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
 
     depth, seed = (_number(name, value) for name, value in (("depth", model.depth or "2"), ("seed", model.seed or "0")))
     settings = Settings(**model.common(), attention=model.attention or "dot-product", depth=depth, seed=seed)  # type: ignore[arg-type]
+    _check_fits(settings)
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
     with _watching(out) as show:
         result = run(corpus, settings, out, resume=resume, intervals=intervals, progress=lambda s: show("", s))
@@ -133,7 +144,8 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
 
     kinds = tuple(part.strip() for part in model.attention.split(",")) if model.attention else KINDS
     depths, seeds = _numbers("depth", model.depth or "2,4,6"), _numbers("seed", model.seed or "0,1")
-    grid = Grid(Settings(**model.common()), kinds, depths, seeds)  # type: ignore[arg-type]
+    grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
+    _check_fits(grid.base)
     with _watching(out) as show:
         found = run_grid(
             corpus,
@@ -207,7 +219,7 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
     from howsmooth.training import Stopped
 
-    console = Console(stderr=True)
+    console = stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -218,7 +230,7 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
 
             yield show
     except Stopped as stopped:
-        typer.echo(f"howsmooth: interrupted: {stopped.step} steps are kept in {out}; {_SAME}.", err=True)
+        complain(f"{stop_word()}: {stopped.step} steps are kept in {out}; {_SAME}.")
         raise SystemExit(INTERRUPTED) from None
 
 
@@ -230,12 +242,24 @@ def described(now: Any) -> str:
     return f"step {now.step}/{now.steps} · {now.bits:.3f} bits{bound} · {speed} · {minutes}:{seconds:02d} left"
 
 
+def _check_fits(settings: Any) -> None:
+    """Refuse what cannot fit: weights with gradients and two moments each, and the attention weights of one block."""
+    weights = 12 * settings.depth * settings.width**2
+    check_room(2 * weights, f"{weights:.3g} weights, their gradients and moments", "--width or --depth")
+    batch = settings.batch_tokens * (settings.length * settings.heads + settings.depth * settings.width) // 2
+    check_room(batch, f"batches of {settings.batch_tokens} tokens", "--batch-tokens, --length or --width")
+
+
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     return tuple(_number(name, part) for part in text.split(","))
 
 
 def _number(name: str, text: str) -> int:
+    most = {"depth": 2**16, "seed": MOST_SEED}[name]
     try:
-        return int(text)
+        found = int(text)
     except ValueError:
         raise InvalidInput(f"--{name} is a whole number (with --table several, as in 2,4,6), got {text!r}.") from None
+    if not 0 <= found <= most:
+        raise InvalidInput(f"--{name} is a whole number from 0 to {most}, got {found}.")
+    return found

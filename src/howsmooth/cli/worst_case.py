@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.cli.bounds import one_input, tokens_after
-from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stdout, written
+from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stderr, stdout, written
 from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
 from howsmooth.cli.sources import Request, Settings, Site, spread
@@ -208,7 +207,7 @@ def _print(site: Site, found: Sandwich, head: int | None, picture: Path | None) 
 @contextmanager
 def _searching() -> Iterator[Callable[[str, float, int, float], None]]:
     """A bar on stderr with the best value so far and the time left. Silent when nobody watches."""
-    console = Console(stderr=True)
+    console = stderr()
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

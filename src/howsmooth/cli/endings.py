@@ -1,0 +1,206 @@
+"""How a command ends: its exit code, its one line on stderr, and the signals that stop it.
+
+====  ==========================================================================
+code  meaning
+====  ==========================================================================
+0     done
+1     done, but something did not converge; nothing else ever ends with 1
+2     the request was wrong, or too large for this machine
+70    an error that was not foreseen: a fault of howsmooth (EX_SOFTWARE)
+129   the terminal was closed (SIGHUP)
+130   interrupted (Ctrl-C, SIGINT)
+141   nobody reads the output any more (SIGPIPE)
+143   terminated (SIGTERM)
+====  ==========================================================================
+
+A closed terminal and SIGTERM stop a command as Ctrl-C does: what was measured until then is kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import typer
+from typer.core import TyperGroup
+
+from howsmooth.errors import HowsmoothError
+from howsmooth.small import printable
+
+NOT_CONVERGED, USER_ERROR, BROKEN, INTERRUPTED, UNREAD = 1, 2, 70, 130, 141
+CODES = (
+    "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 70 an "
+    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 nobody reads the "
+    "output; 143 terminated."
+)
+_LONGEST = 1000
+_STOPS = {"SIGTERM": "terminated", "SIGHUP": "terminal closed"}
+_NO_ROOM = re.compile(
+    r"can't allocate memory|DefaultCPUAllocator|not enough memory|cannot allocate memory|out of memory|bad_alloc", re.I
+)
+_NO_SIZE = re.compile(
+    r"storage size calculation overflowed|integer multiplication overflow|overflow when unpacking long|"
+    r"too large to convert|invalid shape dimension|array is too big|maximum allowed (dimension|size)|"
+    r"maximum supported dimension",
+    re.I,
+)
+_LOWER = {
+    "measure": "--length, --width or --memory",
+    "bounds": "--n, --length or --width",
+    "worst-case": "--lengths, --starts or --width",
+    "scan": "--lengths, or take a smaller model",
+    "train": "--batch-tokens, --length, --width or --depth",
+    "demo": "--lengths",
+}
+
+
+class OneLineErrors(TyperGroup):
+    """A command group whose errors are one readable line on stderr; the traceback follows only with ``--debug``."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        args = list(sys.argv[1:] if args is None else args)
+        said = False
+        with _stoppable():
+            try:
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            except (KeyboardInterrupt, typer.Abort):
+                code = INTERRUPTED
+            except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
+                code, said = UNREAD if ended.code == 1 else ended.code, True
+            except Exception as error:
+                if "--debug" in args:
+                    _complain_at_length(error)
+                code = _report(error, args)
+        if code == INTERRUPTED:
+            if not said:
+                complain(stop_word())
+            code = _stop_code()
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+_stopped_by: int | None = None
+"""The signal that stopped the command, unless it was Ctrl-C; a process runs one command at a time."""
+
+
+def stop_word() -> str:
+    """What stopped the command, for the line that says what is kept."""
+    return "interrupted" if _stopped_by is None else _STOPS[signal.Signals(_stopped_by).name]
+
+
+def _stop_code() -> int:
+    return INTERRUPTED if _stopped_by is None else 128 + _stopped_by
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP do what Ctrl-C does at that moment; where they are ignored (nohup) they stay so."""
+    global _stopped_by
+    _stopped_by = None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        global _stopped_by
+        _stopped_by = number
+        press = signal.getsignal(signal.SIGINT)
+        if not callable(press):  # background jobs of a shell ignore Ctrl-C
+            raise KeyboardInterrupt
+        press(number, frame)
+
+    wanted = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
+    taken = [number for number in wanted if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _report(error: Exception, args: Sequence[str]) -> int:
+    """Say in one line what is wrong, and give the code for it."""
+    usage = getattr(error, "format_message", None)  # what typer raises for a wrong option or argument
+    if usage is not None:
+        message = usage()
+        if message:  # empty after the help that is shown when no command is given
+            complain(message)
+        return USER_ERROR
+    if isinstance(error, HowsmoothError):
+        complain(str(error))
+        return USER_ERROR
+    if (too_large := _too_large(error)) is not None:
+        command = next((word for word in args if not word.startswith("-")), "")
+        complain(f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}.")
+        return USER_ERROR
+    if isinstance(error, OSError):
+        complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+        return USER_ERROR
+    if isinstance(error, ValueError) and "null byte" in str(error):
+        complain("a file name holds a NUL character: write it without.")
+        return USER_ERROR
+    first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
+    complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
+    return BROKEN
+
+
+def _too_large(error: Exception) -> str | None:
+    """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
+    said = str(error)
+    if (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and _NO_ROOM.search(said))
+    ):
+        asked = re.search(r"allocate ([\d.]+ ?[KMGTPE]i?B|\d+ bytes)", said)
+        return "this does not fit in memory" + (f" ({_amount(asked[1])} more were asked for)" if asked else "")
+    if isinstance(error, RuntimeError | OverflowError | ValueError | TypeError) and _NO_SIZE.search(said):
+        return "a size or number of this request is beyond what any machine can hold"
+    return None
+
+
+def _amount(said: str) -> str:
+    number, _, unit = said.partition(" ")
+    return f"{int(number) / 1e9:.3g} GB" if unit == "bytes" and number.isdigit() else said
+
+
+def complain(message: str) -> None:
+    """One line on stderr: no controls, no line breaks, no more than a screenful."""
+    line = "howsmooth: " + printable(" ".join(message.split()))
+    _to_stderr(line if len(line) <= _LONGEST else line[: _LONGEST - 2] + " …")
+
+
+def _complain_at_length(error: Exception) -> None:
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        _to_stderr(printable(line))
+
+
+def _to_stderr(line: str) -> None:
+    with suppress(OSError):  # a closed terminal
+        typer.echo(line, err=True)
+
+
+def nobody_reads() -> NoReturn:
+    """End quietly, as commands do whose output goes into a pipe that was closed."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(UNREAD)
