@@ -18,7 +18,9 @@ from tests.cli.command import Command
 
 MEASURE, TRAIN = Command("measure"), Command("train")
 MEASURING, TRAINING = (sys.modules[f"howsmooth.cli.{name}"] for name in ("measure", "train"))  # not the functions
-BACKTRACE = "expected a tensor\nException raised from apply (most recent call first):\n" + "frame #0: c10::Error\n" * 300
+BACKTRACE = (
+    "expected a tensor\nException raised from apply (most recent call first):\n" + "frame #0: c10::Error\n" * 300
+)
 ALLOCATION = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
 TINY = ("--width", 8, "--heads", 2, "--length", 8, "--batch-tokens", 32, "--steps", 40, "--warmup", 1)
 

@@ -1,0 +1,259 @@
+"""The words of random command lines: for every option mostly values that make sense, and some that do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from evidence.fuzz_inputs import HOSTILE
+
+ODD = (
+    *("", " ", "\n", "0", "-1", "nan", "inf", "-inf", "1e999", "99999999999999999999", "9" * 5000, "a" * 300, "x"),
+    *(
+        "1,2",
+        "[",
+        "]",
+        "[[",
+        "$x",
+        "None",
+        "true",
+        "½",
+        "１２",
+        "1_000",
+        " 5 ",
+        "0x10",
+        "1e3",
+        "\udcff",
+        "=1",
+        "-",
+        "--",
+    ),
+    *("-", "--", ".", "..", "/", "/dev/null", "~", "../x", "inputs", "inputs/empty", "inputs/words.txt", "inputs/none"),
+    HOSTILE,
+)
+"""Odd for every option."""
+RANDOM = (
+    *("random", "random[width=16,heads=2]", "random[width=8,length=5,causal=true]", "random[width=12,kv_heads=1]"),
+    *("random[rope=true,width=16]", "random[softcap=5,width=8,heads=1]"),
+)
+SOURCES = (
+    *RANDOM,
+    *("inputs/weights.safetensors", "inputs/weights.pt", "inputs/model", "inputs/model", "inputs/tokens.npy"),
+)
+ODD_SOURCES = (
+    *("random[width=0]", "random[width=7,heads=2]", "random[seed=1]", "random[", "random:none", "random[scale=nan]"),
+    *("inputs/nan.safetensors", "inputs/shapes.safetensors", "inputs/cut.safetensors", "inputs/garbage.safetensors"),
+    *("inputs/garbage.gguf", "inputs/empty", "inputs", "org/name", "none/such.safetensors", "inputs/config.json"),
+    *("random[window=0]", "random[length=99999999999999]", "random[rope_base=-1]", "random[dtype=int8]"),
+)
+MODELS = (
+    *("inputs/model", "inputs/model", "random:gpt2[layers=1,width=16,heads=2]", "random:bert[layers=1,width=16]"),
+    *("random:llama[layers=2,width=16,heads=2]", "random:vit[layers=1,width=16]", "random:wav2vec2[layers=1,width=16]"),
+)
+ODD_MODELS = (
+    *ODD_SOURCES,
+    "random:bert[layers=0]",
+    "random:bert[width=1]",
+    "random:",
+    "random:bert[seed=x]",
+    "nomodel",
+)
+TEXTS = ("inputs/words.txt", "inputs/words.txt", "inputs/play.txt", "inputs/link.txt")
+ODD_TEXTS = (
+    *("inputs/empty.txt", "inputs/short.txt", "inputs/latin.txt", "inputs/nul.txt", "inputs/hostile.txt"),
+    *("inputs/=cmd().txt", f"inputs/{HOSTILE}.txt", "inputs/dangling.txt", "inputs/damaged.wav", "inputs/damaged.png"),
+    *("inputs/store.sqlite", "inputs/empty"),
+)
+STORES = ("inputs/store.sqlite", "inputs/store.sqlite", "inputs/hostile.sqlite")
+ODD_STORES = (
+    *("inputs/cut.sqlite", "inputs/text.sqlite", "inputs/empty.sqlite", "inputs/damaged.sqlite", "inputs/page.html"),
+    *("inputs/other.sqlite", "inputs/none.sqlite", "inputs/words.txt"),
+)
+TOKENS = ("inputs/tokens.npy", "inputs/tokens.safetensors", "inputs/batch.npy")
+ODD_TOKENS = ("inputs/wide.npy", "inputs/words.npy", "inputs/flat.npy", "inputs/garbage.safetensors")
+PICTURES = ("out/p.png", "out/p.svg", "out/p.pdf")
+
+Values = tuple[Sequence[str], Sequence[str]]
+"""Values that make sense, and odd ones beside those that are odd for every option."""
+FLAG: Values = ((), ())
+
+
+def _some(*values: object) -> Values:
+    return [str(value) for value in values], ()
+
+
+_ATTENTION: dict[str, Values] = {
+    "--width": _some(8, 16),
+    "--heads": _some(1, 2, 4),
+    "--kv-heads": _some(1, 2),
+    "--length": _some(1, 3, 8, 16),
+    "--causal": FLAG,
+    "--window": _some(1, 3),
+    "--rope": FLAG,
+    "--rope-base": _some(100, 10000.0),
+    "--alibi": FLAG,
+    "--softcap": _some(5, 30),
+    "--qk-norm": _some("rms", "l2"),
+    "--scale": _some(0.1, 1),
+    "--dtype": _some("float32", "float64", "bfloat16"),
+    "--prefix": _some("attn.", "attn"),
+    "--layer": _some(0, 1, 2),
+    "--text": (TEXTS, ODD_TEXTS),
+    "--input": (TOKENS, ODD_TOKENS),
+    "--input-name": _some("x"),
+    "--seed": _some(0, 1, 12345),
+    "--threads": _some(1, 2),
+    "--json": FLAG,
+    "--debug": FLAG,
+}
+_SETS: dict[str, Values] = {"--after": _some("ln_1", "ln_1."), "--rms": FLAG}
+OPTIONS: dict[str, dict[str, Values]] = {
+    "measure": _ATTENTION
+    | {
+        "--witness": (["inputs/witness.safetensors"], ["inputs/witness-cut.safetensors", "inputs/weights.safetensors"]),
+        "--what": _some("block", "heads", "both"),
+        "--norm": _some("2", "inf", "1", "fro"),
+        "-k": _some(1, 3),
+        "--rtol": _some(1e-2, 1e-4),
+        "--confidence": _some(0.9, 0.999),
+        "--memory": _some("1MB", "2GiB"),
+        "--explain": FLAG,
+        "--figure": (PICTURES, ["out/p.bmp", "none/p.png", "out"]),
+    },
+    "bounds": _ATTENTION
+    | _SETS
+    | {
+        "--n": _some("4", "4,8", "inf"),
+        "--radius": _some(1, 2.5),
+        "--eps": _some(0.01, 0.5),
+        "--per-head": FLAG,
+        "--refused": FLAG,
+        "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
+        "--latex": FLAG,
+    },
+    "worst-case": _ATTENTION
+    | _SETS
+    | {
+        "--head": _some(0, 1),
+        "--lengths": _some("2", "2,4"),
+        "--radius": _some("1", "1,2", "layer"),
+        "--around": (TEXTS, ODD_TEXTS),
+        "--eps": _some("0.01", "0.1,0.2"),
+        "--norm": _some("2", "inf"),
+        "--seconds": _some(0.5, 1),
+        "--out": (["out/w"], ["inputs/words.txt"]),
+    },
+    "scan": {
+        "--text": (TEXTS, ODD_TEXTS),
+        "--lengths": _some("8", "8,12", "4,8,…,16"),
+        "--windows": _some(1, 2),
+        "--layers": _some("0", "0-1"),
+        "--what": _some("head", "attention", "head[heads=0]", "layer", "mlp", "model"),
+        "--out": (["out/s.sqlite", "inputs/store.sqlite"], [*ODD_STORES, ":memory:", "file:x?mode=memory", "out"]),
+        "--rtol": _some(1e-2, 1e-3),
+        "--confidence": _some(0.9, 0.99),
+        "--seed": _some(0, 3),
+        "--bounds": _some("none", "proved", "cheap"),
+        "--no-explain": FLAG,
+        "--config": (
+            ["inputs/right.toml", *(f"inputs/wrong{number}.toml" for number in range(40))],
+            ["inputs/nested.toml", "inputs/broken.toml", "inputs/latin.txt"],
+        ),
+        "--no-resume": FLAG,
+        "--export": (["out/e.csv", "out/e.json", "out/e.parquet"], ["inputs/words.txt", "out/e.xls", "out/s.sqlite"]),
+        "--json": FLAG,
+        "--threads": _some(1, 2),
+        "--debug": FLAG,
+    },
+    "report": {
+        "--output": (["out/r.html"], ["out/r.pdf", "none/r.html", "inputs/page.html"]),
+        "--figures": (["out/f"], ["inputs/words.txt"]),
+        "--format": _some("png", "svg,pdf"),
+        "--summary": FLAG,
+        "--docs": _some("https://example.org", "javascript:alert(1)"),
+        "--json": FLAG,
+        "--debug": FLAG,
+    },
+    "train": {
+        "--attention": _some("dot-product", "l2-tied", "contractive-2", "sigmoid", "cosine"),
+        "--depth": _some(1, 2),
+        "--seed": _some(0, 1),
+        "--heads": _some(1, 2),
+        "--blocks": _some("pre-norm", "post-norm", "contractive"),
+        "--coefficient": _some(0.5, 0.9),
+        "--window": _some(2, 4),
+        "--lengths": _some("fixed", "chunks", "curriculum"),
+        "--cycles": _some(1, 2),
+        "--rate": _some(1e-3, 1e30),
+        "--schedule": _some("cosine", "fixed"),
+        "--warmup": _some(0, 1),
+        "--weight-decay": _some(0, 0.1),
+        "--clip": _some(0, 1),
+        "--dropout": _some(0, 0.1),
+        "--out": (["out/t", "inputs/run"], ["inputs/words.txt", "inputs/empty"]),
+        "--resume": FLAG,
+        "--save-every": _some(1, 5),
+        "--report-every": _some(1, 2),
+        "--json": FLAG,
+        "--threads": _some(1),
+        "--debug": FLAG,
+    },
+    "models": {"--json": FLAG},
+    "demo": {
+        "--lengths": _some("8"),
+        "--output": (["out/d"], ["inputs/words.txt"]),
+        "--no-resume": FLAG,
+        "--json": FLAG,
+        "--threads": _some(1),
+    },
+}
+_POSITIONALS: dict[str, Values] = {
+    "measure": (SOURCES, ODD_SOURCES),
+    "bounds": (SOURCES, ODD_SOURCES),
+    "worst-case": (SOURCES, ODD_SOURCES),
+    "scan": (MODELS, ODD_MODELS),
+    "report": (STORES, ODD_STORES),
+    "train": (TEXTS, ODD_TEXTS),
+}
+_ALWAYS = {  # so that no command takes long
+    "worst-case": ("--starts", "2", "--steps", "3"),
+    "train": ("--width", "8", "--length", "8", "--batch-tokens", "32", "--steps", "4"),
+    "demo": ("--models", "minilm"),
+}
+_SHARES = (24, 14, 12, 22, 13, 11, 1, 1)
+"""How often each command is drawn."""
+_TO_WRITE = ("--out", "--output", "--figure", "--figures", "--export")
+_READ = ("--text", "--around", "--input", "--config", "--witness")
+
+
+def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
+    """A command line, and the paths it says may be written."""
+    if draw.random() < 0.02:
+        words = [*ODD, "--help", "--version", "masure"]
+        return tuple(draw.choice(words) for _ in range(draw.randint(0, 3))), frozenset()
+    (command,) = draw.choices(list(OPTIONS), _SHARES)
+    odd = draw.random() < 0.5  # half of all command lines make sense in every word
+    args, written, read = [command], set[str](), set[str]()
+    if command in _POSITIONALS and draw.random() < 0.97:
+        value = _value(draw, _POSITIONALS[command], odd)
+        args.append(value)
+        read.add(value)
+    args += _ALWAYS.get(command, ())
+    known = OPTIONS[command]
+    for name in draw.sample(list(known), min(len(known), draw.choice([0, 1, 2, 2, 3, 3, 4, 5, 6]))):
+        args.append(name)
+        if known[name] != FLAG:
+            args.append(_value(draw, known[name], odd))
+            (written if name in _TO_WRITE else read if name in _READ else set()).add(args[-1])
+    if odd and draw.random() < 0.05:
+        args.append(draw.choice(["--help", "--none", "extra", "-x", *ODD]))
+    if odd and draw.random() < 0.05:
+        draw.shuffle(args)
+    return tuple(args), frozenset(path for path in written - read if path)
+
+
+def _value(draw: random.Random, values: Values, odd: bool) -> str:
+    usual, strange = values
+    if odd and draw.random() < 0.35:
+        return draw.choice([*strange, *strange, *ODD] if draw.random() < 0.6 or not strange else strange)
+    return draw.choice(usual)
