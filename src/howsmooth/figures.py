@@ -5,6 +5,7 @@ No pyplot and no global state: figures are plain `matplotlib.figure.Figure` obje
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.small import printable, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 _MOST_LABELS = 40
@@ -44,11 +46,22 @@ def check_figure_path(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as .png, .svg or .pdf."""
+    """Write the figure as .png, .svg or .pdf, whole or not at all."""
     check_figure_path(path)
+    drawn = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a token in a script that the font lacks
-        figure.savefig(path, dpi=160)
+        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=160)
+    write_whole(path, drawn.getvalue())
+
+
+def literal(text: str) -> str:
+    """A name from elsewhere as a label shows it: without controls, and dollars begin no formula.
+
+    >>> literal("a$b")
+    'a\\\\$b'
+    """
+    return printable(text).replace("$", r"\$")
 
 
 def heads_heatmap(
@@ -171,7 +184,7 @@ def chosen_labels(weight: np.ndarray, most: int = _MOST_LABELS) -> list[int]:
 def _label_tokens(ax: Axes, axis: str, weight: np.ndarray, tokens: Sequence[str] | None) -> None:
     places = chosen_labels(weight)
     # Ġ and ▁ are how tokenizers write the space before a word.
-    names = [f"{tokens[i].lstrip('Ġ▁')} {i}" if tokens is not None else str(i) for i in places]
+    names = [f"{printable(tokens[i].lstrip('Ġ▁'))} {i}" if tokens is not None else str(i) for i in places]
     options: dict[str, Any] = {"labels": names, "fontsize": 7, "parse_math": False}
     if axis == "x":
         ax.set_xticks(places, rotation=90, **options)

@@ -8,10 +8,12 @@ import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from howsmooth.errors import InvalidInput
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, direction marks, halves of pairs, line separators
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -74,6 +76,15 @@ def unwritable(path: Path, error: OSError) -> InvalidInput:
         f"cannot write {path} ({reason}): free some space, or choose another place; a run that was cut short goes on "
         "with --resume."
     )
+
+
+def spreadsheet_safe(cell: Any) -> Any:
+    """A cell of a CSV file that no spreadsheet takes for a formula: texts that begin like one get an apostrophe.
+
+    >>> spreadsheet_safe("=cmd()"), spreadsheet_safe("-x"), spreadsheet_safe(-1.5), spreadsheet_safe("a=b")
+    ("'=cmd()", "'-x", -1.5, 'a=b')
+    """
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
 
 
 def printable(text: str) -> str:

@@ -14,6 +14,7 @@ import howsmooth as hs
 from howsmooth.reporting import groups, headline, summary, write_figures
 from howsmooth.reporting.figures import distances_figure, growth_figure, heads_figure, layers_figure
 from howsmooth.reporting.findings import distances, growths
+from howsmooth.worstcase.laws import rounded_up
 from tests.reporting.measured import Measured, stored
 
 COARSE = "4-bit (Q4_1), dequantised"
@@ -55,7 +56,7 @@ def test_growth_figure_has_the_fit_and_every_window(scan: Measured) -> None:
     assert sorted(zip(*dots.get_data(), strict=True)) == sorted((row["length"], row["value"]) for row in mine)
     fit = growths(group)["head", worst["layer"], worst["head"]]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert any(f"n^{{{fit.exponent:.2f} \\pm {fit.error:.2f}}}" in label for label in labels)
+    assert any(f"n^{{{fit.exponent:.2f} \\pm {rounded_up(fit.error)}}}" in label for label in labels)
     assert "≤ howsmooth.three_path" in labels
     assert "≤ howsmooth.mean_field" not in labels  # far beyond the frame
     assert len(axes.lines) == 71 + 1 + 1 + 4

@@ -6,7 +6,9 @@ import base64
 import json
 import math
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,14 +76,47 @@ def test_a_scan_that_stopped_amid_a_length_is_judged_by_the_last_whole_one(scan:
     assert "gaps" not in dict(methods(groups(scan)[0]))
 
 
-def test_exponents_and_errors_equal_those_of_scipy(scan: Measured, group: Group) -> None:
+def test_exponents_equal_those_of_scipy_and_errors_are_not_smaller(scan: Measured, group: Group) -> None:
     fits = growths(group)
     assert len(fits) == 78
     for cell in [("head", 3, 3), ("head", 0, 7), ("attention", 5, None)]:
         rows = [row for row in scan.rows if (row["what"], row["layer"], row["head"]) == cell]
         line = linregress(np.log([row["length"] for row in rows]), np.log([row["value"] for row in rows]))
         assert fits[cell].exponent == pytest.approx(line.slope, rel=1e-9)
-        assert fits[cell].error == pytest.approx(line.stderr, rel=1e-9)
+        means = {n: np.mean([np.log(row["value"]) for row in rows if row["length"] == n]) for n in group.lengths}
+        steps = np.diff(list(means.values())) / np.diff(np.log(list(means)))
+        bend = np.sqrt(np.mean((steps - line.slope) ** 2))
+        assert fits[cell].error == pytest.approx(max(bend, line.stderr), rel=1e-9)
+
+
+def growing(values: Callable[[int], float], lengths: Sequence[int], windows: int = 1) -> list[dict[str, Any]]:
+    """Rows of one head whose values are a function of n, the same in all windows."""
+    head = {"model": "m", "what": "head", "layer": 0, "head": 0}
+    return [head | {"length": n, "window": w, "value": values(n)} for n in lengths for w in range(windows)]
+
+
+@pytest.mark.parametrize("windows", [1, 3, 1000])
+def test_no_exponent_of_values_that_bend_is_said_to_be_sure(windows: int) -> None:
+    lengths = (16, 32, 64, 128)
+    (bent,) = growths(groups(growing(lambda n: n**0.5 / (1 + n / 50), lengths, windows))[0]).values()
+    steps = np.diff(np.log([n**0.5 / (1 + n / 50) for n in lengths])) / np.log(2)
+    assert bent.error is not None
+    assert bent.error >= 0.5 * np.abs(steps - bent.exponent).max()
+    (barely,) = growths(groups(growing(lambda n: n**0.5 * (1 + n / 1e4), lengths, windows))[0]).values()
+    assert not str(barely).endswith("± 0.00")
+    (power,) = growths(groups(growing(lambda n: 3 * n**0.5, lengths, windows))[0]).values()
+    assert str(power) == "n^0.50 ± 0.00"
+
+
+def test_two_lengths_tell_nothing_about_the_law() -> None:
+    (fit,) = growths(groups(growing(lambda n: n**0.5, (16, 32), windows=8))[0]).values()
+    assert (str(fit), fit.error) == ("n^0.50", None)
+
+
+def test_windows_are_counted() -> None:
+    few, many = growing(lambda n: 1.0, (16, 32), windows=3), growing(lambda n: 1.0, (64,), windows=1)
+    assert dict(methods(groups(few)[0]))["windows per length"] == "3"
+    assert dict(methods(groups(few + many)[0]))["windows per length"] == "3 of n = 16, 3 of n = 32, 1 of n = 64"
 
 
 def test_distances_are_ratios_to_the_measured_values(scan: Measured, group: Group) -> None:
@@ -117,7 +152,7 @@ def test_methods_list_every_setting(scan: Measured, group: Group) -> None:
     first = scan.rows[0]
     assert found["weights, sha256"] == first["model_sha256"]
     assert found["text, sha256"] == first["text_sha256"]
-    assert (found["layers"], found["lengths n"], found["windows per length"]) == ("0–5", "8, 16, 32, 64, 128", "0–1")
+    assert (found["layers"], found["lengths n"], found["windows per length"]) == ("0–5", "8, 16, 32, 64, 128", "2")
     assert (found["relative accuracy asked for"], found["seed of the solver"]) == ("0.001", "0")
     assert (found["arithmetic"], found["confidence of each upper end"]) == ("float32", "0.99")
     assert found["precision of the weights"] == "float32"
@@ -171,10 +206,24 @@ def test_tokens_read_like_the_text() -> None:
 
 
 def test_embedded_data_cannot_leave_its_element() -> None:
-    nasty = {"a</script>": "<!-- <script> & \u2028 \" '"}
+    nasty = {"a</script>": "<!-- <script> & \" '"}
     said = embedded(nasty)
-    assert not re.search("[<>&\u2028\u2029]", said)
+    assert not re.search("[<>&]", said)
     assert json.loads(said) == nasty
+
+
+def test_hidden_characters_are_written_out_in_the_page() -> None:
+    hidden = "\x1b[2J \u202eevil\u2066 \x9b \u2028 \ud800 \\u001b"
+    said = json.loads(embedded({"tokens": [hidden, "نیم\u200cفاصله", "👩\u200d🔬"]}))["tokens"]
+    assert said[0] == "⟨U+001B⟩[2J ⟨U+202E⟩evil⟨U+2066⟩ ⟨U+009B⟩ ⟨U+2028⟩ ⟨U+D800⟩ \\u001b"
+    assert said[1:] == ["نیم\u200cفاصله", "👩\u200d🔬"]  # joiners are part of the word
+
+
+def test_names_turn_no_page_around() -> None:
+    rows = [row | {"model": "a\u202eb\x1b", "text": "c\u2067"} for row in growing(lambda n: 1.0, (8,))]
+    whole = page(groups(rows))
+    assert "a⟨U+202E⟩b⟨U+001B⟩" in whole
+    assert not re.search("[\u202e\u2067\x1b]", whole)
 
 
 def test_the_page_of_a_demo_is_below_five_megabytes(scan: Measured) -> None:

@@ -18,7 +18,7 @@ from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.bounds.figure import bounds_against_n, random_tokens
 from howsmooth.bounds.tabulating import Row, Table, table, with_witness
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.cli.console import NOT_CONVERGED, print_json, set_threads, stdout, step_progress
+from howsmooth.cli.console import NOT_CONVERGED, print_json, print_line, set_threads, stdout, step_progress
 from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.cli.token_sets import named_norm
 from howsmooth.errors import InvalidInput
@@ -108,7 +108,7 @@ def bounds(
         print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
     elif latex:
         for count, found in zip(lengths, tables, strict=True):
-            typer.echo(f"% {site.in_words()}, n = {count:.12g}\n{found.to_latex()}")
+            print_line(f"% {site.in_words()}, n = {count:.12g}\n{found.to_latex()}")
     else:
         _print(site, tables, x, refused, figure)
     if not converged:

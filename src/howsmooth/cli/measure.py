@@ -38,6 +38,11 @@ Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro"})
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F"}
 _TOP_TOKENS = 3
+_WHAT_PATHS_ARE = (
+    "value path, score path: ‖J‖₂ of each part of the Jacobian by itself, each in its own worst direction; they may "
+    "cancel, so neither they nor their sum is ‖J‖₂. value share: the part of ‖J‖₂ that goes through the values in the "
+    "worst direction of the whole; the rest goes through the scores."
+)
 
 _EXAMPLES = """Examples:\n
   howsmooth measure random --width 64 --heads 4 --causal\n
@@ -162,6 +167,7 @@ def _print(
         out.print(f"note: {note}", markup=False)
     if stories:
         out.print(_explanations(stories))
+        out.print(_WHAT_PATHS_ARE, markup=False)
     if figure is not None:
         out.print(f"figure: {figure}", markup=False)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, set_threads, stdout
+from howsmooth.cli.console import INTERRUPTED, MOST_SEED, NOT_CONVERGED, plain_json, set_threads, stderr, stdout
+from howsmooth.cli.endings import complain, stop_word
 from howsmooth.cli.sources import spread
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.small import distinct_files
@@ -46,7 +46,9 @@ class Wish:
     out: Annotated[Path | None, typer.Option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
     rtol: Annotated[float | None, typer.Option(help="Relative accuracy to certify (0.001).")] = None
     confidence: Annotated[float | None, typer.Option(help="Probability with which each upper end holds (0.99).")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the windows and of the solver's start (0).")] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SEED, help="Of the windows and of the solver's start (0).")
+    ] = None
     bounds: Annotated[
         str | None, typer.Option(help="Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
     ] = None
@@ -106,7 +108,7 @@ def scan(
     for path in export or []:
         getattr(found, EXPORTS[path.suffix])(path)
     if as_json:
-        typer.echo(found.json())
+        typer.echo(plain_json(found.json()))
     else:
         console = stdout()
         console.print(summary(found))
@@ -168,7 +170,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 @contextmanager
 def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
     """A bar on stderr with the time left; and after Ctrl-C one line that says what was kept."""
-    console = Console(stderr=True)
+    console = stderr()
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -190,7 +192,7 @@ def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
             yield show
     except KeyboardInterrupt:
         said = f"{kept} are kept in {out}; the same command goes on from there" if kept else _kept_before(out)
-        typer.echo(f"howsmooth: interrupted: {said}.", err=True)
+        complain(f"{stop_word()}: {said}.")
         raise SystemExit(INTERRUPTED) from None
 
 

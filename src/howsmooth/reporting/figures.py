@@ -12,13 +12,15 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import FORMATS, heads_heatmap, new_figure, save_figure
+from howsmooth.figures import FORMATS, heads_heatmap, literal, new_figure, save_figure
 from howsmooth.reporting.findings import KINDS, bounds_of, distances, growths, main_kind, place_of
 from howsmooth.reporting.source import Group, Source, cell_of, groups
+from howsmooth.worstcase.laws import rounded_up
 
 _ACCENT, _GREY = "#b23c0c", "0.55"
 _DECADES = 4
 """Bounds that lie further above all that is measured are left out: they would flatten the rest."""
+_LONGEST_NAME, _LONGEST_TITLE = 60, 100
 _FARTHEST = 1e6
 """Bounds whose median ratio to σ is larger are named, not drawn."""
 
@@ -31,7 +33,7 @@ def write_figures(source: Source, folder: str | PathLike[str], formats: Sequence
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for place, group in enumerate(found):
-        name = "".join(letter if letter.isalnum() else "-" for letter in group.model)
+        name = "".join(letter if letter.isalnum() else "-" for letter in group.model)[:_LONGEST_NAME]
         stem = name if [other.model for other in found].count(group.model) == 1 else f"{name}-{place + 1}"
         for kind, draw in FIGURES.items():
             figure = draw(group)
@@ -93,11 +95,10 @@ def growth_figure(group: Group) -> Figure | None:
     for name in [found.name for found in distances(own)]:
         at, bound = _largest([(row["length"], bounds_of(row)[name]) for row in own if name in bounds_of(row)])
         if max(bound) < ceiling:
-            ax.plot(at, bound, label=f"≤ {name}", linewidth=1.4, zorder=2)
+            ax.plot(at, bound, label=f"≤ {literal(name)}", linewidth=1.4, zorder=2)
     ax.plot([row["length"] for row in own], [row["value"] for row in own], "o", color=_ACCENT, markersize=5, zorder=4)
-    label = f"{place_of(worst)}: ${fit.factor:.3g}\\,n^{{{fit.exponent:.2f}" + (
-        "}$" if fit.error is None else f" \\pm {fit.error:.2f}}}$"
-    )
+    doubt = "" if fit.error is None else f" \\pm {rounded_up(fit.error)}"
+    label = f"{literal(place_of(worst))}: ${fit.factor:.3g}\\,n^{{{fit.exponent:.2f}{doubt}}}$"
     ax.plot(lengths, [fit.factor * n**fit.exponent for n in lengths], color=_ACCENT, linewidth=2, label=label, zorder=3)
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -117,7 +118,7 @@ def distances_figure(group: Group) -> Figure | None:
     found = [one for one in every if one.middle < _FARTHEST]
     if not found:
         return None
-    beyond = ", ".join(f"{one.name} {one.middle:.1g}" for one in every if one not in found)
+    beyond = ", ".join(f"{literal(one.name)} {one.middle:.1g}" for one in every if one not in found)
     figure, (ax,) = new_figure(1, 7.2, 1.4 + 0.45 * len(found))
     for place, one in enumerate(reversed(found)):
         ax.plot([one.smallest, one.largest], [place, place], color=_GREY, linewidth=2)
@@ -125,7 +126,7 @@ def distances_figure(group: Group) -> Figure | None:
         ax.annotate(
             f"{one.middle:.3g}", (one.middle, place), (0, 7), textcoords="offset points", ha="center", fontsize=8
         )
-    ax.set_yticks(range(len(found)), labels=[one.name for one in reversed(found)])
+    ax.set_yticks(range(len(found)), labels=[literal(one.name) for one in reversed(found)])
     ax.set_ylim(-0.6, len(found) - 0.2)
     ax.set_xscale("log")
     ax.axvline(1, color="black", linewidth=0.8)
@@ -145,7 +146,7 @@ def layers_figure(group: Group) -> Figure | None:
     figure, (ax,) = new_figure(1, 7.2, 4.6)
     for kind, points in lines.items():
         if points:
-            ax.plot(*zip(*points, strict=True), "o-", label=KINDS.get(kind, kind), markersize=4)
+            ax.plot(*zip(*points, strict=True), "o-", label=literal(KINDS.get(kind, kind)), markersize=4)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
     ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
@@ -180,4 +181,5 @@ def _largest(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def _titled(group: Group) -> str:
-    return f"{group.label} on {group.text}" if group.text else group.label
+    said = f"{group.label} on {group.text}" if group.text else group.label
+    return literal(said if len(said) <= _LONGEST_TITLE else said[:_LONGEST_TITLE] + "…")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR
-from math import isfinite
-from statistics import median
+from itertools import pairwise
+from math import isfinite, log, sqrt
+from statistics import fmean, median
 from typing import Any
 
 from howsmooth.norms.measurement import rounded
@@ -125,12 +126,29 @@ def place_of(row: Row) -> str:
 
 
 def growths(group: Group) -> dict[Cell, PowerLaw]:
-    """The power law in n of every cell that has one, through all its lengths and windows."""
+    """The power law in n of every cell that has one, through all its lengths and windows.
+
+    Few values are exact powers, and where they bend, many windows make the standard error of the fit as small as one
+    likes. So the error is at least what the law gets wrong: the root mean square distance of the exponents between
+    neighbouring lengths from that of the fit. With fewer than three lengths there is none.
+    """
     points: dict[Cell, list[tuple[int, float]]] = {}
     for row in group.rows:
         points.setdefault(cell_of(row), []).append((row["length"], row["value"]))
     fits = {cell: fit_power_law(*zip(*found, strict=True)) for cell, found in points.items()}
-    return {cell: fit for cell, fit in fits.items() if fit is not None}
+    return {cell: _with_doubt(fit, points[cell]) for cell, fit in fits.items() if fit is not None}
+
+
+def _with_doubt(fit: PowerLaw, points: Iterable[tuple[int, float]]) -> PowerLaw:
+    logs: dict[int, list[float]] = {}
+    for length, value in points:
+        logs.setdefault(length, []).append(log(value))
+    means = [(log(length), fmean(logs[length])) for length in sorted(logs)]
+    if len(means) < 3:
+        return replace(fit, error=None)
+    steps = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(means)]
+    bend = sqrt(fmean((step - fit.exponent) ** 2 for step in steps))
+    return replace(fit, error=max(bend, fit.error or 0.0))
 
 
 def distances(rows: Iterable[Row]) -> list[Distance]:
@@ -189,7 +207,7 @@ def methods(group: Group) -> list[tuple[str, str]]:
         ("layers", _ranges(row.get("layer") for row in group.rows)),
         ("lengths n", ", ".join(map(str, group.lengths))),
         ("gaps", gaps(group)),
-        ("windows per length", _ranges(row["window"] for row in group.rows)),
+        ("windows per length", _windows(group)),
         ("windows begin at", ", ".join(map(str, starts[:40])) + (" …" if len(starts) > 40 else "")),
         ("relative accuracy asked for", _all(group, "rtol")),
         ("seed of the solver", _all(group, "seed")),
@@ -231,6 +249,16 @@ def _all(group: Group, name: str) -> str:
     """The one value that all rows share, or the first few of several."""
     values = dict.fromkeys(str(row[name]) for row in group.rows if row.get(name) is not None)
     return ", ".join(list(values)[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
+
+
+def _windows(group: Group) -> str:
+    """How many windows were measured at each length: one number where all have as many."""
+    seen: dict[int, set[int]] = {}
+    for row in group.rows:
+        seen.setdefault(row["length"], set()).add(row["window"])
+    counts = {n: len(seen[n]) for n in sorted(seen)}
+    same = len(set(counts.values())) == 1
+    return str(next(iter(counts.values()))) if same else ", ".join(f"{c} of n = {n}" for n, c in counts.items())
 
 
 def _ranges(numbers: Iterable[int | None]) -> str:

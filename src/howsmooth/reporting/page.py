@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.metadata import metadata
 from importlib.resources import files
@@ -19,9 +20,15 @@ from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
 from howsmooth.reporting.payload import group_data
 from howsmooth.reporting.source import Group, Source, groups
 from howsmooth.reporting.theory import THEORY, theory_links
+from howsmooth.small import write_whole
 
 _SCRIPTS = ("elements.js", "charts.js", "story.js", "table.js", "report.js")
-_NOT_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_NOT_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+_ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
 def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
@@ -40,8 +47,15 @@ def write_report(source: Source, path: str | PathLike[str], *, documentation: st
     """
     path = Path(path)
     check_report_path(path)
-    path.write_text(page(groups(source), documentation), encoding="utf-8")
+    write_whole(path, page(groups(source), documentation).encode())
     return path
+
+
+def page_beside(store: Path) -> Path:
+    """Where the page of a store goes when nothing is said."""
+    if not store.name or store.name == "..":
+        raise InvalidInput(f"{str(store)!r} names no store: give the file that `howsmooth scan` wrote.")
+    return store.with_suffix(".html")
 
 
 def check_report_path(path: Path) -> None:
@@ -59,7 +73,7 @@ def page(found: Sequence[Group], documentation: str | None = None) -> str:
     links = theory_links(documentation or _documentation())
     data = {"groups": group_data(found), "bounds": links.bounds, "pages": links.pages}
     return Template(_asset("report.html")).substitute(
-        title=html.escape(title(found)),
+        title=html.escape(visible(title(found))),
         policy=f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
         style=style,
         script=script,
@@ -85,7 +99,28 @@ def embedded(data: Any) -> str:
     '{"text":"\\\\u003c/script\\\\u003e\\\\u003cscript\\\\u003ealert(\\'x\\')"}'
     """
     said = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return "".join(_NOT_IN_SCRIPT.get(letter, letter) for letter in said)
+    return re.sub("[<>&]", lambda letter: _NOT_IN_SCRIPT[letter[0]], _ESCAPES.sub(_shown_escape, visible(said)))
+
+
+def visible(text: str) -> str:
+    """Text with every control and direction mark written out, so that nothing is hidden and nothing turns around.
+
+    The joiners of scripts and emoji stay: they change no order.
+
+    >>> visible("a\u202eb")
+    'a⟨U+202E⟩b'
+    """
+    return _HIDDEN.sub(lambda letter: _named(ord(letter[0])), text)
+
+
+def _named(code: int) -> str:
+    return "⇥" if code == ord("\t") else f"⟨U+{code:04X}⟩"
+
+
+def _shown_escape(found: re.Match[str]) -> str:
+    """What JSON itself has escaped: controls below a space. Quotes and backslashes stay."""
+    said = json.loads(f'"{found[0]}"')
+    return found[0] if said in '"\\/' else _named(ord(said))
 
 
 def _headline(place: int, group: Group) -> str:
@@ -96,7 +131,7 @@ def _headline(place: int, group: Group) -> str:
         "reason": reason,
         "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
     }
-    said = "".join(f'<p class="{name}">{html.escape(part)}</p>' for name, part in parts.items() if part)
+    said = "".join(f'<p class="{name}">{html.escape(visible(part))}</p>' for name, part in parts.items() if part)
     return f'<div class="headline" data-group="{place}">{said}</div>'
 
 

@@ -27,6 +27,7 @@ from howsmooth.reporting.findings import (
     token_name,
 )
 from howsmooth.reporting.source import Group, Source, cell_of, groups
+from howsmooth.small import printable
 
 _MOST = 8
 
@@ -47,16 +48,18 @@ def _of_group(group: Group) -> list[RenderableType]:
     rows = group.roughest(main_kind(group))
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
-        Text(f"{group.label}{on}", style="dim"),
-        Text(headline(group), style="bold"),
+        _shown(f"{group.label}{on}", "dim"),
+        _shown(headline(group), "bold"),
         _roughest(group, rows[:_MOST]),
     ]
+    if any(row.get("value_share") is not None for row in rows):
+        parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
     fits = [fit.exponent for cell, fit in growths(group).items() if cell[0] == main_kind(group)]
     if fits:
         parts.append(Text(f"growth: median n^{median(fits):.2f}, from n^{min(fits):.2f} to n^{max(fits):.2f}"))
     for found in distances(rows):
         parts.append(
-            Text(
+            _shown(
                 f"{found.name} / σ: median {rounded(found.middle, ROUND_CEILING, 3)}, "
                 f"at most {rounded(found.largest, ROUND_CEILING, 3)}"
             )
@@ -67,6 +70,11 @@ def _of_group(group: Group) -> list[RenderableType]:
     if missed:
         parts.append(Text(f"{missed} of {len(group.rows)} cells did not reach the accuracy asked for.", style="bold"))
     return [*parts, Text("")]
+
+
+def _shown(said: str, style: str = "") -> Text:
+    """Names in it come from elsewhere."""
+    return Text(printable(said), style)
 
 
 def _roughest(group: Group, rows: list[dict]) -> Table:
@@ -87,5 +95,5 @@ def _roughest(group: Group, rows: list[dict]) -> Table:
         if explained:
             name = token_name(group, row).removeprefix("the token ").replace("at position ", "")
             cells.append("" if row.get("sink") is None else f"{name}, {percent(row['sink'] / row['length'])}")
-        shown.add_row(*(Text(cell) for cell in cells))
+        shown.add_row(*map(_shown, cells))
     return shown

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from howsmooth.scanning.plan import Cell
 from howsmooth.scanning.rows import Row
 from howsmooth.scanning.store import MEMORY, Store
+from howsmooth.small import spreadsheet_safe
 
 if TYPE_CHECKING:
     import pandas
@@ -134,11 +135,11 @@ class Scan:
         return frame.astype(dict.fromkeys(whole, "Int64"))
 
     def to_csv(self, path: Path | str) -> None:
-        """A table with a header; empty where there is no number."""
+        """A table with a header; empty where there is no number. No text in it is taken for a formula."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else ["model"])
             writer.writeheader()
-            writer.writerows(self._flat())
+            writer.writerows({name: spreadsheet_safe(cell) for name, cell in row.items()} for row in self._flat())
 
     def to_json(self, path: Path | str) -> None:
         """A list with one object per cell."""

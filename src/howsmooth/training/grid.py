@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from howsmooth.errors import InvalidInput
-from howsmooth.small import write_whole
+from howsmooth.small import spreadsheet_safe, write_whole
 from howsmooth.training.loop import Busy, train
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import Attention, Settings
@@ -97,7 +97,7 @@ def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> N
     if rows:
         writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: spreadsheet_safe(cell) for name, cell in row.items()} for row in rows)
     write_whole(folder / name, text.getvalue().encode())
 
 

@@ -62,7 +62,16 @@ class PowerLaw:
         return self.factor * n**self.exponent
 
     def __str__(self) -> str:
-        return f"n^{self.exponent:.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
+        return f"n^{self.exponent:.2f}" + ("" if self.error is None else f" ± {rounded_up(self.error)}")
+
+
+def rounded_up(error: float) -> str:
+    """An error in two decimals, never smaller than it is; 0.00 is said of rounding alone.
+
+    >>> rounded_up(0.0041), rounded_up(0.02), rounded_up(1e-12)
+    ('0.01', '0.02', '0.00')
+    """
+    return f"{math.ceil(100 * (error - ROUNDING)) / 100:.2f}" if error > ROUNDING else "0.00"
 
 
 def fit_power_law(lengths: Sequence[float], values: Sequence[float]) -> PowerLaw | None:
