@@ -78,7 +78,7 @@ def problems(case: Case, ending: Ending, before: dict[str, str], after: dict[str
         found.append(f"exit code {code}")
     if "Traceback" in ending.err + ending.out and "--debug" not in case.args:
         found.append("traceback")
-    if "unexpected " in ending.err:
+    if "howsmooth: unexpected " in ending.err:
         found.append("unexpected error")
     refused = code == 2 and "--debug" not in case.args and not ending.out.strip().startswith("Usage:")
     if refused and not (len(lines) == 1 and lines[0].startswith("howsmooth: ")):
@@ -237,18 +237,26 @@ def _for_writing(args: tuple[Any, ...]) -> bool:
     return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
 
+Fault = tuple[int, Case, list[str], str]
+"""A seed, its command line, what is wrong, and the end of what it wrote on stderr."""
+
+
 @dataclass
 class Tally:
     """What came of many command lines."""
 
     codes: Counter[str] = field(default_factory=Counter)
     commands: Counter[str] = field(default_factory=Counter)
-    faults: list[tuple[int, Case, list[str], str]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
-def fuzz(seeds: Sequence[int], progress: Callable[[str], None] = lambda text: None) -> Tally:
-    """Run the command line of every seed."""
+def fuzz(
+    seeds: Sequence[int],
+    progress: Callable[[str], None] = lambda text: None,
+    tell: Callable[[Fault], None] = lambda fault: None,
+) -> Tally:
+    """Run the command line of every seed; faults are told as they are found."""
     tally = Tally()
     with playground() as ground:
         for seed in seeds:
@@ -260,6 +268,7 @@ def fuzz(seeds: Sequence[int], progress: Callable[[str], None] = lambda text: No
             tally.seconds.append(ending.seconds)
             if wrong:
                 tally.faults.append((seed, case, wrong, ending.err[-400:]))
+                tell(tally.faults[-1])
     return tally
 
 
@@ -286,8 +295,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
 
 if __name__ == "__main__":
     first, last = (int(word) for word in sys.argv[1:3])
-    result = fuzz(range(first, last), lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True))
-    for seed, case, wrong, err in result.faults:
-        print(f"\n{seed}: {case}\n   {'; '.join(wrong)}\n   {err!r}")
-    print(f"\n{dict(result.codes)}, longest {max(result.seconds):.1f} s, sum {sum(result.seconds):.0f} s")
+    result = fuzz(
+        range(first, last), tell=lambda f: print(f"{f[0]}: {f[1]}\n   {'; '.join(f[2])}\n   {f[3]!r}", flush=True)
+    )
+    print(f"{dict(result.codes)}, longest {max(result.seconds):.1f} s, sum {sum(result.seconds):.0f} s")
     sys.exit(bool(result.faults))

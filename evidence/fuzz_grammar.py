@@ -200,7 +200,6 @@ OPTIONS: dict[str, dict[str, Values]] = {
     },
     "models": {"--json": FLAG},
     "demo": {
-        "--lengths": _some("8"),
         "--output": (["out/d"], ["inputs/words.txt"]),
         "--no-resume": FLAG,
         "--json": FLAG,
@@ -218,7 +217,7 @@ _POSITIONALS: dict[str, Values] = {
 _ALWAYS = {  # so that no command takes long
     "worst-case": ("--starts", "2", "--steps", "3"),
     "train": ("--width", "8", "--length", "8", "--batch-tokens", "32", "--steps", "4"),
-    "demo": ("--models", "minilm"),
+    "demo": ("--models", "minilm", "--lengths", "8"),
 }
 _SHARES = (24, 14, 12, 22, 13, 11, 1, 1)
 """How often each command is drawn."""
@@ -240,7 +239,9 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
         read.add(value)
     args += _ALWAYS.get(command, ())
     known = OPTIONS[command]
-    for name in draw.sample(list(known), min(len(known), draw.choice([0, 1, 2, 2, 3, 3, 4, 5, 6]))):
+    if not odd and command in ("measure", "bounds", "worst-case") and len(args) > 1:
+        known = {name: values for name, values in known.items() if name not in _foreign(args[1])}
+    for name in draw.sample(list(known), min(len(known), draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))):
         args.append(name)
         if known[name] != FLAG:
             args.append(_value(draw, known[name], odd))
@@ -250,6 +251,17 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
     if odd and draw.random() < 0.05:
         draw.shuffle(args)
     return tuple(args), frozenset(path for path in written - read if path)
+
+
+def _foreign(source: str) -> set[str]:
+    """Options that do not go with a source."""
+    of_random = {"--width", "--window", "--causal", "--rope", "--rope-base", "--alibi", "--qk-norm", "--kv-heads"}
+    of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--after", "--rms", "--input", "--input-name"}
+    if source.startswith("random"):
+        return of_models | of_files | {"--witness"}
+    if source == "inputs/model":
+        return of_random | of_files | {"--heads", "--scale", "--softcap", "--witness"}
+    return of_models | {"--width", "--witness", "--kv-heads", "--dtype"}
 
 
 def _value(draw: random.Random, values: Values, odd: bool) -> str:

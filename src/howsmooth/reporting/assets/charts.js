@@ -59,10 +59,10 @@ const chartWidth = () => (innerWidth < 620 ? 400 : 1000);
 function growthChart({ lengths, others, chosen, points, fit, bounds, label }) {
   const narrow = chartWidth() < 500;
   const own = points.map((p) => p[1]);
-  const floor = Math.min(...own, ...others.flat().map((p) => p[1]));
-  const ceiling = Math.max(...own, ...others.flat().map((p) => p[1]));
+  const every = [...own, ...others.flatMap((line) => line.map((p) => p[1]))];
+  const floor = least(every), ceiling = most(every);
   const drawn = bounds.filter(({ line }) => line.every((p) => p[1] < ceiling * 1e4));
-  const high = Math.max(ceiling, ...drawn.flatMap(({ line }) => line.map((p) => p[1])));
+  const high = most([ceiling, ...drawn.flatMap(({ line }) => line.map((p) => p[1]))]);
   const f = frame({
     x: [lengths[0] / 1.12, lengths[lengths.length - 1] * 1.12], y: [floor / 1.2, high * 1.3], xTicks: narrow ? thinned(lengths, 6) : lengths,
     width: chartWidth(), height: narrow ? 340 : 460, right: narrow ? 16 : 230, xLabel: "number of tokens n (logarithmic)", yLabel: "σ (logarithmic)", label,
@@ -99,7 +99,7 @@ function distanceChart({ rows, label }) {
   const narrow = chartWidth() < 500, width = chartWidth(), step = narrow ? 58 : 44;
   const left = narrow ? 8 : 300, right = width - (narrow ? 16 : 120), height = rows.length * step + 46;
   const near = rows.filter((row) => row.middle < FARTHEST);
-  const top = Math.min(FARTHEST, Math.max(...near.map((row) => row.largest), 10)), decades = Math.log10(top);
+  const top = Math.min(FARTHEST, most([...near.map((row) => row.largest), 10])), decades = Math.log10(top);
   const px = (ratio) => left + (Math.log10(Math.min(Math.max(ratio, 1), top)) / decades) * (right - left);
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const value of thinned(Array.from({ length: Math.floor(decades) + 1 }, (_, i) => 10 ** i), narrow ? 5 : 8)) {
@@ -131,7 +131,7 @@ function layersChart({ lines, layers, label }) {
   const values = lines.flatMap(({ line }) => line.map((p) => p[1]));
   const narrow = chartWidth() < 500;
   const f = frame({
-    x: [layers[0], Math.max(layers[layers.length - 1], layers[0] + 1)], y: [Math.min(...values) / 1.2, Math.max(...values) * (narrow ? 1.3 ** (1 + lines.length) : 1.2)], xLog: false,
+    x: [layers[0], Math.max(layers[layers.length - 1], layers[0] + 1)], y: [least(values) / 1.2, most(values) * (narrow ? 1.3 ** (1 + lines.length) : 1.2)], xLog: false,
     width: chartWidth(), height: narrow ? 320 : 380, right: narrow ? 16 : 230, xTicks: thinned(layers, narrow ? 8 : 16), xLabel: "layer", yLabel: "σ (logarithmic)", label,
   });
   const dashes = ["", "7 4", "2 4", "10 3 2 3", "4 2", "1 3"];

@@ -33,6 +33,13 @@ function written(x, way = "near", digits = 4) {
   return (size < 10 ** digits ? value.toPrecision(digits) : String(value)).replace("-", "−");
 }
 
+// An error in two decimals, never smaller than it is.
+const atMost = (x) => (x < 1e-9 ? 0 : Math.ceil(100 * x - 1e-6) / 100).toFixed(2);
+
+// The ends of many numbers; too many for the arguments of Math.min and Math.max.
+const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+
 // A round number, as on axes.
 const plainly = (x) => (x >= 1e5 || x < 1e-4 ? written(x, "near", 1) : String(x));
 const decimals = (x) => x.toFixed(2).replace("-", "−");

@@ -16,14 +16,14 @@ const METRICS = {
 
 // The chosen cell at the chosen length: its roughest window, or the window chosen in the text.
 function chosen() {
-  const rows = group().rows.filter((row) => row.key === state.key && row.length === state.length);
+  const rows = group().byCell.get(state.key).filter((row) => row.length === state.length);
   const worst = rows.reduce((best, row) => (best && best.value >= row.value ? best : row), null);
   return rows.find((row) => row.window === state.window) ?? worst;
 }
 
 function choose(key, length = state.length, window = null) {
   Object.assign(state, { key, length, window });
-  if (!chosen()) state.length = Math.max(...group().rows.filter((row) => row.key === key).map((row) => row.length));
+  if (!chosen()) state.length = most(group().byCell.get(key).map((row) => row.length));
   draw();
 }
 
@@ -84,16 +84,17 @@ function drawMap() {
   grid.parentElement.hidden = group().main !== "head";
   title("heads-title", group().main === "head" ? "Every head" : "One by one");
   const layers = [...new Set(cells.map((row) => row.layer))].sort((a, b) => a - b);
+  const at = new Map(cells.map((row) => [`${row.layer}/${row.head}`, row]));
   const metric = METRICS[state.metric], f = metric.log ? Math.log : Number;
   const values = cells.map(metric.of).filter((x) => x !== null && (!metric.log || x > 0));
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [low, high] = [least(values), most(values)];
   grid.className = `map${heads.length > 24 ? " crowded" : layers.length > 14 ? " dense" : ""}`;
   grid.style.gridTemplateColumns = `auto repeat(${heads.length}, minmax(0, 1fr))`;
   const head = el("div", { role: "row" }, el("span", { class: "name left", role: "columnheader", text: "layer" }),
     ...heads.map((h) => el("span", { class: "name", role: "columnheader", "aria-label": `head ${h}`, text: heads.length > 24 && h % 4 ? "" : h })));
   const focus = grid.contains(document.activeElement);
   const rows = layers.map((layer) => el("div", { role: "row" }, el("span", { class: "name left", role: "rowheader", "aria-label": `layer ${layer}`, text: layer }),
-    ...heads.map((h) => mapCell(cells.find((row) => row.layer === layer && row.head === h), metric, (x) => (f(x) - f(low)) / (f(high) - f(low) || 1)))));
+    ...heads.map((h) => mapCell(at.get(`${layer}/${h}`), metric, (x) => (f(x) - f(low)) / (f(high) - f(low) || 1)))));
   grid.replaceChildren(head, ...rows);
   const buttons = [...grid.querySelectorAll("button")];
   const current = Math.max(0, buttons.findIndex((button) => button.getAttribute("aria-selected") === "true"));
@@ -112,23 +113,32 @@ function mapCell(row, metric, place) {
   return tipOn(cell, () => `${placeOf(group(), row)} of ${group().label}\nσ ≈ ${written(row.value)}${row.converged ? "" : " (not converged)"}${state.metric === "value" ? "" : `\n${metric.name}: ${said}`}`);
 }
 
-function drawGrowth() {
-  const row = chosen(), found = group();
+// The largest value of every cell of a kind at every length. Asked at every click, found once.
+function linesOf(found, what) {
+  const asked = `lines of ${what}`;
+  if (found.ranked.has(asked)) return found.ranked.get(asked);
   const best = new Map();
-  for (const other of found.rows) {
-    if (other.what !== row.what || other.value <= 0) continue;
-    const line = best.get(other.key) ?? best.set(other.key, new Map()).get(other.key);
-    line.set(other.length, Math.max(line.get(other.length) ?? 0, other.value));
+  for (const row of found.rows) {
+    if (row.what !== what || row.value <= 0) continue;
+    const line = best.get(row.key) ?? best.set(row.key, new Map()).get(row.key);
+    line.set(row.length, Math.max(line.get(row.length) ?? 0, row.value));
   }
   const lines = new Map([...best].map(([key, line]) => [key, [...line].sort((a, b) => a[0] - b[0])]));
+  found.ranked.set(asked, lines);
+  return lines;
+}
+
+function drawGrowth() {
+  const row = chosen(), found = group();
+  const lines = linesOf(found, row.what);
   const own = lines.get(row.key) ?? [];
   find("growth").hidden = own.length < 2;
   if (own.length < 2) return;
   title("growth-title", "Growth with n");
-  const mine = found.rows.filter((other) => other.key === row.key);
-  const bounds = [...new Set(mine.flatMap((other) => Object.keys(other.bounds)))].map((name) => {
+  const mine = found.byCell.get(row.key), known = mine.map((other) => [other.length, boundsOf(found, other)]);
+  const bounds = [...new Set(known.flatMap(([, own]) => Object.keys(own)))].map((name) => {
     const line = new Map();
-    for (const other of mine) if (name in other.bounds) line.set(other.length, Math.max(line.get(other.length) ?? 0, other.bounds[name]));
+    for (const [n, own] of known) if (name in own) line.set(n, Math.max(line.get(n) ?? 0, own[name]));
     return { name, proved: name === "howsmooth.three_path", line: [...line].sort((a, b) => a[0] - b[0]) };
   });
   const fit = found.growth[row.key], where = placeOf(found, row);
@@ -137,9 +147,9 @@ function drawGrowth() {
     points: mine.map((other) => [other.length, other.value]), fit, bounds, label: `Growth of σ with the number of tokens, ${where} of ${found.label}`,
   });
   find("growth-lead").textContent =
-    `${where}: σ grows like n to the power ${exponent(found, row)}${fit && fit[1] !== null ? ` (standard error, ${mine.length} points)` : ""}. ` +
+    `${where}: σ grows like n to the power ${exponent(found, row)}. ${!fit ? "" : fit[1] === null ? "Two lengths cannot tell whether that is the law. " : fit[1] < 1e-9 ? "" : `Between neighbouring lengths it strays from that by as much as ± says, root mean square, or by the standard error of its ${mine.length} points where that is more. `}` +
     `Dots are windows, the dotted line is the fit, the strong line the three-path bound${bounds.length > 1 ? ", thin ones other bounds" : ""}; faint lines are the other ${found.words[row.what]}s.` +
-    (drawn.left.length ? ` Beyond the frame: ${drawn.left.map((bound) => `${bound.name} (${written(Math.max(...bound.line.map((p) => p[1])), "up", 2)})`).join(", ")}.` : "");
+    (drawn.left.length ? ` Beyond the frame: ${drawn.left.map((bound) => `${bound.name} (${written(most(bound.line.map((p) => p[1])), "up", 2)})`).join(", ")}.` : "");
   find("growth-chart").replaceChildren(drawn.chart);
 }
 
@@ -147,13 +157,13 @@ const LEAST = 1e-4;
 
 function drawText() {
   const row = chosen(), found = group();
-  const windows = found.rows.filter((other) => other.key === row.key && other.length === row.length && shares(found, other));
+  const windows = found.byCell.get(row.key).filter((other) => other.length === row.length && shares(found, other));
   const shown = shares(found, row) ? row : windows[0];
   const tokens = shown && found.tokens[`${shown.length}/${shown.window}`];
   find("text").hidden = !tokens;
   if (!tokens) return;
   title("text-title", "Where in the text");
-  const energy = shares(found, shown), top = Math.max(...energy);
+  const energy = shares(found, shown), top = most(energy);
   find("text-lead").textContent = `The stronger the colour, the larger the token's share of the change that moves the output of ${placeOf(found, row).toLowerCase()} most${windowsOf(found, row) > 1 ? `, in window ${shown.window}` : ""}. Its sink is underlined.`;
   const place = (share) => Math.log(Math.max(share, LEAST) / LEAST) / Math.log(Math.max(top, 2 * LEAST) / LEAST);
   find("text-controls").replaceChildren(...(windows.length > 1 ? [el("label", {}, "Window ", el("select", { onchange: (event) => choose(row.key, row.length, Number(event.target.value)) },
@@ -185,14 +195,15 @@ function drawRanking() {
 
 function drawDistances() {
   const row = chosen(), cells = roughest(group(), row.what, row.length).filter((cell) => cell.value > 0);
-  const names = [...new Set(cells.flatMap((cell) => Object.keys(cell.bounds)))];
+  const known = new Map(cells.map((cell) => [cell, boundsOf(group(), cell)])), own = boundsOf(group(), row);
+  const names = [...new Set([...known.values()].flatMap((bounds) => Object.keys(bounds)))];
   find("distances").hidden = !names.length;
   if (!names.length) return;
   title("distances-title", "Distance to the bounds");
   const rows = names.map((name) => {
-    const ratios = cells.filter((cell) => name in cell.bounds).map((cell) => cell.bounds[name] / cell.value);
-    const known = scan.bounds[name] ?? { where: "", reference: "", page: "" };
-    return { name, ...known, address: scan.pages[known.page], smallest: Math.min(...ratios), largest: Math.max(...ratios), middle: median(ratios), own: name in row.bounds ? row.bounds[name] / row.value : null };
+    const ratios = [...known].filter(([, bounds]) => name in bounds).map(([cell, bounds]) => bounds[name] / cell.value);
+    const about = scan.bounds[name] ?? { where: "", reference: "", page: "" };
+    return { name, ...about, address: scan.pages[about.page], smallest: least(ratios), largest: most(ratios), middle: median(ratios), own: name in own ? own[name] / row.value : null };
   }).sort((a, b) => a.middle - b.middle);
   find("distances-lead").textContent = `Bound divided by σ at n = ${row.length}, on a logarithmic axis: the line spans all ${cells.length} ${group().words[row.what]}s, the small dot is their median, the coloured one ${placeOf(group(), row).toLowerCase()}. A bound on a set holds for all inputs there, so it has reason to be larger.`;
   find("distances-chart").replaceChildren(distanceChart({ rows, label: `Ratio of each bound to σ: ${rows.map((r) => `${r.name} ${written(r.middle, "up", 3)}`).join(", ")}` }));

@@ -6,31 +6,52 @@ const keyOf = (row) => [row.what, row.layer ?? "", row.head ?? ""].join("/");
 function unpack(group) {
   const columns = Object.entries(group.columns);
   const count = columns.map(([, c]) => c).find(Array.isArray)?.length ?? 1;
+  const proved = group.bounds["howsmooth.three_path"];
   const rows = Array.from({ length: count }, (_, i) => {
-    const row = Object.fromEntries(columns.map(([name, c]) => [name, Array.isArray(c) ? c[i] : c.all]));
-    row.bounds = Object.fromEntries(
-      Object.entries(group.bounds).filter(([, values]) => values[i] !== null).map(([name, values]) => [name, values[i]]),
-    );
-    row.proved = row.bounds["howsmooth.three_path"] ?? null;
+    const row = { at: i };
+    for (const [name, c] of columns) row[name] = Array.isArray(c) ? c[i] : c.all;
+    row.proved = proved?.[i] ?? null;
     row.key = keyOf(row);
     return row;
   });
   const kinds = Object.keys(group.kinds);
+  const byCell = gathered(rows, (row) => row.key), byLength = gathered(rows, (row) => row.length);
   return {
-    ...group, rows, kinds, words: group.kinds, main: kinds[0],
-    lengths: [...new Set(rows.map((row) => row.length))].sort((a, b) => a - b),
+    ...group, rows, kinds, words: group.kinds, main: kinds[0], byCell,
+    lengths: [...byLength.keys()].sort((a, b) => a - b),
+    windows: new Map([...byLength].map(([n, found]) => [n, new Set(found.map((row) => row.window)).size])),
+    ranked: new Map(),
     coarse: group.precision !== "" && !/^(float|bfloat)\d+$/.test(group.precision),
   };
 }
 
-// Of every cell at a length its roughest window, the roughest cell first.
+// Rows by something that they share.
+function gathered(rows, of) {
+  const found = new Map();
+  for (const row of rows) {
+    const key = of(row);
+    if (found.has(key)) found.get(key).push(row);
+    else found.set(key, [row]);
+  }
+  return found;
+}
+
+// All upper bounds of a row by name; most rows are never asked.
+const boundsOf = (group, row) =>
+  Object.fromEntries(Object.entries(group.bounds).filter(([, values]) => values[row.at] !== null).map(([name, values]) => [name, values[row.at]]));
+
+// Of every cell at a length its roughest window, the roughest cell first. Asked at every click, found once.
 function roughest(group, what, length) {
+  const asked = `${what}/${length}`;
+  if (group.ranked.has(asked)) return group.ranked.get(asked);
   const best = new Map();
   for (const row of group.rows) {
     if (row.what !== what || row.length !== length) continue;
     if (!best.has(row.key) || best.get(row.key).value < row.value) best.set(row.key, row);
   }
-  return [...best.values()].sort((a, b) => b.value - a.value);
+  const found = [...best.values()].sort((a, b) => b.value - a.value);
+  group.ranked.set(asked, found);
+  return found;
 }
 
 function placeOf(group, row) {
@@ -43,7 +64,7 @@ function placeOf(group, row) {
 
 const exponent = (group, row) => {
   const fit = group.growth[row.key];
-  return fit ? `${decimals(fit[0])}${fit[1] === null ? "" : ` ± ${fit[1].toFixed(2)}`}` : "–";
+  return fit ? `${decimals(fit[0])}${fit[1] === null ? "" : ` ± ${atMost(fit[1])}`}` : "–";
 };
 
 function tokenName(group, row) {
@@ -98,13 +119,16 @@ function story(group, row) {
       el("p", {}, splitBar(row)),
       el("div", { class: "split-names" }, el("span", { text: `value path ${wholly(row.value_share)}` }), el("span", { text: `score path ${wholly(1 - row.value_share)}` })),
     );
-    if (against) shown.push(el("p", { class: "quiet", text: "The two paths work against each other." }));
+    shown.push(el("p", { class: "quiet", text: `How σ splits in its worst direction: what passes through the values while the attention weights stay, and what passes through the weights.${against ? " The two paths work against each other." : ""}` }));
   }
   shown.push(el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: value })])));
+  if (row.value_path !== null) {
+    shown.push(el("p", { class: "quiet", text: "A path alone is the norm of that part of the Jacobian, in its own worst direction. The two can cancel, so neither is a share of σ." }));
+  }
   return shown;
 }
 
-const windowsOf = (group, row) => new Set(group.rows.filter((r) => r.length === row.length).map((r) => r.window)).size;
+const windowsOf = (group, row) => group.windows.get(row.length);
 
 // Four numbers that sum up the group at its main length.
 function facts(group) {
@@ -115,8 +139,8 @@ function facts(group) {
   return [
     [`roughest ${word}`, `σ ≈ ${written(cells[0].value, "near", 3)}`, placeOf(group, cells[0])],
     [`median ${word}`, `σ ≈ ${written(median(cells.map((row) => row.value)), "near", 3)}`, `of ${cells.length}, at n = ${length}`],
-    exponents.length ? ["growth exponent", decimals(median(exponents)), `median; from ${decimals(Math.min(...exponents))} to ${decimals(Math.max(...exponents))}`] : null,
-    ratios.length ? ["three-path bound", `${written(median(ratios), "up", 3)} σ`, `median; at most ${written(Math.max(...ratios), "up", 3)} σ`] : null,
+    exponents.length ? ["growth exponent", decimals(median(exponents)), `median; from ${decimals(least(exponents))} to ${decimals(most(exponents))}`] : null,
+    ratios.length ? ["three-path bound", `${written(median(ratios), "up", 3)} σ`, `median; at most ${written(most(ratios), "up", 3)} σ`] : null,
   ].filter(Boolean);
 }
 

@@ -28,13 +28,22 @@ function sorted(rows, of, down) {
   });
 }
 
-function drawTable() {
+// What the table shows: sorted once for a column and a search, however often the page is drawn.
+function ordered(found) {
+  const asked = `${state.sort}/${state.down}/${state.only}`;
+  if (found.order?.asked === asked) return found.order.rows;
   const words = state.only.toLowerCase().split(/\s+/).filter(Boolean);
-  const rows = group().rows.filter((row) => words.every((word) => `${placeOf(group(), row)} n=${row.length} window=${row.window} ${row.what}`.toLowerCase().includes(word)));
+  const rows = !words.length ? found.rows : found.rows.filter((row) => words.every((word) => `${placeOf(group(), row)} n=${row.length} window=${row.window} ${row.what}`.toLowerCase().includes(word)));
   const [, , of] = COLUMNS.find(([, key]) => key === state.sort);
-  const ordered = sorted(rows, of, state.down);
+  found.order = { asked, rows: sorted(rows, of, state.down) };
+  return found.order.rows;
+}
+
+function drawTable() {
+  const rows = ordered(group());
+  const held = group().methods.find(([name]) => name === "cells on this page");
   title("cells-title", "All cells");
-  find("cells-lead").textContent = `${rows.length} of ${group().rows.length} cells of ${group().label}. Choose a column to sort by it, a row to see its story.${rows.some((row) => !row.converged) ? " † did not reach the accuracy asked for." : ""}`;
+  find("cells-lead").textContent = `${rows.length} of ${group().rows.length} cells of ${group().label}. Choose a column to sort by it, a row to see its story.${rows.some((row) => !row.converged) ? " † did not reach the accuracy asked for." : ""}${held ? ` This page holds ${held[1]}.` : ""}`;
   if (!find("only")) {
     find("cells-controls").append(el("label", {}, "Only ", el("input", { type: "search", id: "only", placeholder: "layer 2, n=128 …", oninput: (event) => { state.only = event.target.value.replace(/,/g, " "); state.shown = 20; drawTable(); } })));
   } else if (state.only === "") find("only").value = "";
@@ -45,12 +54,12 @@ function drawTable() {
       el("button", { type: "button", text: `${name}${here ? (state.down ? " ↓" : " ↑") : ""}`, onclick: () => { state.down = here ? !state.down : key !== "what"; state.sort = key; drawTable(); } }));
   }));
   const own = chosen();
-  const body = ordered.slice(0, state.shown).map((row) => el("tr", { tabindex: 0, "aria-selected": String(row === own), "data-key": row.key,
+  const body = rows.slice(0, state.shown).map((row) => el("tr", { tabindex: 0, "aria-selected": String(row === own), "data-key": row.key,
     onclick: () => fromTable(row), onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); fromTable(row); } } },
   ...COLUMNS.map(([, , , said]) => el("td", { text: said(row) }))));
   find("table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...body));
   if (focused) find("table").querySelector(`th[data-sort="${focused}"] button`).focus();
-  find("more").hidden = ordered.length <= state.shown;
+  find("more").hidden = rows.length <= state.shown;
 }
 
 function fromTable(row) {
