@@ -44,6 +44,7 @@ ODD_SOURCES = (
     *("random[width=0]", "random[width=7,heads=2]", "random[seed=1]", "random[", "random:none", "random[scale=nan]"),
     *("inputs/nan.safetensors", "inputs/shapes.safetensors", "inputs/cut.safetensors", "inputs/garbage.safetensors"),
     *("inputs/garbage.gguf", "inputs/empty", "inputs", "org/name", "none/such.safetensors", "inputs/config.json"),
+    f"inputs/{HOSTILE}",
     *("random[window=0]", "random[length=99999999999999]", "random[rope_base=-1]", "random[dtype=int8]"),
 )
 MODELS = (

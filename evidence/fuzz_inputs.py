@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def make_inputs(folder: Path) -> None:
     (model / TEXT).rename(folder / "words.txt")
     scan(str(model), folder / "words.txt", lengths="8,12", what="head,attention", out=folder / "store.sqlite")
     _texts(folder, words)
+    shutil.copytree(model, folder / HOSTILE)
+    scan(str(folder / HOSTILE), folder / f"{HOSTILE}.txt", lengths="8,12", out=folder / "hostile.sqlite")
     _weights(folder)
     _stores(folder)
     _configurations(folder)
@@ -112,12 +115,6 @@ def _stores(folder: Path) -> None:
         damaged[place] ^= 0xFF
     (folder / "damaged.sqlite").write_bytes(damaged)
     (folder / "page.html").write_bytes(whole)  # a store by the name of a page
-    (folder / "hostile.sqlite").write_bytes(whole)
-    with sqlite3.connect(folder / "hostile.sqlite") as store:
-        (columns,) = [[row[1] for row in store.execute("PRAGMA table_info(scans)")]]
-        for name in {"model", "text"} & set(columns):
-            store.execute(f"UPDATE scans SET {name} = ?", (HOSTILE,))
-    store.close()
     with sqlite3.connect(folder / "other.sqlite") as other:
         other.execute("CREATE TABLE t (a)")
     other.close()

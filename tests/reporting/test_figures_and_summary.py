@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -11,9 +14,11 @@ from matplotlib.image import imread
 from rich.console import Console
 
 import howsmooth as hs
-from howsmooth.reporting import groups, headline, summary, write_figures
+from howsmooth.figures import save_figure
+from howsmooth.reporting import groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import distances_figure, growth_figure, heads_figure, layers_figure
 from howsmooth.reporting.findings import distances, growths
+from howsmooth.small import printable
 from howsmooth.worstcase.laws import rounded_up
 from tests.reporting.measured import Measured, stored
 
@@ -126,3 +131,48 @@ def test_summary_labels_a_coarse_model_and_counts_what_did_not_converge(scan: Me
     assert f"minilm [{COARSE}]" in said.splitlines()[0]
     assert f"of minilm [{COARSE}] is the roughest" in said
     assert "156 of 780 cells did not reach the accuracy asked for." in said
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a disk with no more room than this."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize("before", [None, b"an older one"])
+def test_a_full_disk_leaves_the_older_page_and_figure_or_nothing(
+    scan: Measured, tmp_path: Path, before: bytes | None
+) -> None:
+    page, picture = tmp_path / "r.html", tmp_path / "p.png"
+    if before is not None:
+        page.write_bytes(before)
+        picture.write_bytes(before)
+    figure = heads_figure(groups(scan)[0])
+    assert figure is not None
+    with files_of_at_most(1000):
+        with pytest.raises(hs.InvalidInput, match=r"cannot write .*r\.html"):
+            write_report(scan, page)
+        with pytest.raises(hs.InvalidInput, match=r"cannot write .*p\.png"):
+            save_figure(figure, picture)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if before is None else ["p.png", "r.html"])
+    assert all(path.read_bytes() == before for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["$x_{", "a $x^2$ b", r"\frac{$", "<b>&\"'", "[bold]", "\x1b[2J\u202e", "$" * 5])
+def test_figures_show_odd_names_as_they_are(scan: Measured, tmp_path: Path, name: str) -> None:
+    rows = [row | {"model": name, "text": name} for row in scan.rows if row["length"] >= 32]
+    figure = heads_figure(groups(rows)[0])
+    assert figure is not None
+    shown = figure.axes[0].title
+    plain, is_math = shown._preprocess_math(shown.get_text())
+    assert not is_math
+    assert printable(name) in plain
+    save_figure(figure, tmp_path / "p.svg")
+    written = write_figures(rows, tmp_path / "all", ["png"])
+    assert len(written) == 4
+    assert all(path.stat().st_size > 1000 for path in written)

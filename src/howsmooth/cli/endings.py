@@ -50,8 +50,8 @@ _NO_ROOM = re.compile(
 )
 _NO_SIZE = re.compile(
     r"storage size calculation overflowed|integer multiplication overflow|overflow when unpacking long|"
-    r"too large to convert|exceeds the limit \(\d+ digits\)|invalid shape dimension|array is too big|maximum allowed (dimension|size)|"
-    r"maximum supported dimension",
+    r"too large to convert|exceeds the limit \(\d+ digits\)|invalid shape dimension|array is too big|"
+    r"maximum allowed (dimension|size)|maximum supported dimension",
     re.I,
 )
 _LOWER = {
