@@ -25,7 +25,7 @@ from evidence.fuzz_inputs import digests, make_inputs
 from evidence.tables import table
 
 TITLE = "Does any command line end in a crash?"
-CASES = 1200
+CASES = 1500
 SECONDS = 60.0
 """What a command may take on a busy machine before it counts as hanging; most take less than one."""
 ROOM = 6 * 2**30
@@ -37,15 +37,29 @@ _WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", 
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, which of its paths it may write to, and the signal that it is sent."""
+    """A command line, which of its paths it may write to, the signal that it is sent, and which input is damaged."""
 
     args: tuple[str, ...]
     outputs: frozenset[str] = frozenset()
     stop: int | None = None
     after: float = 0.0
+    damaged: str | None = None
+    seed: int = 0
 
     def __str__(self) -> str:
-        return " ".join(["howsmooth", *map(repr, self.args)]) + (f" (signal {self.stop})" if self.stop else "")
+        stop = f" (signal {self.stop})" if self.stop else ""
+        return (
+            " ".join(["howsmooth", *map(repr, self.args)]) + stop + (f" ({self.damaged} damaged)" * bool(self.damaged))
+        )
+
+    def damage(self, place: Path) -> None:
+        """Change a few random bytes of the input that is to be damaged."""
+        path = place / (self.damaged or "")
+        if self.damaged and path.is_file() and (content := bytearray(path.read_bytes())):
+            draw = random.Random(self.seed)
+            for at in draw.choices(range(len(content)), k=draw.choice([1, 1, 2, 8])):
+                content[at] = draw.randrange(256)
+            path.write_bytes(content)
 
 
 @dataclass
@@ -65,6 +79,9 @@ def draw_case(seed: int) -> Case:
     args, outputs = draw_command(draw)
     if draw.random() < 0.06:
         return Case(args, outputs, draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]), draw.uniform(0, 1))
+    files = [arg for arg in args if arg.startswith("inputs/")]
+    if files and draw.random() < 0.15:
+        return Case(args, outputs, damaged=draw.choice(files), seed=seed)
     return Case(args, outputs)
 
 
@@ -112,7 +129,6 @@ class Playground:
     def __init__(self, folder: Path):
         self.folder, self.inputs = folder, folder / "originals"
         make_inputs(self.inputs)
-        self.before = digests(self.inputs)
 
     def run(self, case: Case) -> tuple[Ending, list[str]]:
         """How the command ends, and what is wrong with that."""
@@ -120,8 +136,10 @@ class Playground:
         shutil.copytree(self.inputs, place / "inputs", symlinks=True)
         (place / "out").mkdir()
         try:
+            case.damage(place)
+            before = digests(place / "inputs")
             ending = run_forked(case, place)
-            return ending, problems(case, ending, self.before, digests(place / "inputs"))
+            return ending, problems(case, ending, before, digests(place / "inputs"))
         finally:
             shutil.rmtree(place)
 
@@ -282,7 +300,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
     return [
         f"{CASES} command lines, drawn from the seeds 0 to {CASES - 1}: all commands with mostly sensible options and "
         "some odd ones, over sound, damaged and hostile files (weights, models, stores, witnesses, texts, TOML of "
-        f"every wrong type), some stopped by a signal at a random moment. By command: {commands}.",
+        "every wrong type), some with an input of which a few bytes are changed, some stopped by a signal at a random "
+        f"moment. By command: {commands}.",
         "Each runs in a process of its own with a fresh copy of all files and must end within a minute, with a "
         "documented exit code, without a traceback or an unexpected error, with one line on stderr when it refuses, "
         "without controls in its output, with valid JSON where that was asked for, and must not change a file that it "

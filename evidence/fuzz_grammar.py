@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from evidence.fuzz_inputs import HOSTILE
+from evidence.fuzz_inputs import CONFIGURATIONS, HOSTILE
 
 ODD = (
     *("", " ", "\n", "0", "-1", "nan", "inf", "-inf", "1e999", "99999999999999999999", "9" * 5000, "a" * 300, "x"),
@@ -157,7 +157,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--bounds": _some("none", "proved", "cheap"),
         "--no-explain": FLAG,
         "--config": (
-            ["inputs/right.toml", *(f"inputs/wrong{number}.toml" for number in range(40))],
+            ["inputs/right.toml", *(f"inputs/wrong{number}.toml" for number in range(CONFIGURATIONS))],
             ["inputs/nested.toml", "inputs/broken.toml", "inputs/latin.txt"],
         ),
         "--no-resume": FLAG,
@@ -247,6 +247,8 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
         if known[name] != FLAG:
             args.append(_value(draw, known[name], odd))
             (written if name in _TO_WRITE else read if name in _READ else set()).add(args[-1])
+    if command == "scan" and "--config" not in args and draw.random() < 0.3:
+        args += ["--config", _value(draw, known["--config"], odd)]
     if odd and draw.random() < 0.05:
         args.append(draw.choice(["--help", "--none", "extra", "-x", *ODD]))
     if odd and draw.random() < 0.05:
@@ -267,6 +269,6 @@ def _foreign(source: str) -> set[str]:
 
 def _value(draw: random.Random, values: Values, odd: bool) -> str:
     usual, strange = values
-    if odd and draw.random() < 0.35:
+    if odd and draw.random() < 0.4:
         return draw.choice([*strange, *strange, *ODD] if draw.random() < 0.6 or not strange else strange)
     return draw.choice(usual)

@@ -22,6 +22,8 @@ from howsmooth.training import Corpus, Settings, train
 
 HOSTILE = "\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\u202e\x9b31m<b>[bold]$x_{"
 """Escapes that write to the clipboard and clear the screen, a direction mark, C1, HTML, rich markup, TeX."""
+CONFIGURATIONS = 120
+"""How many TOML files there are, most of them wrong."""
 _VALUES = (
     '"x"', '""', "1", "-1", "0", "1.5", "nan", "true", "[]", "[1]", '["a"]', "[[1]]", "[1.5]", "{a = 1}", '"\\u0000"',
     "99999999999999999999999", "1979-05-27", '"8,12"', '"head"', '["head", "layer"]', "[8, 12]", "1e-3", '"none"',
@@ -122,7 +124,7 @@ def _stores(folder: Path) -> None:
 
 def _configurations(folder: Path) -> None:
     draw = random.Random(3)
-    for number in range(40):
+    for number in range(CONFIGURATIONS):
         lines = [f"{key} = {draw.choice(_VALUES)}" for key in draw.sample(_KEYS, draw.randint(1, 3))]
         (folder / f"wrong{number}.toml").write_text("\n".join(lines), encoding="utf-8")
     sound = 'model = "inputs/model"\ntext = "inputs/words.txt"\nlengths = [8]\nwhat = "head"\n'
