@@ -216,7 +216,7 @@ _POSITIONALS: dict[str, Values] = {
     "train": (TEXTS, ODD_TEXTS),
 }
 _ALWAYS = {  # so that no command takes long
-    "worst-case": ("--starts", "2", "--steps", "3"),
+    "worst-case": ("--starts", "2", "--steps", "3", "--lengths", "3"),
     "train": ("--width", "8", "--length", "8", "--batch-tokens", "32", "--steps", "4"),
     "demo": ("--models", "minilm", "--lengths", "8"),
 }

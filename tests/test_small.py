@@ -1,21 +1,12 @@
-<<<<<<< HEAD
 """Files are never written over what is read."""
 
 from __future__ import annotations
 
 import os
-=======
-"""Cells of tables that spreadsheets would run."""
-
-from __future__ import annotations
-
-import csv
->>>>>>> 60e860e (Test on a terminal that no name from a file is obeyed, and that a full disk leaves no half page)
 from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from howsmooth.errors import InvalidInput
 from howsmooth.small import distinct_files, same_file
 
@@ -49,21 +40,3 @@ def test_a_link_that_leads_nowhere_yet_is_followed(tmp_path: Path) -> None:
 
 def test_different_files_and_missing_ones_pass(file: Path, tmp_path: Path) -> None:
     distinct_files([("--text", file), ("--config", None)], [("--out", tmp_path / "s.sqlite"), ("--export", None)])
-=======
-from howsmooth.scanning import Scan
-from howsmooth.small import spreadsheet_safe
-
-
-@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\r"])
-def test_a_text_that_begins_like_a_formula_is_exported_as_text(begin: str, tmp_path: Path) -> None:
-    name = f"{begin}cmd().txt"
-    row = {"model": name, "text": "plain", "layer": 0, "value": -1.5, "bounds": {}}
-    Scan([row]).to_csv(tmp_path / "rows.csv")
-    with (tmp_path / "rows.csv").open(newline="", encoding="utf-8") as file:
-        (found,) = csv.DictReader(file)
-    assert found == {"model": f"'{name}", "text": "plain", "layer": "0", "value": "-1.5", "bounds": "{}"}
-
-
-def test_numbers_and_harmless_texts_stay() -> None:
-    assert [spreadsheet_safe(cell) for cell in (-1.5, 3, None, True, "a=b", "")] == [-1.5, 3, None, True, "a=b", ""]
->>>>>>> 60e860e (Test on a terminal that no name from a file is obeyed, and that a full disk leaves no half page)

@@ -90,6 +90,8 @@ def test_debug_shows_where_without_passing_escapes_on(monkeypatch: pytest.Monkey
         ("measure", "random", "--seed", -1),
         ("measure", "random", "--threads", 1_000_000),
         ("worst-case", "random", "--threads", 1_000_000),
+        ("report", "."),
+        ("report", ""),
         ("train", "text.txt", "--width", 99_999_999_999_999_999_999),
         ("train", "text.txt", "--width", 2**20),
         ("train", "text.txt", "--depth", 99_999_999_999_999_999_999),

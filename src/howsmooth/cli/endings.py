@@ -54,6 +54,12 @@ _NO_SIZE = re.compile(
     r"maximum allowed (dimension|size)|maximum supported dimension",
     re.I,
 )
+_NO_NAME = {
+    "null byte": "a file name holds a NUL character: write it without.",
+    "null character": "a file name holds a NUL character: write it without.",
+    "has an empty name": "a name that must be that of a file is empty or a folder: name the file.",
+}
+"""What Python says of names that no file can have → what we say."""
 _LOWER = {
     "measure": "--length, --width or --memory",
     "bounds": "--n, --length or --width",
@@ -155,8 +161,8 @@ def _report(error: Exception, args: Sequence[str]) -> int:
     if isinstance(error, OSError):
         complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
         return USER_ERROR
-    if isinstance(error, ValueError) and "null byte" in str(error):
-        complain("a file name holds a NUL character: write it without.")
+    if isinstance(error, ValueError) and (wrong := next((said for said in _NO_NAME if said in str(error)), None)):
+        complain(_NO_NAME[wrong])
         return USER_ERROR
     first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
     complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")

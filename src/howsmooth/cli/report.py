@@ -13,7 +13,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.figures import FORMATS
 from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import check_formats
-from howsmooth.reporting.page import check_report_path, page_beside
+from howsmooth.reporting.page import check_report_path
 from howsmooth.scanning import salvage as salvaged
 from howsmooth.small import distinct_files, same_file
 
@@ -48,7 +48,7 @@ def report(
     """
     if not store.is_file():
         raise InvalidInput(f"there is no scan at {store}: make one with `howsmooth scan MODEL --out {store}`.")
-    path = page_beside(store) if output is None else output
+    path = store.with_suffix(".html") if output is None else output
     check_report_path(path)
     distinct_files(read=[("the store", store)], written=[("the page", path)])
     wanted = check_formats(formats.split(","))

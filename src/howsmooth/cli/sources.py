@@ -214,7 +214,6 @@ def random_attention(settings: Settings, seed: int) -> SelfAttention:
     assert width is not None
     assert heads is not None
     assert dtype is not None
-    check_room(4 * width**2, f"random weights of width {width}", "--width")
     options = settings.options(heads, width // max(heads, 1))
     return SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
 
@@ -264,6 +263,7 @@ def _from_weights(request: Request, settings: Settings) -> Site:
         if request.prefix is not None:
             raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
         settings = settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
+        check_room(4 * (settings.width or 0) ** 2, f"random weights of width {settings.width}", "--width")
         attention = random_attention(settings, request.seed)
     else:
         attention = _from_file(request.source, settings, request.prefix)

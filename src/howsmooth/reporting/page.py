@@ -51,13 +51,6 @@ def write_report(source: Source, path: str | PathLike[str], *, documentation: st
     return path
 
 
-def page_beside(store: Path) -> Path:
-    """Where the page of a store goes when nothing is said."""
-    if not store.name or store.name == "..":
-        raise InvalidInput(f"{str(store)!r} names no store: give the file that `howsmooth scan` wrote.")
-    return store.with_suffix(".html")
-
-
 def check_report_path(path: Path) -> None:
     """Refuse a file name that no report can be written to, before any work is done."""
     if path.suffix.lower() not in (".html", ".htm"):
