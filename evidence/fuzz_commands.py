@@ -310,8 +310,8 @@ def said_of(tally: Tally) -> list[str]:
         "some odd ones, over sound, damaged and hostile files (weights, models, stores, witnesses, texts, TOML of "
         "every wrong type), some with an input of which a few bytes are changed, some stopped by a signal at a random "
         f"moment. By command: {commands}.",
-        "Each runs in a process of its own with a fresh copy of all files and must end within a minute of computing, with "
-        "a documented exit code, without a traceback or an unexpected error, with one line on stderr when it refuses, "
+        "Each runs in a process of its own with a fresh copy of all files and must end within a minute of computing, "
+        "with a documented exit code, without a traceback or unexpected error, with one line on stderr if it refuses, "
         "without controls in its output, with valid JSON where that was asked for, and must not change a file that it "
         "was only given to read, nor write outside its folder.",
         table(["exit code", "meaning", "commands"], rows),

@@ -254,3 +254,38 @@ def test_a_scan_without_heads_has_a_page_too(browser: Any, scan: Measured, tmp_p
         assert seen.text("#story h3") == "Attention block, layer 4"
         assert seen.page.locator("#layers-chart circle").count() == 6
         assert seen.complaints == []
+
+
+@pytest.mark.slow
+def test_a_large_scan_is_drawn_and_answers_a_click(browser: Any, tmp_path: Path) -> None:
+    fixed = {"model": "large", "what": "head", "confidence": 0.99, "value_path": 1.0, "score_path": 0.5}
+    rows = [
+        fixed
+        | {"layer": layer, "head": head, "length": n, "window": window, "value": 1.0 + (layer * 32 + head) / 100 + n}
+        | {"proved": 3.0 * n, "value_share": 0.16, "bounds": {"howsmooth.local": 9.0 * n}}
+        for layer in range(32)
+        for head in range(32)
+        for n in (8, 16, 32, 64)
+        for window in range(3)
+    ]
+    path = write_report(rows, tmp_path / "large.html")
+    assert path.stat().st_size < 5_000_000
+    with visit(browser, path) as seen:
+        assert "Layer 31, head 31" in seen.text("#story")
+        seen.page.locator('#map [data-key="head/7/3"]').click()
+        story = seen.text("#story")
+        assert "Layer 7, head 3" in story
+        assert "value path 16 %" in story
+        assert "How σ splits in its worst direction" in story
+        assert "neither is a share of σ" in story
+        assert seen.page.locator("#table tbody tr").count() == 20
+        assert seen.complaints == []
+
+
+def test_marks_that_turn_text_around_are_written_out(browser: Any, tmp_path: Path) -> None:
+    row = {"model": "m\u202em", "what": "head", "layer": 0, "head": 0, "length": 2, "window": 0, "value": 1.0}
+    found = Measured([row], {("m\u202em", 2, 0): ["ab", "\u2066cd\x1b"]}, {("m\u202em", 0, 0, 2, 0): [0.5, 0.5]})
+    with visit(browser, write_report(found, tmp_path / "r.html")) as seen:
+        assert "⟨U+2066⟩cd⟨U+001B⟩" in seen.text("#tokens")
+        assert "m⟨U+202E⟩m" in seen.text("h1")
+        assert seen.complaints == []
