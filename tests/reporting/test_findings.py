@@ -221,7 +221,8 @@ def test_hidden_characters_are_written_out_in_the_page() -> None:
 
 def test_names_turn_no_page_around() -> None:
     rows = [row | {"model": "a\u202eb\x1b", "text": "c\u2067"} for row in growing(lambda n: 1.0, (8,))]
-    whole = page(groups(rows))
+    whole = page(groups(rows), documentation="https://example.org/\udcff")
+    assert whole.encode()
     assert "a⟨U+202E⟩b⟨U+001B⟩" in whole
     assert not re.search("[\u202e\u2067\x1b]", whole)
 

@@ -130,7 +130,7 @@ def _headline(place: int, group: Group) -> str:
 
 def _theory_entry(name: str, address: str | None) -> str:
     said, about = html.escape(THEORY[name].name), html.escape(THEORY[name].about)
-    link = said if address is None else f'<a href="{html.escape(address)}" rel="noreferrer">{said}</a>'
+    link = said if address is None else f'<a href="{html.escape(visible(address))}" rel="noreferrer">{said}</a>'
     return f"<li><strong>{link}</strong>: {about}</li>"
 
 
