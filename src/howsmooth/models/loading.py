@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,13 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
-from howsmooth.models.cache import built_once, sha256
+from howsmooth.models.alone import alone
+from howsmooth.models.cache import Built, built, sha256
+from howsmooth.models.checkpoint import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
+from howsmooth.models.checkpoint import weight_files as files_in
+from howsmooth.models.matching import Match
 from howsmooth.models.named import NAMED
+from howsmooth.models.sizes import check_counts, check_memory, check_size, read_config
+from howsmooth.small import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What belongs to each kind of model input, as transformers calls it.
 _PROCESSORS = {
     "input_ids": "AutoTokenizer",
@@ -25,49 +31,60 @@ _PROCESSORS = {
     "input_values": "AutoFeatureExtractor",
     "input_features": "AutoFeatureExtractor",
 }
+_NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
+"""Settings of config.json by which transformers would patch itself, read other files or run other code."""
 
 
 class Loaded(NamedTuple):
-    """A model, its processor or None, and the dtype its weights were stored in."""
+    """A model, its processor or None, the kinds of numbers its weights are stored in, and what else there is to say."""
 
     model: PreTrainedModel
     processor: Any
     stored: str
+    notes: tuple[str, ...] = ()
 
 
-def load_pretrained(source: str, head: bool = False) -> Loaded:
+@alone
+def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | None = None) -> Loaded:
     """The model at a folder, hub id or GGUF file, in float32 with eager attention, and its processor or None.
 
     Args:
         source: where it is.
         head: with the task head that the weights were stored with, instead of without.
+        pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
     """
     path = Path(source)
-    if path.suffix == ".gguf":
-        source = str(unpacked_gguf(path))
-    elif path.is_dir():
-        _check_folder(path)
-    with quiet():
+    with quiet(), tempfile.TemporaryDirectory(prefix="howsmooth-") as private:
         try:
-            return _from_pretrained(source, head)
+            if path.suffix == ".gguf":
+                found = unpacked_gguf(path, pins)
+                return _load(str(found.folder), head, found.sums, Path(private))
+            return _load(source, head, pins, Path(private))
         except HowsmoothError:
             raise
         except Exception as error:
             raise _refusal(source, error) from error
 
 
-def unpacked_gguf(path: Path) -> Path:
-    """A folder in the cache with the weights of a GGUF file in float32: a second to read, not half a minute."""
+def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
+    """A folder in the cache with the weights of a GGUF file in float32: a second to read, not half a minute.
+
+    transformers looks for more beside a GGUF file, code included, so it is shown a folder that holds a copy of the file
+    and nothing else.
+    """
     if not path.is_file():
         raise InvalidInput(f"there is no file {path}: check the path.")
     import transformers
 
+    digest = sha256(path)
+
     def build(folder: Path) -> None:
-        where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        with quiet():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as lonely, quiet():
+            (Path(lonely) / path.name).write_bytes(verified_content(path, {path.name: digest}))
             try:
-                model: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+                model, tokenizer = _from_gguf(Path(lonely) / path.name)
+            except HowsmoothError:
+                raise
             except ImportError as error:
                 raise InvalidInput(
                     f"{path.name} needs two more packages: run `pip install gguf accelerate`."
@@ -80,7 +97,34 @@ def unpacked_gguf(path: Path) -> Path:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
-    return built_once(f"{path.stem}-{sha256(path)[:16]}-transformers-{transformers.__version__}", build)
+    return built(f"{path.stem}-{digest[:16]}-transformers-{transformers.__version__}", build, pins)
+
+
+def _from_gguf(path: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file in a folder of its own, once all weights are found to be in it."""
+    import transformers
+    from gguf import GGUFReader
+
+    where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
+    config = transformers.AutoConfig.from_pretrained(path.parent, **where)
+    tensors = GGUFReader(path).tensors
+    check_counts(config.to_dict(), len(tensors), path.name)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_size(skeleton, sum(int(tensor.n_elements) for tensor in tensors))
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    listed: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    with torch.random.fork_rng(devices=[]):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **where, **options, **listed)
+    model, found = loaded
+    _match(found).judge(model, model)
+    return model, transformers.AutoTokenizer.from_pretrained(path.parent, **where)
+
+
+def _match(found: Mapping[str, Any]) -> Match:
+    """What transformers says about the weights it has loaded."""
+    mismatched = frozenset(each[0] for each in found["mismatched_keys"])
+    return Match(frozenset(found["missing_keys"]), frozenset(found["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
@@ -93,27 +137,23 @@ def gguf_precision(path: Path) -> str:
     return f"{bits}-bit ({name}), dequantised" if "Q" in name else f"{name} (GGUF), computed in float32"
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder without a model, and say what is missing."""
-    if not (folder / "config.json").is_file():
-        raise InvalidInput(f"cannot load the model {str(folder)!r}: the folder holds no config.json.")
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise InvalidInput(
-            f"cannot load the model {str(folder)!r}: its weights are there only as a pickle ({pickles[0]}), which can "
-            "run code when loaded and is never read here: convert it to safetensors (model.save_pretrained does)."
-        )
-    raise InvalidInput(
-        f"cannot load the model {str(folder)!r}: it holds no weights, put model.safetensors beside config.json."
-    )
+def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path) -> Loaded:
+    """Read the files, build the model and put every weight in its place.
 
-
-def _from_pretrained(source: str, head: bool) -> Loaded:
+    Args:
+        sums: file → sha256 of all that may be read; what is read is then copied to ``private`` first, an empty folder.
+    """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config_file, weights, revision = _files(source)
+    checkpoint = read_checkpoint(weights, sums)
+    if sums is not None:
+        for name in sums:
+            if not name.endswith(".safetensors"):
+                (private / name).write_bytes(verified_content(config_file.parent / name, sums))
+        source, config_file = str(private), private / "config.json"
+    read_config(config_file, len(checkpoint.tensors))
+    config = transformers.AutoConfig.from_pretrained(config_file.parent, trust_remote_code=False)
     method = getattr(config, "quantization_config", None)
     if method is not None:
         kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "unknown")
@@ -121,38 +161,124 @@ def _from_pretrained(source: str, head: bool) -> Loaded:
             f"the weights of {source!r} are quantised ({kind}), which cannot be read as plain matrices: open the "
             "original in full precision, or a GGUF file of it."
         )
-    kind = _model_class(config, head)
-    model = kind.from_pretrained(
-        source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
-    )
+    for name in _NOT_FROM_A_FILE:
+        if hasattr(config, name):
+            delattr(config, name)
+    config._attn_implementation, config._experts_implementation, config.dtype = "eager", None, torch.float32
+    model, notes = _with_weights(config, head, checkpoint)
+    processor = _processor(source, model.main_input_name, revision)
+    return Loaded(model, processor, checkpoint.precision, notes)
+
+
+def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
+    """config.json and the weights of a folder or hub id, and which revision of the hub's they are."""
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InvalidInput(f"cannot load the model {source!r}: the folder holds no config.json.")
+        return folder / "config.json", files_in(folder), {}
+    from transformers.utils.hub import cached_file
+
+    config = Path(str(cached_file(source, "config.json")))
+    revision = {"revision": config.parent.name} if config.parent.parent.name == "snapshots" else {}
+
+    def get(name: str, needed: bool = True) -> Path | None:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=needed, **revision)
+        return None if found is None else Path(found)
+
+    whole = get(WEIGHTS, needed=False)
+    if whole is not None:
+        return config, [whole], revision
+    index = get(INDEX, needed=False)
+    if index is None:
+        raise InvalidInput(
+            f"the model {source!r} has no safetensors weights on the hub, and pickles are never read: convert it."
+        )
+    return config, [found for name in shard_names(index) if (found := get(name)) is not None], revision
+
+
+def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model of a configuration with the weights of a file, all of them in their places, and what is to be said."""
+    replacement = _replacement(config)
+    with torch.device("meta"):
+        skeleton = _build(config, head or replacement is not None)
+    check_size(skeleton, checkpoint.size)
+    check_memory(checkpoint.size, "the model")
+    checkpoint = checkpoint.unwrapped() if not _wrapped(skeleton) else checkpoint
+    with torch.random.fork_rng(devices=[]):
+        if replacement is None:
+            whole, found = type(skeleton).from_pretrained(
+                None,
+                config=skeleton.config,
+                state_dict=dict(checkpoint.tensors),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # they are listed, and refused below
+                output_loading_info=True,
+            )
+            match = _match(found)
+        else:
+            whole = _build(config, True).float()
+            replacement.apply(whole)
+            match = _put_in(whole, checkpoint)
+    model = whole if head or replacement is None else whole.base_model
     if getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    processor = _processor(source, model.main_input_name)
-    return Loaded(model.eval(), processor, str(getattr(config, "dtype", None) or "float32").removeprefix("torch."))
+    return model.eval(), (*checkpoint.notes, *match.judge(whole, model))
 
 
-def _processor(source: str, reads: str) -> Any:
+def _build(config: Any, head: bool) -> Any:
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    own = getattr(transformers, str(names[0]), None) if head and names else None
+    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
+        return own(config)
+    kind: Any = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+    return kind.from_config(config, trust_remote_code=False)
+
+
+def _wrapped(skeleton: Any) -> bool:
+    """Whether the model itself has a part that is called as wrappers call what they wrap."""
+    return bool(Checkpoint(skeleton.state_dict()).unwrapped().notes)
+
+
+def _replacement(config: Any) -> Any:
+    """Which attention of howsmooth stands in the model in place of its own, when config.json says so."""
+    if not any(name.startswith("howsmooth") for name in vars(config)):
+        return None
+    from howsmooth.nn import replacing  # much to import, and seldom needed
+
+    find = getattr(replacing, "replacement_of", None)
+    return None if find is None else find(config)
+
+
+def _put_in(model: Any, checkpoint: Checkpoint) -> Match:
+    """Load weights by their names, which are those that ``save_pretrained`` gave them; what did not fit."""
+    own = model.state_dict()
+    fits = {name: t for name, t in checkpoint.tensors.items() if name in own and own[name].shape == t.shape}
+    model.load_state_dict(fits, strict=False)
+    # Tied weights are stored once: what shares memory with a stored weight is there.
+    there = {own[name].data_ptr() for name in fits}
+    absent = {name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in there}
+    mismatched = (checkpoint.tensors.keys() & own.keys()) - fits.keys()
+    strangers = checkpoint.tensors.keys() - own.keys()
+    return Match(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
+
+
+def _processor(source: str, reads: str, revision: dict[str, str]) -> Any:
     """The tokenizer, image processor or feature extractor beside the weights, or None."""
     import transformers
 
     if reads not in _PROCESSORS:
         return None
     try:
-        found = getattr(transformers, _PROCESSORS[reads]).from_pretrained(source, trust_remote_code=False)
+        found = getattr(transformers, _PROCESSORS[reads]).from_pretrained(source, trust_remote_code=False, **revision)
     except (OSError, ValueError, ImportError):
         return None
     # Without files transformers makes up a tokenizer that knows special tokens only.
     empty = reads == "input_ids" and len(found.get_vocab()) <= len(found.all_special_tokens)
     return None if empty else found
-
-
-def _model_class(config: Any, head: bool) -> Any:
-    import transformers
-
-    names = getattr(config, "architectures", None) or []
-    if head and names and hasattr(transformers, names[0]):
-        return getattr(transformers, names[0])
-    return transformers.AutoModelForCausalLM if head else transformers.AutoModel
 
 
 def _refusal(source: str, error: Exception) -> InvalidInput:
@@ -186,7 +312,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(".")
+    return printable((lines[0] if lines else type(error).__name__)[:200]).rstrip(".")
 
 
 def licence_in(folder: Path) -> str:

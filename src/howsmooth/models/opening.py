@@ -18,6 +18,7 @@ from howsmooth.models.named import FULL_PRECISION, NAMED
 from howsmooth.models.random_models import is_random, random_model
 from howsmooth.models.self_check import samples_of_frames
 from howsmooth.models.windows import Tokens, Window, spread_starts
+from howsmooth.small import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ class OpenModel:
         precision: of the weights; it is shown wherever a number of this model is shown.
         limit: the longest input, in tokens.
         licence: of the weights.
+        notes: what else the reader should know, such as names of weights that were repaired.
     """
 
     name: str
@@ -50,6 +52,7 @@ class OpenModel:
     precision: str
     limit: int
     licence: str
+    notes: tuple[str, ...] = ()
 
     def windows(
         self, source: str | Path, length: int | None = None, count: int = 1, seed: int | None = 0
@@ -130,18 +133,25 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
     >>> opened.modality, opened.precision, opened.limit
     ('text', 'float32', 512)
     """
+    if not isinstance(spec, str):
+        raise InvalidInput(
+            f"a model is opened by its name, the path of its folder or file, or its id on the hub, as a string, not by "
+            f"{type(spec).__name__}."
+        )
     model: PreTrainedModel
+    notes: tuple[str, ...] = ()
     if is_random(spec):
         model, processor, digest = random_model(spec, head), None, None
         precision, licence = FULL_PRECISION, "none (random weights)"
     elif spec in NAMED:
         named = NAMED[spec]
         folder = named.locate(spec)
-        source = folder / named.weights if named.weights.endswith(".gguf") else folder
-        model, processor, _ = load_pretrained(str(source), head)
+        gguf = named.weights.endswith(".gguf")
+        source, pins = (folder / named.weights, named.unpacked) if gguf else (folder, named.pins)
+        model, processor, _, notes = load_pretrained(str(source), head, pins)
         precision, licence, digest = named.precision, named.licence, named.sha256
     else:
-        model, processor, stored = load_pretrained(spec, head)
+        model, processor, stored, notes = load_pretrained(spec, head)
         digest, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):
@@ -154,7 +164,8 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
             f"{spec!r} reads {model.main_input_name!r}, but models of text, images and sound can be opened."
         )
     limit = longest(model, processor)
-    return OpenModel(spec, model, processor, modality, digest or content_sha256(model), precision, limit, licence)
+    digest = digest or content_sha256(model)
+    return OpenModel(spec, model, processor, modality, digest, precision, limit, licence, notes)
 
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -186,7 +197,7 @@ def longest(model: PreTrainedModel, processor: Any = None) -> int:
         return image_tokens(model)
     if model.main_input_name == "input_features":
         return int(config.max_source_positions)
-    limits = [getattr(processor, "model_max_length", None)]
+    limits = [_tokenizer_limit(processor)]
     if model.main_input_name == "input_ids":
         limits.append(getattr(config, "max_position_embeddings", None))
     for path, table in model.named_modules():
@@ -194,6 +205,19 @@ def longest(model: PreTrainedModel, processor: Any = None) -> int:
         if path.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
             limits.append(table.num_embeddings - table.padding_idx - 1)
     return min([UNLIMITED, *(int(limit) for limit in limits if limit is not None)])
+
+
+def _tokenizer_limit(processor: Any) -> int | None:
+    """How many tokens a tokenizer says the model takes; a huge number in its file means that nobody knows."""
+    most = getattr(processor, "model_max_length", None)
+    if most is None:
+        return None
+    if not isinstance(most, int | float) or not most >= 1:
+        raise InvalidInput(
+            f"the longest text of its tokenizer (model_max_length) is {printable(repr(most))[:40]}: write a number "
+            "into tokenizer_config.json."
+        )
+    return int(min(most, UNLIMITED))
 
 
 def image_tokens(model: PreTrainedModel) -> int:
