@@ -96,6 +96,19 @@ def test_random_models_are_the_same_in_every_call_and_have_the_asked_size(name: 
     assert first.processor is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_random_models_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    expected = open_model("random:bert[width=32]")
+    torch.set_default_dtype(dtype)
+    try:
+        found = open_model("random:bert[width=32]")
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.sha256 == expected.sha256
+    assert (found.model.dtype, found.precision) == (torch.float32, "float32")
+
+
 def test_same_weights_in_another_configuration_are_another_model() -> None:
     specs = [f"random:mistral[width=32,window={window}]" for window in (4, 8)]
     models = [open_model(spec) for spec in specs]
@@ -217,6 +230,15 @@ def test_folders_that_cannot_be_opened_say_why(prepare: Any, message: str, tmp_p
         ("random:bert[layers=many]", "'layers=many' is not an option"),
         ("random:bert[layers=0]", "layers of a random model must be at least 1"),
         ("random:bert[width=30]", "a width of 30 does not split into 4 heads of even width"),
+        ("random:llama[kv_heads=3]", "4 heads do not share 3 key-value heads"),
+        (
+            "random:bert[layers=1000000000]",
+            r"about .* parameters, .* GiB, but .* GiB of memory are free: ask for fewer",
+        ),
+        ("random:bert[width=80000000]", "ask for fewer layers or a smaller width"),
+        ("random:bert[length=1000000000000]", "ask for fewer layers"),
+        (f"random:bert[layers={'9' * 5000}]", "ask for fewer layers"),
+        (f"random:bert[seed={2**64}]", "the seed of a random model is at most 9223372036854775807"),
     ],
 )
 def test_unknown_models_are_refused_in_one_line(spec: str, message: str) -> None:

@@ -150,6 +150,27 @@ def test_half_precision_several_texts_and_missing_layers_are_refused() -> None:
         capture(nn.Linear(2, 2), {})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": torch.tensor([[5, 97]])}, "no token with the id 97: the ids of this BertModel go from 0 to 96"),
+        ({"input_ids": torch.tensor([[5, -1]])}, "no token with the id -1"),
+        ({"input_ids": torch.tensor([[5.0, 6.0]])}, "token ids are whole numbers, got float32"),
+        ({"input_ids": torch.tensor(5)}, r"holds at least one item, got a tensor of shape \(\)"),
+        ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "holds at least one item"),
+        ({"input_ids": [[5, 6]]}, "input_ids of a model is a tensor .* got list"),
+        ({"input_ids": torch.ones(1, 600, dtype=torch.long)}, "does not take these inputs .* no longer than the model"),
+        ({"no_such_input": torch.ones(1, 3)}, "does not take these inputs"),
+        (torch.tensor([[5, 6]]), "inputs are the keyword arguments of the model"),
+        (None, "inputs are the keyword arguments of the model"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_refused_in_one_line(inputs: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as caught:
+        capture(TINY["bert"].build(), inputs)
+    assert "\n" not in str(caught.value)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "albert": {},
     "bart": {},
@@ -158,7 +179,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ernie": {},
     "gpt_bigcode": {},
     "mixtral": {"num_key_value_heads": 2, "sliding_window": 5},
+    # Frequencies of their own for layers that see everything and for those that see a window.
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
     "olmo": {"num_key_value_heads": 2},
+    # Its router is a linear layer that returns a tuple.
+    "phimoe": {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 
@@ -182,12 +207,13 @@ def test_unlisted_architectures_are_read_through_the_socket(kind: str) -> None:
     ids = torch.randint(3, 97, (1, 7), generator=torch.Generator().manual_seed(1))
     sites = capture(model, {"input_ids": ids})
     assert [s.layer for s in sites] == [0, 1]
-    own, x = site(model.requires_grad_(False), _owner(model, sites[0].name), input_ids=ids)
-    torch.testing.assert_close(x, sites[0].x, rtol=0, atol=0)
-    assert float((sites[0].attention(x) - own(x)).norm() / own(x).norm()) < 1e-5
-    jacobian = torch.autograd.functional.jacobian(own, x).reshape(x.numel(), x.numel())
-    expected = float(torch.linalg.matrix_norm(jacobian.double(), 2))
-    assert float(hs.measure(sites[0].attention, x, rtol=1e-5)) == pytest.approx(expected, rel=1e-4)
+    for found in sites[:1] if kind in ("albert", "ernie") else sites:  # `_owner` changes what their second layer sees
+        own, x = site(model.requires_grad_(False), _owner(model, found.name), input_ids=ids)
+        torch.testing.assert_close(x, found.x, rtol=0, atol=0)
+        assert float((found.attention(x) - own(x)).norm() / own(x).norm()) < 1e-5
+        jacobian = torch.autograd.functional.jacobian(own, x).reshape(x.numel(), x.numel())
+        expected = float(torch.linalg.matrix_norm(jacobian.double(), 2))
+        assert float(hs.measure(found.attention, x, rtol=1e-5)) == pytest.approx(expected, rel=1e-4)
 
 
 def _owner(model: Any, name: str) -> str:
@@ -223,6 +249,7 @@ _SINKS = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok
         ("mamba", {"state_size": 4}, "no self-attention was found in MambaModel"),
         ("big_bird", {}, "no self-attention was found in BigBirdModel"),
         ("olmo2", {"num_key_value_heads": 2}, "are not plain linear functions of its tokens"),
+        ("olmo3", {"num_key_value_heads": 2}, "are not plain linear functions of its tokens"),
         ("gpt_oss", _SINKS, r"the output of layer 0 .* differ from the model's own"),
     ],
 )

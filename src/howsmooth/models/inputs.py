@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.alone import alone
 from howsmooth.models.conventions import attention_site, attention_sites
 from howsmooth.models.listening import record_calls
 from howsmooth.models.opening import longest
@@ -36,6 +37,7 @@ class AttentionInputs:
         return self.hidden[layer]
 
 
+@alone
 def attention_inputs(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,

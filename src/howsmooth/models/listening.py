@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import Site
+from howsmooth.small import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,8 +42,13 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     """The model without dropout, gradients or cache and with eager attention; as it was when the block ends.
 
     Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
-    are written out.
+    are written out. No other thread is in a model meanwhile.
     """
+    with LOCK:
+        yield from _reference_mode(model, implementation)
+
+
+def _reference_mode(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     configs = list(_with_parts(model.config))
     before = [(config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
@@ -72,7 +80,42 @@ def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
     """The model's output on inputs that are brought to its device first."""
-    return model(**{name: value.to(model.device) for name, value in inputs.items()})
+    _check_ids(model, inputs)
+    try:
+        return model(**{name: value.to(model.device) for name, value in inputs.items()})
+    except HowsmoothError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise InvalidInput(
+            f"{type(model).__name__} does not take these inputs ({shapes}): {printable(reason)}; check their names, "
+            "shapes and kinds, and that they are no longer than the model allows."
+        ) from error
+
+
+def _check_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+    """Refuse inputs that are no tensors, and token ids that the model has no word for."""
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or not value.numel():
+            said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InvalidInput(f"{name} of a model is a tensor that holds at least one item, got {said}.")
+    ids = inputs.get("input_ids")
+    if ids is None:
+        return
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InvalidInput(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}.")
+    words = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or (words is not None and high >= words):
+        wrong = low if low < 0 else high
+        raise InvalidInput(
+            f"there is no token with the id {wrong}: the ids of this {type(model).__name__} go from 0 to {words - 1}."
+            if words is not None
+            else f"there is no token with the id {wrong}."
+        )
 
 
 @contextmanager
@@ -84,6 +127,7 @@ def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+@alone
 def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[int, Call]:
     """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
     calls: dict[int, Call] = {}

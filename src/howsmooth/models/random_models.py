@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from howsmooth.errors import InvalidInput
+from howsmooth.models.alone import alone
 from howsmooth.models.loading import quiet
+from howsmooth.models.sizes import check_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _GRAMMAR = re.compile(r"random:(?P<name>[\w-]+)(?:\[(?P<pairs>[^\]]*)\])?")
+_DIGITS = 20
 _DEFAULTS = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 0, "window": 8, "length": 512, "seed": 0}
 _GROUPED = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
 _SLIDING = ("gemma2", "gemma3", "mistral", "qwen2", "qwen3")
@@ -26,6 +29,9 @@ RANDOM_NAMES = (
 )
 """The architectures that come with random weights."""
 
+_OBJECTS = 2**15
+"""What the modules of a layer take beside their weights, in numbers of four bytes."""
+LARGEST_SEED = 2**63 - 1
 SPECIAL = 3
 """Token ids below this are special (padding, beginning, end); byte b of a text has the id b + 3."""
 _TEXT = {"vocab_size": 256 + SPECIAL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -36,6 +42,7 @@ def is_random(spec: str) -> bool:
     return spec.startswith("random:")
 
 
+@alone
 def random_model(spec: str, head: bool = False) -> PreTrainedModel:
     """The model of a configuration, drawn as its architecture draws weights before training.
 
@@ -49,14 +56,16 @@ def random_model(spec: str, head: bool = False) -> PreTrainedModel:
 
     name, options = parse_random(spec)
     kind = _TYPES.get(name, name)
-    state = torch.get_rng_state()
-    with quiet():
-        config = transformers.AutoConfig.for_model(kind, **_configuration(name, options))
+    check_memory(_numbers(options), "this random model")
+    kept = torch.get_default_dtype()
+    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        config = transformers.AutoConfig.for_model(kind, **_configuration(name, options), dtype=torch.float32)
         torch.manual_seed(options["seed"])
         try:
+            torch.set_default_dtype(torch.float32)  # first weights are drawn in the default dtype
             model = _class(name, head)(config)
         finally:
-            torch.set_rng_state(state)
+            torch.set_default_dtype(kept)
     if getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
     return model.float().eval()
@@ -81,15 +90,25 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
             raise InvalidInput(
                 f"{pair!r} is not an option of a random model: write name=number with a name of {', '.join(_DEFAULTS)}."
             )
-        options[key] = int(value)
+        options[key] = int(value) if len(value) <= _DIGITS else 10**_DIGITS
     for key in ("layers", "width", "heads", "window", "length"):
         if options[key] < 1:
             raise InvalidInput(f"{key} of a random model must be at least 1, got {options[key]}.")
+    if options["seed"] > LARGEST_SEED:
+        raise InvalidInput(f"the seed of a random model is at most {LARGEST_SEED}: choose a smaller one.")
+    if options["heads"] % (options["kv_heads"] or 1):
+        raise InvalidInput(f"{options['heads']} heads do not share {options['kv_heads']} key-value heads: change one.")
     if options["width"] % (2 * options["heads"]):
         raise InvalidInput(
             f"a width of {options['width']} does not split into {options['heads']} heads of even width: change one."
         )
     return parsed["name"], options
+
+
+def _numbers(options: dict[str, int]) -> int:
+    """About how many parameters a model has: 12 width² per layer and the tables of words and positions."""
+    width = options["width"]
+    return options["layers"] * (12 * width**2 + _OBJECTS) + (options["length"] + 512) * width
 
 
 def _configuration(name: str, options: dict[str, int]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Causal, LogitBias, RelativeBias, Rotary, SelfAttention, SlidingWindow, UnitNorm
 from howsmooth.errors import UnsupportedModel
+from howsmooth.models.alone import alone
 from howsmooth.models.conventions import Site, attention_site, submodule
 from howsmooth.models.self_check import check_against_model
 
@@ -19,6 +20,7 @@ _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+@alone
 def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention:
     """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.
 
@@ -143,16 +145,27 @@ def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
     return Causal() if causal else None
 
 
+def rotary_module(model: PreTrainedModel) -> nn.Module | None:
+    """The module that knows the model's rotary frequencies, where it has one."""
+    return next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
+
+
+def rotary_kinds(model: PreTrainedModel) -> list[str | None]:
+    """The types of layers that have frequencies of their own (ModernBERT, OLMo 3); [None] where all share them."""
+    types = getattr(rotary_module(model), "rope_type", None)
+    return list(types) if isinstance(types, dict) else [None]
+
+
 def read_rotary(
     model: PreTrainedModel, owner: nn.Module, kind: str | None, positions: Tensor | None = None
 ) -> Rotary | None:
     """Rotary positions with the model's own frequencies, in the single precision in which the model turns."""
-    rotary = next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
+    rotary = rotary_module(model)
     if rotary is None or not getattr(owner, "use_rope", True):
         return None
     prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
     rope: Any = getattr(rotary, "rope_type", "default")
-    rope = rope[kind] if isinstance(rope, dict) else rope
+    rope = rope.get(kind, "default") if isinstance(rope, dict) else rope
     if rope in _LENGTH_DEPENDENT_ROPE:
         raise UnsupportedModel(
             f"this model's rotary frequencies change with the length of the input (rope type {rope!r}), which one map "

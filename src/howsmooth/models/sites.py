@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.alone import alone
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
 from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
 from howsmooth.models.reading import read_attention
@@ -44,6 +45,7 @@ class CapturedSite:
     error: float
 
 
+@alone
 def capture(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
 ) -> list[CapturedSite]:
@@ -168,11 +170,17 @@ def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None
             f"the model computes in {str(model.dtype).removeprefix('torch.')}, too coarsely to compare the map with "
             "it: convert it with model.float()."
         )
+    if not isinstance(inputs, Mapping):
+        raise InvalidInput(
+            f"inputs are the keyword arguments of the model, a dictionary such as {{'input_ids': ids}}, not "
+            f"{type(inputs).__name__}."
+        )
     for name, value in inputs.items():
-        if len(value) != 1:
+        if isinstance(value, Tensor) and value.dim() and len(value) != 1:
             raise InvalidInput(f"{name} holds {len(value)} items, but one text, image or sound is captured at a time.")
 
 
+@alone
 def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Any submodule as a function of what it really received: ``hs.measure(*site(module, path, x))``.
 
@@ -211,6 +219,7 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
         raise InvalidInput(f"the module at {path!r} receives no floating-point tensor: choose one that comes later.")
     single = x.dim() == 3 and len(x) == 1
 
+    @alone
     def function(y: Tensor) -> Tensor:
         y = y[None] if single else y
         output = first_tensor(

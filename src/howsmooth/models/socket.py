@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from howsmooth.errors import UnsupportedModel
+from howsmooth.models.alone import LOCK
 from howsmooth.models.listening import reference_mode
 
 if TYPE_CHECKING:
@@ -97,11 +98,13 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
         )
         return output, weights
 
-    # Models look for masks in the table that `register` writes, which has no way back; this entry does nothing alone.
-    AttentionMaskInterface.register(_NAME, eager_mask)
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
-    try:
-        with reference_mode(model, _NAME):
-            yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[_NAME]
+    with LOCK:  # the table of names belongs to the whole process
+        # Models look for masks in the table that `register` writes, which has no way back; this entry does nothing by
+        # itself.
+        AttentionMaskInterface.register(_NAME, eager_mask)
+        ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+        try:
+            with reference_mode(model, _NAME):
+                yield
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[_NAME]

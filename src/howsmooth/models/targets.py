@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import CONVENTIONS, attention_sites, submodule
 from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
 from howsmooth.models.self_check import relative_error
@@ -78,6 +79,7 @@ class Targets:
     2
     """
 
+    @alone
     def __init__(self, open_model: OpenModel, window: Window):
         self.model, self.inputs = open_model.model, open_model.inputs(window)
         if RealTokens.of(self.inputs).keep is not None:
@@ -98,10 +100,12 @@ class Targets:
     @property
     def sites(self) -> list[CapturedSite]:
         """The attention blocks, captured when first asked for."""
-        if self._sites is None:
-            self._sites = capture(self.model, self.inputs)
-        return self._sites
+        with LOCK:
+            if self._sites is None:
+                self._sites = capture(self.model, self.inputs)
+            return self._sites
 
+    @alone
     def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Function, Tensor]:
         """As `target`."""
         if what not in WHATS:
@@ -169,6 +173,7 @@ class Targets:
         """The modules one after the other, each called as the model called it."""
         calls = [(module, self._calls[module]) for module in modules]
 
+        @alone
         def function(x: Tensor) -> Tensor:
             x = x[None]
             for module, call in calls:
@@ -201,6 +206,7 @@ class Targets:
     def _mlp_function(self, layer: int) -> tuple[Function, Tensor]:
         parts = self._parts(layer)
 
+        @alone
         def function(x: Tensor) -> Tensor:
             x = x[None]
             for part in parts:
@@ -222,6 +228,7 @@ class Targets:
         run_layer = self._chain([module])
         norm_last = self._ends_in_norm(layer)
 
+        @alone
         def function(x: Tensor) -> Tensor:
             heard: list[Tensor] = []
 
@@ -266,6 +273,7 @@ class Targets:
                 tensor = output
         layers = self._chain(self._layers)
 
+        @alone
         def function(x: Tensor) -> Tensor:
             x = layers(x)[None]
             for module in tail:

@@ -19,7 +19,7 @@ from howsmooth.attention import Causal, DenseBias, LogitBias, Rotary, SelfAttent
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.listening import RealTokens, listening, run
-from howsmooth.models.reading import read_rotary
+from howsmooth.models.reading import read_rotary, rotary_kinds
 from howsmooth.models.self_check import relative_error
 from howsmooth.models.socket import AttentionCall, attention_calls
 
@@ -65,7 +65,9 @@ def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list
     found: list[FoundAttention] = []
     real = RealTokens.of(inputs)
 
-    def on_linear(module: Any, args: tuple[Tensor, ...], y: Tensor) -> None:
+    def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
+        if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
+            return  # a router that is built on a linear layer, and returns more than its product
         weight = module.weight.detach()
         bias = None if module.bias is None else module.bias.detach()
         one = _LinearCall(weight if isinstance(module, nn.Linear) else weight.T, bias, args[0], y)
@@ -156,10 +158,11 @@ def _rotations(model: PreTrainedModel, module: nn.Module, real: RealTokens) -> I
     """What may turn queries and keys: nothing, or the model's own frequencies, with halves or neighbours as pairs."""
     yield None
     # With padding, all tokens are searched through first, at their own places 0, 1, 2, ….
-    rotary = read_rotary(model, module, None, None if real.keep is not None else real.positions)
-    if rotary is not None:
-        yield rotary
-        yield Rotary(rotary.frequencies, True, rotary.amplitude, rotary.positions)
+    for kind in rotary_kinds(model):
+        rotary = read_rotary(model, module, kind, None if real.keep is not None else real.positions)
+        if rotary is not None:
+            yield rotary
+            yield Rotary(rotary.frequencies, True, rotary.amplitude, rotary.positions)
 
 
 def _source(made: Tensor, linears: list[_LinearCall], rotary: Rotary | None) -> _Projection | None:
