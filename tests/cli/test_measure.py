@@ -275,3 +275,21 @@ def test_interruption_is_one_line_and_130() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "howsmooth: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("random[width=0]", "width is a whole number from 1 to"),
+        ("random[heads=0]", "heads is a whole number from 1 to"),
+        ("random[width=99999999999999999999]", "width is a whole number from 1 to"),
+        ("random[kv_heads=-1]", "kv_heads is a whole number from 1 to"),
+        (f"random[width={'9' * 6000}]", "does not give width a value of type int"),
+        ("random[heads=3]", "a width of 64 does not split into 3 heads"),
+        ("random[scale=nan]", "scale is a finite number, got nan"),
+        ("random[softcap=inf]", "softcap is a finite number"),
+        ("a" * 5000, "is neither a weights file"),
+    ],
+)
+def test_impossible_sizes_in_brackets_are_one_clear_line(source: str, said: str) -> None:
+    assert said in refusal(source)

@@ -163,7 +163,7 @@ def _print(
     out.print(table)
     if any(m.value.numel() > 1 for m in found.values()):
         out.print("″ solved together with the map above; each upper bound holds with its probability by itself.")
-    for note in dict.fromkeys(note for m in found.values() for note in m.notes):
+    for note in dict.fromkeys([*site.notes, *(note for m in found.values() for note in m.notes)]):
         out.print(f"note: {note}", markup=False)
     if stories:
         out.print(_explanations(stories))

@@ -17,7 +17,7 @@ from howsmooth.cli.console import INTERRUPTED, MOST_SEED, NOT_CONVERGED, plain_j
 from howsmooth.cli.endings import complain, stop_word
 from howsmooth.cli.sources import spread
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.small import distinct_files
+from howsmooth.small import distinct_files, printable
 
 FOLDER = Path("howsmooth-output")
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
@@ -105,6 +105,8 @@ def scan(
     set_threads(threads)
     with keeping(out) as progress:
         found = run(model, out=out, resume=resume, progress=progress, **wanted)
+    for note in found.notes:
+        typer.echo(f"howsmooth: note: {printable(note)}.", err=True)
     for path in export or []:
         getattr(found, EXPORTS[path.suffix])(path)
     if as_json:

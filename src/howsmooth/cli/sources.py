@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -17,7 +19,9 @@ from torch import Tensor
 from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
 from howsmooth.cli.console import MOST_SEED, check_room
 from howsmooth.errors import InvalidInput
-from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
+from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, open_model
+from howsmooth.models.texts import read_text
+from howsmooth.small import printable
 from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights, read_tensors
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
+_MOST = 2**40
+"""Largest width, length, … that is looked at at all; no memory holds more."""
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -51,8 +57,8 @@ class Request:
     def names_model(self) -> bool:
         """Whether SOURCE is a model, which has tokens of its own."""
         path = Path(self.source)
-        on_hub = _HUB_ID.fullmatch(self.source) and path.suffix not in SUFFIXES and not path.exists()
-        return self.source in NAMED or Path(path, "config.json").is_file() or bool(on_hub)
+        on_hub = _HUB_ID.fullmatch(self.source) and path.suffix not in SUFFIXES and not os.path.exists(path)
+        return self.source in NAMED or os.path.isfile(path / "config.json") or bool(on_hub)
 
     def open(self, settings: Settings) -> Site:
         """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
@@ -140,6 +146,7 @@ class Site:
         drawn: whether the tokens are random.
         tensors: all weights of the file or model by name; none for a random map.
         model: the model whose layer this is, when there is one.
+        notes: what else the reader should know about the model.
     """
 
     attention: AttentionMap
@@ -150,6 +157,7 @@ class Site:
     drawn: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     model: PreTrainedModel | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -180,6 +188,7 @@ class Site:
             "dtype": str(torch.promote_types(self.x.dtype, self.attention.dtype)).removeprefix("torch."),
             "seed": self.seed,
             "seeds": self.seeds,
+            "notes": list(self.notes),
         }
 
 
@@ -214,7 +223,9 @@ def random_attention(settings: Settings, seed: int) -> SelfAttention:
     assert width is not None
     assert heads is not None
     assert dtype is not None
-    options = settings.options(heads, width // max(heads, 1))
+    if width % heads:
+        raise InvalidInput(f"a width of {width} does not split into {heads} heads: change one.")
+    options = settings.options(heads, width // heads)
     return SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
 
 
@@ -281,7 +292,7 @@ def _from_weights(request: Request, settings: Settings) -> Site:
 
 def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAttention:
     path = Path(source)
-    if path.suffix not in SUFFIXES and not path.is_file():
+    if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
             f"{source!r} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
             f"{', '.join(f'random:{name}' for name in PRESETS)}, random[width=64,heads=4,…]) nor a model (minilm, or a "
@@ -310,8 +321,13 @@ def _from_model(request: Request, settings: Settings) -> Site:
         )
     if request.input is not None and (request.text is not None or settings.length is not None):
         raise InvalidInput("--text and --length choose what the model reads: leave them out when --input is given.")
-    text = alice() if request.text is None else _read_text(request.text)
-    model, tokenizer = load(request.source)
+    text = alice() if request.text is None else read_text(request.text)
+    opened = open_model(request.source)
+    model, tokenizer = opened.model, opened.processor
+    if opened.modality != "text" or tokenizer is None:
+        raise InvalidInput(
+            f"{request.source} is no model of text with a tokenizer: add the tokenizer's files, or use howsmooth scan."
+        )
     layer, dtype = request.layer or 0, settings.torch_dtype
     attention: AttentionMap = from_transformers(model, layer)
     if request.input is not None:
@@ -324,14 +340,7 @@ def _from_model(request: Request, settings: Settings) -> Site:
     if dtype is not None:
         attention, x = attention.in_dtype(dtype), x.to(dtype)
     name = f"{request.source}, layer {layer}"
-    return Site(attention, x, name, origin, request.seed, tensors=model.state_dict(), model=model)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{path} is not a text in UTF-8: give a plain text file.") from None
+    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes)
 
 
 def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:
@@ -359,5 +368,12 @@ def _pairs(text: str | None) -> Settings:
         try:
             found[name] = _TRUTH[value.lower()] if kinds[name] is bool else kinds[name](value)
         except (KeyError, ValueError):
-            raise InvalidInput(f"{pair!r} does not give {name} a value of type {kinds[name].__name__}.") from None
+            raise InvalidInput(
+                f"{printable(pair)[:60]!r} does not give {name} a value of type {kinds[name].__name__}."
+            ) from None
+        number = found[name]
+        if kinds[name] is int and not 1 <= number <= _MOST:
+            raise InvalidInput(f"{name} is a whole number from 1 to {_MOST}, got {printable(value)[:60]}.")
+        if kinds[name] is float and not math.isfinite(number):
+            raise InvalidInput(f"{name} is a finite number, got {printable(value)[:60]}.")
     return Settings(**found)

@@ -75,12 +75,14 @@ class Scan:
         energies: (model, text_sha256, layer, head, length, window) → the share of each token in the worst direction of
             that head; also without text_sha256 as above.
         settings: name → value of every setting; a list where the models of a store were scanned with several.
+        notes: what else the reader should know, such as names of weights that were repaired when the model was opened.
     """
 
     rows: list[Row]
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict, repr=False)
     energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def open(cls, path: Path | str) -> Scan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from howsmooth.models.opening import UNLIMITED
 from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
-from howsmooth.scanning.inputs import read_input
+from howsmooth.scanning.inputs import file_named, read_input
 from howsmooth.scanning.memory import check_fits, fitting
 from howsmooth.scanning.plan import Batch, Cell, Settings, make_plan
 from howsmooth.scanning.results import Scan
@@ -49,8 +49,8 @@ def scan(
 
     Args:
         model: a named model, a folder, a hub id, or what `howsmooth.models.open_model` gives.
-        text: the text itself, the path of a file (an image or .wav where the model reads such), or None for Alice in
-            Wonderland.
+        text: the text itself, the path of a file (an image or .wav where the model reads such; also as a string, when
+            there is a file of that name), or None for Alice in Wonderland.
         lengths: numbers of tokens, special ones included: 128 (the default), [64, 128] or "8,16,…,512".
         windows: how many windows of each length are cut from the text.
         layers: "0,2-4" or a list; None for all.
@@ -73,8 +73,9 @@ def scan(
     chosen, selections = Settings(windows=windows, **settings), parse_what(what)
     some = None if layers is None else parse_numbers(layers)
     common = None if lengths is None else parse_lengths(lengths)
-    if isinstance(model, str):
+    if not isinstance(model, OpenModel):
         model = open_model(model, head=any(selection.what == "logits" for selection in selections))
+    text, said = file_named(text)
     name, content, digest = read_input(text, model.modality)
     common = common or (default_length(model),)
     needed = sorted({length for selection in selections for length in selection.lengths or common})
@@ -100,7 +101,7 @@ def scan(
         run(model, plan, cut, at_hand, chosen, store, number, progress or (lambda now: None))
         asked = {cell for batch in plan for cell in batch.cells()}
         store.finish(number)
-        return Scan.of(store, number, asked)
+        return replace(Scan.of(store, number, asked), notes=(*model.notes, *said))
 
 
 def run(
