@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.errors import InvalidInput
 from howsmooth.weights import find_blocks, load_attention, load_tokens
 
 WIDTH, HEADS, N = 16, 4, 7
@@ -178,3 +181,75 @@ def test_real_gpt2_layers_are_found_and_one_must_be_chosen(shared_dir: Path) -> 
     with pytest.raises(hs.InvalidInput, match="how many heads"):
         load_attention(path, "h.6.attn.")
     assert load_attention(path, "h.6.attn.", heads=12, mask="causal").in_features == 768
+
+
+def _cyclic() -> dict[str, object]:
+    content: dict[str, object] = {}
+    content["again"] = content
+    return content
+
+
+def _deep() -> object:
+    content: object = torch.ones(2)
+    for _ in range(100):
+        content = {"a": content}
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: {"x": torch.eye(3).to_sparse()}, "'x' in odd.pt is sparse"),
+        (lambda: {"x": torch.eye(3).to_sparse_csr()}, "'x' in odd.pt is sparse"),
+        (lambda: {"x": torch.empty(3, device="meta")}, "'x' in odd.pt is without data"),
+        (lambda: {"x": torch.ones(1).expand(10**12)}, "'x' in odd.pt is stretched over more numbers than are stored"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "odd.pt"),
+        (_cyclic, "nests dictionaries more than 32 deep, or one holds itself"),
+        (_deep, "nests dictionaries more than 32 deep"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse|sparse).*:UserWarning")
+def test_odd_tensors_are_refused_in_one_line(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content(), tmp_path / "odd.pt")
+    with pytest.raises(InvalidInput, match=message) as caught:
+        load_tokens(tmp_path / "odd.pt")
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_array_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 3)))
+    content = (tmp_path / "x.npy").read_bytes()
+    small, large = b"(2, 3), }" + b" " * 12, b"(200000000000, 3), }".ljust(21)
+    assert small in content
+    (tmp_path / "x.npy").write_bytes(content.replace(small, large))
+    with pytest.raises(InvalidInput, match="cannot be read as .npy: it is damaged"):
+        load_tokens(tmp_path / "x.npy")
+
+
+def test_arrays_are_read_whole(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).normal(size=(3, 4))
+    np.save(tmp_path / "x.npy", array)
+    tokens = load_tokens(tmp_path / "x.npy")
+    (tmp_path / "x.npy").write_bytes(b"changed")
+    assert torch.equal(tokens, torch.tensor(array))
+
+
+def test_many_blocks_are_listed_in_a_short_line_and_quickly(tmp_path: Path) -> None:
+    blocks = {f"h.{i}.c_attn.weight": torch.zeros(1, 3) for i in range(20_000)}
+    save_file(blocks, tmp_path / "many.safetensors")
+    begun = time.monotonic()
+    with pytest.raises(
+        InvalidInput, match=r"holds several attention blocks: choose a prefix .* and 19976 more"
+    ) as caught:
+        load_attention(tmp_path / "many.safetensors", heads=1)
+    assert len(str(caught.value)) < 1000
+    assert time.monotonic() - begun < 10  # it took minutes: each name was looked for in a tuple
+
+
+def test_advice_of_torch_to_load_without_safety_is_not_passed_on(tmp_path: Path) -> None:
+    for content in (pickle.dumps({"x": os.path.join}), b"\x80\x02garbage", b"PK\x03\x04garbage"):
+        (tmp_path / "x.pt").write_bytes(content)
+        with pytest.raises(InvalidInput) as caught:
+            load_tokens(tmp_path / "x.pt")
+        assert "weights_only" not in str(caught.value)

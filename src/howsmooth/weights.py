@@ -6,6 +6,7 @@ It does not know the mask, the positions or the logit scale: those are said by t
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -15,13 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from howsmooth.attention import LogitBias, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.small import printable
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
+_DEEPEST = 32
+_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -220,14 +224,15 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     """
     if path.suffix not in SUFFIXES:
         raise InvalidInput(f"{path.name} is not a kind of file that can be read safely: use {', '.join(SUFFIXES)}.")
-    if not path.is_file():
-        raise InvalidInput(f"there is no file {path}: check the path.")
+    if not os.path.isfile(path):
+        raise InvalidInput(f"there is no file {printable(str(path))[:200]}: check the path.")
     try:
         if path.suffix == ".safetensors":
             file = safe_open(path, framework="pt")
             return _Lazy(file), dict(file.metadata() or {})
         if path.suffix == ".npy":
-            return {"tensor": torch.as_tensor(np.load(path, allow_pickle=False))}, {}
+            # Mapped first: a header may promise more than any memory holds.
+            return {"tensor": torch.as_tensor(np.array(np.load(path, mmap_mode="r", allow_pickle=False)))}, {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol of files that it then refuses
             stored = torch.load(path, map_location="cpu", weights_only=True)
@@ -236,11 +241,11 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
             f"{path.name} is refused: it holds pickled Python objects, which can run code when loaded: store nothing "
             "but tensors (a state_dict), best as .safetensors."
         ) from error
-    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError) as error:
+    except Exception as error:  # whatever a damaged file makes its reader stumble over
         raise InvalidInput(
             f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_first_line(error)})."
         ) from error
-    tensors = dict(_flat("", stored))
+    tensors = {name: _plain(tensor, name, path) for name, tensor in _flat(stored, path)}
     return tensors, stored if isinstance(stored, dict) else {}
 
 
@@ -248,12 +253,15 @@ class _Lazy(Mapping[str, Tensor]):
     """A safetensors file as a mapping that reads a tensor when it is asked for."""
 
     def __init__(self, file: Any):
-        self.file, self.names = file, tuple(file.keys())
+        self.file, self.names = file, dict.fromkeys(file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:
             raise KeyError(name)
-        return self.file.get_tensor(name)
+        try:
+            return self.file.get_tensor(name)
+        except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
+            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_first_line(error)}).") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -265,12 +273,34 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def _flat(name: str, stored: object) -> list[tuple[str, Tensor]]:
-    if isinstance(stored, Tensor):
-        return [(name or "tensor", stored.detach())]
-    if isinstance(stored, Mapping):
-        return [pair for key, entry in stored.items() for pair in _flat(f"{name}.{key}" if name else str(key), entry)]
-    return []
+def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
+    """The tensors in nested dictionaries with their joined names; a dictionary that holds itself has no end."""
+    found: list[tuple[str, Tensor]] = []
+    waiting: list[tuple[str, object, int]] = [("", stored, 0)]
+    while waiting:
+        name, entry, depth = waiting.pop()
+        if isinstance(entry, Tensor):
+            found.append((name or "tensor", entry.detach()))
+        elif isinstance(entry, Mapping):
+            if depth == _DEEPEST:
+                raise InvalidInput(
+                    f"{path.name} nests dictionaries more than {_DEEPEST} deep, or one holds itself: store a flat "
+                    "state_dict."
+                )
+            inner = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in entry.items()]
+            waiting += reversed(inner)
+    return found
+
+
+def _plain(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The tensor, once it is known to be numbers in memory, all of them its own."""
+    kinds = {"sparse": tensor.layout is not torch.strided, "nested": tensor.is_nested, "without data": tensor.is_meta}
+    odd = [kind for kind, holds in kinds.items() if holds]
+    if not odd and tensor.numel() * tensor.element_size() > max(tensor.untyped_storage().nbytes(), 1):
+        odd = ["stretched over more numbers than are stored"]
+    if odd:
+        raise InvalidInput(f"{printable(name)[:100]!r} in {path.name} is {odd[0]}: store plain dense tensors.")
+    return tensor
 
 
 def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) -> str:
@@ -282,7 +312,10 @@ def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) ->
     for candidate in (prefix, f"{prefix}."):
         if prefix is not None and candidate in blocks:
             return str(candidate)
-    choices = ", ".join(repr(p) for p in sorted(blocks))
+    names = sorted(blocks)
+    choices = ", ".join(repr(printable(p)[:100]) for p in names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    )
     problem = "several attention blocks" if prefix is None else f"no attention block with the prefix {prefix!r}"
     raise InvalidInput(f"{path.name} holds {problem}: choose a prefix (--prefix) from {choices}.")
 
@@ -330,7 +363,7 @@ def _real(tensor: Tensor, name: str, path: Path, dtype: torch.dtype | None) -> T
 def _count(name: str, given: int | None, metadata: Mapping[str, Any]) -> int | None:
     stored = metadata.get(name)
     if isinstance(stored, str):
-        stored = int(stored) if stored.isdecimal() else None
+        stored = int(stored) if stored.isdecimal() and len(stored) <= 9 else None
     found = given if given is not None else stored if isinstance(stored, int) else None
     if found is not None and found < 1:
         raise InvalidInput(f"{name} must be at least 1, got {found}.")
@@ -346,4 +379,5 @@ def _listed(tensors: Mapping[str, Any], most: int = 8) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    return printable(said.split("weights_only")[0].rstrip(" `(,.:")) if "weights_only" in said else printable(said)

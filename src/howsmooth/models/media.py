@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.models.texts import read_content
+from howsmooth.small import printable
 
 RATE = 16_000
 """Samples per second that speech models are trained on."""
+RATES = (1_000, 768_000)
+"""Samples per second that a sound may have: fewer would be stretched to thousands of times their number."""
+PIXELS = 2**26
+"""Pixels of the largest image; a small file can unpack to any number."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Kinds of images that are read; pillow knows many more, some of them seldom looked after."""
 
 
 def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
@@ -29,17 +38,20 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
     from scipy.io import wavfile
     from scipy.signal import resample_poly
 
-    path = Path(path)
-    if not path.is_file():
-        raise InvalidInput(f"there is no file {path}: check the path.")
+    content = read_content(Path(path))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound, such as its title
-            own_rate, samples = wavfile.read(path)
-    except (ValueError, OSError, EOFError) as error:
+            warnings.simplefilter("ignore")  # chunks beside the sound, such as its title; ends that come too early
+            own_rate, samples = wavfile.read(io.BytesIO(content))
+    except Exception as error:  # whatever a damaged header makes the reader stumble over
+        raise _unreadable(path, ".wav", error, "convert the sound to uncompressed .wav") from error
+    if not RATES[0] <= own_rate <= RATES[1] or samples.ndim not in (1, 2) or 0 in samples.shape[1:]:
         raise InvalidInput(
-            f"{path} cannot be read as .wav ({error}): convert the sound to uncompressed .wav."
-        ) from error
+            f"{printable(str(path))} has {own_rate} samples per second, but sounds of {RATES[0]} to {RATES[1]} are "
+            "read: convert it."
+        )
+    if samples.dtype.kind not in "iuf" or not np.isfinite(samples).all():
+        raise InvalidInput(f"{printable(str(path))} holds samples that are no numbers: convert it anew.")
     if samples.dtype == np.uint8:
         samples = (samples.astype(np.float64) - 128) / 128
     elif np.issubdtype(samples.dtype, np.integer):
@@ -50,6 +62,11 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
         return mono
     divisor = np.gcd(own_rate, rate)
     return resample_poly(mono, rate // divisor, own_rate // divisor)
+
+
+def _unreadable(path: str | Path, kind: str, error: Exception, advice: str) -> InvalidInput:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
+    return InvalidInput(f"{printable(str(path))} cannot be read as {kind} ({printable(reason)}): {advice}.")
 
 
 def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str, Tensor]:
@@ -69,16 +86,18 @@ def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str
 
 def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
     """The pixels of an image file as the model takes them, ``(1, channels, height, width)``."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    path = Path(path)
-    if not path.is_file():
-        raise InvalidInput(f"there is no file {path}: check the path.")
+    content = read_content(Path(path))
     try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise InvalidInput(f"{path} cannot be read as an image ({error}): give a PNG or JPEG file.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # large images are refused below
+            with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+                if opened.width * opened.height > PIXELS:
+                    raise ValueError(f"{opened.width} × {opened.height} pixels are too many")
+                image = opened.convert("RGB")
+    except Exception as error:  # whatever a damaged file makes the reader stumble over, a bomb of pixels included
+        raise _unreadable(path, "an image", error, "give a PNG or JPEG file") from error
     if processor is not None:
         return processor(image, return_tensors="pt")["pixel_values"].float()
     size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
