@@ -387,3 +387,19 @@ def test_gguf_file_without_a_weight_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"1 are missing, first model\.layers\.0\.self_attn\.k_proj\.weight"):
         open_model(str(tmp_path / "m.gguf"))
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_models_of_the_hub_are_read_from_its_cache(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, commit = tmp_path / "models--some--thing", "0" * 40
+    model = TINY["gpt2"].build().float()
+    model.save_pretrained(repository / "snapshots" / commit, max_shard_size="1GB" if shards == 1 else "40KB")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment at import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    opened = open_model("some/thing")
+    assert torch.equal(opened.model.h[1].attn.c_attn.weight, model.h[1].attn.c_attn.weight)
+    assert len(list((repository / "snapshots" / commit).glob("*.safetensors"))) >= shards

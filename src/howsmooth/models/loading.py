@@ -146,6 +146,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
     import transformers
 
     config_file, weights, revision = _files(source)
+    check_memory(sum(path.stat().st_size for path in weights) // 4, "the model")
     checkpoint = read_checkpoint(weights, sums)
     if sums is not None:
         for name in sums:
@@ -203,7 +204,6 @@ def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreT
     with torch.device("meta"):
         skeleton = _build(config, head or replacement is not None)
     check_size(skeleton, checkpoint.size)
-    check_memory(checkpoint.size, "the model")
     checkpoint = checkpoint.unwrapped() if not _wrapped(skeleton) else checkpoint
     with torch.random.fork_rng(devices=[]):
         if replacement is None:

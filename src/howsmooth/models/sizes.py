@@ -79,7 +79,7 @@ def check_memory(numbers: int, what: str) -> None:
     if free is not None and 4 * numbers > free:
         raise InvalidInput(
             f"{what} has about {numbers:.2g} parameters, {4 * numbers / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB of "
-            "memory are free: ask for fewer layers or a smaller width."
+            "memory are free: ask for fewer layers or a smaller width, or free some memory."
         )
 
 
