@@ -21,6 +21,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import capture, open_model
 from howsmooth.nn import replacing
+from tests.cli.command import Command
 from tests.models.tiny import TINY
 
 Tensors = dict[str, Tensor]
@@ -403,3 +404,18 @@ def test_models_of_the_hub_are_read_from_its_cache(
     opened = open_model("some/thing")
     assert torch.equal(opened.model.h[1].attn.c_attn.weight, model.h[1].attn.c_attn.weight)
     assert len(list((repository / "snapshots" / commit).glob("*.safetensors"))) >= shards
+
+
+def test_commands_say_what_was_repaired(tmp_path: Path) -> None:
+    saved(tmp_path / "model", "bert")
+    letters = [chr(97 + i) for i in range(26)]
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    rewrite(tmp_path / "model", compiled)
+    (tmp_path / "text.txt").write_text("a b c d e f g h i j k l")
+    text = ["--text", str(tmp_path / "text.txt")]
+    said = "'_orig_mod' was taken out of the names of"
+    scanned = Command("scan").run(str(tmp_path / "model"), *text, "--lengths", 8, "--out", tmp_path / "s.sqlite")
+    assert f"note: {said}" in scanned.stderr
+    measured = Command("measure").run(str(tmp_path / "model"), *text, "--length", 8, "--what", "block")
+    assert f"note: {said}" in " ".join(measured.stdout.split())
