@@ -16,7 +16,7 @@ from howsmooth.small import write_whole
 from howsmooth.training import CharacterModel, Checkpoint, Settings
 from howsmooth.training.files import Journal
 
-SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=3)
+SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
 
 
 def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:

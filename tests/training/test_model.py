@@ -213,7 +213,7 @@ def test_what_is_promised_to_contract_must() -> None:
         ({"warmup": -1}, "warmup"),
         ({"schedule": "linear"}, "schedule is cosine, fixed"),
         ({"dropout": 1.0}, "dropout"),
-        ({"window": 0}, "a window holds at least one token"),
+        ({"window": 0}, "window must be at least 1"),
         ({"attention": "contractive-2", "blocks": "pre-norm", "coefficient": float("inf")}, "positive and finite"),
     ],
 )

@@ -1,31 +1,36 @@
 """Checkpoints: one safetensors file that appears whole or not at all, and can be trusted when it is read again.
 
 The file holds the tensors of the model (buffers included), of the optimiser and of the random number generator, and in
-its header a JSON text with the step, the settings, the alphabet and a SHA-256 of all tensors. It is written under a
-temporary name in the same folder and then renamed: whoever stops the process at any moment leaves the old file or the
-new one. Nothing is ever unpickled.
+its header a JSON text with the step, the settings and the alphabet, all under one seal (`howsmooth.sealed`). It is
+written under a temporary name in the same folder and then renamed: whoever stops the process at any moment leaves the
+old file or the new one. Before anything is put back, the names, shapes, dtypes and numbers of everything in the file
+are compared with the run that is to go on: the fused optimiser of torch would write past the end of a short tensor.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.sealed import Damaged, digest, opened, read_json, sealed
 from howsmooth.small import write_whole
 from howsmooth.training.settings import Settings
 
 CHECKPOINT = "checkpoint.safetensors"
-FORMAT = "howsmooth training checkpoint 1"
+FORMAT = "howsmooth training checkpoint 2"
+_FIRST_FORMAT = "howsmooth training checkpoint 1"
+"""Had a hash of its tensors alone, inside the JSON text."""
+_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,74 @@ class Checkpoint:
         return cls(step, settings, alphabet, text, seconds, list(losses), kept)
 
     def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
-        """Put model, optimiser and random numbers back to where they were."""
+        """Put model, optimiser and random numbers back to where they were, all of them or, after an error, none."""
         wanted = dict(_state(model))
-        given = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
-        if wanted.keys() != given.keys() or any(wanted[name].shape != given[name].shape for name in wanted):
-            raise InvalidInput("the checkpoint holds the tensors of another model: it was written by another version.")
+        parameters = dict(model.named_parameters())
+        self._check_model(wanted)
+        self._check_optimiser(parameters)
+        self._check_random()
         with torch.no_grad():
             for name, tensor in wanted.items():
-                tensor.copy_(given[name])
+                tensor.copy_(self.tensors[f"model.{name}"])
         if optimiser is None:
             return
-        for name, parameter in model.named_parameters():
-            start = f"optimiser.{name}."
-            state = {key.removeprefix(start): t.clone() for key, t in self.tensors.items() if key.startswith(start)}
-            # A parameter may be named like the beginning of another: entries of an optimiser hold no dots.
-            optimiser.state[parameter] = {key: value for key, value in state.items() if "." not in key}
+        for name, parameter in parameters.items():
+            found = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
+            optimiser.state[parameter] = {entry: t.clone() for entry, t in found.items() if t is not None}
         torch.set_rng_state(self.tensors["random"])
+
+    def _check_model(self, wanted: dict[str, Tensor]) -> None:
+        """Every parameter and buffer of the model is there, of its shape and dtype, and finite."""
+        given = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
+        if wanted.keys() != given.keys() or any(not _alike(wanted[name], given[name]) for name in wanted):
+            raise InvalidInput("the checkpoint holds the tensors of another model: it was written by another version.")
+        for name, tensor in given.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise InvalidInput(f"the checkpoint holds a NaN or infinity in {name}: start the run anew.")
+
+    def _check_optimiser(self, parameters: dict[str, nn.Parameter]) -> None:
+        """All that AdamW keeps of a parameter is there, or nothing; and there is nothing else."""
+        left = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
+        for name, parameter in parameters.items():
+            found = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
+            left -= {f"optimiser.{name}.{entry}" for entry in found}
+            if any(tensor is not None for tensor in found.values()):
+                self._check_entries(name, parameter, found)
+        if left:
+            raise InvalidInput(f"the checkpoint holds {min(left)!r}, which belongs to no parameter of this model.")
+
+    def _check_entries(self, name: str, parameter: Tensor, found: dict[str, Tensor | None]) -> None:
+        step, mean, square = found.values()
+        sound = (
+            step is not None
+            and mean is not None
+            and square is not None
+            and _alike(step, torch.zeros(()))
+            and _alike(mean, parameter)
+            and _alike(square, parameter)
+        )
+        if not sound:
+            raise InvalidInput(
+                f"the checkpoint holds the optimiser of another model: what it has for {name} does not fit."
+            )
+        assert step is not None
+        assert mean is not None
+        assert square is not None
+        counted = float(step).is_integer() and 0 <= float(step) <= self.step
+        if not (counted and bool((square >= 0).all()) and not bool(mean.isnan().any())):
+            raise InvalidInput(
+                f"the checkpoint holds numbers for {name} that no optimiser comes to: start the run anew."
+            )
+
+    def _check_random(self) -> None:
+        """The state of a generator, which a generator of its own takes."""
+        state = self.tensors.get("random")
+        if state is None or not _alike(state, torch.get_rng_state()):
+            raise InvalidInput("the checkpoint holds no state of the random numbers of this version of torch.")
+        try:
+            torch.Generator().set_state(state)
+        except RuntimeError as error:
+            raise InvalidInput(f"the checkpoint holds no state of random numbers ({error}).") from error
 
     def save(self, path: Path) -> None:
         """Write the file; a file of that name is replaced only by a complete one."""
@@ -97,9 +154,8 @@ class Checkpoint:
             "text": self.text,
             "seconds": self.seconds,
             "losses": self.losses,
-            "sha256": _digest(self.tensors),
         }
-        write_whole(path, save(self.tensors, metadata={"howsmooth": json.dumps(header)}))
+        write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
@@ -107,23 +163,12 @@ class Checkpoint:
         if not path.is_file():
             raise InvalidInput(f"there is no checkpoint {path}: start the run without --resume.")
         try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["howsmooth"])
-                tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-            sound = header["format"] == FORMAT and header["sha256"] == _digest(tensors)
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, str(error)) from error
-        if not sound:
-            raise _damaged(path, "its content is not what was written")
-        return cls(
-            header["step"],
-            Settings.from_dict(header["settings"]),
-            header["alphabet"],
-            header["text"],
-            header["seconds"],
-            header["losses"],
-            tensors,
-        )
+            tensors, texts, under_seal = opened(path)
+            header = read_json(texts.get("howsmooth", ""))
+            _check_format(header, tensors, under_seal)
+            return cls(**_checked(header), tensors=tensors)
+        except (Damaged, HowsmoothError) as error:
+            raise _damaged(path, str(error).rstrip(".")) from error
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -132,13 +177,39 @@ def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return digest.hexdigest()
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal: bool) -> None:
+    """A known format, with the hash that belongs to it."""
+    written = header.pop("format", None)
+    if written == _FIRST_FORMAT and not under_seal:
+        if header.pop("sha256", None) != digest(tensors):
+            raise Damaged("its content is not what was written")
+    elif written != FORMAT or not under_seal:
+        raise Damaged("its format is not known here")
+
+
+def _checked(header: dict[str, Any]) -> dict[str, Any]:
+    """What the header says, each of it of its kind and in its range."""
+    kinds = {"step": int, "settings": dict, "alphabet": str, "text": str, "seconds": (int, float), "losses": list}
+    if header.keys() != kinds.keys():
+        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ kinds.keys())))}")
+    for name, kind in kinds.items():
+        if not isinstance(header[name], kind) or isinstance(header[name], bool):  # type: ignore[arg-type]
+            raise Damaged(f"its {name} is {header[name]!r:.40}")
+    settings = Settings.from_dict(header["settings"])
+    losses = header["losses"]
+    if not 0 <= header["step"] <= settings.steps:
+        raise Damaged(f"it is at step {header['step']} of {settings.steps}")
+    if not (math.isfinite(header["seconds"]) and header["seconds"] >= 0):
+        raise Damaged(f"its seconds are {header['seconds']}")
+    if len(losses) > header["step"] or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+        raise Damaged("its losses are not those of its steps")
+    if len(set(header["alphabet"])) != len(header["alphabet"]):
+        raise Damaged("its alphabet has a character twice")
+    return header | {"settings": settings}
 
 
 def _damaged(path: Path, why: str) -> InvalidInput:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from howsmooth.checks import check_count
 from howsmooth.errors import InvalidInput
+from howsmooth.sealed import Damaged, read_json
 from howsmooth.small import unwritable, write_whole
 
 
@@ -23,9 +25,13 @@ class Journal:
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         try:
-            return [json.loads(line) for line in lines[:-1]]
-        except ValueError as error:
-            raise InvalidInput(f"{self.path} is damaged ({error}): move it away to go on without its rows.") from None
+            rows = [read_json(line) for line in lines[:-1]]
+            for row in rows:
+                check_count(row.get("step"), "step", least=0)
+            return rows
+        except (Damaged, InvalidInput) as error:
+            why = str(error).rstrip(".")
+            raise InvalidInput(f"{self.path} is damaged ({why}): move it away to go on without its rows.") from None
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the other rows, and any unfinished line."""

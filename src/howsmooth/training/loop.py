@@ -130,6 +130,7 @@ class _Run:
         intervals: Intervals,
         progress: Callable[[Status], None],
     ):
+        settings.check_memory(corpus.symbols)
         self.corpus, self.settings, self.folder = corpus, settings, folder
         self.intervals, self.progress = intervals, progress
         self.plan = plan(
@@ -241,7 +242,8 @@ class _Run:
         )
 
     def _save(self) -> None:
-        if self.folder is None:
+        """Keep the run as it is; one that has run away keeps its last sound step, from which it runs away again."""
+        if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
         Checkpoint.take(
             self.step,

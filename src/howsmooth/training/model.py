@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
 from howsmooth.bounds import TokenSet
+from howsmooth.checks import check_count
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import (
     AttentionLayer,
@@ -138,6 +139,7 @@ class CharacterModel(nn.Module):
 
     def __init__(self, settings: Settings, symbols: int):
         super().__init__()
+        settings.check_memory(check_count(symbols, "symbols"))
         self.settings = settings
         self.tokens = nn.Embedding(symbols, settings.width)
         self.places = nn.Embedding(settings.length, settings.width)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from howsmooth.checks import check_count, check_number
 from howsmooth.errors import InvalidInput
+from howsmooth.sealed import read_json
 from howsmooth.training.files import Journal
 from howsmooth.training.settings import Settings
 
@@ -25,8 +26,7 @@ class Intervals:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise InvalidInput(f"the interval {name} must be at least 1, got {value}.")
+            check_count(value, f"the interval {name}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,15 @@ class Result:
     text: str
     rows: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
 
+    def _check(self) -> None:
+        for name in ("train_bits", "valid_bits", "bound", "diverged"):
+            if getattr(self, name) is not None:
+                check_number(getattr(self, name), name, least=0)
+        for name in ("tokens", "seconds", "parameters"):
+            check_number(getattr(self, name), name, least=0)
+        if not (isinstance(self.how, str) and isinstance(self.text, str)):
+            raise InvalidInput("the text and how it was split are words.")
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it, without the rows."""
         return {name: value for name, value in asdict(self).items() if name != "rows"}
@@ -81,8 +90,10 @@ class Result:
         if not path.is_file():
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path.read_text(encoding="utf-8"))
             settings = Settings.from_dict(content.pop("settings"))
-            return cls(settings, **content, rows=Journal(folder / METRICS).rows())
-        except (ValueError, KeyError, TypeError) as error:
+            found = cls(settings, **content, rows=Journal(folder / METRICS).rows())
+            found._check()
+            return found
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error}): move it away to make it anew with --resume.") from error

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from howsmooth.checks import check_count, check_memory, check_number, check_one_of, check_positive, check_seed, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.training.lengths import LENGTHS, Lengths
 
@@ -70,15 +71,20 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _choice("attention", self.attention, ATTENTIONS)
-        _choice("lengths", self.lengths, LENGTHS)
-        _choice("schedule", self.schedule, get_args(Schedule))
-        _choice("blocks", self.blocks, (*get_args(Blocks), None))
+        check_one_of(self.attention, ATTENTIONS, "attention")
+        check_one_of(self.lengths, LENGTHS, "lengths")
+        check_one_of(self.schedule, get_args(Schedule), "schedule")
+        check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
         for name in ("depth", "width", "heads", "length", "cycles", "steps", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.window is not None and self.window < 1:
-            raise InvalidInput(f"a window holds at least one token, got {self.window}.")
+            check_count(getattr(self, name), name)
+        if self.window is not None:
+            check_count(self.window, "window")
+        check_count(self.warmup, "warmup", least=0)
+        check_seed(self.seed)
+        check_positive(self.rate, "the learning rate")
+        check_positive(self.coefficient, "coefficient")
+        for name in ("weight_decay", "clip", "dropout"):
+            check_number(getattr(self, name), name, least=0)
         if self.width % self.heads:
             raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
         if self.batch_tokens % self.length:
@@ -86,15 +92,8 @@ class Settings:
                 f"a batch of {self.batch_tokens} tokens does not hold whole pieces of {self.length}: choose "
                 "batch_tokens as a multiple of length."
             )
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            raise InvalidInput(f"the learning rate must be positive and finite, got {self.rate}.")
-        for name in ("warmup", "weight_decay", "clip", "seed"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise InvalidInput(f"{name} must not be negative, got {getattr(self, name)}.")
-        if not 0 <= self.dropout < 1:
-            raise InvalidInput(f"dropout must be at least 0 and less than 1, got {self.dropout}.")
-        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
-            raise InvalidInput(f"the coefficient must be positive and finite, got {self.coefficient}.")
+        if self.dropout >= 1:
+            raise InvalidInput(f"dropout must be less than 1, got {self.dropout}.")
         if self.block_kind == "contractive" and self.coefficient >= 1:
             raise InvalidInput(
                 f"contractive blocks need 0 < coefficient < 1, got {self.coefficient}: only pre-norm and post-norm "
@@ -130,6 +129,22 @@ class Settings:
         through = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * through)))
 
+    def parameters(self, symbols: int) -> int:
+        """How many parameters a model has at least: the matrices of attention and MLP, embeddings and head."""
+        return self.depth * 12 * self.width**2 + (2 * symbols + self.length) * self.width
+
+    def check_memory(self, symbols: int) -> None:
+        """Refuse a run that cannot fit: parameters, their gradients and the optimiser's two moments, and what each
+        block keeps of every token for its gradient; all in float32, and at least so much."""
+        tokens = self.batch_tokens * (self.depth * 8 * self.width + symbols)
+        plan = 6 * self.steps if self.lengths == "curriculum" else 0
+        check_memory(
+            4 * (4 * self.parameters(symbols) + tokens + plan),
+            f"a run of depth {shown(self.depth)} and width {shown(self.width)} with {shown(self.batch_tokens)} tokens "
+            "in a batch",
+            "choose a smaller depth, width, length or batch_tokens",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
         return asdict(self)
@@ -138,16 +153,14 @@ class Settings:
     def from_dict(cls, content: dict[str, Any]) -> Settings:
         """From JSON; unknown or missing names are refused."""
         names = {field.name for field in fields(cls)}
+        if not isinstance(content, dict):
+            raise InvalidInput(f"the settings of a run are a dictionary, got {shown(content)}.")
         if content.keys() != names:
-            raise InvalidInput(f"these are not the settings of a run: {', '.join(sorted(content.keys() ^ names))}.")
+            others = ", ".join(sorted(map(str, content.keys() ^ names)))
+            raise InvalidInput(f"these are not the settings of a run: {others}.")
         return cls(**content)
 
     def difference(self, other: Settings) -> str:
         """What differs, in words, or nothing."""
         mine, theirs = self.to_dict(), other.to_dict()
         return ", ".join(f"{name} {mine[name]} ≠ {theirs[name]}" for name in mine if mine[name] != theirs[name])
-
-
-def _choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise InvalidInput(f"{name} is {', '.join(str(choice) for choice in choices)}, got {value!r}.")

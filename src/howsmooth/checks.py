@@ -1,0 +1,262 @@
+"""What an argument must be: one sentence for everything else.
+
+Every check returns the value it was given, in the type the code behind it works with, or raises `InvalidInput` with the
+name of the argument, what it takes and what it got. `door` does the same for the call itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import update_wrapper
+from pathlib import Path
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SEEDS = 2**63
+"""Generators of torch take seeds below 2⁶⁴; half of them leaves room for those that are derived from one by adding."""
+_SHOWN = 60
+
+
+class WrongCall(InvalidInput, TypeError):
+    """A call with an argument too many, too few or unknown; Python's own error for it is a TypeError."""
+
+
+def check_count(value: object, name: str, least: int = 1, most: int | None = None) -> int:
+    """A whole number within a range.
+
+    >>> check_count(2.5, "k")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: k must be a whole number, at least 1, got 2.5.
+    """
+    number = None if isinstance(value, bool) else _index(value)
+    if number is None or number < least or (most is not None and number > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        kind = "a whole number, " if number is None else ""
+        raise InvalidInput(f"{name} must be {kind}{limit}, got {shown(value)}.")
+    return number
+
+
+def check_seed(value: object, name: str = "seed") -> int:
+    """A seed of random numbers."""
+    number = None if isinstance(value, bool) else _index(value)
+    if number is None or not 0 <= number < _SEEDS:
+        raise InvalidInput(f"{name} must be a whole number, at least 0 and below 2⁶³, got {shown(value)}.")
+    return number
+
+
+def check_number(value: object, name: str, least: float = -math.inf) -> float:
+    """A finite number, at least ``least``."""
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number < least:
+        limit = f", at least {least:g}" if least > -math.inf else ""
+        raise InvalidInput(f"{name} must be a finite number{limit}, got {shown(value)}.")
+    return number
+
+
+def check_positive(value: object, name: str) -> float:
+    """A finite number above zero."""
+    number = _number(value)
+    if number is None or not 0 < number < math.inf:
+        raise InvalidInput(f"{name} must be positive and finite, got {shown(value)}.")
+    return number
+
+
+def check_probability(value: object, name: str) -> float:
+    """A number strictly between 0 and 1."""
+    number = _number(value)
+    if number is None or not 0 < number < 1:
+        raise InvalidInput(f"{name} must be a probability between 0 and 1, both excluded, got {shown(value)}.")
+    return number
+
+
+def check_flag(value: object, name: str) -> bool:
+    """True or False: what merely counts as one is often an argument in the wrong place."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {shown(value)}.")
+    return value
+
+
+def check_one_of(value: _T, choices: Iterable[object], name: str) -> _T:
+    """One of a few.
+
+    >>> check_one_of("casual", ["causal", "none"], "mask")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: mask is causal, none, got 'casual': did you mean 'causal'?
+    """
+    known = list(choices)
+    try:
+        if any(type(value) is type(choice) and value == choice for choice in known) or value in known:
+            return value
+    except Exception:  # what cannot even be compared is none of them
+        pass
+    hint = did_you_mean(value, [choice for choice in known if isinstance(choice, str)])
+    raise InvalidInput(f"{name} is {', '.join(map(str, known))}, got {shown(value)}{hint or '.'}")
+
+
+def check_callable(value: Callable[_P, _T], name: str) -> Callable[_P, _T]:
+    """A function or a module."""
+    if not callable(value):
+        raise InvalidInput(f"{name} must be a function or a module, got {shown(value)}.")
+    return value
+
+
+def check_path(value: object, name: str) -> Path:
+    """The path of a file."""
+    if not isinstance(value, str | os.PathLike) or "\0" in str(value) or not str(value):
+        raise InvalidInput(f"{name} must be the path of a file, got {shown(value)}.")
+    return Path(value)
+
+
+def check_tensor(value: object, name: str, dims: Collection[int] | None = None, floating: bool = True) -> Tensor:
+    """A tensor of numbers that can be read: dense, not empty, not on the meta device.
+
+    Args:
+        dims: how many dimensions it may have. floating: whether it must hold float16, bfloat16, float32 or float64.
+
+    >>> check_tensor([1.0], "x")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x must be a torch.Tensor, not list: convert it with torch.as_tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise InvalidInput(
+            f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor."
+        )
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        raise InvalidInput(f"{name} must be a dense tensor: convert it with .to_dense(), or pad a nested one.")
+    if value.is_meta:
+        raise InvalidInput(f"{name} is on the meta device and holds no numbers: move real ones to it.")
+    kind = str(value.dtype).removeprefix("torch.")
+    if floating and value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise InvalidInput(
+            f"{name} has dtype {kind}, but real floating-point numbers of 16 bits or more are needed: convert it with "
+            ".float()."
+        )
+    if dims is not None and value.dim() not in dims:
+        wanted = " or ".join(str(count) for count in dims)
+        raise InvalidInput(f"{name} has shape {tuple(value.shape)}, but must have {wanted} dimensions.")
+    if value.numel() == 0:
+        raise InvalidInput(
+            f"{name} has shape {tuple(value.shape)}, which holds no numbers: every size must be at least 1."
+        )
+    return value
+
+
+def check_options(given: Mapping[str, object], known: Iterable[str], name: str) -> None:
+    """Refuse options that nobody takes.
+
+    >>> check_options({"rtoll": 1}, ["rtol", "seed"], "measure")
+    Traceback (most recent call last):
+    howsmooth.checks.WrongCall: measure takes no argument 'rtoll': did you mean 'rtol'?
+    """
+    names = list(known)
+    for option in given:
+        if option not in names:
+            hint = did_you_mean(option, names) or f"; it takes {', '.join(names)}."
+            raise WrongCall(f"{name} takes no argument {option!r}{hint}")
+
+
+def check_memory(needed: int, what: str, advice: str) -> None:
+    """Refuse what cannot fit into this machine."""
+    there = memory()
+    if needed > there:
+        size = f"{needed / 2**30:.3g}" if needed < 2**1000 else "endlessly many"
+        raise InvalidInput(f"{what} needs about {size} GiB, and this machine has {there / 2**30:.3g} GiB: {advice}.")
+
+
+def memory() -> int:
+    """Bytes of memory of this machine; 8 GiB where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 2**33
+
+
+def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, with one sentence for a call that does not fit its signature.
+
+    >>> @door
+    ... def add(first: int, second: int = 0) -> int:
+    ...     return first + second
+    >>> add(1, secnd=2)
+    Traceback (most recent call last):
+    howsmooth.checks.WrongCall: add takes no argument 'secnd': did you mean 'second'?
+    >>> add()
+    Traceback (most recent call last):
+    howsmooth.checks.WrongCall: add: missing a required argument: 'first'.
+    """
+    signature, name = inspect.signature(function), function.__name__
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+    def knock(*args: Any, **given: Any) -> None:
+        if not open_ended:
+            check_options(given, named, name)
+        try:
+            signature.bind(*args, **given)
+        except TypeError as error:
+            raise WrongCall(f"{name}: {error}.") from None
+
+    def enter(*args: _P.args, **given: _P.kwargs) -> _T:
+        knock(*args, **given)
+        return function(*args, **given)
+
+    # With the globals of the function itself: doctest looks for examples in functions of the module it reads only.
+    return update_wrapper(FunctionType(enter.__code__, function.__globals__, name, None, enter.__closure__), function)
+
+
+def did_you_mean(value: object, known: Collection[str]) -> str:
+    """``: did you mean 'rtol'?``, or nothing when nothing is near."""
+    near = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """What was given, in a few words: text from elsewhere may be long, and tensors many lines."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if not isinstance(value, str | int | float | complex | bytes | None):
+        return f"a {type(value).__name__}" if callable(value) or len(_text(value)) > _SHOWN else _text(value)
+    text = _text(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # a number of too many digits, or a class of its own
+        return f"a {type(value).__name__}"
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, Tensor) and (value.is_meta or value.dim() or value.is_floating_point()):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # tensors and arrays have errors of their own
+        return None
+
+
+def _number(value: object) -> float | None:
+    """A real number of Python or numpy, or a tensor of one, as a float."""
+    if isinstance(value, bool | str | bytes | complex) or value is None:
+        return None
+    if isinstance(value, Tensor) and (value.is_meta or value.dim() or value.is_complex() or value.dtype is torch.bool):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except Exception:  # a class of its own
+        return None
