@@ -34,6 +34,7 @@ for command in (measure, bounds):
     app.command()(command)
 app.command("worst-case")(worst_case)
 
+STORED = Path(__file__).parents[1] / "worstcase" / "data" / "witness-1.safetensors"
 SMALL = ("--width", 6, "--heads", 2)
 QUICK = ("--starts", 2, "--steps", 20)
 
@@ -168,7 +169,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     (tmp_path / "story.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
     (near,) = answer("worst-case", *asked, "--around", tmp_path / "story.txt", "--eps", "0.05", "--head", 3)["cells"]
     assert near["centre"] < near["lower"] < near["upper"]
-    again = answer("measure", "--witness", near["file"])
+    again = answer("measure", "minilm", "--witness", near["file"])
     assert again["witness"]["value"] == near["lower"]
     assert again["heads"]["value"][3] == pytest.approx(near["lower"], rel=1e-3)
 
@@ -192,7 +193,7 @@ def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
     (cell,) = search(*here, "--lengths", 3, "--radius", 1)["cells"]
     moved = layer.rename(layer.with_name("moved.safetensors"))
     assert answer("measure", moved, "--heads", 2, "--witness", cell["file"])["witness"]["value"] == cell["lower"]
-    assert "no file" in refusal("measure", "--witness", cell["file"])
+    assert "no file" in refusal("measure", layer, "--witness", cell["file"])
     assert "other weights, masks or positions" in refusal("measure", moved, "--heads", 3, "--witness", cell["file"])
     assert "other weights" in refusal("measure", moved, "--heads", 2, "--causal", "--witness", cell["file"])
 
@@ -202,7 +203,7 @@ def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None
     changed = load_file(layer)
     changed["h.0.attn.q_proj.weight"][0, 0] += 1e-6
     save_file(changed, layer)
-    assert "other weights" in refusal("measure", "--witness", cell["file"])
+    assert "other weights" in refusal("measure", layer, "--witness", cell["file"])
 
 
 def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
@@ -234,6 +235,61 @@ def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
     assert "width 6" in refusal("measure", "random[width=8,heads=2]", "--witness", tmp_path / "mine.safetensors")
     other = refusal("measure", "random[width=6,heads=2,causal=yes]", "--witness", tmp_path / "mine.safetensors")
     assert "but random" in other
+
+
+EVIL: list[dict[str, object]] = [
+    {"source": "attacker/repo"},
+    {"source": "/etc"},
+    {"source": "minilm"},
+    {"source": "weights.safetensors"},
+    {"source": "random" * 1000},
+    {"source": "random[" + "width=4," * 1000 + "]"},
+    {"source": "a\0b"},
+    {"source": 5},
+    {"source": None},
+    {"source": ["random"]},
+    {"source": "random[width=0]"},
+    {"source": "random[width=1000000000]"},
+    {"source": "random", "width": 10**9},
+    {"source": "random", "width": "x"},
+    {"source": "random", "width": True},
+    {"source": "random", "heads": 0},
+    {"source": "random", "seed": 1e30},
+    {"source": "random", "seed": -1},
+    {"source": "random", "seed": 10**40},
+    {"source": "random", "dtype": "load"},
+    {"source": "random", "scale": "x"},
+    {"source": "random", "sha256": 5},
+    {"source": "random", "layer": 0},
+    {"source": "random", "stranger": 1},
+    {"prefix": "h.0."},
+]
+
+
+@pytest.mark.parametrize("source", EVIL, ids=lambda source: str(source)[:40])
+def test_a_witness_opens_nothing_by_itself(
+    source: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opens(*args: object, **options: object) -> None:
+        raise AssertionError(f"{args} was opened because a file said so")
+
+    for place in ("howsmooth.cli.sources.load", "howsmooth.cli.sources.read_attention_weights"):
+        monkeypatch.setattr(place, opens)
+    found = Witness.load(STORED)
+    Witness(**{**vars(found), "source": source}).save(tmp_path / "evil.safetensors")
+    said = refusal("measure", "--witness", tmp_path / "evil.safetensors")
+    assert "unexpected" not in said
+
+
+def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
+    (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--radius", 1)["cells"]
+    said = refusal("measure", "--witness", cell["file"])
+    assert f"howsmooth measure {layer} --witness" in said.replace("\n", "")
+    again = answer("measure", layer, "--witness", cell["file"])  # --heads and --causal are those of the file
+    assert again["witness"]["value"] == cell["lower"]
+    moved = layer.rename(layer.with_name("moved.safetensors"))
+    words = run("measure", moved, "--heads", 2, "--causal", "--witness", cell["file"]).stdout
+    assert f"the file names {layer}, of the same weights" in words.replace("\n", "")
 
 
 def test_the_same_seed_gives_the_same_files() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 import howsmooth as hs
+from evidence.damaged_files import outcomes, witness_case
 from howsmooth.errors import InvalidInput
+from howsmooth.sealed import opened, sealed
 from howsmooth.small import write_whole
 from howsmooth.worstcase import Embeddings, Witness, worst_case
 
+FIRST_FORMAT = Path(__file__).parent / "data" / "witness-1.safetensors"
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 
 
@@ -108,3 +112,123 @@ def test_files_changed_by_hand_are_refused(story: str, tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "howsmooth witness 1", "witness": story})
     with pytest.raises(InvalidInput, match="another version"):
         Witness.load(path)
+
+
+def test_a_witness_of_the_first_format_still_opens() -> None:
+    """Written by the version before, which found the number below."""
+    found = Witness.load(FIRST_FORMAT)
+    assert found.value == 3.5654473449249044
+    assert found.source["source"] == "random[width=4,heads=2]"
+    assert float(hs.measure(hs.SelfAttention.random(4, 2), found.x)) == pytest.approx(found.value, rel=1e-9)
+
+
+WRONG: list[dict[str, object]] = [
+    {"value": None},
+    {"value": "x"},
+    {"value": -1.0},
+    {"seed": 1e30},
+    {"seed": "x"},
+    {"steps": -1},
+    {"seconds": "long"},
+    {"stopped": "never"},
+    {"head": "first"},
+    {"start": 5},
+    {"over": []},
+    {"source": 5},
+    {"norm": 3},
+    {"norm": [2]},
+    {"measurement": {}},
+    {"measurement": 5},
+    {"extra": 1},
+]
+WRONG_MEASUREMENTS: list[dict[str, object]] = [
+    {"dtype": "nn"},
+    {"dtype": "load"},
+    {"dtype": 5},
+    {"value": None},
+    {"lower": 1e300},
+    {"values": "x"},
+    {"values": []},
+    {"notes": [5]},
+    {"confidence": 2},
+    {"converged": "yes"},
+    {"products": 1.5},
+    {"norm": "inf"},
+]
+
+
+@pytest.mark.parametrize("seal", [True, False])
+@pytest.mark.parametrize("wrong", [*WRONG, *({"measurement": part} for part in WRONG_MEASUREMENTS)], ids=str)
+def test_a_story_of_wrong_kinds_is_refused(
+    wrong: dict[str, object], seal: bool, witness: Witness, tmp_path: Path
+) -> None:
+    """With a seal that fits, as a forger makes it, and in the first format, which had none."""
+    path = tmp_path / "w.safetensors"
+    witness.save(path)
+    tensors, texts, _ = opened(path)
+    story = json.loads(texts["witness"])
+    for name, value in wrong.items():
+        both = name == "measurement" and isinstance(value, dict) and value
+        story[name] = story[name] | value if both else value  # type: ignore[operator]
+    texts |= {"witness": json.dumps(story)} | ({} if seal else {"format": "howsmooth witness 1"})
+    path.write_bytes(sealed(tensors, texts) if seal else save(tensors, texts))
+    with pytest.raises(InvalidInput, match="another version"):
+        Witness.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("x", torch.tensor(1.0)),
+        ("x", torch.zeros(0, 2)),
+        ("x", torch.full((4, 2), math.nan)),
+        ("x", torch.zeros(4, 2, dtype=torch.int64)),
+        ("history", torch.zeros(2, 2, dtype=torch.float64)),
+        ("ids", torch.zeros(3)),
+        ("ids", torch.full((4,), -1)),
+        ("left", torch.full((4, 2), math.inf)),
+        ("stranger", torch.zeros(1)),
+    ],
+)
+def test_tensors_of_wrong_kinds_are_refused(name: str, tensor: torch.Tensor, witness: Witness, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    witness.save(path)
+    tensors, texts, _ = opened(path)
+    path.write_bytes(sealed(tensors | {name: tensor}, texts))
+    with pytest.raises(InvalidInput, match="another version"):
+        Witness.load(path)
+
+
+@pytest.mark.parametrize("story", ["[" * 100_000, '{"a":' * 100_000, "5", "NaN", '{"value": NaN}'])
+def test_a_story_without_a_bottom_or_a_number_is_refused(story: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    tensors = {"x": torch.zeros(2, 2), "history": torch.zeros(1)}
+    path.write_bytes(sealed(tensors, {"format": "howsmooth witness 2", "witness": story}))
+    with pytest.raises(InvalidInput, match="another version"):
+        Witness.load(path)
+
+
+def test_changed_bytes_are_refused_or_harmless() -> None:
+    found = outcomes(witness_case(), trials=60)
+    assert found["refused"] + found["same content"] == 60, found
+    assert found["refused"] > 50
+
+
+def test_links_planted_beside_a_witness_are_not_followed(witness: Witness, tmp_path: Path) -> None:
+    folder, secret = tmp_path / "out", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("mine")
+    path = folder / "w.safetensors"
+    for name in (f".w.safetensors-{os.getpid()}", f".w.safetensors.{os.getpid()}.tmp"):
+        (folder / name).symlink_to(secret)
+    path.symlink_to(secret)
+    witness.save(path)
+    assert secret.read_text() == "mine"
+    assert not path.is_symlink()
+    assert Witness.load(path).value == witness.value
+
+
+def test_a_source_that_no_file_can_hold_is_refused_before_the_search(tmp_path: Path) -> None:
+    for source in ({"a": torch.ones(2)}, {"a": math.nan}, 5):
+        with pytest.raises(InvalidInput, match="source"):
+            worst_case(HEAD, 4, radius=1.0, starts=1, steps=1, source=source, save=tmp_path / "w")  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ _EXAMPLES = """Examples:\n
   howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
   howsmooth measure minilm --layer 2 --length 96\n
   howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json\n
-  howsmooth measure --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
+  howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
 """
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from howsmooth.attention import AttentionMap
-from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name
+from howsmooth.checks import check_count, check_seed
+from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
+from howsmooth.small import printable
 from howsmooth.worstcase.leading import evaluate
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.witness import Witness
@@ -21,6 +23,8 @@ _ACCURACY = 1e-3
 """Of a measurement, by which it may lie below what an unfinished search knew."""
 _SAME = 1e-9
 """Relative difference that rounding can make between two machines, far below what other weights make."""
+_LONGEST = 250
+"""Letters of a SOURCE of random weights; no name of a file is longer."""
 _OF_THE_MAP = ("source", "prefix", "layer", "seed")
 
 
@@ -55,34 +59,38 @@ class Replay:
         witness: as stored.
         site: its map and its tokens.
         again: the norm of the Jacobian there, measured now in the same way.
+        moved: the SOURCE that the file names, where the command names another one.
     """
 
     file: Path
     witness: Witness
     site: Site
     again: float
+    moved: str | None = None
 
     @classmethod
     def open(cls, file: Path, request: Request, settings: Settings) -> Replay:
-        """The witness of a file, with the map that the command names, or else the one that the file names.
+        """The witness of a file, with the map that the command names.
 
-        Refuses a map with other weights than those the witness was found for.
+        A file comes from anywhere, so what it names is not opened for its word: a model, a folder or a weights file
+        must be named by the command too. Random weights are made as the file says. When both name the same SOURCE and
+        the command says no more, the options are those of the file. Refuses a map with other weights than those the
+        witness was found for.
         """
         if request.input is not None or request.text is not None or settings.length is not None:
             raise InvalidInput("--witness holds the tokens: leave out --input, --text and --length.")
         witness = Witness.load(file)
-        named = (request, settings) != (Request(), Settings())
-        if not named and not witness.source:
-            raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
-        if not named:
-            request, settings = _recalled(witness.source, file)
+        said = _recalled(witness.source, file) if witness.source else None
+        request, settings = _chosen(request, settings, said, witness, file)
         short = None if request.names_model else 1
         site = request.open(replace(settings, length=short))
+        moved = None if said is None or said[0].source == request.source else printable(said[0].source)
         stored = witness.source.get("sha256")
         if stored is not None and map_sha256(site.attention) != stored:
+            other = "" if moved is None else f" (it names {moved})"
             raise InvalidInput(
-                f"{file} was found for other weights, masks or positions than those of {site.source}: name the map it "
-                "belongs to, with the options it had."
+                f"{file} was found for other weights, masks or positions than those of {site.source}{other}: name the "
+                "map it belongs to, with the options it had."
             )
         if witness.x.shape[-1] != site.attention.in_features:
             raise InvalidInput(
@@ -97,7 +105,7 @@ class Replay:
                 f"{file} says {witness.value:.9g}, but {site.source} gives {again:.9g} at its input: name the map it "
                 "belongs to, with the options it had."
             )
-        return cls(file, witness, replace(site, x=witness.x, tokens=f"the witness {file}", drawn=False), again)
+        return cls(file, witness, replace(site, x=witness.x, tokens=f"the witness {file}", drawn=False), again, moved)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python for JSON."""
@@ -114,7 +122,8 @@ class Replay:
             if _unfinished(self.witness)
             else f"the same as stored ({stored})"
         )
-        return f"witness: {self.again:.9g} for {which}, {how}"
+        other = "" if self.moved is None else f"; the file names {self.moved}, of the same weights"
+        return f"witness: {self.again:.9g} for {which}, {how}{other}"
 
 
 def _unfinished(witness: Witness) -> bool:
@@ -122,12 +131,48 @@ def _unfinished(witness: Witness) -> bool:
     return not bool(witness.measurement.converged.all())
 
 
+def _chosen(
+    request: Request, settings: Settings, said: tuple[Request, Settings] | None, witness: Witness, file: Path
+) -> tuple[Request, Settings]:
+    """What to open: as the command says; as the file says where the command confirms it, or nothing is opened."""
+    named = (request, settings) != (Request(), Settings())
+    if said is None:
+        if not named:
+            raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
+        return request, settings
+    if not named:
+        drawn = random_settings(said[0].source, said[1])
+        if drawn is None or len(said[0].source) > _LONGEST or said[0].names_model:
+            name = printable(said[0].source)
+            raise InvalidInput(
+                f"{file} names {name} as its map, and nothing is opened because a file says so: name it yourself, "
+                f"as in howsmooth measure {name} --witness {file}."
+            )
+        if drawn.width != witness.x.shape[-1]:
+            raise InvalidInput(f"{file} names a map of width {drawn.width} for tokens of width {witness.x.shape[-1]}.")
+        return said
+    only_named = (request, settings) == (Request(source=request.source), Settings())
+    return said if only_named and said[0].source == request.source else (request, settings)
+
+
 def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
-    """The options that were written beside the witness."""
-    known = {field.name for field in fields(Settings)}
-    request = {name: source[name] for name in _OF_THE_MAP if name in source}
-    settings = {name: value for name, value in source.items() if name in known}
-    unknown = set(source) - set(request) - set(settings) - {"sha256"}
-    if unknown or "source" not in request:
+    """The options that were written beside the witness, each of its kind."""
+    kinds = {name: get_args(kind)[0] for name, kind in get_type_hints(Settings).items()}
+    kinds |= {"source": str, "prefix": str, "layer": int, "seed": int}
+    known = all(name in kinds and _is(kinds[name], value) for name, value in source.items() if name != "sha256")
+    if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
+    request = {name: source[name] for name in _OF_THE_MAP if name in source}
+    settings = {name: value for name, value in source.items() if name in kinds and name not in request}
+    check_seed(request.get("seed", 0))
+    for name in ("width", "heads", "kv_heads", "window", "length"):
+        if name in settings:
+            check_count(settings[name], name)
     return Request(**request), Settings(**settings)
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether a value of JSON is of the kind of an option."""
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

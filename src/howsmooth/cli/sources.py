@@ -217,6 +217,18 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def random_settings(source: str, settings: Settings) -> Settings | None:
+    """The complete configuration of random weights that SOURCE and the flags ask for; None for another SOURCE.
+
+    >>> random_settings("random[width=8]", Settings(heads=2)).width, random_settings("minilm", Settings())
+    (8, None)
+    """
+    parsed = _GRAMMAR.fullmatch(source)
+    if parsed is None:
+        return None
+    return settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
+
+
 def random_attention(settings: Settings, seed: int) -> SelfAttention:
     """Random weights of a complete configuration."""
     width, heads, dtype = settings.width, settings.heads, settings.torch_dtype
@@ -270,19 +282,20 @@ def _from_weights(request: Request, settings: Settings) -> Site:
     """Random weights, or those of a file, which says nothing about tokens."""
     attention: AttentionMap
     tensors: Mapping[str, Tensor] = {}
-    if (parsed := _GRAMMAR.fullmatch(request.source)) is not None:
+    drawn = random_settings(request.source, settings)
+    if drawn is not None:
         if request.prefix is not None:
             raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
-        settings = settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
+        settings = drawn
         check_room(4 * (settings.width or 0) ** 2, f"random weights of width {settings.width}", "--width")
         attention = random_attention(settings, request.seed)
     else:
         attention = _from_file(request.source, settings, request.prefix)
         tensors, _ = read_tensors(Path(request.source))
     if request.input is not None:
-        if settings.length is not None and parsed is None:
+        if settings.length is not None and drawn is None:
             raise InvalidInput("--length is for random tokens: leave it out when --input gives the tokens.")
-        x, origin = _stored_tokens(request, settings.torch_dtype if parsed is None else None)
+        x, origin = _stored_tokens(request, settings.torch_dtype if drawn is None else None)
     else:
         length = settings.length or DEFAULTS.length or 0
         x = random_tokens(length, attention.in_features, request.seed + 1).to(attention.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import check_callable, check_path, door, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.worstcase.asking import Question, asked, resolved
@@ -25,6 +26,7 @@ from howsmooth.worstcase.sequences import Exchange
 from howsmooth.worstcase.sets import Embeddings, InputSet
 from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, Roughness
 from howsmooth.worstcase.witness import Stopped, Witness
+from howsmooth.worstcase.witness_files import plain_json
 
 Progress = Callable[[int, int, float], None]
 _SAVE_EVERY = 2.0
@@ -35,6 +37,7 @@ _LAST_STEPS = 20
 _UNMEASURED = "one direction of the climb"
 
 
+@door
 def worst_case(
     f: Callable[[Tensor], Any],
     n: int | None = None,
@@ -89,8 +92,15 @@ def worst_case(
     (16.1, 'two poles')
     """
     began = time.perf_counter()
+    if source is not None:
+        if not isinstance(source, Mapping):
+            raise InvalidInput(f"source must be a dictionary, got {shown(source)}.")
+        plain_json(source, "source")
+    if progress is not None:
+        check_callable(progress, "progress")
+    path = None if save is None else check_path(save, "save")
     question = asked(f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed)
-    search = _Search(question, None if save is None else Path(save), dict(source or {}), progress, began)
+    search = _Search(question, path, dict(source or {}), progress, began)
     return search.run()
 
 
