@@ -12,15 +12,16 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from pathlib import Path
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.kinds import alternatives, fits, in_words, kinds
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -133,10 +134,7 @@ def check_tensor(value: object, name: str, dims: Collection[int] | None = None, 
         raise InvalidInput(
             f"{name} must be a torch.Tensor, not {type(value).__name__}: convert it with torch.as_tensor."
         )
-    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
-        raise InvalidInput(f"{name} must be a dense tensor: convert it with .to_dense(), or pad a nested one.")
-    if value.is_meta:
-        raise InvalidInput(f"{name} is on the meta device and holds no numbers: move real ones to it.")
+    check_readable(value, name)
     kind = str(value.dtype).removeprefix("torch.")
     if floating and value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise InvalidInput(
@@ -151,6 +149,31 @@ def check_tensor(value: object, name: str, dims: Collection[int] | None = None, 
             f"{name} has shape {tuple(value.shape)}, which holds no numbers: every size must be at least 1."
         )
     return value
+
+
+def check_kind(value: object, kind: Any, name: str) -> None:
+    """Refuse a value that is not of the kind of an annotation, or outside the range that an `Annotated` one has."""
+    for one in alternatives(kind):
+        if not fits(value, one):
+            continue
+        if isinstance(value, Tensor):
+            check_readable(value, name)
+        for check in getattr(one, "__metadata__", ()):
+            check(value, name)
+        return
+    if kind is Tensor:
+        check_tensor(value, name)
+    raise InvalidInput(f"{name} must be {in_words(kind)}, got {shown(value)}.")
+
+
+def check_readable(value: Tensor, name: str) -> None:
+    """Refuse tensors whose numbers cannot be read one by one: nested, sparse, quantised, of 8 bits or less, or meta."""
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        raise InvalidInput(f"{name} must be a dense tensor: convert it with .to_dense(), or pad a nested one.")
+    if value.is_meta:
+        raise InvalidInput(f"{name} is on the meta device and holds no numbers: move real ones to it.")
+    if value.is_floating_point() and value.dtype.itemsize < 2:
+        raise InvalidInput(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}: convert it with .float().")
 
 
 def check_options(given: Mapping[str, object], known: Iterable[str], name: str) -> None:
@@ -184,7 +207,10 @@ def memory() -> int:
 
 
 def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, with one sentence for a call that does not fit its signature.
+    """The function, with one sentence for a call that does not fit its signature or the kinds it writes there.
+
+    What can be told from an annotation is checked: numbers, words, flags, tensors that can be read, functions, paths,
+    classes, sequences of such. Ranges and shapes are for the function itself.
 
     >>> @door
     ... def add(first: int, second: int = 0) -> int:
@@ -195,18 +221,26 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
     >>> add()
     Traceback (most recent call last):
     howsmooth.checks.WrongCall: add: missing a required argument: 'first'.
+    >>> add(1, second="2")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: second must be a whole number, got '2'.
     """
-    signature, name = inspect.signature(function), function.__name__
+    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    wanted = cache(lambda: kinds(function))
 
     def knock(*args: Any, **given: Any) -> None:
         if not open_ended:
             check_options(given, named, name)
         try:
-            signature.bind(*args, **given)
+            bound = signature.bind(*args, **given).arguments
         except TypeError as error:
             raise WrongCall(f"{name}: {error}.") from None
+        for argument, kind in wanted().items():
+            if argument in bound and bound[argument] is not signature.parameters[argument].default:
+                check_kind(bound[argument], kind, argument)
 
     def enter(*args: _P.args, **given: _P.kwargs) -> _T:
         knock(*args, **given)
@@ -214,6 +248,15 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     # With the globals of the function itself: doctest looks for examples in functions of the module it reads only.
     return update_wrapper(FunctionType(enter.__code__, function.__globals__, name, None, enter.__closure__), function)
+
+
+Count = Annotated[int, check_count]
+"""A whole number, at least 1; like the others here an annotation that `door` checks."""
+Size = Annotated[int, lambda value, name: check_count(value, name, least=0)]
+Seed = Annotated[int, check_seed]
+Probability = Annotated[float, check_probability]
+Positive = Annotated[float, check_positive]
+NotNegative = Annotated[float, lambda value, name: check_number(value, name, least=0)]
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.checks import Positive, Probability, Seed, Size, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
@@ -53,6 +54,7 @@ class Explanation:
     influence: Tensor | None = None
 
 
+@door
 @full_precision
 def explain(
     attention: Callable[[Tensor], Tensor],
@@ -60,10 +62,10 @@ def explain(
     *,
     per_head: bool = False,
     influence: bool = True,
-    rtol: float = 1e-3,
-    seed: int = 0,
-    confidence: float = 0.99,
-    memory: int = DEFAULT_MEMORY,
+    rtol: Positive = 1e-3,
+    seed: Seed = 0,
+    confidence: Probability = 0.99,
+    memory: Size = DEFAULT_MEMORY,
 ) -> Explanation:
     """Measure an attention map and say where its roughness comes from.
 
@@ -113,6 +115,7 @@ def explain(
     )
 
 
+@door
 @full_precision
 def token_influence(
     f: Callable[[Tensor], Tensor],
@@ -120,9 +123,9 @@ def token_influence(
     *,
     per_head: bool = False,
     head: int | None = None,
-    rtol: float = 1e-2,
-    seed: int = 0,
-    memory: int = DEFAULT_MEMORY,
+    rtol: Positive = 1e-2,
+    seed: Seed = 0,
+    memory: Size = DEFAULT_MEMORY,
 ) -> Tensor:
     """‖J_ij‖₂ for every output token i and input token j: ``(…, n, n)``.
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
+from howsmooth.checks import Count, Positive, Probability, Seed, Size, check_options, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 
+_OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
 
+
+@door
 @full_precision
 def measure(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
     norm: NormKind = 2,
-    k: int = 1,
-    rtol: float = 1e-3,
-    seed: int = 0,
+    k: Count = 1,
+    rtol: Positive = 1e-3,
+    seed: Seed = 0,
     *,
-    confidence: float = 0.99,
-    memory: int = DEFAULT_MEMORY,
+    confidence: Probability = 0.99,
+    memory: Size = DEFAULT_MEMORY,
     **solver: Any,
 ) -> Measurement:
     r"""The local Lipschitz constant of ``f`` at ``x``: the norm of its Jacobian there.
@@ -55,21 +60,23 @@ def measure(
     >>> round(float(hs.measure(attention, torch.zeros(10, 1))), 3)  # the Cesàro matrix
     1.41
     """
+    check_options(solver, _OPTIONS, "measure")
     operator = jacobian(f, x, memory=memory)
     return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
 
 
+@door
 @full_precision
 def measure_heads(
     attention: Callable[[Tensor], Tensor],
     x: Tensor,
     norm: NormKind = 2,
-    k: int = 1,
-    rtol: float = 1e-3,
-    seed: int = 0,
+    k: Count = 1,
+    rtol: Positive = 1e-3,
+    seed: Seed = 0,
     *,
-    confidence: float = 0.99,
-    memory: int = DEFAULT_MEMORY,
+    confidence: Probability = 0.99,
+    memory: Size = DEFAULT_MEMORY,
     **solver: Any,
 ) -> Measurement:
     """The local Lipschitz constant of every head x ↦ W_h f_h(x), its own slice of the output projection included.
@@ -82,6 +89,7 @@ def measure_heads(
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
+    check_options(solver, _OPTIONS, "measure_heads")
     found = as_attention(attention)
     if found is None:
         raise InvalidInput(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.settings import Setting, setting
+from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput
 
 Side = Literal["upper", "lower"]
@@ -164,6 +165,7 @@ def register(bound: Bound) -> Bound:
     return bound
 
 
+@door
 def get(name: str) -> Bound:
     """The bound of that name.
 
@@ -176,6 +178,7 @@ def get(name: str) -> Bound:
     return CATALOGUE[name]
 
 
+@door
 def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
     """Every bound whose assumptions hold."""
     return [bound for bound in CATALOGUE.values() if bound.refusal(where, per_head) is None]

@@ -12,6 +12,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.bounds.visibility import first_blind
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_finite, check_tokens
@@ -86,6 +87,7 @@ class Setting:
         return self._numbers[folded]
 
 
+@door
 def setting(
     attention: nn.Module,
     *,

@@ -21,6 +21,7 @@ from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layers import Activation, activation, mlp, normalisation
 from howsmooth.bounds.settings import setting
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
 
 _BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
@@ -30,6 +31,7 @@ _TOLERANCE = 1e-3
 """Largest relative difference between the pieces and the model on a random input, in single precision."""
 
 
+@door
 def stack(
     model: nn.Module,
     n: int,
@@ -60,6 +62,7 @@ def stack(
     return Stack(tuple(piece.stage(n, _floors(pieces, variance)) for piece in pieces))
 
 
+@door
 def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> dict[str, float]:
     """The smallest token variance (mean square for RMSNorm) that each normalisation sees when the model reads x.
 

@@ -20,6 +20,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
@@ -187,6 +188,7 @@ class Table(Sequence[Row]):
     __repr__ = __str__
 
 
+@door
 def table(
     attention: nn.Module,
     *,
@@ -197,8 +199,8 @@ def table(
     eps: float | None = None,
     per_head: bool = False,
     norm: float | None = None,
-    rtol: float = 1e-3,
-    seed: int = 0,
+    rtol: Positive = 1e-3,
+    seed: Seed = 0,
 ) -> Table:
     """Every bound of the catalogue that applies, what is measured at x, and how far apart they are.
 
@@ -277,7 +279,7 @@ def _bound_rows(bound: Bound, where: Setting, per_head: bool) -> list[Row]:
 
 
 def measurements_at(
-    where: Setting, norms: Iterable[float], per_head: bool = False, rtol: float = 1e-3, seed: int = 0
+    where: Setting, norms: Iterable[float], per_head: bool = False, rtol: Positive = 1e-3, seed: Seed = 0
 ) -> dict[float, Measurement]:
     """What is measured at x in each norm: in float64, since the bounds speak of the exact map."""
     if where.x is None:

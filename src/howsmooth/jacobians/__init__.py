@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention
+from howsmooth.checks import Size, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
@@ -25,7 +26,8 @@ __all__ = [
 ]
 
 
-def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: int = DEFAULT_MEMORY) -> JacobianOperator:
+@door
+def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: Size = DEFAULT_MEMORY) -> JacobianOperator:
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
     Args:

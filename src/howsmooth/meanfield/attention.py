@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, Causal, LogitBias, Rotary
 from howsmooth.attention.masks import Maps
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_finite
@@ -84,6 +85,7 @@ def _check_floating(numbers: object, name: str) -> Tensor:
     return real_tensor(numbers, name)
 
 
+@door
 def weighted(
     attention: nn.Module, measure: Measure, points: Tensor | None = None, positions: Tensor | None = None
 ) -> tuple[AttentionMap, Tensor]:
@@ -154,6 +156,7 @@ class Field:
             )
 
 
+@door
 def field(attention: nn.Module, measure: Measure) -> Field:
     """Γ_μ, which can be evaluated and differentiated at any points.
 
@@ -167,6 +170,7 @@ def field(attention: nn.Module, measure: Measure) -> Field:
     return Field(attention, measure)
 
 
+@door
 def push(attention: nn.Module, measure: Measure) -> Measure:
     r"""The image :math:`F(\mu) = (\Gamma_\mu)_\#\mu`: every atom goes to where the field takes it."""
     map_, tokens = weighted(attention, measure)

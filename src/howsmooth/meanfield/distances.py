@@ -9,12 +9,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.measure import MASS_TOLERANCE, Measure, check_measure
 
 _MOST_PIVOTS = 10_000_000
 
 
+@door
 def w2(mu: Measure, nu: Measure) -> float:
     """W₂(μ, ν), exactly (a linear programme).
 
@@ -24,6 +26,7 @@ def w2(mu: Measure, nu: Measure) -> float:
     return wasserstein(mu, nu, 2)
 
 
+@door
 def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     r""":math:`W_p(\mu, \nu) = (\min_\pi \sum_{ij} \pi_{ij} |x_i - y_j|^p)^{1/p}` over all plans π from μ to ν.
 
@@ -36,6 +39,7 @@ def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     return _transport(mu.atoms, mu.weights, nu.atoms, nu.weights, p) ** (1 / p)
 
 
+@door
 def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
     r"""The distance of masked measures, in which mass keeps its position:
 
@@ -60,6 +64,7 @@ def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
     return total ** (1 / p)
 
 
+@door
 def distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     """d_p of measures with positions, W_p of measures without."""
     _check(mu, nu, p)

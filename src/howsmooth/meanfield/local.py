@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.meanfield.attention import weighted
 from howsmooth.meanfield.measure import Measure, check_measure
@@ -144,6 +145,7 @@ class LocalConstant:
         return f"{self.value:.4g} in {where}, {self.part} ({other[0]}: {float(other[1]):.4g})"
 
 
+@door
 def local_constant(attention: nn.Module, measure: Measure, **solver: Any) -> LocalConstant:
     """The local Lipschitz constant of F at a measure: how much small displacements of its mass are stretched.
 

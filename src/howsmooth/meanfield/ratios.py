@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.attention import push
 from howsmooth.meanfield.distances import distance
@@ -15,6 +16,7 @@ from howsmooth.meanfield.measure import Measure
 Pair = tuple[Measure, Measure]
 
 
+@door
 def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
     """W₂(F(μ), F(ν)) / W₂(μ, ν), or the same in d₂ when the measures have positions.
 
@@ -32,6 +34,7 @@ def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
     return distance(push(attention, mu), push(attention, nu)) / apart
 
 
+@door
 def largest_ratio(attention: nn.Module, pairs: Iterable[Pair]) -> tuple[float, Pair]:
     """The largest `ratio` of the pairs, and the pair that has it."""
     found = []

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.measure import Measure, real_tensor
 
@@ -38,6 +39,7 @@ class TwoAtom(NamedTuple):
     heavy: float
 
 
+@door
 def two_atom(gamma: float, radius: float) -> TwoAtom:
     """The largest stretch of two atoms over all ratios of their masses, for the eigenvalue −γ of A on B_R.
 
@@ -55,6 +57,7 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
     return TwoAtom(math.exp(b) * math.sqrt(t) * (1 + c * t) / (1 + t) ** 2, t * math.exp(2 * b))
 
 
+@door
 def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
     direction = real_tensor(direction, "direction")

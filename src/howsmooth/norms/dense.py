@@ -42,8 +42,8 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float
         values, residuals = sigma[..., :k] * scale[..., None], torch.zeros_like(sigma[..., :k])
         value = values[..., 0]
         triplets = () if k == 1 else (k,)
-        left = u[..., :k].mT.to(op.dtype).to(op.device).reshape(*op.batch_shape, *triplets, *op.out_shape)
-        right = vt[..., :k, :].to(op.dtype).to(op.device).reshape(*op.batch_shape, *triplets, *op.in_shape)
+        left = u[..., :k].mT.to(op.dtype).to(op.device).reshape((*op.batch_shape, *triplets, *op.out_shape))
+        right = vt[..., :k, :].to(op.dtype).to(op.device).reshape((*op.batch_shape, *triplets, *op.in_shape))
     else:
         value = torch.linalg.matrix_norm(matrix, ord=norm) * scale
     allowance = rounding_allowance(op.dtype, products, op.blur)

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.models.opening import UNLIMITED
@@ -32,6 +33,7 @@ class Progress:
     label: str
 
 
+@door
 def scan(
     model: str | OpenModel,
     text: str | Path | None = None,

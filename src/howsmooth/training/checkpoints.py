@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from howsmooth.checks import door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.sealed import Damaged, digest, opened, read_json, sealed
 from howsmooth.small import write_whole
@@ -54,6 +55,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
 
     @classmethod
+    @door
     def take(
         cls,
         step: int,
@@ -158,8 +160,10 @@ class Checkpoint:
         write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
+    @door
     def load(cls, path: Path) -> Checkpoint:
         """Read a file that `save` wrote; anything else, or a damaged one, is refused."""
+        path = Path(path)
         if not path.is_file():
             raise InvalidInput(f"there is no checkpoint {path}: start the run without --resume.")
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.small import spreadsheet_safe, write_whole
 from howsmooth.training.loop import Busy, train
@@ -62,6 +63,7 @@ class Cell:
     status: Status
 
 
+@door
 def run_grid(
     corpus: Corpus,
     grid: Grid,
@@ -71,7 +73,7 @@ def run_grid(
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Result]:
     """Run what is missing and return the finished cells; the table is written after each."""
-    cells = grid.cells()
+    cells, folder = grid.cells(), Path(folder)
     for number, (name, settings) in enumerate(cells, start=1):
         show = lambda status, n=number, name=name: progress(Cell(n, len(cells), name, status))  # noqa: E731
         try:
@@ -122,6 +124,7 @@ def row_of(result: Result) -> dict[str, Any]:
     }
 
 
+@door
 def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
     found = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
@@ -129,6 +132,7 @@ def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     return mean(bits) if bits and len(bits) == len(found) else None
 
 
+@door
 def gap_closed(results: Sequence[Result], depth: int) -> float | None:
     """(contractive-inf − contractive-2)/(contractive-inf − l2-tied) in validation bits.
 

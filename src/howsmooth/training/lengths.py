@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from howsmooth.checks import Count, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.training.text import START, Corpus, documents
 
@@ -91,7 +92,8 @@ class Plan(ABC):
 class Fixed(Plan):
     """Windows of ``length`` characters at random places of one document."""
 
-    def __init__(self, text: Tensor, length: int, batch_tokens: int, seed: int):
+    @door
+    def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
         self.targets, self.inputs = text, _before(text)
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
         if len(text) < length:
@@ -107,7 +109,8 @@ class Fixed(Plan):
 class Chunks(Plan):
     """Documents one after the other, cut every ``length`` characters; attention stays within a document."""
 
-    def __init__(self, parts: Sequence[Tensor], length: int, batch_tokens: int, seed: int):
+    @door
+    def __init__(self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed):
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
         self.targets, self.inputs, self.owner, self.begins = _joined(parts)
         self._streams = dict[int, Tensor]()
@@ -150,7 +153,10 @@ class Chunks(Plan):
 class Curriculum(Plan):
     """Pieces of one power of two per batch, short to long, in ``cycles`` rounds over ``steps`` steps."""
 
-    def __init__(self, parts: Sequence[Tensor], length: int, batch_tokens: int, seed: int, steps: int, cycles: int = 1):
+    @door
+    def __init__(
+        self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
+    ):
         if length & (length - 1) or batch_tokens % length:
             raise InvalidInput(
                 f"a curriculum needs a longest length that is a power of two and divides the tokens of a batch, got "
@@ -191,8 +197,9 @@ class Curriculum(Plan):
         return torch.cat(found)
 
 
+@door
 def plan(
-    corpus: Corpus, lengths: Lengths, length: int, batch_tokens: int, seed: int, steps: int, cycles: int = 1
+    corpus: Corpus, lengths: Lengths, length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
 ) -> Plan:
     """The plan of a run over the training part."""
     if lengths == "fixed":
@@ -203,7 +210,8 @@ def plan(
     return Curriculum(parts, length, batch_tokens, seed, steps, cycles)
 
 
-def validation(corpus: Corpus, lengths: Lengths, length: int, most: int | None = None) -> Batch:
+@door
+def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> Batch:
     """The validation part (its first ``most`` characters) in pieces of one length, every character predicted once.
 
     In windows of one document for fixed lengths, in chunks with cross-document masks for the others. What is left after

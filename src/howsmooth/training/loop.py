@@ -23,8 +23,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn import functional
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.small import write_whole
+from howsmooth.small import unwritable, write_whole
 from howsmooth.training.checkpoints import CHECKPOINT, Checkpoint
 from howsmooth.training.files import Journal
 from howsmooth.training.lengths import Batch, plan, validation
@@ -48,6 +49,7 @@ class Stopped(KeyboardInterrupt):
         self.step = step
 
 
+@door
 def train(
     corpus: Corpus,
     settings: Settings,
@@ -69,6 +71,7 @@ def train(
     intervals = intervals or Intervals()
     if folder is None:
         return _Run(corpus, settings, None, intervals, progress).go()
+    folder = Path(folder)
     with locked(folder):
         if not resume and any((folder / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
             raise InvalidInput(f"{folder} holds a run already: go on with --resume, or choose another folder.")
@@ -79,18 +82,21 @@ def train(
         return _Run(corpus, settings, folder, intervals, progress).go()
 
 
+@door
 def evaluate(model: CharacterModel, batch: Batch) -> float:
     """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
     total, training = 0.0, model.training
     model.eval()
     rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
-    with torch.no_grad():
-        for start in range(0, len(batch.inputs), rows):
-            part = slice(start, start + rows)
-            document = None if batch.document is None else batch.document[part]
-            some = Batch(batch.inputs[part], batch.targets[part], document)
-            total += float(nats(model, some)) * some.tokens
-    model.train(training)
+    try:
+        with torch.no_grad():
+            for start in range(0, len(batch.inputs), rows):
+                part = slice(start, start + rows)
+                document = None if batch.document is None else batch.document[part]
+                some = Batch(batch.inputs[part], batch.targets[part], document)
+                total += float(nats(model, some)) * some.tokens
+    finally:
+        model.train(training)
     return total / batch.tokens / math.log(2)
 
 
@@ -100,9 +106,10 @@ def nats(model: CharacterModel, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
+@door
 def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
     """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
-    checkpoint = Checkpoint.load(folder / CHECKPOINT)
+    checkpoint = Checkpoint.load(Path(folder) / CHECKPOINT)
     model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
     checkpoint.restore(model)
     return model.eval(), checkpoint
@@ -111,7 +118,10 @@ def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time in a folder, which is made when missing; the lock goes with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield

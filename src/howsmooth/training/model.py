@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
 from howsmooth.bounds import TokenSet
-from howsmooth.checks import check_count
+from howsmooth.checks import check_count, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import (
     AttentionLayer,
@@ -137,6 +137,7 @@ class CharacterModel(nn.Module):
     torch.Size([3, 8, 5])
     """
 
+    @door
     def __init__(self, settings: Settings, symbols: int):
         super().__init__()
         settings.check_memory(check_count(symbols, "symbols"))

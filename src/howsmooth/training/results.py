@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from howsmooth.checks import check_count, check_number
+from howsmooth.checks import check_count, check_number, door
 from howsmooth.errors import InvalidInput
 from howsmooth.sealed import read_json
 from howsmooth.training.files import Journal
@@ -84,8 +84,10 @@ class Result:
         return {name: value for name, value in asdict(self).items() if name != "rows"}
 
     @classmethod
+    @door
     def read(cls, folder: Path) -> Result | None:
         """The result of a finished run, or None."""
+        folder = Path(folder)
         path = folder / RESULT
         if not path.is_file():
             return None

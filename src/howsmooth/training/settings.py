@@ -6,7 +6,16 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from howsmooth.checks import check_count, check_memory, check_number, check_one_of, check_positive, check_seed, shown
+from howsmooth.checks import (
+    check_count,
+    check_memory,
+    check_number,
+    check_one_of,
+    check_positive,
+    check_seed,
+    door,
+    shown,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.training.lengths import LENGTHS, Lengths
 
@@ -150,6 +159,7 @@ class Settings:
         return asdict(self)
 
     @classmethod
+    @door
     def from_dict(cls, content: dict[str, Any]) -> Settings:
         """From JSON; unknown or missing names are refused."""
         names = {field.name for field in fields(cls)}

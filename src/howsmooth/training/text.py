@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput
 
 TRAINED_SHARE = 0.9
@@ -43,18 +44,22 @@ class Corpus:
 
     def __post_init__(self) -> None:
         for name, part in (("train", self.train), ("validate", self.valid)):
+            if not isinstance(part, str):
+                raise InvalidInput(f"the text to {name} on must be a text, got {shown(part)}.")
             if len(part) < 2:
                 raise InvalidInput(
                     f"there is too little text to {name} on ({len(part)} characters): give a longer file."
                 )
 
     @classmethod
+    @door
     def split(cls, text: str) -> Corpus:
         """The first 90 % of a text to train on, the rest to validate on."""
         cut = int(TRAINED_SHARE * len(text))
         return cls(text[:cut], text[cut:], f"first {TRAINED_SHARE:.0%} of the text to train, the rest to validate")
 
     @classmethod
+    @door
     def read(cls, path: Path | str) -> Corpus:
         """A text file, or a folder whose files (or one of whose files) name their part: train and valid."""
         path = Path(path)
@@ -86,6 +91,7 @@ class Corpus:
         return encode(text, self.alphabet)
 
 
+@door
 def encode(text: str, alphabet: str) -> Tensor:
     """Symbols of the characters, i + 1 for the i-th of the alphabet."""
     table = {character: place for place, character in enumerate(alphabet, start=1)}
@@ -97,15 +103,21 @@ def encode(text: str, alphabet: str) -> Tensor:
         ) from None
 
 
+@door
 def decode(symbols: Sequence[int], alphabet: str) -> str:
     """The characters of symbols; the start symbol has none.
 
     >>> decode([0, 1, 2], "ab")
     'ab'
     """
+    known = range(len(alphabet) + 1)
+    for symbol in symbols:
+        if symbol not in known:
+            raise InvalidInput(f"there is no symbol {shown(symbol)} in an alphabet of {len(alphabet)} characters.")
     return "".join(alphabet[symbol - 1] for symbol in symbols if symbol != START)
 
 
+@door
 def documents(text: str) -> list[str]:
     r"""The text cut into documents, which together are the text again.
 
@@ -150,5 +162,7 @@ def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8", newline="") as file:  # line ends as they are: every character counts
             return file.read()
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start}).") from None

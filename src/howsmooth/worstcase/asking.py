@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import check_callable, check_tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_finite, check_tokens
@@ -64,7 +65,7 @@ def asked(
     if seconds is not None and not seconds > 0:
         raise InvalidInput(f"seconds must be positive, got {seconds}.")
     region = as_set(over, radius)
-    attention = as_attention(f)
+    attention = as_attention(check_callable(f, "f"))
     if attention is not None:
         f = attention = attention if head is None else one_head(attention, head)
         _check_map(attention, region)
@@ -135,7 +136,10 @@ def _check_map(attention: AttentionMap, region: InputSet) -> None:
 def _given(start: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     if start is None:
         return []
-    return [start] if isinstance(start, Tensor) else list(start)
+    given = [start] if isinstance(start, Tensor) else list(start)
+    for x in given:
+        check_tensor(x, "the start", dims=(1, 2), floating=False)
+    return given
 
 
 def _sizes(f: object, region: InputSet, given: list[Tensor], n: int | None) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.measurement import rounded
 from howsmooth.worstcase.laws import (
@@ -144,6 +145,7 @@ class Growth:
         return self.sentence
 
 
+@door
 def growth(
     values: Any,
     lengths: Sequence[float] | Any,

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, Causal, LogitBias
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
@@ -91,6 +92,7 @@ class MeasureWitness:
         return f"MeasureWitness({self.constant!r}; {self.measure!r})"
 
 
+@door
 def worst_measure(
     attention: nn.Module,
     atoms: int = 2,
@@ -100,7 +102,7 @@ def worst_measure(
     ordered: bool | None = None,
     starts: int = 16,
     steps: int = 200,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> MeasureWitness:
     """Search for the measure with at most this many atoms that attention stretches most.

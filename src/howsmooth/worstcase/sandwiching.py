@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import Positive, Seed, Size, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.worstcase.asking import check_resolution
@@ -30,6 +31,7 @@ Function = Callable[[Tensor], Tensor]
 Progress = Callable[[str, float, int, float], None]
 
 
+@door
 def sandwich(
     f: Function,
     lengths: Sequence[int],
@@ -39,11 +41,11 @@ def sandwich(
     around: Tensor | None = None,
     eps: Sequence[float] | None = None,
     norm: float = 2,
-    head: int | None = None,
-    starts: int = 8,
-    steps: int = 200,
-    seconds: float | None = None,
-    seed: int = 0,
+    head: Size | None = None,
+    starts: Size = 8,
+    steps: Size = 200,
+    seconds: Positive | None = None,
+    seed: Seed = 0,
     files: Callable[[int, InputSet], Path] | None = None,
     source: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -84,7 +86,7 @@ def sandwich(
         for done, (n, place) in enumerate(places):
             label = f"n = {n}, {in_words(place)}"
 
-            def show(step: int, steps: int, best: float, label: str = label, done: int = done) -> None:
+            def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
                 if progress is not None:
                     progress(label, done + step / max(steps, 1), len(places), best)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.checks import check_callable, check_path, door, shown
-from howsmooth.errors import InvalidInput
+from howsmooth.checks import Count, Positive, Seed, Size, check_callable, check_path, door, shown
+from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
 from howsmooth.worstcase.asking import Question, asked, resolved
 from howsmooth.worstcase.climbing import MILESTONES, Ascent, Climb, Found
@@ -40,18 +40,18 @@ _UNMEASURED = "one direction of the climb"
 @door
 def worst_case(
     f: Callable[[Tensor], Any],
-    n: int | None = None,
+    n: Count | None = None,
     *,
     radius: float | None = None,
     over: InputSet | TokenSet | nn.Module | None = None,
     start: Tensor | Sequence[Tensor] | None = None,
     norm: float | str = 2,
     head: int | None = None,
-    starts: int = 8,
+    starts: Size = 8,
     constructions: bool = True,
-    steps: int = 200,
-    seconds: float | None = None,
-    seed: int = 0,
+    steps: Size = 200,
+    seconds: Positive | None = None,
+    seed: Seed = 0,
     save: str | os.PathLike[str] | None = None,
     source: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -117,7 +117,7 @@ class _Search:
     def run(self) -> Witness:
         asked = self.asked
         climb = self._climb()
-        if self.save is not None:
+        if self.save is not None and math.isfinite(climb.leader.value):
             self._interim(climb).save(self.save)  # a file that cannot be written is an error now, not after the search
         try:
             self._go(climb)
@@ -162,7 +162,8 @@ class _Search:
                 climb.milestone()
                 begun = step
             climb.step(used)
-            if self.save is not None and time.perf_counter() - self.saved_at > _SAVE_EVERY:
+            due = time.perf_counter() - self.saved_at > _SAVE_EVERY
+            if self.save is not None and due and math.isfinite(climb.leader.value):
                 self._keep(self._interim(climb))
             if self.progress is not None:
                 self.progress(step + 1, asked.steps, climb.leader.value)
@@ -174,7 +175,12 @@ class _Search:
     def _best(self, climb: Climb) -> tuple[Found, Measurement]:
         """The best point, measured; of several that come near to it the one that measures most."""
         asked = self.asked
-        ranked = sorted(climb.everyone, key=lambda found: -found.value)
+        ranked = sorted((f for f in climb.everyone if math.isfinite(f.value)), key=lambda found: -found.value)
+        if not ranked:
+            raise NotDifferentiable(
+                "the Jacobian of f has NaN or infinite entries at every point that was tried (as sqrt has at 0): "
+                "search another set, or smooth f."
+            )
         ranked = [found for found in ranked if resolved(asked.f, asked.over.at(found.z))]
         if not ranked:
             raise InvalidInput("every point that was found has logits beyond the resolution of float64: give a set.")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import Count, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite, check_tokens
 
@@ -40,7 +41,7 @@ class InputSet(ABC):
     centre: Tensor | None = None
     axes: Tensor | None = None
     length: int | None = None
-    width: int | None = None
+    width: Count | None = None
 
     @property
     def tokens(self) -> TokenSet | None:
@@ -137,7 +138,8 @@ class Ball(InputSet):
     1.0
     """
 
-    def __init__(self, radius: float, width: int | None = None):
+    @door
+    def __init__(self, radius: float, width: Count | None = None):
         self.radius = self.reach = _size("a radius", radius)
         self.width = width
 
@@ -157,7 +159,8 @@ class Sphere(Ball):
 
     body = "sphere"
 
-    def __init__(self, radius: float, width: int | None = None):
+    @door
+    def __init__(self, radius: float, width: Count | None = None):
         super().__init__(radius, width)
         if self.radius == 0:
             raise InvalidInput("a sphere needs a positive radius.")
@@ -176,6 +179,7 @@ class Normalised(InputSet):
     True
     """
 
+    @door
     def __init__(self, tokens: TokenSet | nn.Module, surface: bool = False):
         found = tokens if isinstance(tokens, TokenSet) else TokenSet.after(tokens)
         left, size, _ = torch.linalg.svd(found.axes, full_matrices=False)
@@ -202,6 +206,7 @@ class Neighbourhood(InputSet):
     1.5
     """
 
+    @door
     def __init__(self, x: Tensor, eps: float, per_token: bool = True):
         check_tokens(x)
         if x.dim() != 2:
@@ -243,6 +248,7 @@ class Embeddings(InputSet):
             [1., 0., 0.]], dtype=torch.float64)
     """
 
+    @door
     def __init__(self, matrix: Tensor, transform: Callable[[Tensor], Tensor] | None = None):
         if matrix.dim() != 2 or 0 in matrix.shape or not matrix.is_floating_point():
             raise InvalidInput(

@@ -298,11 +298,11 @@ def aligned(t: Tensor, norm: float) -> Tensor:
 
 def unit(t: Tensor) -> Tensor:
     """Every start's vector divided by its length."""
-    return t / t.flatten(1).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (t.dim() - 1))
+    return t / t.reshape(len(t), -1).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (t.dim() - 1))
 
 
 def largest(t: Tensor) -> Tensor:
     """The sign of the largest entry of every start, at its place, and zeros elsewhere."""
-    flat = t.flatten(1)
+    flat = t.reshape(len(t), -1)
     place = flat.abs().argmax(1, keepdim=True)
     return torch.zeros_like(flat).scatter(1, place, flat.gather(1, place).sign()).reshape(t.shape)

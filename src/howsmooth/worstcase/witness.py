@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_path
+from howsmooth.checks import check_path, door
 from howsmooth.norms import Measurement
 from howsmooth.small import write_whole
 from howsmooth.worstcase import witness_files
@@ -83,6 +83,7 @@ class Witness:
         write_whole(check_path(path, "path"), witness_files.content(tensors, story))
 
     @classmethod
+    @door
     def load(cls, path: str | os.PathLike[str]) -> Witness:
         """Read a file that `save` wrote; one clear error for anything else."""
         return cls(**witness_files.read(check_path(path, "path")))

@@ -1,0 +1,140 @@
+"""What an annotation says about a value: whether it fits, and the kind in words.
+
+Only what the types of this package are made of is understood; everything else fits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    Path: "a path",
+    os.PathLike: "a path",
+    Tensor: "a torch.Tensor",
+    None: "None",
+    type(None): "None",
+    torch.dtype: "a dtype of torch",
+    torch.nn.Module: "a module of torch",
+}
+
+
+def kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the parameters that are single values; what cannot be resolved is left out."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        try:
+            said = parameter.annotation
+            kind = eval(said, function.__globals__) if isinstance(said, str) else said
+        except (NameError, AttributeError, TypeError):  # named for type checkers only
+            continue
+        if kind is not parameter.empty:
+            found[parameter.name] = kind
+    return found
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the kind itself."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value is of a kind.
+
+    >>> fits(2, float), fits("2", float | None), fits([1, 2], Sequence[int]), fits([1, "x"], Sequence[int])
+    (True, False, True, False)
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return fits(value, inner[0])
+    if origin in (Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if kind is None or kind is type(None):
+        return value is None
+    if kind is int:
+        return _is_whole(value)
+    if kind is float:
+        return _is_number(value)
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind is Path or (origin or kind) is os.PathLike:
+        return isinstance(value, str | os.PathLike) and "\0" not in str(value)
+    if (origin or kind) is Callable:
+        return callable(value)
+    if origin in (list, tuple, Sequence, Iterable):
+        return _holds(value, origin, inner)
+    if isinstance(origin, type):
+        return isinstance(value, origin)
+    return not isinstance(kind, type) or kind is object or isinstance(value, kind)
+
+
+def in_words(kind: Any) -> str:
+    """The kind in words.
+
+    >>> in_words(int | None), in_words(Sequence[float]), in_words(Literal["a", "b"])
+    ('a whole number or None', 'a sequence of which each is a number', "'a' or 'b'")
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return in_words(inner[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(in_words(one) for one in inner))
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if (origin or kind) is Callable:
+        return "a function or a module"
+    if origin in (list, tuple, Sequence, Iterable):
+        each = [in_words(one) for one in inner if one is not Ellipsis]
+        return "a sequence" + (f" of which each is {' or '.join(each)}" if each else "")
+    if (origin or kind) in (Mapping, dict):
+        return "a dictionary"
+    known = _WORDS.get(origin or kind)
+    return known or f"a {getattr(origin or kind, '__name__', kind)}"
+
+
+def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
+    """Whether a value can be gone through and, where it is a list, whether each of it fits."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return False
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    if not isinstance(value, list | tuple):
+        return True
+    if origin is tuple and Ellipsis not in inner:
+        return len(value) == len(inner) and all(fits(part, one) for part, one in zip(value, inner, strict=True))
+    return not inner or all(fits(part, inner[0]) for part in value)
+
+
+def _is_whole(value: object) -> bool:
+    if isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and (value.dim() or value.is_meta)):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # arrays and tensors have errors of their own
+        return False
+    return True
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_meta and not value.is_complex() and value.dtype is not torch.bool
+    return isinstance(value, int | float | np.floating | np.integer)
