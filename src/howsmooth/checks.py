@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.kinds import alternatives, fits, in_words, kinds
+from howsmooth.kinds import alternatives, field_kinds, fits, in_words, kinds
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -174,6 +174,12 @@ def check_readable(value: Tensor, name: str) -> None:
         raise InvalidInput(f"{name} is on the meta device and holds no numbers: move real ones to it.")
     if value.is_floating_point() and value.dtype.itemsize < 2:
         raise InvalidInput(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}: convert it with .float().")
+
+
+def check_fields(record: Any) -> None:
+    """Refuse a dataclass with a value that is not of the kind of its field."""
+    for name, kind in field_kinds(type(record)).items():
+        check_kind(getattr(record, name), kind, name)
 
 
 def check_options(given: Mapping[str, object], known: Iterable[str], name: str) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -33,19 +35,27 @@ _WORDS: dict[Any, str] = {
 
 
 def kinds(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the parameters that are single values; what cannot be resolved is left out."""
-    found = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        try:
-            said = parameter.annotation
-            kind = eval(said, function.__globals__) if isinstance(said, str) else said
-        except (NameError, AttributeError, TypeError):  # named for type checkers only
-            continue
-        if kind is not parameter.empty:
-            found[parameter.name] = kind
-    return found
+    """The annotations of the parameters; what cannot be resolved is left out."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.annotation is not p.empty]
+    found = {p.name: _resolved(p.annotation, function.__globals__) for p in plain}
+    rest = {p.name for p in plain if p.kind is p.VAR_POSITIONAL}
+    found |= {name: types.GenericAlias(tuple, (found[name], ...)) for name in rest}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def field_kinds(record: type) -> dict[str, Any]:
+    """The annotations of the fields of a dataclass, in the same way."""
+    names = vars(sys.modules[record.__module__])
+    found = {part.name: _resolved(part.type, names) for part in fields(record)}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _resolved(said: Any, names: dict[str, Any]) -> Any:
+    try:
+        return eval(said, names) if isinstance(said, str) else said
+    except (NameError, AttributeError, TypeError):  # named for type checkers only
+        return None
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -82,7 +92,7 @@ def fits(value: object, kind: Any) -> bool:
         return _holds(value, origin, inner)
     if isinstance(origin, type):
         return isinstance(value, origin)
-    return not isinstance(kind, type) or kind is object or isinstance(value, kind)
+    return not isinstance(kind, type) or kind in (Any, object) or isinstance(value, kind)
 
 
 def in_words(kind: Any) -> str:

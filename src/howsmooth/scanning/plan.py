@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from howsmooth.checks import Seed, check_fields
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning.grammar import Selection
 
@@ -34,16 +35,13 @@ class Settings:
 
     rtol: float = 1e-3
     confidence: float = 0.99
-    seed: int = 0
+    seed: Seed = 0
     windows: int = 1
     explain: bool = True
     bounds: BoundsWanted = "cheap"
 
     def __post_init__(self) -> None:
-        for name, kinds in _KINDS.items():
-            given = getattr(self, name)
-            if not isinstance(given, kinds) or (isinstance(given, bool) and bool not in kinds):
-                raise InvalidInput(f"{name} is a value such as {getattr(Settings, name)}, got {given!r:.40}.")
+        check_fields(self)
         if not 0 < self.rtol < 1:
             raise InvalidInput(f"rtol is a relative accuracy between 0 and 1, got {self.rtol}.")
         if not 0 <= self.confidence < 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from howsmooth.checks import door
+from howsmooth.checks import check_options, door
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.models.opening import UNLIMITED
@@ -70,6 +70,7 @@ def scan(
     >>> [(row["layer"], row["what"], row["lower"] <= row["value"] <= row["upper"]) for row in found.rows]
     [(0, 'attention', True), (0, 'head', True), (1, 'attention', True), (1, 'head', True)]
     """
+    check_options(settings, [option.name for option in fields(Settings)], "scan")
     if out is not None and (not str(out).strip() or str(out) == MEMORY or str(out).startswith("file:")):
         raise InvalidInput(f"out is the name of a file, got {str(out)!r}: leave it out to keep nothing.")
     chosen, selections = Settings(windows=windows, **settings), parse_what(what)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from howsmooth.checks import door
+from howsmooth.checks import check_fields, door
 from howsmooth.errors import InvalidInput
 from howsmooth.small import spreadsheet_safe, write_whole
 from howsmooth.training.loop import Busy, train
@@ -41,6 +41,7 @@ class Grid:
     seeds: Sequence[int] = (0, 1)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (self.kinds and self.depths and self.seeds):
             raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
         self.cells()

@@ -110,6 +110,7 @@ def decode(symbols: Sequence[int], alphabet: str) -> str:
     >>> decode([0, 1, 2], "ab")
     'ab'
     """
+    symbols = symbols.tolist() if isinstance(symbols, Tensor) else list(symbols)
     known = range(len(alphabet) + 1)
     for symbol in symbols:
         if symbol not in known:
