@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import howsmooth
 from evidence import fuzz_arguments as pool
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
@@ -129,7 +130,7 @@ def draw(number: int, seed: int = 0) -> Call:
         where = ("n", "radius", "tokens", "x", "eps")
         parameters = parameters[:3] + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in where]
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    wrong = {p.name for p in dice.sample(plain, min(len(plain), dice.choice((0, 1, 1, 1, 2, 2, 9))))}
+    wrong = {p.name for p in dice.sample(plain, min(len(plain), dice.choice((0, 0, 0, 1, 1, 1, 1, 2, 2, 9))))}
     named = []
     for p in plain:
         required = p.default is p.empty or p.name in pool.ALWAYS
@@ -195,9 +196,13 @@ def _judged(call: Call, function: Callable[..., Any], loose: list[Any], argument
     return "returned", type(found).__name__
 
 
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(Path(howsmooth.__file__).parent)
+
+
 def _bare(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/howsmooth/" in frame.filename]
+    ours = [frame for frame in frames if _is_ours(frame)]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
     if isinstance(error, KeyError) and error.args == ("inside",):
         return "refused", "the error of the function that was given"
@@ -205,7 +210,7 @@ def _bare(error: BaseException) -> tuple[str, str]:
 
 
 def _does_not_fit(function: Callable[..., Any], loose: list[Any], arguments: dict[str, Any], error: TypeError) -> bool:
-    alone = len(traceback.extract_tb(error.__traceback__)) == 1 and inspect.isclass(function)
+    alone = not any(map(_is_ours, traceback.extract_tb(error.__traceback__)))
     try:
         inspect.signature(function).bind(*loose, **arguments)
     except TypeError:

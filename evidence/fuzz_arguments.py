@@ -47,6 +47,7 @@ def _scanned() -> hs.Scan:
 def prepare() -> None:
     """Make what is shared by all calls, once, before the processes part."""
     _scanned()
+    hs.measure(make("l2 layer"), _x(N, D))  # what torch loads for derivatives takes seconds, once
     text = "to be or not to be, that is the question\n\n" * 10
     Path("text.txt").write_text(text, encoding="utf-8")
     Path("empty.txt").write_text("", encoding="utf-8")

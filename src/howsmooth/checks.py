@@ -163,6 +163,9 @@ def check_kind(value: object, kind: Any, name: str) -> None:
         return
     if kind is Tensor:
         check_tensor(value, name)
+    for one in alternatives(kind):
+        for check in getattr(one, "__metadata__", ()):
+            check(value, name)
     raise InvalidInput(f"{name} must be {in_words(kind)}, got {shown(value)}.")
 
 

@@ -92,6 +92,8 @@ def fits(value: object, kind: Any) -> bool:
         return _holds(value, origin, inner)
     if isinstance(origin, type):
         return isinstance(value, origin)
+    if getattr(kind, "_is_protocol", False):
+        return all(hasattr(value, name) for name in vars(kind) if not name.startswith("_"))
     return not isinstance(kind, type) or kind in (Any, object) or isinstance(value, kind)
 
 
@@ -124,7 +126,9 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
     if isinstance(value, Tensor | np.ndarray):
-        return value.ndim > 0
+        if not inner or 0 in value.shape or value.ndim == 0:
+            return value.ndim > 0
+        return fits(value[(0,) * value.ndim], inner[0])
     if not isinstance(value, list | tuple):
         return True
     if origin is tuple and Ellipsis not in inner:

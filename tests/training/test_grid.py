@@ -74,5 +74,5 @@ def test_the_gap_is_a_share_of_the_means_over_seeds() -> None:
 def test_an_empty_grid_and_a_wrong_kind_are_refused() -> None:
     with pytest.raises(InvalidInput, match="at least one"):
         Grid(BASE, seeds=())
-    with pytest.raises(InvalidInput, match="attention is"):
+    with pytest.raises(InvalidInput, match="kinds must be"):
         Grid(BASE, kinds=("magic",))  # type: ignore[arg-type]

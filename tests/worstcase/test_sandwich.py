@@ -280,7 +280,7 @@ def test_the_figure_shows_both_ends_against_n_and_against_the_radius() -> None:
 def test_wrong_requests_are_refused() -> None:
     attention = against_identity()
     for wrong in ([], [0], [-2, 4], [2.5]):
-        with pytest.raises(InvalidInput, match="whole numbers of tokens"):
+        with pytest.raises(InvalidInput, match="whole number"):
             sandwich(attention, wrong, radii=[1.0])
     with pytest.raises(InvalidInput, match="at least one radius"):
         sandwich(attention, [2], radii=[])

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.stages import Scale, UnitNorm
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 
 
 class CosineAttention(SelfAttention):
@@ -20,6 +22,7 @@ class CosineAttention(SelfAttention):
 
     kind = "cosine"
 
+    @door
     def __init__(
         self,
         *weights: Tensor | None,
@@ -29,6 +32,8 @@ class CosineAttention(SelfAttention):
         normalize_values: bool = True,
         **options: object,
     ):
+        if "scale" in options or "qk_norm" in options:
+            raise InvalidInput("cosine attention has a temperature and its own norms: leave out scale and qk_norm.")
         norms = (UnitNorm(eps), UnitNorm(eps))
         super().__init__(*weights, qk_norm=norms, scale=temperature, **options)  # type: ignore[arg-type]
         self.temperature, self.value_scale, self.eps = temperature, value_scale, eps

@@ -12,6 +12,7 @@ from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import LogitBias, as_mask
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale, UnitNorm
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class SelfAttention(AttentionMap):
 
     kind = "dot_product"
 
+    @door
     def __init__(
         self,
         query: Tensor,
@@ -89,6 +91,7 @@ class SelfAttention(AttentionMap):
         self.query_stages.append(Scale(self.scale))
 
     @classmethod
+    @door
     def from_bilinear(cls, a: Tensor, v: Tensor, bias: Tensor | None = None, **options: object) -> SelfAttention:
         """One head in the notation of the theory: P_ij ∝ exp(x_jᵀ A x_i + b·x_j), f(X)_i = V Σ_j P_ij x_j.
 
@@ -102,6 +105,7 @@ class SelfAttention(AttentionMap):
         return cls(a, identity, v, query_bias=bias, scale=1.0, **options)  # type: ignore[arg-type]
 
     @classmethod
+    @door
     def random(
         cls,
         width: int,
@@ -130,6 +134,7 @@ class SelfAttention(AttentionMap):
         return cls(*weights, heads=heads, kv_heads=kv_heads, **options)  # type: ignore[arg-type]
 
     @classmethod
+    @door
     def from_torch(cls, module: nn.MultiheadAttention, causal: bool = False) -> SelfAttention:
         """The self-attention x ↦ module(x, x, x) of a `torch.nn.MultiheadAttention`, without its dropout."""
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
@@ -156,6 +161,7 @@ class SelfAttention(AttentionMap):
         )
 
     @classmethod
+    @door
     def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention:
         """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
         from howsmooth.models import from_transformers

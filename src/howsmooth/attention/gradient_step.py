@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -31,6 +32,7 @@ class GradientStepAttention(nn.Module):
     matrix: Tensor
     context: Tensor
 
+    @door
     def __init__(self, matrix: Tensor, context: Tensor, step: float):
         super().__init__()
         if (

@@ -10,6 +10,7 @@ from torch import Tensor
 from howsmooth.attention.base import AttentionMap, Heads, Stages
 from howsmooth.attention.masks import LogitBias, as_mask
 from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -37,6 +38,7 @@ class L2SelfAttention(AttentionMap):
     plain_value: Tensor
     kind = "l2"
 
+    @door
     def __init__(
         self,
         query: Tensor,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.dot_product import SelfAttention
+from howsmooth.checks import door
 
 
 class LipschitzNormAttention(nn.Module):
@@ -34,6 +35,7 @@ class LipschitzNormAttention(nn.Module):
 
     kind = "lipschitz_norm"
 
+    @door
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None = None, *, heads: int = 1):
         super().__init__()
         self.projections = SelfAttention(query, key, value, output, heads=heads, scale=1.0)

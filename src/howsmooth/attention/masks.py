@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import shown
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -94,6 +95,8 @@ class SlidingWindow(LogitBias):
 
     def __init__(self, window: int, causal: bool = True):
         super().__init__()
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise InvalidInput(f"a sliding window must hold a whole number of tokens, got {shown(window)}.")
         if window < 1:
             raise InvalidInput(f"a sliding window must hold at least one token, got {window}.")
         self.window, self.causal = int(window), causal
@@ -126,6 +129,8 @@ class Padding(LogitBias):
 
     def __init__(self, keep: Tensor):
         super().__init__()
+        if not isinstance(keep, Tensor):
+            raise InvalidInput(f"a padding mask must be a torch.Tensor, got {shown(keep)}.")
         if keep.dim() == 1:
             keep = keep[None]
         if keep.dim() != 2:
@@ -160,6 +165,8 @@ class DenseBias(LogitBias):
 
     def __init__(self, bias: Tensor):
         super().__init__()
+        if not isinstance(bias, Tensor):
+            raise InvalidInput(f"a mask must be a torch.Tensor, got {shown(bias)}.")
         if bias.dim() not in (2, 3, 4) or bias.shape[-1] != bias.shape[-2]:
             raise InvalidInput(
                 f"a mask has shape (n, n), (heads, n, n) or (batch, heads, n, n), got {tuple(bias.shape)}."
@@ -210,4 +217,4 @@ def as_mask(mask: LogitBias | Tensor | str | None) -> list[LogitBias]:
         return [DenseBias(mask)]
     if mask == "causal":
         return [Causal()]
-    raise InvalidInput(f"a mask is None, 'causal', a tensor or a LogitBias, got {mask!r}.")
+    raise InvalidInput(f"a mask is None, 'causal', a tensor or a LogitBias, got {shown(mask)}.")

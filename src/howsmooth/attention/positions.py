@@ -12,6 +12,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import LogitBias, Maps
 from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -27,6 +28,7 @@ class Rotary(TokenStage):
     Coordinates beyond the pairs pass unchanged (partial rotary).
     """
 
+    @door
     def __init__(
         self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
     ):
@@ -43,6 +45,7 @@ class Rotary(TokenStage):
         self.interleaved, self.amplitude = interleaved, amplitude
 
     @classmethod
+    @door
     def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """ω_m = base^{−2m/dim}, in double precision."""
         if not 0 < base < math.inf:
@@ -101,6 +104,7 @@ class _Turn(TokenDerivative):
 class ALiBi(LogitBias):
     """Linear biases (Press et al. 2022): the logit of (i, j) in head h gains −slope_h·|i − j|."""
 
+    @door
     def __init__(self, slopes: Tensor):
         super().__init__()
         if slopes.dim() != 1 or not bool(torch.isfinite(slopes).all()):
@@ -109,6 +113,7 @@ class ALiBi(LogitBias):
         self.register_buffer("slopes", slopes, persistent=False)
 
     @classmethod
+    @door
     def standard(cls, heads: int) -> ALiBi:
         """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
         if heads < 1:
@@ -135,6 +140,7 @@ class RelativeBias(LogitBias):
             (T5, MPNet) are of this form once their buckets are written out by offset.
     """
 
+    @door
     def __init__(self, table: Tensor):
         super().__init__()
         if table.dim() != 2 or table.shape[1] % 2 == 0:

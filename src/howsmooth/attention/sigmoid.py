@@ -8,6 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -34,6 +35,7 @@ class SigmoidAttention(SelfAttention):
     kind = "sigmoid"
     weighting = "sigmoid"
 
+    @door
     def __init__(self, *weights: Tensor | None, logit_shift: float | None = None, **options: object):
         super().__init__(*weights, **options)  # type: ignore[arg-type]
         self.logit_biases.append(_Shift(logit_shift))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -128,6 +129,7 @@ class UnitNorm(TokenStage):
     Its derivative is c·g∘(dx − u (u·dx))/√(|x|² + ε) with u = x/√(|x|² + ε).
     """
 
+    @door
     def __init__(self, eps: float, length: float = 1.0, gain: Tensor | None = None):
         super().__init__()
         self.gain: Tensor | None
@@ -140,6 +142,7 @@ class UnitNorm(TokenStage):
         self.register_buffer("gain", gain, persistent=False)
 
     @classmethod
+    @door
     def rms(cls, width: int, eps: float = 1e-6, gain: Tensor | None = None) -> UnitNorm:
         """RMSNorm over ``width`` coordinates: x/√(mean x² + ε) = √width·x/√(|x|² + width·ε)."""
         return cls(eps * width, width**0.5, gain)

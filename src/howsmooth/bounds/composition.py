@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -65,6 +66,7 @@ class Stage:
     branch: tuple[Stage, ...] = ()
 
     @classmethod
+    @door
     def of(cls, name: str, lip: float, scope: str = "everywhere", note: str = "", kind: str = "map") -> Stage:
         """A stage with that constant."""
         if not lip >= 0:
@@ -72,6 +74,7 @@ class Stage:
         return cls(name, math.log10(lip) if lip > 0 else -math.inf, scope, note, kind)
 
     @classmethod
+    @door
     def around(cls, name: str, branch: Iterable[Stage]) -> Stage:
         """x + branch(x)."""
         branch = tuple(branch)

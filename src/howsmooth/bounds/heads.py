@@ -20,6 +20,7 @@ from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.checks import door
 
 _MOST_OFFSETS = 4096
 """Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""
@@ -79,6 +80,7 @@ def output_norm(attention: AttentionMap) -> float:
     return float(spectral(attention.output_weight.double().flatten(0, 1)))
 
 
+@door
 def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bool = True) -> HeadNumbers:
     """The numbers of every head of dot-product attention with linear queries, keys and values.
 

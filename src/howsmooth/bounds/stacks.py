@@ -87,6 +87,8 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
             smallest[name] = min(smallest.get(name, math.inf), float(found.min()))
 
         handles.append(norm.module.register_forward_pre_hook(listen))
+    if x.is_floating_point():
+        x = x.to(next(model.parameters()).dtype)
     try:
         for item in x if x.dim() == (3 if x.is_floating_point() else 2) else [x]:
             reading.run(model, item)

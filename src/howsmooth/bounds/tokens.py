@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.norm_images import read_norm
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
@@ -40,6 +41,7 @@ class TokenSet:
     origin: str = "given"
 
     @classmethod
+    @door
     def ball(cls, radius: float, width: int, origin: str = "given") -> TokenSet:
         """The ball B_R around the origin."""
         radius = float(radius)
@@ -49,16 +51,19 @@ class TokenSet:
         return cls(torch.zeros(width, dtype=torch.float64), identity, radius, radius, origin)
 
     @classmethod
+    @door
     def around(cls, x: Tensor) -> TokenSet:
         """The smallest ball around the origin that holds every token of x."""
         return cls.ball(float(x.detach().double().norm(dim=-1).max()), x.shape[-1], "largest token of the input")
 
     @classmethod
+    @door
     def after_rms_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What RMSNorm can give out: :math:`x = \gamma \circ z + \beta` with :math:`|z| \le \sqrt d`."""
         return cls._after(gain, shift, torch.eye(len(gain), dtype=torch.float64), "RMSNorm")
 
     @classmethod
+    @door
     def after_layer_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What LayerNorm can give out: as RMSNorm, with z in the hyperplane of centred vectors."""
         width = len(gain)
@@ -66,6 +71,7 @@ class TokenSet:
         return cls._after(gain, shift, centring, "LayerNorm")
 
     @classmethod
+    @door
     def after(cls, norm: nn.Module, width: int | None = None) -> TokenSet:
         """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_finite, check_tokens, random_like
@@ -143,6 +144,7 @@ class AttentionJacobian(JacobianOperator):
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
 
 
+@door
 @full_precision
 def attention_jacobian(
     attention: AttentionMap,

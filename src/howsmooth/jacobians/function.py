@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vmap
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import checks
 from howsmooth.jacobians.alone import exact_autograd, without_sources
@@ -54,6 +55,7 @@ class DerivativeWarning(UserWarning):
     """The Jacobian was computed as asked, but f gives reason to doubt that it is the derivative meant."""
 
 
+@door
 def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian:
     """The Jacobian of f at x as an operator.
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class MatrixOperator(JacobianOperator):
 
     method = "matrix"
 
+    @door
     def __init__(self, matrix: Tensor):
         self.matrix = matrix
         self.batch_shape = matrix.shape[:-2]

@@ -36,6 +36,7 @@ class LogMass(LogitBias):
         weights: ``(n,)``, not negative. Tokens of weight zero come last.
     """
 
+    @door
     def __init__(self, weights: Tensor):
         super().__init__()
         _check_vector(weights, "weights")
@@ -59,6 +60,7 @@ class LogMass(LogitBias):
 class Past(LogitBias):
     """Token i sees the tokens j with positions τ_j ≤ τ_i: those of its own position, too."""
 
+    @door
     def __init__(self, positions: Tensor):
         super().__init__()
         _check_vector(positions, "positions")

@@ -40,6 +40,7 @@ class WeightedJacobian(JacobianOperator):
     Lifted vectors are displacements of the atoms and of their images, y = D^{-1/2}z with Σ w_i|y_i|² = 1.
     """
 
+    @door
     def __init__(self, attention: nn.Module, measure: Measure):
         self.inner = attention_jacobian(*weighted(attention, measure))
         self.root = measure.weights.sqrt()[:, None]
@@ -69,6 +70,7 @@ class FieldJacobian(JacobianOperator):
     its part of the Jacobian is block diagonal, and one product serves all atoms.
     """
 
+    @door
     def __init__(self, attention: nn.Module, measure: Measure):
         check_measure(measure)
         self.inner = attention_jacobian(*weighted(attention, measure, measure.atoms, measure.positions))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
 
@@ -36,8 +37,12 @@ class Measure:
     weights: Tensor
     positions: Tensor | None = None
 
+    @door
     def __init__(
-        self, atoms: Tensor, weights: Tensor | Sequence[float], positions: Tensor | Sequence[float] | None = None
+        self,
+        atoms: Tensor | Sequence[Sequence[float]],
+        weights: Tensor | Sequence[float],
+        positions: Tensor | Sequence[float] | None = None,
     ):
         points = real_tensor(atoms, "atoms")
         if points.dim() != 2 or points.numel() == 0:
@@ -61,6 +66,7 @@ class Measure:
         object.__setattr__(self, "positions", None if places is None else places[there])
 
     @classmethod
+    @door
     def empirical(cls, x: Tensor) -> Measure:
         """n tokens of equal weight, without positions.
 
@@ -70,6 +76,7 @@ class Measure:
         return cls.of_tokens(x, causal=False)
 
     @classmethod
+    @door
     def of_tokens(cls, x: Tensor, causal: bool = True) -> Measure:
         """n tokens of equal weight; causal attention gives token i (from 0) the position (i+1)/n."""
         x = real_tensor(x, "tokens")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import attention_site, attention_sites
@@ -37,6 +38,7 @@ class AttentionInputs:
         return self.hidden[layer]
 
 
+@door
 @alone
 def attention_inputs(
     model: PreTrainedModel,
@@ -61,6 +63,8 @@ def attention_inputs(
     >>> attention_inputs(model, None, [5, 7, 11], layers=[1])[1].shape
     torch.Size([1, 3, 32])
     """
+    if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InvalidInput(f"tokenizer must be one of transformers, or None for token ids, got {shown(tokenizer)}.")
     if model.main_input_name != "input_ids":
         raise UnsupportedModel(
             f"{type(model).__name__} does not read text but {model.main_input_name!r}: pass a model of token ids."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.loading import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
@@ -119,6 +120,7 @@ class OpenModel:
         return windows
 
 
+@door
 def open_model(spec: str, *, head: bool = False) -> OpenModel:
     """A model to be measured.
 
@@ -168,6 +170,7 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
     return OpenModel(spec, model, processor, modality, digest, precision, limit, licence, notes)
 
 
+@door
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`open_model`, cut down to the model and its tokenizer.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Causal, LogitBias, RelativeBias, Rotary, SelfAttention, SlidingWindow, UnitNorm
+from howsmooth.checks import door
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import Site, attention_site, submodule
@@ -20,6 +21,7 @@ _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+@door
 @alone
 def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention:
     """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.

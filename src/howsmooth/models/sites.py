@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
@@ -45,6 +46,7 @@ class CapturedSite:
     error: float
 
 
+@door
 @alone
 def capture(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
@@ -180,6 +182,7 @@ def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None
             raise InvalidInput(f"{name} holds {len(value)} items, but one text, image or sound is captured at a time.")
 
 
+@door
 @alone
 def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Any submodule as a function of what it really received: ``hs.measure(*site(module, path, x))``.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import CONVENTIONS, attention_sites, submodule
@@ -42,6 +43,7 @@ _MLPS = (
 """The modules that make up a layer's MLP, as paths inside the layer; the first that fits is taken, then checked."""
 
 
+@door
 def target(
     open_model: OpenModel, what: str, layer: int | None = None, window: Window | None = None
 ) -> tuple[AttentionMap | Function, Tensor]:
@@ -66,6 +68,8 @@ def target(
     """
     if window is None:
         raise InvalidInput("a target is measured at a window: cut one with open_model.windows(text, length).")
+    if not hasattr(window, "ids"):
+        raise InvalidInput(f"window must be one of open_model.windows(text, length), got {shown(window)}.")
     return Targets(open_model, window).get(what, layer)
 
 
@@ -79,6 +83,7 @@ class Targets:
     2
     """
 
+    @door
     @alone
     def __init__(self, open_model: OpenModel, window: Window):
         self.model, self.inputs = open_model.model, open_model.inputs(window)

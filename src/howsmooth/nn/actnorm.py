@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.arguments import whole
@@ -29,6 +30,7 @@ class ActNorm(nn.Module):
 
     initialised: Tensor
 
+    @door
     def __init__(self, width: int, tokens: int | None = None):
         super().__init__()
         shape = (1 if tokens is None else whole(tokens, "tokens"), whole(width, "width"))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, Causal, L2SelfAttention, LogitBias, SlidingWindow
 from howsmooth.attention.masks import Maps, as_mask
 from howsmooth.bounds import applicable, setting
+from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.arguments import finite
 from howsmooth.nn.base import AttentionLayer, Mask
@@ -69,6 +70,7 @@ class Attending(Branch):
     ('past', 4.635)
     """
 
+    @door
     def __init__(self, attention: AttentionLayer | AttentionMap, mask: Mask = None):
         super().__init__()
         if isinstance(attention, AttentionMap) and mask is not None:
@@ -128,6 +130,7 @@ class Scaled(Branch):
     0.45
     """
 
+    @door
     def __init__(self, f: nn.Module, factor: float, *, mask: Mask = None):
         super().__init__()
         self.branch, self.factor = as_branch(f, mask), finite(factor, "a factor")
@@ -148,6 +151,7 @@ class Scaled(Branch):
 class Composed(Branch):
     """x ↦ f_k(… f_2(f_1(x)))."""
 
+    @door
     def __init__(self, *parts: nn.Module):
         super().__init__()
         if not parts:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.arguments import finite, whole
@@ -43,6 +44,7 @@ class SpectralCaps:
     True
     """
 
+    @door
     def __init__(self, module: nn.Module, cap: float = 1.0, exact_every: int = 100):
         self.cap = finite(cap, "the cap on spectral norms", above=0, what="positive and finite")
         self.exact_every = whole(exact_every, "exact_every")

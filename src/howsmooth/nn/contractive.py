@@ -16,6 +16,7 @@ from torch import Tensor
 from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import kim2021, l2
 from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask, Norm, as_norm, without_autocast
@@ -48,6 +49,7 @@ class ContractiveL2Attention(L2Attention):
     True
     """
 
+    @door
     def __init__(
         self,
         embed_dim: int,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.bounds.heads import spectral
+from howsmooth.checks import door
 from howsmooth.nn.arguments import choice, finite, whole
 from howsmooth.nn.base import Norm, as_norm, glorot
 from howsmooth.nn.branches import Branch
@@ -69,6 +70,7 @@ class ContractiveMLP(Branch):
 
     reach = "token"
 
+    @door
     def __init__(
         self,
         width: int,

@@ -15,6 +15,7 @@ from torch import Tensor
 from howsmooth import attention
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.heads import spectral
+from howsmooth.checks import door
 from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.arguments import finite
 from howsmooth.nn.base import Heads, Mask, MixingLayer, glorot
@@ -41,6 +42,7 @@ class DotProductAttention(MixingLayer):
     kind: type[SelfAttention] = SelfAttention
     """The map this layer is a shell around."""
 
+    @door
     def __init__(
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):
@@ -97,6 +99,7 @@ class SigmoidAttention(DotProductAttention):
     )
     kind = attention.SigmoidAttention
 
+    @door
     def __init__(
         self,
         embed_dim: int,
@@ -141,6 +144,7 @@ class CosineAttention(DotProductAttention):
 
     kind = attention.CosineAttention
 
+    @door
     def __init__(
         self,
         embed_dim: int,
@@ -178,6 +182,7 @@ class NormControlledAttention(DotProductAttention):
     1.0
     """
 
+    @door
     def __init__(
         self,
         embed_dim: int,

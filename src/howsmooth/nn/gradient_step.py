@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth import attention, bounds
 from howsmooth.bounds.furuya2026 import longest_step
+from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import AttentionLayer, Mask, Norm, as_norm, check_length
@@ -35,6 +36,7 @@ class GradientStepAttention(AttentionLayer):
     1.0
     """
 
+    @door
     def __init__(
         self,
         embed_dim: int,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.jacobians.checks import check_finite
 from howsmooth.nn.arguments import finite, is_number, whole
@@ -68,6 +69,7 @@ class InvertibleResidual(nn.Module):
     True
     """
 
+    @door
     def __init__(
         self,
         f: nn.Module,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.nn.actnorm import ActNorm
 from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask
@@ -50,6 +51,7 @@ class InvertibleTransformer(nn.Module):
     True
     """
 
+    @door
     def __init__(
         self,
         width: int,

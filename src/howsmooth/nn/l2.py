@@ -18,6 +18,7 @@ from howsmooth.attention import L2SelfAttention
 from howsmooth.attention.masks import as_mask
 from howsmooth.bounds.l2 import Sight as SightOfL2
 from howsmooth.bounds.l2 import average_lip_2, block_lip_2, mixing_matrix, seen, sight_of
+from howsmooth.checks import door
 from howsmooth.nn.base import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
 from howsmooth.nn.sight import Sight
 
@@ -39,6 +40,7 @@ class L2Attention(MixingLayer):
 
     refusal = "L2 attention is bounded only when every token sees itself and nothing is added to the logits"
 
+    @door
     def __init__(
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth.attention.lipschitz_norm import divisor_of
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.sight import Sight
@@ -25,6 +26,7 @@ class LipschitzNormAttention(MixingLayer):
     True
     """
 
+    @door
     def __init__(
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.checks import door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure
 from howsmooth.nn.arguments import finite, whole
@@ -58,6 +59,7 @@ class SmoothnessMonitor:
     10 ['sigma_lower/self_attn']
     """
 
+    @door
     def __init__(
         self,
         model: nn.Module,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.arguments import is_whole
 from howsmooth.nn.base import AttentionLayer
@@ -29,6 +30,7 @@ from howsmooth.norms.products import random_stream
 class _Penalty(ABC):
     """The mean over layers of a number that depends on what each layer was called with."""
 
+    @door
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
         self._listener = Listener(model, layers)
         for name, module in self._listener.modules.items():
@@ -85,6 +87,7 @@ class JacobianPenalty(_Penalty):
     True
     """
 
+    @door
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
         if power not in (1, 2) or not is_whole(steps):
             raise InvalidInput(
@@ -171,6 +174,7 @@ class SoftmaxJacobianPenalty(_Penalty):
         return softmax_jacobian_penalty(heard.again(heard.tokens, **changed)[1])
 
 
+@door
 def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
     """The mean of g(p) = p₁(1 − p₁ + p₂) over rows p of attention weights, from 0 to ½.
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from howsmooth.attention import Rotary, SelfAttention, SlidingWindow
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import attention_sites
 from howsmooth.models.reading import read_attention
@@ -40,6 +41,7 @@ _NOTE = "howsmooth_attention"
 _DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
 
 
+@door
 def replace_attention(
     model: Model,
     kind: str,
@@ -92,6 +94,7 @@ def replace_attention(
     return model
 
 
+@door
 def replaced_layers(model: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:
     """The layers of howsmooth in a model with their dotted paths."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AttentionLayer))
@@ -169,6 +172,7 @@ def _written(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@door
 def load_replaced(folder: str | Path) -> PreTrainedModel:
     """A model that `replace_attention` changed and ``save_pretrained`` wrote.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.dense import dense_norm
@@ -25,6 +26,7 @@ _DENSE_BYTES = 2**29
 _NAMES: dict[NormKind, NormKind] = {2: 2, "2": 2, 1: 1, "1": 1, math.inf: math.inf, "inf": math.inf, "fro": "fro"}
 
 
+@door
 def operator_norm(
     op: JacobianOperator,
     norm: NormKind = 2,

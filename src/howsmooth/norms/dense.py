@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
+from howsmooth.checks import check_one_of, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind, rounding_note
 from howsmooth.norms.products import FlatProducts, entries_error, not_finite, power_of_two, rounding_allowance, widened
 
 
+@door
 def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float = 1e-3) -> Measurement:
     """A norm from the matrix itself: exact up to rounding, at min(in_size, out_size) products.
 
@@ -24,6 +27,7 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float
     >>> [round(float(dense_norm(op, norm)), 6) for norm in (2, 1, float("inf"), "fro")]
     [6.708204, 7.0, 9.0, 7.071068]
     """
+    check_one_of(norm, (2, 1, math.inf, "fro"), "norm")
     started = time.perf_counter()
     FlatProducts(op)  # refuses what has no norm
     products = min(op.in_size, op.out_size)

@@ -35,6 +35,7 @@ import torch
 from scipy.special import lambertw
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
@@ -53,6 +54,7 @@ from howsmooth.norms.products import (
 )
 
 
+@door
 def frobenius_norm(
     op: JacobianOperator,
     rtol: float = 1e-3,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
@@ -23,6 +24,7 @@ _REPEATS = 4  # and the number of runs they get from it
 _ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
 
 
+@door
 def golub_kahan(
     op: JacobianOperator,
     k: int = 1,
@@ -94,6 +96,8 @@ def golub_kahan(
         spare = _SPARE if op.dtype == torch.float32 or bool((results.noise > 0).any()) else 0.0
         failing = 1 - confidence
         certificate = _certificate(products, results, 1 - (1 - spare) * failing) if start is None else None
+        if isinstance(stop_at, Tensor) and stop_at.shape not in (torch.Size(()), op.batch_shape):
+            raise InvalidInput(f"stop_at is one number or one per map, got shape {tuple(stop_at.shape)}.")
         if stop_at is not None:
             results.enough = torch.as_tensor(stop_at, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
         _run(process, certificate, results, max_steps, limit, progress)

@@ -16,6 +16,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
@@ -31,6 +32,7 @@ from howsmooth.norms.products import (
 )
 
 
+@door
 def inf_norm(
     op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:
@@ -43,6 +45,7 @@ def inf_norm(
     return replace(one_norm(op.adjoint, rtol, confidence, seed, exact_limit), norm=math.inf)
 
 
+@door
 def one_norm(
     op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import FORMATS, heads_heatmap, literal, new_figure, save_figure
 from howsmooth.reporting.findings import KINDS, bounds_of, distances, growths, main_kind, place_of
@@ -25,6 +26,7 @@ _FARTHEST = 1e6
 """Bounds whose median ratio to σ is larger are named, not drawn."""
 
 
+@door
 def write_figures(source: Source, folder: str | PathLike[str], formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every figure the scan has numbers for, in every format, and say where they are."""
     wanted = check_formats(formats)

@@ -10,6 +10,7 @@ from math import isfinite, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.source import Cell, Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
@@ -53,6 +54,7 @@ def main_kind(group: Group) -> str:
     return group.kinds[0]
 
 
+@door
 def headline(group: Group) -> str:
     """Which cell is roughest at the longest length, by how much, and why."""
     what = main_kind(group)

@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
 from howsmooth.reporting.payload import group_data
@@ -31,6 +32,7 @@ _HIDDEN = re.compile(
 _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
+@door
 def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
     """Write the report and say where it is.
 

@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 Row = dict[str, Any]
@@ -147,6 +148,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return row["what"], row.get("layer"), row.get("head")
 
 
+@door
 def groups(source: Source) -> list[Group]:
     """The scan as groups, in the order in which they were measured.
 

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from howsmooth.checks import door
 from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.findings import (
     distances,
@@ -32,6 +33,7 @@ from howsmooth.small import printable
 _MOST = 8
 
 
+@door
 def summary(source: Source) -> RenderableType:
     """The headline, the roughest cells, the growth and the distances to the bounds of every group, for rich to print.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from howsmooth.checks import door
 from howsmooth.scanning.plan import Cell
 from howsmooth.scanning.rows import Row
 from howsmooth.scanning.store import MEMORY, Store
@@ -85,12 +86,14 @@ class Scan:
     notes: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
+    @door
     def open(cls, path: Path | str) -> Scan:
         """All that a store holds; the shares of tokens are read from it when they are asked for."""
         with Store.reading(path) as store:
             return cls.of(store)
 
     @classmethod
+    @door
     def of(cls, store: Store, scan: int | None = None, asked: Collection[Cell] | None = None) -> Scan:
         """The cells of an open store: all, those of one scan by its number, or of those the ones that are asked for."""
         in_memory = store.path == MEMORY
@@ -102,6 +105,7 @@ class Scan:
         texts = Counter(about["model"] for about in scans)
         numbers = {(about["model_sha256"], about["text_sha256"]): about["id"] for about in scans}
         shown = {(row["model_sha256"], row["text_sha256"], row["length"], row["window"]) for row in rows}
+
         tokens: dict[tuple[Any, ...], list[str]] = {}
         for window in store.windows(scan):
             place = (window["length"], window["window"])

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door, shown
+from howsmooth.checks import check_count, door, shown
 from howsmooth.errors import InvalidInput
 
 TRAINED_SHARE = 0.9
@@ -110,11 +110,8 @@ def decode(symbols: Sequence[int], alphabet: str) -> str:
     >>> decode([0, 1, 2], "ab")
     'ab'
     """
-    symbols = symbols.tolist() if isinstance(symbols, Tensor) else list(symbols)
-    known = range(len(alphabet) + 1)
     for symbol in symbols:
-        if symbol not in known:
-            raise InvalidInput(f"there is no symbol {shown(symbol)} in an alphabet of {len(alphabet)} characters.")
+        check_count(symbol, "a symbol", least=0, most=len(alphabet))
     return "".join(alphabet[symbol - 1] for symbol in symbols if symbol != START)
 
 

@@ -298,11 +298,16 @@ def aligned(t: Tensor, norm: float) -> Tensor:
 
 def unit(t: Tensor) -> Tensor:
     """Every start's vector divided by its length."""
-    return t / t.reshape(len(t), -1).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (t.dim() - 1))
+    return t / _flat(t).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (t.dim() - 1))
 
 
 def largest(t: Tensor) -> Tensor:
     """The sign of the largest entry of every start, at its place, and zeros elsewhere."""
-    flat = t.reshape(len(t), -1)
+    flat = _flat(t)
     place = flat.abs().argmax(1, keepdim=True)
     return torch.zeros_like(flat).scatter(1, place, flat.gather(1, place).sign()).reshape(t.shape)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """One row per start; a function of one number has one entry for each."""
+    return t.flatten(1) if t.dim() > 1 else t[:, None]
