@@ -17,12 +17,14 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,7 @@ class Outcome:
         return self.kind not in ("returned", "refused", "wrong call")
 
 
+@cache
 def targets() -> dict[str, Callable[..., Any]]:
     """Every public function, class and class method by name; what several packages show is named by its own."""
     found: dict[str, Callable[..., Any]] = {}
@@ -330,7 +333,7 @@ class _Worker:
         self.process = self.context.Process(target=_work, args=(far, list(self.left), self.seed), daemon=True)
         self.process.start()
         far.close()
-        self.since = _now()
+        self.since = time.monotonic()
 
     def news(self) -> list[Outcome]:
         """What it has finished; a call that took too long or took the process down is a fault of its own."""
@@ -339,11 +342,11 @@ class _Worker:
             while self.left and self.pipe.poll():
                 found.append(self.pipe.recv())
                 self.left.remove(found[-1].number)
-                self.since = _now()
+                self.since = time.monotonic()
         except EOFError:
             self.process.join()
             found.append(self._lost(f"crash ({self.process.exitcode})"))
-        if self.left and _now() - self.since > SECONDS:
+        if self.left and time.monotonic() - self.since > SECONDS:
             self.process.kill()
             self.process.join()
             found.append(self._lost("hang"))
@@ -356,12 +359,6 @@ class _Worker:
         if self.left:
             self._begin()
         return Outcome(number, str(draw(number, self.seed)), kind)
-
-
-def _now() -> float:
-    import time
-
-    return time.monotonic()
 
 
 def _work(pipe: Any, numbers: list[int], seed: int) -> None:

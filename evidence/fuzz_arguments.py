@@ -6,6 +6,7 @@ Every value is made anew for every call, by its name, so that a call can be writ
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -384,7 +385,9 @@ LASTING = {"steps", "max_steps", "resamples", "starts", "depth", "seconds", "eve
 
 def make(name: str) -> Any:
     """The value of that name."""
-    return (RIGHT.get(name) or ODD[name])()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what it will give up, such as quantised tensors
+        return (RIGHT.get(name) or ODD[name])()
 
 
 def _raises(x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def test_tensors_whose_numbers_cannot_be_read_are_refused(wrong: Callable[[], ob
 def test_paths_are_texts_or_paths() -> None:
     assert checks.check_path("a", "out") == Path("a")
     for wrong in (None, 5, "", "a\0b", b"x"):
-        with pytest.raises(InvalidInput, match="out must be the path"):
+        with pytest.raises(InvalidInput, match="out must be a path"):
             checks.check_path(wrong, "out")
 
 
@@ -144,15 +144,15 @@ def test_a_door_lets_in_what_fits() -> None:
         ({"x": [1.0]}, "x must be a torch.Tensor, not list"),
         ({"x": torch.ones(2, device="meta")}, "meta device"),
         ({"k": 0}, "k must be at least 1, got 0"),
-        ({"k": "2"}, "k must be a whole number, got '2'"),
+        ({"k": "2"}, "k must be a whole number, at least 1, got '2'"),
         ({"seed": 2**64}, "seed must be"),
         ({"rtol": math.nan}, "rtol must be positive"),
-        ({"rtol": None}, "rtol must be a number, got None"),
+        ({"rtol": None}, "rtol must be positive and finite, got None"),
         ({"confidence": 1.5}, "confidence must be a probability"),
         ({"names": "abc"}, "names must be a sequence of which each is a text"),
         ({"names": ["a", 5]}, "names must be a sequence"),
         ({"mask": "casual"}, "mask must be 'causal' or 'none' or None"),
-        ({"out": Path("a\0b")}, "out must be a text or a path or None"),
+        ({"out": Path("a\0b")}, "out must be a path or None"),
     ],
 )
 def test_a_door_says_what_it_takes(wrong: dict[str, Any], said: str) -> None:
@@ -198,7 +198,9 @@ def test_fields_of_records_are_checked() -> None:
 def test_kinds_are_told_from_annotations() -> None:
     assert fits({"a": 1}, Mapping[str, int])
     assert not fits([1], Mapping[str, int])
-    assert fits(torch.ones(2), Iterable[int])
+    assert fits(torch.ones(2), Iterable[float])
+    assert not fits(torch.ones(2), Iterable[int])
+    assert not fits(torch.ones(2), Iterable[str])
     assert not fits(torch.ones(()), Iterable[int])
     assert fits((1, "a"), tuple[int, str])
     assert not fits((1,), tuple[int, str])

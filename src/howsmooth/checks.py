@@ -115,9 +115,8 @@ def check_callable(value: Callable[_P, _T], name: str) -> Callable[_P, _T]:
 
 def check_path(value: object, name: str) -> Path:
     """The path of a file."""
-    if not isinstance(value, str | os.PathLike) or "\0" in str(value) or not str(value):
-        raise InvalidInput(f"{name} must be the path of a file, got {shown(value)}.")
-    return Path(value)
+    check_kind(value, Path, name)
+    return Path(value)  # type: ignore[arg-type]
 
 
 def check_tensor(value: object, name: str, dims: Collection[int] | None = None, floating: bool = True) -> Tensor:

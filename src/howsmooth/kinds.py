@@ -34,6 +34,10 @@ _WORDS: dict[Any, str] = {
 }
 
 
+Words = Annotated[str, lambda value, name: None]
+"""A text that stands beside a path and is none."""
+
+
 def kinds(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of the parameters; what cannot be resolved is left out."""
     parameters = inspect.signature(function).parameters.values()
@@ -59,8 +63,9 @@ def _resolved(said: Any, names: dict[str, Any]) -> Any:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the kind itself."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    """The members of a union, or the kind itself; beside a path a text is meant as one, unless it is `Words`."""
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return tuple(one for one in members if one is not str) if any(map(_is_path_kind, members)) else members
 
 
 def fits(value: object, kind: Any) -> bool:
@@ -73,7 +78,7 @@ def fits(value: object, kind: Any) -> bool:
     if origin is Annotated:
         return fits(value, inner[0])
     if origin in (Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, one) for one in alternatives(kind))
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in inner)
     if kind is None or kind is type(None):
@@ -84,8 +89,8 @@ def fits(value: object, kind: Any) -> bool:
         return _is_number(value)
     if kind is bool:
         return isinstance(value, bool | np.bool_)
-    if kind is Path or (origin or kind) is os.PathLike:
-        return isinstance(value, str | os.PathLike) and "\0" not in str(value)
+    if _is_path_kind(kind):
+        return isinstance(value, str | os.PathLike) and _can_be_a_file(os.fspath(value))
     if (origin or kind) is Callable:
         return callable(value)
     if origin in (list, tuple, Sequence, Iterable):
@@ -107,7 +112,7 @@ def in_words(kind: Any) -> str:
     if origin is Annotated:
         return in_words(inner[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(one) for one in inner))
+        return " or ".join(dict.fromkeys(in_words(one) for one in alternatives(kind)))
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if (origin or kind) is Callable:
@@ -134,6 +139,16 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     if origin is tuple and Ellipsis not in inner:
         return len(value) == len(inner) and all(fits(part, one) for part, one in zip(value, inner, strict=True))
     return not inner or all(fits(part, inner[0]) for part in value)
+
+
+def _is_path_kind(kind: Any) -> bool:
+    return kind is Path or (get_origin(kind) or kind) is os.PathLike
+
+
+def _can_be_a_file(path: str | bytes) -> bool:
+    """No file system takes an empty name, a NUL in it, or more than 255 bytes between two strokes."""
+    name = os.fsencode(path)
+    return 0 < len(name) < 4096 and b"\0" not in name and max(map(len, name.split(b"/"))) <= 255
 
 
 def _is_whole(value: object) -> bool:

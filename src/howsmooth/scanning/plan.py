@@ -17,8 +17,6 @@ _WITHOUT_LAYER = ("model", "logits")
 
 _SEEDS = 2**64
 _MOST_WINDOWS = 10**6
-_NUMBER = (int, float)
-_KINDS = {"rtol": _NUMBER, "confidence": _NUMBER, "seed": (int,), "windows": (int,), "explain": (bool,)}
 
 
 @dataclass(frozen=True)

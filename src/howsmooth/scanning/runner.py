@@ -11,6 +11,7 @@ from typing import Any
 
 from howsmooth.checks import check_options, door
 from howsmooth.errors import InvalidInput
+from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window, open_model
 from howsmooth.models.opening import UNLIMITED
 from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
@@ -36,7 +37,7 @@ class Progress:
 @door
 def scan(
     model: str | OpenModel,
-    text: str | Path | None = None,
+    text: Words | Path | None = None,
     *,
     lengths: Places | None = None,
     windows: int = 1,
