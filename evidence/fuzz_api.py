@@ -207,7 +207,7 @@ def _bare(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _is_ours(frame)]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
-    if isinstance(error, KeyError) and error.args == ("inside",):
+    if frames and Path(frames[-1].filename) == Path(pool.__file__):
         return "refused", "the error of the function that was given"
     return "bare error", f"{type(error).__name__}: {' '.join(str(error).split())} ({where})"
 
@@ -397,9 +397,10 @@ def parts(progress: Callable[[str], None]) -> list[str]:
         f"{CALLS} random calls of {len(targets())} public functions, classes and class methods (seed 0). Arguments are "
         f"right, odd or wrong: {len(pool.RIGHT)} and {len(pool.ODD)} kinds, among them tensors of every dtype and "
         "layout, NaN, infinities, huge numbers, functions that raise, modules, paths. A call must return without a "
-        "NaN, or raise one of this package's errors in one line, or a TypeError where it does not fit the signature. "
-        "It may not warn, hang, crash, change its arguments, or leave anything changed: default dtype, threads, "
-        "gradient mode, random numbers, training flags, hooks, signals, folder, environment.",
+        "NaN, or raise one of this package's errors in one line, or a TypeError where it does not fit the signature; "
+        "an error of a function that was given passes through. It may not warn, hang, crash, change its arguments, or "
+        "leave anything changed: default dtype, threads, gradient mode, random numbers, training flags, hooks, "
+        "signals, folder, environment.",
         summary(found),
         *([table(["call", "", "fault", "said"], listed)] if listed else ["No promise was broken."]),
     ]

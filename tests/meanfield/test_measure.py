@@ -22,7 +22,7 @@ TWO = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
         (TWO, [math.nan, 1.0], None, "weights of a measure holds 1 NaN"),
         (TWO, [math.inf, 1.0], None, "weights of a measure holds 1 NaN or infinite"),
         (TWO, [1.0], None, "one weight for each of its 2 atoms"),
-        (TWO, [[0.5, 0.5]], None, "one weight for each of its 2 atoms"),
+        (TWO, [[0.5, 0.5]], None, "weights must be a torch.Tensor or a sequence"),
         (TWO[0], [0.5, 0.5], None, r"atoms of shape \(m, d\)"),
         (torch.zeros(0, 2), [], None, "at least one"),
         (torch.tensor([[math.nan], [0.0]]), [0.5, 0.5], None, "atoms of a measure holds 1 NaN"),

@@ -271,7 +271,7 @@ def test_tied_weights_start_from_queries_keys_or_their_mean() -> None:
         layer = dict(replaced_layers(replaced("gpt2", "l2", tie=tie)))["transformer.h.0.attn.layer"]
         torch.testing.assert_close(layer.qk_proj.weight.detach() * 2**0.5, source.flatten(0, 1))
         torch.testing.assert_close(layer.v_proj.weight.detach(), old.value_weight.flatten(0, 1))
-    with pytest.raises(InvalidInput, match="tied from"):
+    with pytest.raises(InvalidInput, match="tie must be 'query' or 'key'"):
         replaced("gpt2", "l2", tie="value")
 
 
