@@ -52,6 +52,8 @@ WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMon
 """Objects that stay with a model by hooks, which is what they are for."""
 DRAWING = ("nn.", "training.CharacterModel", "training.UntiedL2Attention")
 """Layers draw their first weights from the random numbers of torch, as all layers of torch do."""
+CALLBACKS = ("progress", "files", "wanted", "transform")
+"""Functions of the caller, called by these names: their errors are the caller's."""
 NAN = {"training.evaluate": "says so", "nn.load_replaced": "weights of a file"}
 """Where NaN is documented."""
 _HEADROOM = 3 * 2**30
@@ -207,7 +209,8 @@ def _bare(error: BaseException) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _is_ours(frame)]
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
-    if frames and Path(frames[-1].filename) == Path(pool.__file__):
+    called = ours and any(f"{name}(" in (ours[-1].line or "") for name in CALLBACKS)
+    if frames and (called or Path(frames[-1].filename) == Path(pool.__file__)):
         return "refused", "the error of the function that was given"
     return "bare error", f"{type(error).__name__}: {' '.join(str(error).split())} ({where})"
 

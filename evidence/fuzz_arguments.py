@@ -347,7 +347,6 @@ SPECIAL: dict[str, list[str]] = {
     "models.from_transformers.layer": ["one"],
     "models.site.module": ["encoder"],
     "models.load.name": ["spec"],
-    "models.Targets.window": ["window"],
     "models.target.window": ["window"],
     "attention.SelfAttention.from_transformers.model": ["transformer"],
     "attention.SelfAttention.from_transformers.layer": ["one"],

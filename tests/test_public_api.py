@@ -145,6 +145,7 @@ def test_the_fuzzer_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(one.startswith(kind.partition(":")[0]) for one in found), (kind, found)
 
 
+@pytest.mark.slow
 def test_random_calls_give_a_number_or_one_clear_error() -> None:
     """A sample of `evidence/fuzz_api.py`; `make verify` makes thousands."""
     found = fuzz_api.run(range(0, 4000, 50), processes=1)
