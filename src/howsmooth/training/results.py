@@ -25,7 +25,7 @@ class Intervals:
     save: int = 200
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             check_count(value, f"the interval {name}")
 
 
