@@ -183,7 +183,7 @@ def test_weights_that_are_not_numbers_are_called_so() -> None:
     site = attention_site(model, 0)
     attention = read_attention(model, site)
     attention.value_weight[0, 0, 0] = float("nan")
-    with pytest.raises(UnsupportedModel, match="value weight of layer 0 .* holds NaN or infinite values"):
+    with pytest.raises(UnsupportedModel, match=r"value weight of layer 0 .* holds NaN or infinite values"):
         check_against_model(model, site, attention)
 
 
