@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.fuzz_grammar import draw_command
+from evidence.fuzz_grammar import OPTIONS, draw_command
 from evidence.fuzz_inputs import digests, make_inputs
 from evidence.tables import table
 
@@ -303,7 +303,8 @@ def said_of(tally: Tally) -> list[str]:
     cases = len(tally.seconds)
     said = {"0": "done", "1": "done, not converged", "2": "refused in one line", "129": "terminal closed"}
     said |= {"130": "interrupted", "143": "terminated", "141": "nobody reads the output"}
-    commands = ", ".join(f"{name or 'none'} {count}" for name, count in tally.commands.most_common(9))
+    said |= {str(-number): "stopped before the command had begun" for number in (1, 2, 15)}
+    commands = ", ".join(f"{name} {tally.commands[name]}" for name in OPTIONS)
     rows = [[code, said.get(code, "fault"), count] for code, count in sorted(tally.codes.items())]
     return [
         f"{cases} command lines, drawn from the seeds 0 to {cases - 1}: all commands with mostly sensible options and "
