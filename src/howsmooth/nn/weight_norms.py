@@ -86,7 +86,7 @@ def followed(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, 
             break
     right = space @ turn
     left = matrix @ right
-    return space, left / left.norm().clamp(min=torch.finfo(left.dtype).tiny), right
+    return space.contiguous(), left / left.norm().clamp(min=torch.finfo(left.dtype).tiny), right
 
 
 @followed.register_fake
