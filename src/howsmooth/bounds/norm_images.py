@@ -43,14 +43,16 @@ def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
     """Gain, shift and kind of a normalisation of single tokens.
 
     Args:
-        width: of the tokens; by default that of the module's weight.
+        width: of the tokens, for a module that does not know it.
 
     >>> found = read_norm(nn.LayerNorm(4))
     >>> found.centred, found.gain
     (True, tensor([1., 1., 1., 1.], dtype=torch.float64))
     """
     asked = _frozen(norm)
-    width = width or _width(norm)
+    width = _width(norm) or width
+    if width is None:
+        raise InvalidInput(f"the width of this {type(norm).__name__} is not known: give the width of its tokens.")
     shift, constant = (_answer(norm, asked, torch.full((1, width), size))[0] for size in (0.0, _LARGE))
     scale = max(1e-30, float((_answer(norm, asked, _LARGE * _random(width)) - shift).abs().max()))
     centred = bool((constant - shift).abs().max() <= _TOLERANCE * scale)
@@ -77,14 +79,14 @@ def _takes_more_than_tokens(norm: nn.Module) -> bool:
     return len(inspect.signature(norm.forward).parameters) != 1
 
 
-def _width(norm: nn.Module) -> int:
+def _width(norm: nn.Module) -> int | None:
     for given in (getattr(norm, "weight", None), *norm.parameters(), *norm.buffers()):
         if isinstance(given, Tensor) and given.dim() == 1:
             return len(given)
     shape = getattr(norm, "normalized_shape", None)
     if shape is not None:
         return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
-    raise InvalidInput(f"the width of this {type(norm).__name__} is not known: give the width of its tokens.")
+    return None
 
 
 def _answer(norm: nn.Module, asked: nn.Module, x: Tensor) -> Tensor:

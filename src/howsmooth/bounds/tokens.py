@@ -79,7 +79,7 @@ class TokenSet:
         RMSNorms called LayerNorm are what they are, and what is neither is refused.
 
         Args:
-            width: of the tokens; by default that of the module's weight.
+            width: of the tokens, for a module that does not know it.
 
         >>> TokenSet.after(nn.LayerNorm(4)).radius
         2.0
