@@ -42,7 +42,8 @@ def kinds(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of the parameters; what cannot be resolved is left out."""
     parameters = inspect.signature(function).parameters.values()
     plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.annotation is not p.empty]
-    found = {p.name: _resolved(p.annotation, function.__globals__) for p in plain}
+    names = inspect.unwrap(function).__globals__
+    found = {p.name: _resolved(p.annotation, names) for p in plain}
     rest = {p.name for p in plain if p.kind is p.VAR_POSITIONAL}
     found |= {name: types.GenericAlias(tuple, (found[name], ...)) for name in rest}
     return {name: kind for name, kind in found.items() if kind is not None}

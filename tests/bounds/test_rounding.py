@@ -72,6 +72,12 @@ class Shift(TokenStage, TokenDerivative):
     def select(self, index: Tensor) -> TokenDerivative:
         return self
 
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return self
+
+    def size(self) -> float:
+        return 1.0
+
 
 def test_stages_of_unknown_rounding_are_refused() -> None:
     attention = hs.SelfAttention.random(4)

@@ -163,7 +163,7 @@ def test_wrong_requests_about_a_model_are_one_line(tmp_path: Path) -> None:
     assert "--heads is for weights without a model" in refusal("minilm", "--heads", 4)
     assert "--prefix is for weights" in refusal("minilm", "--prefix", "h.0.")
     assert "not a text in UTF-8" in refusal("minilm", "--text", tmp_path / "latin.txt")
-    assert "No such file" in refusal("minilm", "--text", tmp_path / "none.txt")
+    assert "there is no file" in refusal("minilm", "--text", tmp_path / "none.txt")
     assert "takes at most 512" in refusal("minilm", "--length", 600)
     assert "choose from embeddings.LayerNorm." in refusal("minilm", "--after", "nothing.", "--length", 8)
 
@@ -269,7 +269,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "are for models" in refusal("random", "--layer", 1)
     assert "are for models" in refusal(*here, "--text", tmp_path / "t.txt")
     assert "dtype is one of" in refusal("random", "--dtype", "int8")
-    assert "qk_norm is" in refusal("random", "--qk-norm", "l3")
+    assert "qk_norm must be" in refusal("random", "--qk-norm", "l3")
     assert "outside the radius" in refusal(*here, "--input", tmp_path / "ones.npy", "--radius", 0.1)
 
 

@@ -273,7 +273,7 @@ def test_a_witness_opens_nothing_by_itself(
     def opens(*args: object, **options: object) -> None:
         raise AssertionError(f"{args} was opened because a file said so")
 
-    for place in ("howsmooth.cli.sources.load", "howsmooth.cli.sources.read_attention_weights"):
+    for place in ("howsmooth.cli.sources.open_model", "howsmooth.cli.sources.read_attention_weights"):
         monkeypatch.setattr(place, opens)
     found = Witness.load(STORED)
     Witness(**{**vars(found), "source": source}).save(tmp_path / "evil.safetensors")
@@ -332,7 +332,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
 @needs_minilm
 def test_wrong_requests_about_a_model_are_one_line() -> None:
     assert "layer 6 does not exist" in refusal("worst-case", "minilm", "--layer", 6)
-    assert "No such file" in refusal("worst-case", "minilm", "--around", "none.txt", "--eps", 0.1)
+    assert "there is no file none.txt" in refusal("worst-case", "minilm", "--around", "none.txt", "--eps", 0.1)
 
 
 def test_more_tokens_than_memory_are_refused_at_once() -> None:

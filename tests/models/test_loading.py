@@ -318,7 +318,7 @@ def test_tokenizers_with_an_odd_longest_text_are_opened_or_refused(most: Any, tm
 
 def test_nothing_but_a_string_names_a_model() -> None:
     for spec in (None, 5, Path("minilm")):
-        with pytest.raises(InvalidInput, match="a model is opened by its name"):
+        with pytest.raises(InvalidInput, match="spec must be a text"):
             open_model(spec)  # type: ignore[arg-type]
 
 

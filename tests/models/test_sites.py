@@ -161,8 +161,8 @@ def test_half_precision_several_texts_and_missing_layers_are_refused() -> None:
         ({"input_ids": [[5, 6]]}, "input_ids of a model is a tensor .* got list"),
         ({"input_ids": torch.ones(1, 600, dtype=torch.long)}, "does not take these inputs .* no longer than the model"),
         ({"no_such_input": torch.ones(1, 3)}, "does not take these inputs"),
-        (torch.tensor([[5, 6]]), "inputs are the keyword arguments of the model"),
-        (None, "inputs are the keyword arguments of the model"),
+        (torch.tensor([[5, 6]]), "inputs must be a dictionary"),
+        (None, "inputs must be a dictionary"),
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_refused_in_one_line(inputs: Any, message: str) -> None:

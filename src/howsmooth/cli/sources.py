@@ -17,6 +17,7 @@ import typer
 from torch import Tensor
 
 from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
+from howsmooth.checks import shown
 from howsmooth.cli.console import MOST_SEED, check_room
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, open_model
@@ -307,7 +308,7 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAtten
     path = Path(source)
     if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
-            f"{source!r} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
+            f"{shown(source)} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
             f"{', '.join(f'random:{name}' for name in PRESETS)}, random[width=64,heads=4,…]) nor a model (minilm, or a "
             "folder with config.json)."
         )

@@ -20,13 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
+"""Held by the thread that has turned a switch of the process; the same thread may take it again."""
 
 
 @contextmanager
 def exact_autograd(device: torch.device) -> Iterator[None]:
     """Autograd on whatever the caller's mode, at full precision, with only those kernels that have a forward mode."""
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -55,7 +56,7 @@ def without_sources() -> Iterator[None]:
             mine.append(key)
         return key
 
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         loader.cache = remember  # type: ignore[method-assign]
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -24,9 +25,9 @@ DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
-MOST_NOISE = 1e-3
+MOST_NOISE = 3e-4
 """Share of ‖Jᵀu‖ that the noise may have before a wider dtype is taken, with u = Jv/|Jv| and v random or, at the second
-look, Jᵀu itself. That is a third to a half of the norm on ordinary heads, so that both ends leave room for 10⁻³."""
+look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: both ends leave most of 10⁻³ free."""
 _LOOKS = 2
 
 
@@ -57,6 +58,9 @@ class AttentionJacobian(JacobianOperator):
         self.blur = mixing.blur
         noise = rounding.along(path).reshape(*batch_shape, -1)
         self.noise = noise.squeeze(-1) if self.by_head else torch.linalg.vector_norm(noise, dim=-1)
+        # Errors of many roundings have no preferred direction: N^{-½} of their length lies along one, in mean square.
+        # Some have more; but the certificate adds up the errors of all steps as if none cancelled, which allows for it.
+        self.scatter = 1 / math.sqrt(min(self.in_size, self.out_size))
 
     @property
     def by_head(self) -> bool:

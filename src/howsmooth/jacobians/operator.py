@@ -39,6 +39,8 @@ class JacobianOperator(ABC):
         noise: an absolute bound, one number per map or one for all (float64), on ‖(computed J) v − J v‖ and on
             ‖(computed Jᵀ) u − Jᵀu‖ for unit vectors, beyond a few eps·‖J‖: what cancellation inside the map leaves
             behind. No singular value of the computed operator is further than this from the true one.
+        scatter: the share of ``noise`` that can lie along a direction fixed beforehand: 1 when nothing is known of it,
+            N^{-½} for sums of many roundings, which point nowhere in particular.
     """
 
     batch_shape: torch.Size
@@ -50,6 +52,7 @@ class JacobianOperator(ABC):
     notes: tuple[str, ...] = ()
     blur: float = 0.0
     noise: Tensor | float = 0.0
+    scatter: float = 1.0
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -199,7 +202,7 @@ class _Adjoint(JacobianOperator):
         self.batch_shape = parent.batch_shape
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        self.noise = parent.noise
+        self.noise, self.scatter = parent.noise, parent.scatter
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

@@ -8,16 +8,17 @@ after the other. Measuring what was captured needs no lock.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from howsmooth.jacobians.alone import ONE_AT_A_TIME
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-LOCK = threading.RLock()
-"""Held by the thread that is in a model; the same thread may take it again."""
+LOCK = ONE_AT_A_TIME
+"""The lock of forward-mode differentiation, which runs models too: two locks, taken in either order, may stop both."""
 
 
 def alone(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

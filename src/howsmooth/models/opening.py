@@ -135,11 +135,6 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
     >>> opened.modality, opened.precision, opened.limit
     ('text', 'float32', 512)
     """
-    if not isinstance(spec, str):
-        raise InvalidInput(
-            f"a model is opened by its name, the path of its folder or file, or its id on the hub, as a string, not by "
-            f"{type(spec).__name__}."
-        )
     model: PreTrainedModel
     notes: tuple[str, ...] = ()
     if is_random(spec):

@@ -172,11 +172,6 @@ def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None
             f"the model computes in {str(model.dtype).removeprefix('torch.')}, too coarsely to compare the map with "
             "it: convert it with model.float()."
         )
-    if not isinstance(inputs, Mapping):
-        raise InvalidInput(
-            f"inputs are the keyword arguments of the model, a dictionary such as {{'input_ids': ids}}, not "
-            f"{type(inputs).__name__}."
-        )
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() and len(value) != 1:
             raise InvalidInput(f"{name} holds {len(value)} items, but one text, image or sound is captured at a time.")

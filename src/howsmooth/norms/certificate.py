@@ -32,13 +32,14 @@ From 1 ≥ |z|² + ζ² now |ζ|(1 + |w|²)^{1/2} ≤ 1 + |n|, and with r = (λ 
 
     |⟨s, x⟩| ≤ (1 + |n|) f(λ) + σ Σ_j |e_j||r_j| + Σ_j |f_j||(B r)_j|,    |n| ≤ (σ‖E‖_F + θ₁‖F‖_F)/(λ − θ₁²),
 
-e_j and f_j being the columns of E and F. Each is as long as the error of one product, η = κ·eps·σ + ν, with
-κ = `PRODUCT_ROUNDING` for the last rounding in the product and those of the recursion, and ν the operator's own bound
-(`JacobianOperator.noise`); to this comes what reorthogonalisation is seen to remove. Nothing is assumed about the
-direction of these errors: they may hide x. (To say that the run is exact for some J + E would not do: E knows the
-start, which is then not random for J + E. And it does happen: x + γ⟨a, x⟩a is rounded to x, exactly, once γ⟨a, x⟩a_i
-is below half a unit in the last place of every x_i.) Errors of long sums inside a product can exceed κ·eps·σ, but have
-no preferred direction: their component on y is smaller than their length by N^{-½}.
+e_j and f_j being the columns of E and F. Each is as long as the error of one product, η = κ·eps·σ + ν, with κ =
+`PRODUCT_ROUNDING` for the last rounding in the product and those of the recursion, and ν the operator's own bound
+(`JacobianOperator.noise`, of which a share ``scatter`` can lie along y or x); to this comes what reorthogonalisation is
+seen to remove. Nothing is assumed about the direction of these errors: they may hide x. (To say that the run is exact
+for some J + E would not do: E knows the start, which is then not random for J + E. And it does happen: x + γ⟨a, x⟩a is
+rounded to x, exactly, once γ⟨a, x⟩a_i is below half a unit in the last place of every x_i.) Errors of long sums inside
+a product can exceed κ·eps·σ, but have no preferred direction: their component on y is smaller than their length by
+N^{-½}.
 
 For a map near a multiple of the identity the start is almost a singular vector itself, |r| ≈ 1/(λ − θ²), and λ is
 excluded once 2ση/(λ − θ²) < τ: beyond a relative gap of η/(στ), about 80 √N η/σ at 99 %. What lies closer cannot be
@@ -139,9 +140,17 @@ class Certificate:
     [2.1213, 2.1323, 2.1325]
     """
 
-    def __init__(self, maps: int, size: int, confidence: float, eps: float = 0.0, noise: Tensor | None = None):
+    def __init__(
+        self,
+        maps: int,
+        size: int,
+        confidence: float,
+        eps: float = 0.0,
+        noise: Tensor | None = None,
+        scatter: float = 1.0,
+    ):
         self.tau = smallest_component(size, confidence)
-        self.eps = eps
+        self.eps, self.scatter = eps, scatter
         self.noise = torch.zeros(maps, dtype=torch.float64) if noise is None else noise
         self.upper = torch.full((maps,), math.inf, dtype=torch.float64)
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
@@ -204,7 +213,7 @@ class Certificate:
         w = small.theta * small.residuals * shape
         seen = (overlaps * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
-        error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.noise
+        error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.scatter * self.noise
         left, right = math.sqrt(small.products) * error + small.drift.norm(dim=-1)
         seen = seen * (1 + (torch.sqrt(lam) * left + small.theta[:, 0] * right) * shape[:, 0])
         if self._cycles is None:

@@ -117,7 +117,7 @@ def golub_kahan(
 
 def _certificate(products: FlatProducts, results: Triplets, confidence: float) -> Certificate:
     op, noise = products.op, results.noise[products.maps] / products.scale
-    return Certificate(len(products.maps), op.in_size, confidence, torch.finfo(op.dtype).eps, noise)
+    return Certificate(len(products.maps), op.in_size, confidence, torch.finfo(op.dtype).eps, noise, op.scatter)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:

@@ -44,8 +44,6 @@ class Settings:
             raise InvalidInput(f"rtol is a relative accuracy between 0 and 1, got {self.rtol}.")
         if not 0 <= self.confidence < 1:
             raise InvalidInput(f"confidence is a probability below 1, got {self.confidence}.")
-        if not 0 <= self.seed < _SEEDS:
-            raise InvalidInput(f"a seed is a whole number from 0 to 2⁶⁴ − 1, got {_shown(self.seed)}.")
         if not 1 <= self.windows <= _MOST_WINDOWS:
             said = f"from 1 to {_MOST_WINDOWS} windows of each length, got {_shown(self.windows)}"
             raise InvalidInput(f"a scan needs at least one window and has {said}.")
