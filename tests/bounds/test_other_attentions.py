@@ -63,7 +63,7 @@ def attack(
 
     for _ in range(40):
         measured = torch.vmap(lambda one: jacobian_norm(make(one), place(one)))(free)
-        ceilings = torch.vmap(ceiling)(free)
+        ceilings = torch.stack([ceiling({key: t[i] for key, t in free.items()}) for i in range(len(highest))])
         highest = torch.maximum(highest, (measured / ceilings).detach())
         optimizer.zero_grad()
         (measured.log() - ceilings.log()).sum().backward()

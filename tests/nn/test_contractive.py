@@ -278,7 +278,7 @@ def test_map_needs_the_number_of_tokens() -> None:
         ({"coefficient": math.nan}, "coefficient"),
         ({"norm": 1}, "norm 2 or 'inf'"),
         ({"bound": "kim2021"}, "never smaller"),
-        ({"bound": "guess"}, "bound is"),
+        ({"bound": "guess"}, "bound must be"),
         ({"dropout": 0.1}, "dropout"),
         ({"max_tokens": 0}, "max_tokens"),
     ],

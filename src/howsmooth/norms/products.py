@@ -41,8 +41,10 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     """How far, absolutely, cancellation and the end of the dtype can move a norm taken from the entries, per map.
 
     The entries come as lines of J (columns, or rows, whichever cost less), each with an error of length ε. All lines
-    together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε. A sum Σ|·| over one line is off by √length·ε; across lines, with ε in
-    every line, by lines·ε. A map that vanishes altogether (``value`` 0) is zero, unless the operator says otherwise.
+    together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε, and by ‖E‖₂ ≤ (1 + √lines·s)·ε when only a share s of every error can
+    lie along a given direction (`JacobianOperator.scatter`). A sum Σ|·| over one line is off by √length·ε; with ε in
+    every line, across lines by lines·ε. A map that vanishes altogether (``value`` 0) is zero, unless the operator says
+    otherwise.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.ones(9, 4))
@@ -55,7 +57,9 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
     end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
     one = absolute_noise(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
-    if norm in (2, "fro"):
+    if norm == 2:
+        return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.scatter) * one
+    if norm == "fro":
         return math.sqrt(lines) * one
     along = (norm == 1) == by_columns
     return (math.sqrt(length) if along else lines) * one

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from howsmooth.checks import shown
 from howsmooth.errors import InvalidInput
 
 WHATS = ("head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits")
@@ -37,7 +38,7 @@ def parse_numbers(text: Numbers, name: str = "layers") -> tuple[int, ...]:
     >>> parse_numbers("0,2-4"), parse_numbers([3, 1])
     ((0, 2, 3, 4), (1, 3))
     """
-    wrong = InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {_short(text)}.")
+    wrong = InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {shown(text)}.")
     if not isinstance(text, str):
         numbers = _whole_numbers(text)
         if not numbers:
@@ -61,7 +62,7 @@ def parse_lengths(text: Numbers) -> tuple[int, ...]:
     >>> parse_lengths("8,16,…,128"), parse_lengths([100, 50])
     ((8, 16, 32, 64, 128), (50, 100))
     """
-    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {_short(text)}.")
+    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {shown(text)}.")
     if not isinstance(text, str):
         numbers = _whole_numbers(text)
         if not numbers or min(numbers) < 1:
@@ -75,7 +76,7 @@ def parse_lengths(text: Numbers) -> tuple[int, ...]:
             while 2 * found[-1] < end:
                 found.append(2 * found[-1])
             if 2 * found[-1] != end:
-                raise InvalidInput(f"doubling does not lead to {end} in {_short(text)}: write for example 8,16,…,512.")
+                raise InvalidInput(f"doubling does not lead to {end} in {shown(text)}: write for example 8,16,…,512.")
         elif re.fullmatch(_NUMBER, part) and int(part) >= 1:
             found.append(int(part))
         else:
@@ -92,12 +93,6 @@ def _whole_numbers(given: object) -> list[int] | None:
     )
 
 
-def _short(given: object) -> str:
-    """What was given, as long as it is short."""
-    said = repr(given) if not isinstance(given, int) or abs(given) <= _LARGEST else "a huge number"
-    return said if len(said) <= 60 else said[:57] + "…"
-
-
 def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
     """Kinds of maps, each with an optional choice in brackets.
 
@@ -105,7 +100,7 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
     (Selection(what='head', layers=(0, 1, 2, 5), heads=(3,), lengths=None), Selection(what='layer', ...))
     """
     if not isinstance(text, str) and not (isinstance(text, Sequence) and all(isinstance(one, str) for one in text)):
-        raise InvalidInput(f"what to measure is a text such as head,layer or a list of texts, got {_short(text)}.")
+        raise InvalidInput(f"what to measure is a text such as head,layer or a list of texts, got {shown(text)}.")
     whole = text if isinstance(text, str) else ",".join(text)
     found = []
     for part in (piece.strip() for piece in re.split(r",(?![^\[]*\])", whole)):
@@ -113,7 +108,7 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
         name = _PLURALS.get(match[1], match[1]) if match else ""
         if match is None or name not in WHATS:
             raise InvalidInput(
-                f"{_short(part)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
+                f"{shown(part)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
                 "like, for example head[layers=0-5,heads=3]."
             )
         found.append(Selection(name, **_choices(match[2] or "", part)))
@@ -129,7 +124,7 @@ def _choices(text: str, whole: str) -> dict[str, tuple[int, ...]]:
             name, _, part = (piece.strip() for piece in part.partition("="))
         if name not in _PARAMETERS:
             raise InvalidInput(
-                f"{_short(whole)}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
+                f"{shown(whole)}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
             )
         given.setdefault(name, []).append(part)
     return {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from howsmooth.checks import Seed, check_fields
+from howsmooth.checks import Seed, check_fields, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning.grammar import Selection
 
@@ -15,7 +15,6 @@ BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _WITHOUT_LAYER = ("model", "logits")
 
 
-_SEEDS = 2**64
 _MOST_WINDOWS = 10**6
 
 
@@ -45,7 +44,7 @@ class Settings:
         if not 0 <= self.confidence < 1:
             raise InvalidInput(f"confidence is a probability below 1, got {self.confidence}.")
         if not 1 <= self.windows <= _MOST_WINDOWS:
-            said = f"from 1 to {_MOST_WINDOWS} windows of each length, got {_shown(self.windows)}"
+            said = f"from 1 to {_MOST_WINDOWS} windows of each length, got {shown(self.windows)}"
             raise InvalidInput(f"a scan needs at least one window and has {said}.")
         if self.bounds not in ("none", "proved", "cheap", "all"):
             raise InvalidInput(f"bounds are none, proved, cheap or all, got {self.bounds!r:.40}.")
@@ -53,10 +52,6 @@ class Settings:
     def to_json(self) -> str:
         """The same text for the same settings."""
         return json.dumps(asdict(self), sort_keys=True)
-
-
-def _shown(number: int) -> str:
-    return str(number) if abs(number) < _SEEDS**2 else "a number of many digits"
 
 
 @dataclass(frozen=True)
