@@ -135,12 +135,15 @@ class Playground:
         """How the command ends, and what is wrong with that."""
         place = self.folder / "case"
         shutil.copytree(self.inputs, place / "inputs", symlinks=True)
-        (place / "out").mkdir()
+        for folder in ("out", "temporary"):
+            (place / folder).mkdir()
         try:
             case.damage(place)
             before = digests(place / "inputs")
             ending = run_forked(case, place)
-            return ending, problems(case, ending, before, digests(place / "inputs"))
+            left = [path.name for path in (place / "temporary").iterdir() if not path.name.startswith(_OF_TORCH)]
+            wrong = problems(case, ending, before, digests(place / "inputs"))
+            return ending, wrong + [f"left {name} among the temporary files" for name in left]
         finally:
             shutil.rmtree(place)
 
@@ -171,8 +174,8 @@ def run_forked(case: Case, place: Path) -> Ending:
 
 
 _STRAY = "stray write: "
-_OF_TORCH = os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_")
-"""A folder that torch makes for itself when its compiler is imported."""
+_OF_TORCH = "torchinductor_"
+"""How a folder begins that torch makes for itself in the temporary one when its compiler is imported."""
 
 
 def _wait(child: int, case: Case, began: float) -> int | None:
@@ -201,6 +204,7 @@ def _child(case: Case, place: Path) -> None:
         for number, name in ((0, os.devnull), (1, "../case.out"), (2, "../case.err")):
             os.dup2(os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         _fresh_streams()
+        tempfile.tempdir = os.environ["TMPDIR"] = str(place / "temporary")
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -245,7 +249,7 @@ def _watch(place: Path) -> Callable[[str, tuple[Any, ...]], None]:
         if not isinstance(path, str | bytes) or path == ":memory:":
             return
         whole = os.path.realpath(os.fsdecode(path))
-        if not whole.startswith((f"{place}/", "/dev/", "/proc/", _OF_TORCH)) and whole != str(place):
+        if not whole.startswith((f"{place}/", "/dev/", "/proc/")) and whole != str(place) and _OF_TORCH not in whole:
             os.write(2, f"{_STRAY}{whole}\n".encode(errors="replace"))
 
     return hook
@@ -314,7 +318,7 @@ def said_of(tally: Tally) -> list[str]:
         "Each runs in a process of its own with a fresh copy of all files and must end within a minute of computing, "
         "with a documented exit code, without a traceback or unexpected error, with one line on stderr if it refuses, "
         "without controls in its output, with valid JSON where that was asked for, and must not change a file that it "
-        "was only given to read, nor write outside its folder.",
+        "was only given to read, nor write outside its folder, nor leave temporary files.",
         table(["exit code", "meaning", "commands"], rows),
         f"Faults: {len(tally.faults)}."
         + "".join(f"\n- seed {seed}: {', '.join(wrong)}" for seed, _, wrong, _ in tally.faults),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,31 @@ def test_sigterm_before_any_work_is_one_word(monkeypatch: pytest.MonkeyPatch) ->
     done = MEASURE.run("random", "--length", 4)
     assert (done.exit_code, done.stdout, done.stderr) == (143, "", "howsmooth: terminated\n")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "word"),
+    [("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "terminal closed"), ("SIGINT", 130, "interrupted")],
+)
+def test_a_stop_during_a_finaliser_is_not_lost(
+    name: str, code: int, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), getattr(signal, name))
+            for _ in range(3):  # the handler runs, and raises, at the latest here
+                pass
+
+    def work(text: str) -> int:
+        Finalised()
+        time.sleep(5)
+        return 2**20
+
+    hook = sys.unraisablehook
+    monkeypatch.setattr(MEASURING, "parse_bytes", work)
+    done = MEASURE.run("random", "--length", 4)
+    assert (done.exit_code, done.stdout, done.stderr) == (code, "", f"howsmooth: {word}\n")
+    assert sys.unraisablehook is hook
 
 
 def test_an_ignored_hang_up_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

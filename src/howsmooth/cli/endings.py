@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 import traceback
+from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -137,10 +138,43 @@ def _stoppable() -> Iterator[None]:
     for number in taken:
         signal.signal(number, stop)
     try:
-        yield
+        with _heard():
+            yield
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+_AGAIN = 0.01
+"""Seconds after which a stop that was lost is given again."""
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Give a stop again that came while Python ran a finaliser or the callback of a weak reference.
+
+    What these raise goes to `sys.unraisablehook` and the work goes on, so the command would neither stop nor be quiet.
+    The new stop comes from another thread, a moment later: in the hook itself it would be lost as the first was.
+    """
+    usual = sys.unraisablehook
+    waiting: list[threading.Timer] = []
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            usual(lost)
+            return
+        again = threading.Timer(_AGAIN, interrupt_main, (_stopped_by or signal.SIGINT,))
+        again.daemon = True
+        waiting.append(again)
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+        for again in waiting:
+            again.cancel()
 
 
 def _report(error: Exception, args: Sequence[str]) -> int:
