@@ -199,22 +199,24 @@ def _child(case: Case, place: Path) -> None:
     """Never returns: becomes the command, with its streams in files and writes elsewhere noted."""
     code: Any = 99
     try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.chdir(place)
         for number, name in ((0, os.devnull), (1, "../case.out"), (2, "../case.err")):
             os.dup2(os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         _fresh_streams()
         tempfile.tempdir = os.environ["TMPDIR"] = str(place / "temporary")
+        os.environ["HOWSMOOTH_CACHE"] = str(place / "cache")
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
         sys.addaudithook(_watch(place))
-        from howsmooth.cli import app
+        from howsmooth.cli import main
 
-        app(list(case.args), prog_name="howsmooth")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        main(case.args)
     except SystemExit as ended:
         code = ended.code
     except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from howsmooth.cli import app
+from howsmooth.cli import app, main
 from howsmooth.cli.endings import CODES
 from howsmooth.cli.train import described
 from howsmooth.training import Status
@@ -170,6 +170,19 @@ def test_a_stop_during_a_finaliser_is_not_lost(
     done = MEASURE.run("random", "--length", 4)
     assert (done.exit_code, done.stdout, done.stderr) == (code, "", f"howsmooth: {word}\n")
     assert sys.unraisablehook is hook
+
+
+def test_an_interrupt_before_the_command_has_begun_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.main.get_group", interrupted)  # as typer makes the commands
+    with pytest.raises(SystemExit) as ended:
+        main(["models"])
+    assert ended.value.code == 130
+    assert capfd.readouterr() == ("", "howsmooth: interrupted\n")
 
 
 def test_an_ignored_hang_up_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,6 +390,16 @@ def test_gguf_file_without_a_weight_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.usefixtures("_own_cache")
+def test_a_damaged_gguf_file_is_named_without_the_place_of_its_copy(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes([245, 124, 101, 34]) * 1000)
+    with pytest.raises(InvalidInput, match=r"^m\.gguf cannot be read as a GGUF model: ") as refused:
+        open_model(str(tmp_path / "m.gguf"))
+    assert str(tmp_path) not in str(refused.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_models_of_the_hub_are_read_from_its_cache(
     shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

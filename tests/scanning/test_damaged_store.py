@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from howsmooth.scanning import Scan
+from howsmooth.scanning import Scan, salvage
 from howsmooth.scanning.store import Store, StoreError
 from tests.scanning.stores import IDENTITY, OLDER, TOKENS, batch, change, kept
 
@@ -51,6 +51,20 @@ def test_tables_that_are_not_those_of_a_store_are_refused_unread(path: Path, sta
     for opened in (Store.reading, Store.writing):
         with pytest.raises(StoreError, match="its tables are not those of a store"), opened(path):
             pass
+
+
+def test_damage_that_sqlite_quotes_in_no_alphabet_is_one_sentence(path: Path, tmp_path: Path) -> None:
+    content = kept(path).read_bytes()
+    broken = content.replace(b"tablecellscells\x05CREATE TABLE cells", b"tablec\xd3llscells\x05CREATE TABLE ce((s")
+    assert broken != content
+    path.write_bytes(broken)
+    with pytest.raises(StoreError, match="malformed database schema"), Store.reading(path):
+        pass
+    with pytest.raises(StoreError, match="malformed database schema"), Store.writing(path):
+        pass
+    with pytest.raises(StoreError):
+        salvage(path, tmp_path / "salvaged.sqlite")
+    assert path.read_bytes() == broken
 
 
 def test_a_later_version_is_named(path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +211,21 @@ def test_without_explanation_and_bounds_the_values_stay_the_same(found: Scan, fo
     assert all(row["value_path"] is None and row["bounds"] == {} for row in (*plain.rows, *proved.rows))
     assert all(row["proved"] is None for row in plain.rows)
     assert all(row["proved"] > row["value"] for row in proved.rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only here a file name may be any bytes")
+def test_texts_and_stores_may_have_any_name_and_models_are_refused_by_it(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    model, words, out = (tmp_path / os.fsdecode(b"caf\xe9" + end) for end in (b"", b".txt", b".sqlite"))
+    shutil.copytree(folder, model)
+    shutil.copy(text, words)
+    for _ in range(2):  # and taken up again
+        found = scan(str(folder), words, lengths=8, what="head[layers=0,heads=0]", out=out)
+        assert len(found) == 1
+    assert found.rows[0]["text"] == "caf\ufffd.txt"
+    with pytest.raises(InvalidInput, match="caf\ufffd is not UTF-8, so weights in it cannot be opened: rename it"):
+        scan(str(model), words, lengths=8)
 
 
 def test_progress_counts_every_cell_and_ends_at_the_whole(folder: Path, text: Path) -> None:

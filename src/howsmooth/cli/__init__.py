@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from howsmooth.cli.bounds import bounds
 from howsmooth.cli.demo import demo
-from howsmooth.cli.endings import CODES, OneLineErrors
+from howsmooth.cli.endings import CODES, INTERRUPTED, OneLineErrors, complain, stop_word
 from howsmooth.cli.measure import measure
 from howsmooth.cli.models import models
 from howsmooth.cli.report import report
@@ -55,6 +57,10 @@ def _options(
     pass
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """The console script."""
-    app(prog_name="howsmooth")
+    try:
+        app(args, prog_name="howsmooth")
+    except KeyboardInterrupt:  # before the command had begun
+        complain(stop_word())
+        sys.exit(INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,8 @@ def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | N
         pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
     """
     path = Path(source)
+    if path.exists() and not _is_utf8(source):
+        raise InvalidInput(f"the name {printable(source)} is not UTF-8, so weights in it cannot be opened: rename it.")
     with quiet(), tempfile.TemporaryDirectory(prefix="howsmooth-") as private:
         try:
             if path.suffix == ".gguf":
@@ -90,7 +93,8 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
                     f"{path.name} needs two more packages: run `pip install gguf accelerate`."
                 ) from error
             except Exception as error:  # the reader raises whatever a damaged file makes it stumble over
-                raise InvalidInput(f"{path.name} cannot be read as a GGUF model: {_first_line(error)}.") from error
+                said = _first_line(error, hidden=f"{lonely}{os.sep}")
+                raise InvalidInput(f"{path.name} cannot be read as a GGUF model: {said}.") from error
             # What is written is no longer quantised, and says so.
             model.hf_quantizer, model.is_quantized = None, False
             del model.config.quantization_config
@@ -310,8 +314,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+def _is_utf8(name: str) -> bool:
+    """Whether a file name is one that libraries in other languages take too."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException, hidden: str = "") -> str:
+    """What an error says, without the place of a copy of which the user knows nothing."""
+    lines = str(error).replace(hidden, "").strip().splitlines()
     return printable((lines[0] if lines else type(error).__name__)[:200]).rstrip(".")
 
 

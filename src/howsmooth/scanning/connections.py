@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from howsmooth.errors import HowsmoothError
 from howsmooth.scanning import schema
@@ -18,6 +19,19 @@ _WRITTEN_AHEAD = 2
 
 class StoreError(HowsmoothError, OSError):
     """A store that cannot be opened, read or written; the message says what to do."""
+
+
+class Connection(sqlite3.Connection):
+    """A connection whose errors can all be told.
+
+    SQLite quotes table definitions that it cannot read; where they are not UTF-8, Python has another error instead.
+    """
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as error:
+            raise sqlite3.DatabaseError("malformed database schema") from error
 
 
 def connect_writer(path: Path | str) -> sqlite3.Connection:
@@ -72,7 +86,7 @@ def connect_reader(path: Path | str) -> sqlite3.Connection:
     raise AssertionError("one of the ways returns or raises")
 
 
-_OPTIONS: dict = {"isolation_level": None, "timeout": 30}
+_OPTIONS: dict = {"isolation_level": None, "timeout": 30, "factory": Connection}
 
 
 def _set_up(db: sqlite3.Connection) -> None:

@@ -91,10 +91,10 @@ def scan(
         heads = _heads(first, selections)
     plan = make_plan(selections, common, chosen.windows, heads, some)
     identity = Identity(
-        model=model.name,
+        model=_storable(model.name),
         model_sha256=model.sha256,
         precision=model.precision,
-        text=name,
+        text=_storable(name),
         text_sha256=digest,
         settings=chosen,
         howsmooth=version("howsmooth"),
@@ -169,6 +169,11 @@ def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tu
 def default_length(model: OpenModel) -> int:
     """What is read when nothing is said: 128 tokens, or all of an image or sound of fixed size."""
     return model.limit if model.modality != "text" and model.limit < UNLIMITED else min(128, model.limit)
+
+
+def _storable(name: str) -> str:
+    """A name to show: of a file name that is not UTF-8, which SQLite does not take, the wrong bytes become �."""
+    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _heads(targets: Targets, selections: Sequence[Selection]) -> list[int]:

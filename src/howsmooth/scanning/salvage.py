@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from howsmooth.scanning.connections import StoreError, connect_writer, explained, one_file
+from howsmooth.scanning.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scanning.rows import Reader, Row, named
 from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, objects
 from howsmooth.scanning.store import put, update_scan
@@ -85,7 +85,7 @@ def _opened(copy: Path) -> sqlite3.Connection:
         for place, content in _HEADER.items():
             file.seek(place)
             file.write(content)
-    db = sqlite3.connect(copy, isolation_level=None)
+    db = sqlite3.connect(copy, isolation_level=None, factory=Connection)
     db.text_factory = lambda content: content.decode(errors="surrogateescape")
     with suppress(sqlite3.Error):
         db.execute("PRAGMA writable_schema = ON")
@@ -96,7 +96,7 @@ def _opened(copy: Path) -> sqlite3.Connection:
         for kind, name, _, sql in objects(version):
             db.execute("UPDATE sqlite_master SET sql = ? WHERE type = ? AND name = ?", (sql, kind, name))
         db.close()
-        db = sqlite3.connect(copy, isolation_level=None)
+        db = sqlite3.connect(copy, isolation_level=None, factory=Connection)
         db.text_factory = lambda content: content.decode(errors="surrogateescape")
     return db
 
