@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import math
@@ -45,7 +44,7 @@ RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWi
 RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
-RESULTS |= {"Bound", "Assumption", "Field", "Targets"}
+RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}
 WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMonitor", "nn.SpectralCaps"}
@@ -152,6 +151,8 @@ def _value(dice: random.Random, target: str, name: str, wrong: bool) -> str:
     right = pool.SPECIAL.get(f"{target}.{name}") or pool.BY_NAME.get(name)
     if right and not wrong:
         return dice.choice(right)
+    if right and dice.random() < 0.25:
+        return f"{pool.NAN_IN}{dice.choice(right)}"
     odd = [value for value in pool.ODD if not (name in pool.LASTING and value in pool.HUGE)]
     return dice.choice(odd if dice.random() < 0.8 else list(pool.RIGHT))
 
@@ -196,7 +197,7 @@ def _judged(call: Call, function: Callable[..., Any], loose: list[Any], argument
         return ("wrong call", str(error)) if _does_not_fit(function, loose, arguments, error) else _bare(error)
     except BaseException as error:
         return _bare(error)
-    if call.target not in NAN and _holds_nan(found) and not _holds_nan(arguments) and "weights" not in call.target:
+    if call.target not in NAN and _holds_nan(found, skip=_modules(arguments)):
         return "nan", repr(found)
     return "returned", type(found).__name__
 
@@ -224,8 +225,14 @@ def _does_not_fit(function: Callable[..., Any], loose: list[Any], arguments: dic
     return bool({"rtoll", "sead", "maks"} & arguments.keys()) or alone  # passed on by **options, or by *args
 
 
-def _holds_nan(value: Any, depth: int = 0) -> bool:
-    """Whether there is a NaN anywhere in what was returned."""
+def _modules(arguments: Mapping[str, Any]) -> frozenset[int]:
+    """The modules that were given, with all their parts: what keeps one keeps its weights as they are."""
+    given = [value for value in arguments.values() if isinstance(value, nn.Module)]
+    return frozenset(id(part) for module in given for part in module.modules())
+
+
+def _holds_nan(value: Any, depth: int = 0, skip: frozenset[int] = frozenset()) -> bool:
+    """Whether there is a NaN anywhere in what was returned, in the modules to ``skip`` excepted."""
     if isinstance(value, Tensor):
         readable = value.layout is torch.strided and not value.is_meta and not value.is_nested
         return readable and not value.is_quantized and value.is_floating_point() and bool(value.isnan().any())
@@ -236,13 +243,16 @@ def _holds_nan(value: Any, depth: int = 0) -> bool:
     if depth > 6 or isinstance(value, str | bytes | int | type(None)):
         return False
     if isinstance(value, nn.Module):
-        return any(_holds_nan(t) for t in (*value.parameters(), *value.buffers()) if not _uninitialised(t))
+        own = [part for part in value.modules() if id(part) not in skip]
+        held = [t for part in own for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))]
+        return any(_holds_nan(tensor) for tensor in held if not _uninitialised(tensor))
     if isinstance(value, Mapping):
-        return any(_holds_nan(part, depth + 1) for part in value.values())
+        return any(_holds_nan(part, depth + 1, skip) for part in value.values())
     if isinstance(value, list | tuple | set):
-        return any(_holds_nan(part, depth + 1) for part in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_holds_nan(part, depth + 1) for part in vars(value).values())
+        return any(_holds_nan(part, depth + 1, skip) for part in value)
+    ours = type(value).__module__.startswith("howsmooth")
+    if ours and hasattr(value, "__dict__"):
+        return any(_holds_nan(part, depth + 1, skip) for part in vars(value).values())
     return False
 
 
@@ -400,7 +410,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
         f"{CALLS} random calls of {len(targets())} public functions, classes and class methods (seed 0). Arguments are "
         f"right, odd or wrong: {len(pool.RIGHT)} and {len(pool.ODD)} kinds, among them tensors of every dtype and "
         "layout, NaN, infinities, huge numbers, functions that raise, modules, paths. A call must return without a "
-        "NaN, or raise one of this package's errors in one line, or a TypeError where it does not fit the signature; "
+        "NaN, also when it was given one (only a module that it was given and keeps may hold NaN among its weights), "
+        "or raise one of this package's errors in one line, or a TypeError where it does not fit the signature; "
         "an error of a function that was given passes through. It may not warn, hang, crash, change its arguments, or "
         "leave anything changed: default dtype, threads, gradient mode, random numbers, training flags, hooks, "
         "signals, folder, environment.",

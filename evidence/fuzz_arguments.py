@@ -5,6 +5,7 @@ Every value is made anew for every call, by its name, so that a call can be writ
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
 
 D, N = 6, 4
+NAN_IN = "nan in "
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -383,10 +385,26 @@ LASTING = {"steps", "max_steps", "resamples", "starts", "depth", "seconds", "eve
 
 
 def make(name: str) -> Any:
-    """The value of that name."""
+    """The value of that name; ``nan in`` a right one is the same with one number replaced."""
+    if name.startswith(NAN_IN):
+        return _with_nan(make(name.removeprefix(NAN_IN)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of what it will give up, such as quantised tensors
         return (RIGHT.get(name) or ODD[name])()
+
+
+def _with_nan(value: Any) -> Any:
+    """The value with NaN for its first number, or for the first weight of a module, or NaN where there is none."""
+    if isinstance(value, nn.Module):
+        value = copy.deepcopy(value)
+        for tensor in (*value.parameters(), *value.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.view(-1)[:1] = math.nan
+                return value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        value.view(-1)[0] = math.nan
+        return value
+    return [math.nan, *value[1:]] if isinstance(value, list) else math.nan
 
 
 def _raises(x: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ def test_seeds_are_those_that_generators_take() -> None:
 
 @pytest.mark.parametrize("value", [*NONSENSE, 0, 1, math.nan, math.inf, -0.5, 10**400], ids=lambda v: repr(v)[:8])
 def test_probabilities_lie_between_zero_and_one(value: object) -> None:
-    assert checks.check_probability(0.99, "confidence") == 0.99
-    with pytest.raises(InvalidInput, match="confidence must be a probability"):
-        checks.check_probability(value, "confidence")
+    assert checks.check_fraction(0.99, "confidence") == 0.99
+    with pytest.raises(InvalidInput, match="confidence must lie between 0 and 1"):
+        checks.check_fraction(value, "confidence")
 
 
 @pytest.mark.parametrize("value", [*NONSENSE, 0, math.nan, math.inf, -1, 10**400], ids=lambda v: repr(v)[:8])
@@ -73,8 +73,8 @@ def test_a_choice_is_one_of_a_few_with_a_hint() -> None:
         (lambda: torch.zeros(2, 2, dtype=torch.complex64), "dtype complex64"),
         (lambda: torch.zeros(2, 2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
         (lambda: torch.zeros(2, 2, device="meta"), "meta device"),
-        (lambda: torch.eye(2).to_sparse(), "dense"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=torch.jagged), "dense"),
+        (lambda: torch.eye(2).to_sparse(), "is a sparse"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=torch.jagged), "is a nested"),
         (lambda: torch.zeros(2, 2, 2), "must have 2 dimensions"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_door_lets_in_what_fits() -> None:
         ({"seed": 2**64}, "seed must be"),
         ({"rtol": math.nan}, "rtol must be positive"),
         ({"rtol": None}, "rtol must be positive and finite, got None"),
-        ({"confidence": 1.5}, "confidence must be a probability"),
+        ({"confidence": 1.5}, "confidence must lie between 0 and 1"),
         ({"names": "abc"}, "names must be a sequence of which each is a text"),
         ({"names": ["a", 5]}, "names must be a sequence"),
         ({"mask": "casual"}, "mask must be 'causal' or 'none' or None"),

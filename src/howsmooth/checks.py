@@ -57,11 +57,12 @@ def check_seed(value: object, name: str = "seed") -> int:
     return number
 
 
-def check_number(value: object, name: str, least: float = -math.inf) -> float:
-    """A finite number, at least ``least``."""
+def check_number(value: object, name: str, least: float = -math.inf, below: float = math.inf) -> float:
+    """A finite number, at least ``least`` and below ``below``."""
     number = _number(value)
-    if number is None or not math.isfinite(number) or number < least:
-        limit = f", at least {least:g}" if least > -math.inf else ""
+    if number is None or not math.isfinite(number) or not least <= number < below:
+        limits = [f"at least {least:g}"] * (least > -math.inf) + [f"below {below:g}"] * (below < math.inf)
+        limit = f", {' and '.join(limits)}" if limits else ""
         raise InvalidInput(f"{name} must be a finite number{limit}, got {shown(value)}.")
     return number
 
@@ -74,11 +75,11 @@ def check_positive(value: object, name: str) -> float:
     return number
 
 
-def check_probability(value: object, name: str) -> float:
+def check_fraction(value: object, name: str) -> float:
     """A number strictly between 0 and 1."""
     number = _number(value)
     if number is None or not 0 < number < 1:
-        raise InvalidInput(f"{name} must be a probability between 0 and 1, both excluded, got {shown(value)}.")
+        raise InvalidInput(f"{name} must lie between 0 and 1, both excluded, got {shown(value)}.")
     return number
 
 
@@ -157,6 +158,7 @@ def check_kind(value: object, kind: Any, name: str) -> None:
             continue
         if isinstance(value, Tensor):
             check_readable(value, name)
+            check_no_nan(value, name)
         for check in getattr(one, "__metadata__", ()):
             check(value, name)
         return
@@ -169,13 +171,72 @@ def check_kind(value: object, kind: Any, name: str) -> None:
 
 
 def check_readable(value: Tensor, name: str) -> None:
-    """Refuse tensors whose numbers cannot be read one by one: nested, sparse, quantised, of 8 bits or less, or meta."""
-    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
-        raise InvalidInput(f"{name} must be a dense tensor: convert it with .to_dense(), or pad a nested one.")
+    """Refuse tensors whose numbers cannot be computed with: nested, sparse, quantised, without data, eight bits wide.
+
+    >>> check_readable(torch.zeros(2, 2, device="meta"), "x")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x is on the meta device and holds no numbers: load or make it on a real device.
+    """
+    if value.is_nested:
+        raise InvalidInput(f"{name} is a nested tensor: pass its items one by one, or padded with a mask.")
+    if value.layout is not torch.strided:
+        raise InvalidInput(f"{name} is a sparse tensor: convert it with .to_dense().")
+    if value.is_quantized:
+        raise InvalidInput(f"{name} is a quantised tensor: convert it with .dequantize().")
     if value.is_meta:
-        raise InvalidInput(f"{name} is on the meta device and holds no numbers: move real ones to it.")
+        raise InvalidInput(f"{name} is on the meta device and holds no numbers: load or make it on a real device.")
     if value.is_floating_point() and value.dtype.itemsize < 2:
-        raise InvalidInput(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}: convert it with .float().")
+        kind = str(value.dtype).removeprefix("torch.")
+        raise InvalidInput(f"{name} has dtype {kind}, in which torch cannot compute: convert it with .float().")
+
+
+def check_finite(tensor: Tensor, name: str) -> None:
+    """Refuse NaN and infinity, saying how many there are and where the first one is.
+
+    >>> check_finite(torch.tensor([[0.0, float("nan")]]), "x")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: x holds 1 NaN or infinite value, at index (0, 1): replace or drop it.
+    """
+    bad = (~torch.isfinite(tensor)).nonzero()
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        count = "1 NaN or infinite value, at" if len(bad) == 1 else f"{len(bad)} NaN or infinite values, the first at"
+        raise InvalidInput(f"{name} holds {count} index {first}: replace or drop {'it' if len(bad) == 1 else 'them'}.")
+
+
+def check_no_nan(value: Tensor, name: str) -> None:
+    """Refuse NaN; infinity may be meant, as in masks. Numbers that torch follows without knowing them pass.
+
+    >>> check_no_nan(torch.tensor([float("-inf"), float("nan")]), "bias")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: bias holds 1 NaN or infinite value, at index (1,): replace or drop it.
+    """
+    if not value.is_floating_point() or torch.compiler.is_compiling():
+        return
+    try:
+        there = bool(value.isnan().any())
+    except RuntimeError:  # inside torch.func
+        return
+    if there:
+        check_finite(value.masked_fill(value.isinf(), 0.0), name)
+
+
+def check_numbers(value: object, name: str) -> Tensor:
+    """Finite real numbers in float64, of a tensor or of anything that torch can make one of.
+
+    >>> check_numbers([0.5, "x"], "weights")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: weights must be an array of real numbers, got [0.5, 'x'].
+    """
+    try:
+        found = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InvalidInput(f"{name} must be an array of real numbers, got {shown(value)}.") from None
+    check_readable(found, name)
+    if found.is_complex():
+        raise InvalidInput(f"{name} must be an array of real numbers, got complex ones.")
+    check_finite(found, name)
+    return found.double()
 
 
 def check_fields(record: Any) -> None:
@@ -206,6 +267,16 @@ def check_memory(needed: int, what: str, advice: str) -> None:
         raise InvalidInput(f"{what} needs about {size} GiB, and this machine has {there / 2**30:.3g} GiB: {advice}.")
 
 
+def check_weights(count: int, what: str) -> None:
+    """Refuse a layer of more numbers than fit into this machine in float32.
+
+    >>> check_weights(2**64, "the layer")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: the layer needs about 6.87e+10 GiB, and this machine has ... GiB: take smaller sizes.
+    """
+    check_memory(4 * count, what, "take smaller sizes")
+
+
 def memory() -> int:
     """Bytes of memory of this machine; 8 GiB where it does not say."""
     try:
@@ -218,7 +289,8 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """The function, with one sentence for a call that does not fit its signature or the kinds it writes there.
 
     What can be told from an annotation is checked: numbers, words, flags, tensors that can be read, functions, paths,
-    classes, sequences of such. Ranges and shapes are for the function itself.
+    classes, sequences of such. Tensors may hold no NaN; modules are taken with the weights they have. Ranges and
+    shapes are for the function itself.
 
     >>> @door
     ... def add(first: int, second: int = 0) -> int:
@@ -262,7 +334,7 @@ Count = Annotated[int, check_count]
 """A whole number, at least 1; like the others here an annotation that `door` checks."""
 Size = Annotated[int, lambda value, name: check_count(value, name, least=0)]
 Seed = Annotated[int, check_seed]
-Probability = Annotated[float, check_probability]
+Probability = Annotated[float, check_fraction]
 Positive = Annotated[float, check_positive]
 NotNegative = Annotated[float, lambda value, name: check_number(value, name, least=0)]
 

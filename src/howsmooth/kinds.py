@@ -59,8 +59,19 @@ def field_kinds(record: type) -> dict[str, Any]:
 def _resolved(said: Any, names: dict[str, Any]) -> Any:
     try:
         return eval(said, names) if isinstance(said, str) else said
-    except (NameError, AttributeError, TypeError):  # named for type checkers only
+    except NameError as error:  # named for type checkers only
+        name = str(error.name)
+        found = _class_of_ours(name)
+        return found and _resolved(said, names | {name: found})
+    except (AttributeError, TypeError):
         return None
+
+
+def _class_of_ours(name: str) -> type | None:
+    """The class of that name of a module of this package that is loaded: whoever has an instance has loaded it."""
+    ours = [module for path, module in list(sys.modules.items()) if path.startswith(f"{__package__}.")]
+    found = [vars(module).get(name) for module in ours]
+    return next((one for one in found if isinstance(one, type) and one.__module__.startswith(f"{__package__}.")), None)
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -133,8 +144,8 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
         return False
     if isinstance(value, Tensor | np.ndarray):
         if not inner or 0 in value.shape or value.ndim == 0:
-            return value.ndim > 0
-        return fits(value[(0,) * value.ndim], inner[0])
+            return value.ndim > 0 and str not in inner  # none of them holds words
+        return fits(value[0], inner[0])
     if not isinstance(value, list | tuple):
         return True
     if origin is tuple and Ellipsis not in inner:

@@ -254,7 +254,7 @@ def test_bad_settings_are_one_clear_error(build, message: str) -> None:
         (lambda: hs.ALiBi(torch.tensor([NAN])), "one finite slope per head"),
         (lambda: hs.Rotary(torch.tensor([NAN])), "finite frequencies"),
         (lambda: hs.Rotary.standard(4, base=0.0), "base of rotary positions"),
-        (lambda: hs.RelativeBias(torch.full((1, 3), NAN)), "holds NaN"),
+        (lambda: hs.RelativeBias(torch.full((1, 3), NAN)), "holds 3 NaN"),
     ],
 )
 def test_settings_that_give_no_map_are_refused(make: Callable[[], object], message: str) -> None:

@@ -107,7 +107,7 @@ def test_the_map_that_was_given_is_left_as_it_was() -> None:
         (hs.SigmoidAttention.random(4), "no average over its keys"),
         (hs.SelfAttention.random(5), "atoms are 4 wide, but the attention takes 5"),
         (nn.Linear(4, 4), "needs an attention map, got Linear"),
-        (hs.SelfAttention(*torch.full((3, 4, 4), math.nan)), "weight query_weight holds"),
+        (hs.SelfAttention(*torch.full((3, 4, 4), math.inf)), "weight query_weight holds"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -135,8 +135,8 @@ def test_a_point_that_sees_nothing_is_refused() -> None:
     [
         (torch.zeros(2, 2), None, r"points of shape \(q, 3\)"),
         (torch.zeros(3), None, r"points of shape \(q, 3\)"),
-        (torch.zeros(0, 3), None, "at least one"),
-        (torch.full((1, 3), math.inf), None, "the points holds 3"),
+        (torch.zeros(0, 3), None, "which holds no numbers"),
+        (torch.full((1, 3), math.inf), None, "points holds 3"),
         (torch.zeros(1, 3), torch.ones(1), "has no positions"),
     ],
 )

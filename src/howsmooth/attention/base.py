@@ -185,6 +185,9 @@ class AttentionMap(nn.Module):
         return out[0] if single else out
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if x.dim() != 3 or x.shape[-1] != self.in_features:
+            shape = tuple(x.shape[1:] if len(x) == 1 else x.shape)
+            raise InvalidInput(f"attention takes tokens of width {self.in_features}, got shape {shape}.")
         query, key, value = self.project(x)
         for_query, for_key, for_value = self.stages(query, key)
         for stage in for_query:

@@ -10,7 +10,7 @@ from torch import Tensor
 from howsmooth.attention.base import AttentionMap, Heads, Stages
 from howsmooth.attention.masks import LogitBias, as_mask
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.checks import door
+from howsmooth.checks import check_no_nan, door
 from howsmooth.errors import InvalidInput
 
 
@@ -68,6 +68,7 @@ class L2SelfAttention(AttentionMap):
             tied = query.reshape(heads, -1, query.shape[1])
             values = value.reshape(heads, -1, value.shape[1])
             effective = (values @ tied.mT @ tied / temperature).reshape(value.shape)
+            check_no_nan(effective, "the product of the value and query weights")
         super().__init__(
             query, query if key is None else key, effective, output, heads=heads, logit_biases=as_mask(mask)
         )

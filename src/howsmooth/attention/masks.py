@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import shown
+from howsmooth.checks import Count, door, shown
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -93,12 +93,9 @@ class SlidingWindow(LogitBias):
 
     hides_only = True
 
-    def __init__(self, window: int, causal: bool = True):
+    @door
+    def __init__(self, window: Count, causal: bool = True):
         super().__init__()
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise InvalidInput(f"a sliding window must hold a whole number of tokens, got {shown(window)}.")
-        if window < 1:
-            raise InvalidInput(f"a sliding window must hold at least one token, got {window}.")
         self.window, self.causal = int(window), causal
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
@@ -127,10 +124,9 @@ class Padding(LogitBias):
 
     hides_only = True
 
+    @door
     def __init__(self, keep: Tensor):
         super().__init__()
-        if not isinstance(keep, Tensor):
-            raise InvalidInput(f"a padding mask must be a torch.Tensor, got {shown(keep)}.")
         if keep.dim() == 1:
             keep = keep[None]
         if keep.dim() != 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import LogitBias, Maps
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_weights, door
 from howsmooth.errors import InvalidInput
 
 
@@ -116,8 +116,7 @@ class ALiBi(LogitBias):
     @door
     def standard(cls, heads: int) -> ALiBi:
         """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
-        if heads < 1:
-            raise InvalidInput(f"ALiBi needs at least one head, got {heads}.")
+        check_weights(check_count(heads, "heads"), "ALiBi")
         closest = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (h + 1) / closest) for h in range(closest)]
         slopes += [2 ** (-4 * (2 * h + 1) / closest) for h in range(heads - closest)]

@@ -12,10 +12,10 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.bounds.visibility import first_blind
-from howsmooth.checks import door
+from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
-from howsmooth.jacobians.checks import check_finite, check_tokens
+from howsmooth.jacobians.checks import check_tokens
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.norm_images import read_norm
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_numbers, check_positive, check_weights, door
 from howsmooth.errors import InvalidInput
 
 
@@ -44,9 +43,8 @@ class TokenSet:
     @door
     def ball(cls, radius: float, width: int, origin: str = "given") -> TokenSet:
         """The ball B_R around the origin."""
-        radius = float(radius)
-        if not (math.isfinite(radius) and radius > 0):
-            raise InvalidInput(f"a radius must be positive and finite, got {radius}.")
+        radius = check_positive(radius, "radius")
+        check_weights(2 * check_count(width, "width") ** 2, "a ball of this width")
         identity = torch.eye(width, dtype=torch.float64)
         return cls(torch.zeros(width, dtype=torch.float64), identity, radius, radius, origin)
 
@@ -60,15 +58,13 @@ class TokenSet:
     @door
     def after_rms_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What RMSNorm can give out: :math:`x = \gamma \circ z + \beta` with :math:`|z| \le \sqrt d`."""
-        return cls._after(gain, shift, torch.eye(len(gain), dtype=torch.float64), "RMSNorm")
+        return cls._after(gain, shift, 0.0, "RMSNorm")
 
     @classmethod
     @door
     def after_layer_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What LayerNorm can give out: as RMSNorm, with z in the hyperplane of centred vectors."""
-        width = len(gain)
-        centring = torch.eye(width, dtype=torch.float64) - 1.0 / width
-        return cls._after(gain, shift, centring, "LayerNorm")
+        return cls._after(gain, shift, 1.0, "LayerNorm")
 
     @classmethod
     @door
@@ -89,13 +85,16 @@ class TokenSet:
         return make(found.gain, found.shift)
 
     @classmethod
-    def _after(cls, gain: Tensor, shift: Tensor | None, plane: Tensor, name: str) -> TokenSet:
-        gain = gain.double()
-        centre = torch.zeros_like(gain) if shift is None else shift.double()
+    def _after(cls, gain: Tensor, shift: Tensor | None, centring: float, name: str) -> TokenSet:
+        """γ ∘ z + β; ``centring`` is 1 where the mean is taken off before and 0 where it is not."""
+        gain = check_numbers(gain, "gain")
+        centre = torch.zeros_like(gain) if shift is None else check_numbers(shift, "shift")
         if gain.dim() != 1 or centre.shape != gain.shape:
-            raise InvalidInput(f"gain and shift must be vectors of one length, got {gain.shape} and {centre.shape}.")
-        if not bool((gain.isfinite() & centre.isfinite()).all()) or not bool(gain.any()):
-            raise InvalidInput(f"the gain and shift of this {name} must be finite and the gain not all zero.")
+            shapes = f"{tuple(gain.shape)} and {tuple(centre.shape)}"
+            raise InvalidInput(f"gain and shift must be vectors of one length, got shapes {shapes}.")
+        if not bool(gain.any()):
+            raise InvalidInput(f"the gain of this {name} must not be all zero.")
+        plane = torch.eye(len(gain), dtype=torch.float64) - centring / len(gain)
         reach = len(gain) ** 0.5
         radius = float(reach * gain.abs().max() + centre.norm())
         return cls(centre, gain[:, None] * plane, reach, radius, name)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
-from howsmooth.checks import door
+from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import full_precision
-from howsmooth.jacobians.checks import check_finite, check_tokens, random_like
+from howsmooth.jacobians.checks import check_tokens, random_like
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Derivatives, Point

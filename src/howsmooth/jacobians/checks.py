@@ -6,12 +6,15 @@ it returns numbers that depend on x, returns the same ones twice, and treats the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from howsmooth.checks import check_finite, check_readable
 from howsmooth.errors import InvalidInput, NotDifferentiable
 
 # Relative difference up to which two evaluations count as one. It does not shrink in float64, because many models
@@ -19,44 +22,11 @@ from howsmooth.errors import InvalidInput, NotDifferentiable
 SAME_VALUE = 1e-4
 
 
-def check_finite(tensor: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, saying how many there are and where the first one is.
-
-    >>> check_finite(torch.tensor([[0.0, float("nan")]]), "x")
-    Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: x holds 1 NaN or infinite value, at index (0, 1): replace or drop it.
-    """
-    bad = (~torch.isfinite(tensor)).nonzero()
-    if len(bad):
-        first = tuple(bad[0].tolist())
-        count = "1 NaN or infinite value, at" if len(bad) == 1 else f"{len(bad)} NaN or infinite values, the first at"
-        raise InvalidInput(f"{name} holds {count} index {first}: replace or drop {'it' if len(bad) == 1 else 'them'}.")
-
-
-def check_plain(x: Tensor, name: str = "x") -> None:
-    """Refuse tensors whose numbers cannot be computed with: nested, sparse, quantised, without data, eight bits wide.
-
-    >>> check_plain(torch.zeros(2, 2, device="meta"))
-    Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: x is on the meta device and holds no numbers: load or make it on a real device.
-    """
-    if x.is_nested:
-        raise InvalidInput(f"{name} is a nested tensor: pass its items one by one, or padded with a mask.")
-    if x.layout != torch.strided:
-        raise InvalidInput(f"{name} is a sparse tensor ({_short(x.dtype)}): convert it with {name}.to_dense().")
-    if x.is_quantized:
-        raise InvalidInput(f"{name} is a quantised tensor: convert it with {name}.dequantize().")
-    if x.is_meta:
-        raise InvalidInput(f"{name} is on the meta device and holds no numbers: load or make it on a real device.")
-    if x.is_floating_point() and x.dtype.itemsize < 2:
-        raise InvalidInput(f"{name} has dtype {_short(x.dtype)}, in which torch cannot compute: use {name}.float().")
-
-
 def check_point(x: Tensor, name: str = "x") -> None:
     """Refuse what no Jacobian can be taken at: not a floating tensor, above 3-D, empty, or not finite."""
     if not isinstance(x, Tensor):
         raise InvalidInput(f"{name} must be a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor.")
-    check_plain(x, name)
+    check_readable(x, name)
     if not x.is_floating_point():
         raise InvalidInput(
             f"{name} has dtype {_short(x.dtype)}, but a Jacobian needs real floating-point numbers: pass embeddings "
@@ -105,6 +75,23 @@ def first_tensor(output: Any) -> Tensor:
         if isinstance(candidate, Tensor):
             return candidate
     raise InvalidInput(f"f returned no tensor but {type(output).__name__}: make it return the tensor to differentiate.")
+
+
+def check_takes_one(f: Callable[..., Any]) -> None:
+    """Refuse an f that cannot be called with one tensor, or whose weights are not there yet.
+
+    >>> check_takes_one(torch.nn.MultiheadAttention(2, 1))
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: f must take one tensor: missing a required argument: 'key'.
+    """
+    try:
+        inspect.signature(f.forward if isinstance(f, nn.Module) else f).bind(None)
+    except ValueError:  # no signature, as of functions written in C
+        pass
+    except TypeError as error:
+        raise InvalidInput(f"f must take one tensor: {error}.") from None
+    if isinstance(f, nn.Module) and any(map(is_lazy, (*f.parameters(), *f.buffers()))):
+        raise InvalidInput("f has weights that are not initialised: call it once before.")
 
 
 def evaluate(f: Callable[[Tensor], Any], x: Tensor) -> Tensor:

@@ -204,6 +204,7 @@ class _Tape:
 
 def tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtype) -> Map:
     """f as a pure map of tensors of ``dtype``: no write reaches x, and a module's state is copied, never touched."""
+    checks.check_takes_one(f)
     is_module = isinstance(f, nn.Module) and not isinstance(f, torch.jit.ScriptModule)  # functional_call refuses those
     run = _with_own_state(cast(nn.Module, f), dtype) if is_module else f
     dtype_trouble = re.compile(r"dtype|scalar type|type \(.*should be the same")

@@ -177,6 +177,8 @@ class MatrixOperator(JacobianOperator):
 
     @door
     def __init__(self, matrix: Tensor):
+        if matrix.dim() < 2:
+            raise InvalidInput(f"matrix has shape {tuple(matrix.shape)}, but must be (…, m, n).")
         self.matrix = matrix
         self.batch_shape = matrix.shape[:-2]
         self.out_shape = matrix.shape[-2:-1]

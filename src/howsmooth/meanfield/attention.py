@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, Causal, LogitBias, Rotary
 from howsmooth.attention.masks import Maps
-from howsmooth.checks import door
+from howsmooth.checks import check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.meanfield.measure import Measure, check_measure, real_tensor
+from howsmooth.meanfield.measure import Measure, check_measure
 
 _POINTS_AT_ONCE = 512
 
@@ -77,14 +76,8 @@ class Past(LogitBias):
 
 
 def _check_vector(numbers: object, name: str) -> None:
-    if _check_floating(numbers, name).dim() != 1:
-        raise InvalidInput(f"the {name} of the atoms must be a vector, one number for each.")
-
-
-def _check_floating(numbers: object, name: str) -> Tensor:
-    if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
-        raise InvalidInput(f"the {name} must be a floating tensor, got {type(numbers).__name__}.")
-    return real_tensor(numbers, name)
+    """One finite number for each atom."""
+    check_finite(check_tensor(numbers, name, dims=(1,)), name)
 
 
 @door
@@ -99,8 +92,10 @@ def weighted(
     """
     found = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
     tokens, weights, places = measure.atoms, measure.weights, measure.positions
-    if points is not None and _check_floating(points, "points").shape != (len(points), measure.width):
-        raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
+    if points is not None:
+        check_finite(check_tensor(points, "points"), "points")
+        if points.shape != (len(points), measure.width):
+            raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
     if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
         raise InvalidInput("further tokens need positions when the measure has them, and only then.")
     if positions is not None:
@@ -137,12 +132,11 @@ class Field:
         width, places = self.measure.width, self.measure.positions
         for given, name in ((points, "points"), (positions, "positions")):
             if name == "points" or given is not None:
-                _check_floating(given, name)
+                check_finite(check_tensor(given, name), name)
         if points.dim() != 2 or not len(points) or points.shape[1] != width:
             raise InvalidInput(
                 f"the field takes points of shape (q, {width}), at least one, got {tuple(points.shape)}."
             )
-        check_finite(points, "the points")
         if (positions is None) != (places is None):
             what = "needs the position of each point" if positions is None else "has no positions: leave them out"
             raise InvalidInput(f"the field of this measure {what}.")
@@ -150,7 +144,6 @@ class Field:
             return
         if positions.shape != points.shape[:1]:
             raise InvalidInput(f"{len(points)} points need as many positions, got shape {tuple(positions.shape)}.")
-        check_finite(positions, "the positions")
         if bool((positions < places.min()).any()):
             raise InvalidInput(
                 f"a point at position {float(positions.min()):.6g} sees nothing: the first atom is at "

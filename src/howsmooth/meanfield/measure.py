@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth.checks import check_numbers, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_finite
 
 MASS_TOLERANCE = 1e-9
 """How far weights may be from summing to one, and the masses of a position from each other, before it is an error."""
@@ -44,11 +43,9 @@ class Measure:
         weights: Tensor | Sequence[float],
         positions: Tensor | Sequence[float] | None = None,
     ):
-        points = real_tensor(atoms, "atoms")
+        points = check_numbers(atoms, "the atoms of a measure")
         if points.dim() != 2 or points.numel() == 0:
             raise InvalidInput(f"a measure needs atoms of shape (m, d), at least one, got {tuple(points.shape)}.")
-        points = points.double()
-        check_finite(points, "the atoms of a measure")
         mass = _vector(weights, len(points), "weight")
         if bool((mass < 0).any()):
             raise InvalidInput(f"a measure has no negative weights, but one of these is {float(mass.min()):.6g}.")
@@ -79,7 +76,7 @@ class Measure:
     @door
     def of_tokens(cls, x: Tensor, causal: bool = True) -> Measure:
         """n tokens of equal weight; causal attention gives token i (from 0) the position (i+1)/n."""
-        x = real_tensor(x, "tokens")
+        x = check_numbers(x, "tokens")
         if x.dim() != 2:
             raise InvalidInput(f"a measure is made of tokens of shape (n, d), got {tuple(x.shape)}.")
         n = max(len(x), 1)
@@ -116,7 +113,7 @@ class Measure:
 
     def moved(self, displacement: Tensor) -> Measure:
         """Every atom moved as a whole, x_i + y_i, with ``displacement`` y, ``(m, d)``."""
-        displacement = real_tensor(displacement, "displacements").to(self.atoms)
+        displacement = check_numbers(displacement, "displacement").to(self.atoms)
         if displacement.shape != self.atoms.shape:
             raise InvalidInput(
                 f"{len(self)} atoms of width {self.width} cannot move by an array of shape {tuple(displacement.shape)}."
@@ -127,7 +124,7 @@ class Measure:
         """One atom split in two halves, x_i ± y, with ``displacement`` y, ``(d,)``."""
         if not isinstance(atom, int) or isinstance(atom, bool) or not 0 <= atom < len(self):
             raise InvalidInput(f"there are {len(self)} atoms to split, counted from 0, got {atom!r}.")
-        displacement = real_tensor(displacement, "displacement").to(self.atoms)
+        displacement = check_numbers(displacement, "displacement").to(self.atoms)
         if displacement.shape != (self.width,):
             raise InvalidInput(f"an atom of width {self.width} cannot move by shape {tuple(displacement.shape)}.")
         both = torch.cat([self.atoms, self.atoms[atom : atom + 1]])
@@ -153,22 +150,8 @@ def check_measure(measure: object) -> None:
         )
 
 
-def real_tensor(numbers: object, name: str) -> Tensor:
-    """Real numbers as a dense tensor, with their dtype when they are one; anything else is refused."""
-    try:
-        found = numbers if isinstance(numbers, Tensor) else torch.as_tensor(numbers, dtype=torch.float64)
-        plain = found.layout == torch.strided and not found.is_nested and found.device.type != "meta"
-        if not plain or found.is_complex() or found.is_quantized:
-            raise TypeError(f"{found.dtype} tensor of layout {found.layout} on {found.device}")
-        return found.double() if found.dtype == torch.bool or found.dtype.itemsize == 1 else found
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InvalidInput(f"the {name} of a measure must be an array of real numbers: {reason}.") from error
-
-
 def _vector(numbers: Tensor | Sequence[float], m: int, name: str) -> Tensor:
-    vector = real_tensor(numbers, f"{name}s").double()
+    vector = check_numbers(numbers, f"the {name}s of a measure")
     if vector.shape != (m,):
         raise InvalidInput(f"a measure needs one {name} for each of its {m} atoms, got shape {tuple(vector.shape)}.")
-    check_finite(vector, f"the {name}s of a measure")
     return vector

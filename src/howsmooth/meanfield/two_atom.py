@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth.checks import check_numbers, door
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield.measure import Measure, real_tensor
+from howsmooth.meanfield.measure import Measure
 
 _LARGEST = 350.0
 """e^{2b} must be a float64."""
@@ -60,10 +60,10 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
 @door
 def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
-    direction = real_tensor(direction, "direction")
+    direction = check_numbers(direction, "direction")
     if direction.dim() != 1 or not bool(direction.any()):
         raise InvalidInput("two atoms lie along a vector that is not zero: give a direction of shape (d,).")
     if not all(isinstance(part, int | float) and 0 < part < math.inf for part in (radius, heavy)):
         raise InvalidInput(f"two atoms need a radius and a mass ratio, positive and finite, got {radius!r}, {heavy!r}.")
-    u = direction.double() / direction.double().norm()
+    u = direction / direction.norm()
     return Measure(torch.stack([-radius * u, radius * u]), [1 / (1 + heavy), heavy / (1 + heavy)])

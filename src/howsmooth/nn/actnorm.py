@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_finite, check_weights, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.nn.arguments import whole
 from howsmooth.nn.log_determinant import LogDeterminant
 
 
@@ -33,7 +31,8 @@ class ActNorm(nn.Module):
     @door
     def __init__(self, width: int, tokens: int | None = None):
         super().__init__()
-        shape = (1 if tokens is None else whole(tokens, "tokens"), whole(width, "width"))
+        shape = (1 if tokens is None else check_count(tokens, "tokens"), check_count(width, "width"))
+        check_weights(2 * shape[0] * shape[1], "ActNorm")
         self.tokens = tokens
         self.log_scale, self.shift = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
         self.register_buffer("initialised", torch.tensor(False))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.bounds import applicable, setting
+from howsmooth.checks import check_count, check_flag, check_number, check_one_of, check_weights
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.arguments import flag, is_number, is_whole
 from howsmooth.nn.mixing import Mixing
 from howsmooth.nn.sight import Sight
 
@@ -47,16 +47,15 @@ class AttentionLayer(nn.Module, ABC):
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):
         super().__init__()
-        if not is_whole(embed_dim) or not is_whole(num_heads) or embed_dim % num_heads:
-            raise InvalidInput(f"a width of {embed_dim!r} does not split into {num_heads!r} heads: give whole numbers.")
-        self.embed_dim = int(embed_dim)
-        self.num_heads = int(num_heads)
-        if not is_number(dropout) or not 0 <= dropout < 1:
-            raise InvalidInput(f"dropout is a share of the weights, from 0 to below 1, got {dropout!r}.")
-        flag(bias, "bias")
+        self.embed_dim = check_count(embed_dim, "embed_dim")
+        self.num_heads = check_count(num_heads, "num_heads")
+        if self.embed_dim % self.num_heads:
+            raise InvalidInput(f"a width of {embed_dim!r} does not split into {num_heads!r} heads.")
+        check_weights(2 * self.embed_dim**2, "the layer")
+        check_flag(bias, "bias")
         self.head_dim = self.embed_dim // self.num_heads
-        self.batch_first = flag(batch_first, "batch_first")
-        self.dropout = float(dropout)
+        self.batch_first = check_flag(batch_first, "batch_first")
+        self.dropout = check_number(dropout, "dropout", least=0, below=1)
 
     @abstractmethod
     def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -218,10 +217,9 @@ def check_length(n: float) -> None:
 
     >>> check_length(0)
     Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: n must be a whole number of tokens, at least 1, got 0.
+    howsmooth.errors.InvalidInput: n must be at least 1, got 0.
     """
-    if not is_number(n) or not (math.isfinite(n) and n >= 1 and n == int(n)):
-        raise InvalidInput(f"n must be a whole number of tokens, at least 1, got {n!r}.")
+    check_count(int(n) if isinstance(n, float) and n.is_integer() else n, "n")
 
 
 def as_norm(norm: Norm) -> float:
@@ -230,9 +228,7 @@ def as_norm(norm: Norm) -> float:
     >>> as_norm("inf"), as_norm("2")
     (inf, 2.0)
     """
-    if not (isinstance(norm, str) or is_number(norm)) or norm not in (2, "2", "inf", math.inf):
-        raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {norm!r}.")
-    return float(norm)
+    return float(check_one_of(norm, (2, "2", "inf", math.inf), "norm"))
 
 
 def without_autocast(like: Tensor) -> torch.autocast:

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, Causal, L2SelfAttention, LogitBias, SlidingWindow
 from howsmooth.attention.masks import Maps, as_mask
 from howsmooth.bounds import applicable, setting
-from howsmooth.checks import door
+from howsmooth.checks import check_number, door
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.arguments import finite
 from howsmooth.nn.base import AttentionLayer, Mask
 from howsmooth.nn.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
 
@@ -133,7 +132,7 @@ class Scaled(Branch):
     @door
     def __init__(self, f: nn.Module, factor: float, *, mask: Mask = None):
         super().__init__()
-        self.branch, self.factor = as_branch(f, mask), finite(factor, "a factor")
+        self.branch, self.factor = as_branch(f, mask), check_number(factor, "factor")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * self.branch(x)

@@ -11,10 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_finite, check_positive, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.nn.arguments import finite, whole
 
 _WIDTH = 16
 _TOLERANCE = 1e-3
@@ -46,8 +44,8 @@ class SpectralCaps:
 
     @door
     def __init__(self, module: nn.Module, cap: float = 1.0, exact_every: int = 100):
-        self.cap = finite(cap, "the cap on spectral norms", above=0, what="positive and finite")
-        self.exact_every = whole(exact_every, "exact_every")
+        self.cap = check_positive(cap, "cap")
+        self.exact_every = check_count(exact_every, "exact_every")
         self._module = module
         self._spaces: dict[str, Tensor] = {}
         self._steps = 0

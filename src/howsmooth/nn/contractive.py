@@ -16,9 +16,8 @@ from torch import Tensor
 from howsmooth.attention.masks import as_mask
 from howsmooth.bounds import kim2021, l2
 from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_positive, door
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask, Norm, as_norm, without_autocast
 from howsmooth.nn.l2 import L2Attention, Weights, average_2
 from howsmooth.nn.sight import Sight
@@ -66,14 +65,14 @@ class ContractiveL2Attention(L2Attention):
         super().__init__(embed_dim, num_heads, bias, batch_first)
         if dropout != 0:
             raise InvalidInput("dropout on attention weights breaks the Lipschitz bound: leave it out here.")
-        self.coefficient = finite(coefficient, "the coefficient", above=0, what="positive and finite")
+        self.coefficient = check_positive(coefficient, "coefficient")
         self.norm = as_norm(norm)
         if bound not in ("howsmooth", "kim2021") or (bound == "kim2021" and self.norm == 2):
             raise InvalidInput(
                 f"the bound is 'howsmooth', or with norm='inf' 'kim2021', got {bound!r} (in the 2-norm the corrected "
                 "bound of the paper is never smaller)."
             )
-        self.bound, self.max_tokens = bound, None if max_tokens is None else whole(max_tokens, "max_tokens")
+        self.bound, self.max_tokens = bound, None if max_tokens is None else check_count(max_tokens, "max_tokens")
         if self.norm == 2:
             self.tied_norm = SpectralNorm(embed_dim, embed_dim)
             self.mixing_norm = SpectralNorm(embed_dim, embed_dim)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.bounds.heads import spectral
-from howsmooth.checks import door
-from howsmooth.nn.arguments import choice, finite, whole
+from howsmooth.checks import check_count, check_one_of, check_positive, check_weights, door
 from howsmooth.nn.base import Norm, as_norm, glorot
 from howsmooth.nn.branches import Branch
 from howsmooth.nn.weight_norms import SpectralNorm
@@ -85,10 +84,11 @@ class ContractiveMLP(Branch):
         super().__init__()
         out_width = width if out_width is None else out_width
         for name, value in (("width", width), ("hidden", hidden), ("depth", depth), ("out_width", out_width)):
-            whole(value, name)
+            check_count(value, name)
+        check_weights(hidden * (width + (depth - 1) * hidden + out_width), "the network")
         widths = [width, *[hidden] * depth, out_width]
-        self.coefficient = finite(coefficient, "the coefficient", above=0, what="positive and finite")
-        self.activation, self.norm = choice(activation, "an activation", ACTIVATIONS), as_norm(norm)
+        self.coefficient = check_positive(coefficient, "coefficient")
+        self.activation, self.norm = check_one_of(activation, ACTIVATIONS, "activation"), as_norm(norm)
         self.linears = nn.ModuleList(glorot(b, a, bias=True) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(SpectralNorm(b, a) for a, b in pairwise(widths))
         self.log_sharpness = nn.ParameterList(torch.zeros(hidden) for _ in range(depth))

@@ -15,9 +15,7 @@ from torch import Tensor
 from howsmooth import attention
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.heads import spectral
-from howsmooth.checks import door
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.nn.arguments import finite
+from howsmooth.checks import check_finite, check_number, check_positive, door
 from howsmooth.nn.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.sight import Sight
 
@@ -110,7 +108,7 @@ class SigmoidAttention(DotProductAttention):
         *,
         logit_shift: float | None = None,
     ):
-        self.logit_shift = None if logit_shift is None else finite(logit_shift, "logit_shift")
+        self.logit_shift = None if logit_shift is None else check_number(logit_shift, "logit_shift")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
 
     def options(self) -> dict[str, Any]:
@@ -157,8 +155,11 @@ class CosineAttention(DotProductAttention):
         value_scale: float = 1.0,
         eps: float = 1e-2,
     ):
-        self.temperature, self.value_scale = finite(temperature, "temperature"), finite(value_scale, "value_scale")
-        self.eps = finite(eps, "eps", above=0, what="positive: cosine attention is Lipschitz for ε > 0 only")
+        self.temperature, self.value_scale = (
+            check_number(temperature, "temperature"),
+            check_number(value_scale, "value_scale"),
+        )
+        self.eps = check_positive(eps, "eps")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
 
     def options(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class NormControlledAttention(DotProductAttention):
         *,
         cap: float = 1.0,
     ):
-        cap = finite(cap, "the cap on spectral norms", above=0, what="positive and finite")
+        cap = check_positive(cap, "cap")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
         self.cap = cap
         self.cap_()

@@ -12,8 +12,8 @@ from typing import Any
 import normflows
 from torch import Tensor, nn
 
+from howsmooth.checks import check_count, check_weights
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.arguments import is_whole
 from howsmooth.nn.invertible_transformer import InvertibleTransformer
 
 
@@ -63,8 +63,7 @@ def sequence_flow(transformer: InvertibleTransformer, n: int, width: int, **opti
     >>> flow.log_prob(torch.zeros(2, 3, 1)).shape
     torch.Size([2])
     """
-    if not is_whole(n) or not is_whole(width):
-        raise InvalidInput(f"a sequence has at least one token and one feature, got n = {n!r}, width = {width!r}.")
+    check_weights(check_count(n, "n") * check_count(width, "width"), "the distribution of a sequence")
     parameter = next(transformer.parameters())
     base = normflows.distributions.DiagGaussian((n, width)).to(parameter)
     return normflows.NormalizingFlow(base, [InvertibleFlow(transformer, **options)])

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from howsmooth import attention, bounds
 from howsmooth.bounds.furuya2026 import longest_step
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_positive, check_weights, door, shown
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import AttentionLayer, Mask, Norm, as_norm, check_length
 from howsmooth.nn.sight import Sight
 
@@ -51,10 +50,10 @@ class GradientStepAttention(AttentionLayer):
         super().__init__(embed_dim, num_heads, bias, batch_first)
         if dropout != 0:
             raise InvalidInput("dropout makes a gradient step expansive: leave it out here.")
-        whole(context_size, "context_size")
-        self.step = finite(step, "the step", above=0, what="a share from above 0 to 1")
-        if step > 1:
-            raise InvalidInput(f"the step must be a share from above 0 to 1, got {step!r}.")
+        check_weights(check_count(context_size, "context_size") * self.embed_dim, "the context")
+        self.step = check_positive(step, "step")
+        if self.step > 1:
+            raise InvalidInput(f"step must be a share from above 0 to 1, got {shown(step)}.")
         self.context = nn.Parameter(torch.randn(num_heads, context_size, self.head_dim))
         # Points of length about one: logits of tokens of variance one then have variance one.
         self.matrix = nn.Parameter(

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_finite, check_number, check_positive, door
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.nn.arguments import finite, is_number, whole
 from howsmooth.nn.base import Mask, without_autocast
 from howsmooth.nn.branches import as_branch
 from howsmooth.nn.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
@@ -80,11 +78,8 @@ class InvertibleResidual(nn.Module):
         trust: bool = False,
     ):
         super().__init__()
-        if coefficient is not None and (not is_number(coefficient) or not 0 <= coefficient < 1):
-            raise InvalidInput(
-                f"a contraction coefficient lies from 0 to below 1, got {coefficient!r}: otherwise x + f(x) need not "
-                "be invertible."
-            )
+        if coefficient is not None:
+            check_number(coefficient, "coefficient", least=0, below=1)  # otherwise x + f(x) need not be invertible
         if trust and coefficient is None:
             raise InvalidInput("trust=True needs the coefficient that is to be trusted.")
         if norm not in (None, 2, math.inf):
@@ -143,8 +138,8 @@ class InvertibleResidual(nn.Module):
         Differentiable in y and in the parameters of f (once); the gradient is solved for to the same tolerance.
         """
         if tolerance is not None:
-            finite(tolerance, "the tolerance", above=0, what="a positive number")
-        whole(max_iterations, "max_iterations")
+            check_positive(tolerance, "tolerance")
+        check_count(max_iterations, "max_iterations")
         tokens = _in_dtype_of(self.branch, _tokens(y))
         with _evaluating(self.branch), without_autocast(tokens):
             contraction = self.contraction(tokens.shape[1])

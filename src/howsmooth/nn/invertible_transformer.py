@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_fraction, door
 from howsmooth.nn.actnorm import ActNorm
-from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.base import Mask
 from howsmooth.nn.branches import Attending, Branch, Composed
 from howsmooth.nn.contractive import ContractiveL2Attention
@@ -66,9 +65,9 @@ class InvertibleTransformer(nn.Module):
         norm: float = 2,
     ):
         super().__init__()
-        whole(depth, "depth")
-        finite(coefficient, "the coefficient", above=0, below=1, what="between 0 and 1, so that branches contract")
-        hidden = 4 * whole(width, "width") if hidden is None else hidden
+        check_count(depth, "depth")
+        check_fraction(coefficient, "coefficient")
+        hidden = 4 * check_count(width, "width") if hidden is None else hidden
         inner = width if attention_width is None else attention_width
 
         def attention() -> Branch:

@@ -36,8 +36,8 @@ from scipy.stats import norm as normal
 from scipy.stats import t as student
 from torch import Tensor
 
+from howsmooth.checks import check_count, check_fraction, check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.arguments import finite
 from howsmooth.nn.branches import Branch
 from howsmooth.nn.diagonal_blocks import token_wise_blocks
 from howsmooth.nn.fixed_point import Contraction
@@ -80,7 +80,7 @@ class LogDeterminant:
         Not a theorem, but tried on the worst case known; with m samples, 2^(1−m) > 1 − confidence, and where it is
         narrower, it is the proved ``limit``.
         """
-        finite(confidence, "a confidence", above=0, below=1, what="between 0 and 1")
+        check_fraction(confidence, "confidence")
         if self.exact:
             return self.truncation
         bar = _quantile(confidence, self.samples) * self.standard_error + self.truncation
@@ -149,9 +149,8 @@ def log_determinant(
     if method == "dense":
         flat = x.flatten(1)[:, None]  # one token with all coordinates
         return _exact(token_wise_blocks(lambda all_of_x: branch(all_of_x.view_as(x)).flatten(1)[:, None], flat), method)
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
-        raise InvalidInput(f"an error bar needs at least 2 samples, got {samples!r}.")
-    finite(tolerance, "the tolerance", above=0, what="a positive number of nats")
+    check_count(samples, "samples", least=2)  # an error bar needs two
+    check_positive(tolerance, "tolerance")
     estimate = _Estimate(x, contraction(), samples, generator)
     return estimate.series(branch, tolerance) if method == "series" else estimate.roulette(branch)
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_count, check_fraction, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure
-from howsmooth.nn.arguments import finite, whole
 from howsmooth.nn.capturing import Heard, Listener, attention_of, first_output, without_dropout
 from howsmooth.norms import Measurement
 from howsmooth.norms.products import random_stream
@@ -72,8 +71,8 @@ class SmoothnessMonitor:
         rtol: float = 1e-2,
     ):
         for name, value, least in (("every", every, 1), ("steps", steps, 2)):  # one step would stay at its start
-            whole(value, name, least)
-        finite(rtol, "rtol", above=0, below=1, what="between 0 and 1")
+            check_count(value, name, least)
+        check_fraction(rtol, "rtol")
         self.every, self.steps, self.certified, self.rtol = int(every), int(steps), certified, rtol
         self._model, self._log = model, as_log(log)
         self._listener = Listener(model, layers)

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
-from howsmooth.checks import door
+from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.arguments import is_whole
 from howsmooth.nn.base import AttentionLayer
 from howsmooth.nn.capturing import Heard, Listener, first_output, without_dropout
 from howsmooth.nn.dot_product import SigmoidAttention
@@ -89,10 +88,8 @@ class JacobianPenalty(_Penalty):
 
     @door
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
-        if power not in (1, 2) or not is_whole(steps):
-            raise InvalidInput(
-                f"the penalty is σ or σ² (power 1 or 2) by at least one step, got {power!r} and {steps!r}."
-            )
+        check_count(power, "power", most=2)
+        check_count(steps, "steps")
         super().__init__(model, layers)
         self.power, self.steps = power, steps
         self._vectors: dict[str, Tensor] = {}

@@ -8,8 +8,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from howsmooth.jacobians.checks import check_finite
-from howsmooth.nn.arguments import whole
+from howsmooth.checks import check_count, check_finite
 from howsmooth.nn.base import without_autocast
 
 _START = 30
@@ -38,8 +37,10 @@ class SpectralNorm(nn.Module):
 
     def __init__(self, rows: int, columns: int, width: int = 32, steps: int = _START):
         super().__init__()
-        self.steps = whole(steps, "steps")
-        rows, columns, width = whole(rows, "rows"), whole(columns, "columns"), whole(width, "width")
+        self.steps = check_count(steps, "steps")
+        rows, columns, width = (
+            check_count(size, name) for size, name in ((rows, "rows"), (columns, "columns"), (width, "width"))
+        )
         start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
         self.register_buffer("space", torch.linalg.qr(start).Q)
         self.decomposition = Decomposition()

@@ -123,6 +123,7 @@ class Scan:
         return cls(rows, tokens, shares, _merged([about["settings"] for about in scans]))
 
     @classmethod
+    @door
     def joined(cls, scans: Sequence[Scan]) -> Scan:
         """Scans of several models as one, for one report."""
         tokens = {key: content for scan in scans for key, content in scan.tokens.items()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from howsmooth.checks import door
 from howsmooth.scanning.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scanning.rows import Reader, Row, named
 from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, objects
@@ -53,6 +54,7 @@ class Salvaged:
         return len(self.dropped) > _NAMED
 
 
+@door
 def salvage(path: Path | str, into: Path | str) -> Salvaged:
     """Keep every cell that is whole, with its scan and its window, in a new store.
 

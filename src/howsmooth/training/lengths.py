@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.checks import Count, Seed, door
+from howsmooth.checks import Count, Seed, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.training.text import START, Corpus, documents
 
@@ -94,7 +94,7 @@ class Fixed(Plan):
 
     @door
     def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
-        self.targets, self.inputs = text, _before(text)
+        self.targets, self.inputs = _symbols(text, "text"), _before(text)
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
         if len(text) < length:
             raise InvalidInput(f"the text to train on has {len(text)} characters, fewer than a length of {length}.")
@@ -253,9 +253,19 @@ def _before(text: Tensor) -> Tensor:
     return torch.cat([torch.full((1,), START), text[:-1]])
 
 
+def _symbols(text: Tensor, name: str) -> Tensor:
+    """A row of symbols."""
+    check_tensor(text, name, dims=(1,), floating=False)
+    if text.dtype not in (torch.int64, torch.int32):
+        raise InvalidInput(f"{name} must hold symbols, whole numbers as of `Corpus.encode`, got {text.dtype}.")
+    return text
+
+
 def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets, inputs and owners of all documents one after the other, and where each begins."""
-    sizes = torch.tensor([len(part) for part in parts])
+    if not len(parts):
+        raise InvalidInput("there is no document to train on or to validate with.")
+    sizes = torch.tensor([len(_symbols(part, "a document")) for part in parts])
     owner = torch.arange(len(parts)).repeat_interleave(sizes)
     return torch.cat(list(parts)), torch.cat([_before(part) for part in parts]), owner, sizes.cumsum(0) - sizes
 

@@ -110,7 +110,8 @@ def nats(model: CharacterModel, batch: Batch) -> Tensor:
 def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
     """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
     checkpoint = Checkpoint.load(Path(folder) / CHECKPOINT)
-    model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
+        model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
     checkpoint.restore(model)
     return model.eval(), checkpoint
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_count, door, shown
+from howsmooth.checks import check_count, check_fields, door
 from howsmooth.errors import InvalidInput
 
 TRAINED_SHARE = 0.9
@@ -43,9 +43,8 @@ class Corpus:
     how: str
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, part in (("train", self.train), ("validate", self.valid)):
-            if not isinstance(part, str):
-                raise InvalidInput(f"the text to {name} on must be a text, got {shown(part)}.")
             if len(part) < 2:
                 raise InvalidInput(
                     f"there is too little text to {name} on ({len(part)} characters): give a longer file."

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.checks import check_callable, check_tensor
+from howsmooth.checks import check_callable, check_finite, check_tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
-from howsmooth.jacobians.checks import check_finite, check_tokens
+from howsmooth.jacobians.checks import check_tokens
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.sequences import sequence_starts
 from howsmooth.worstcase.sets import Embeddings, Everywhere, InputSet, as_set

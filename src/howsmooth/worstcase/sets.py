@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.checks import Count, door
+from howsmooth.checks import Count, check_finite, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_finite, check_tokens
+from howsmooth.jacobians.checks import check_tokens
 
 Body = Literal["ball", "sphere", "all tokens", "everything"]
 
