@@ -143,8 +143,9 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
     if isinstance(value, Tensor | np.ndarray):
+        wordy = any(one is str or get_origin(one) is Literal for one in inner)
         if not inner or 0 in value.shape or value.ndim == 0:
-            return value.ndim > 0 and str not in inner  # none of them holds words
+            return value.ndim > 0 and not wordy
         return fits(value[0], inner[0])
     if not isinstance(value, list | tuple):
         return True

@@ -249,5 +249,5 @@ def test_gradients_reach_every_parameter_through_the_likelihood_and_through_samp
 def test_what_is_no_flow_is_refused() -> None:
     with pytest.raises(hs.InvalidInput, match="inverse"):
         InvertibleFlow(nn.Linear(2, 2))
-    with pytest.raises(hs.InvalidInput, match="at least one token"):
+    with pytest.raises(hs.InvalidInput, match="n must be at least 1"):
         sequence_flow(InvertibleTransformer(2), 0, 2)

@@ -240,7 +240,7 @@ def test_dot_product_attention_is_refused_with_the_reason(case: str) -> None:
 def test_what_has_no_certificate_is_refused() -> None:
     with pytest.raises(hs.InvalidInput, match="no certificate"):
         InvertibleResidual(nn.Linear(3, 3))
-    with pytest.raises(hs.InvalidInput, match="from 0 to below 1"):
+    with pytest.raises(hs.InvalidInput, match="at least 0 and below 1"):
         InvertibleResidual(Linear(torch.eye(2) / 2), coefficient=1.0)
     with pytest.raises(hs.DoesNotApply, match=r"constant below 1 .*is 1;"):
         InvertibleResidual(Linear(torch.eye(2)))

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.bounds import applicable, setting
-from howsmooth.checks import check_count, check_flag, check_number, check_one_of, check_weights
+from howsmooth.checks import check_count, check_flag, check_number, check_weights, shown
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.mixing import Mixing
 from howsmooth.nn.sight import Sight
 
+_NORMS = {2: 2.0, "2": 2.0, "inf": math.inf, math.inf: math.inf}
 Mask = LogitBias | Tensor | str | None
 Norm = float | Literal["2", "inf"]
 
@@ -228,7 +229,10 @@ def as_norm(norm: Norm) -> float:
     >>> as_norm("inf"), as_norm("2")
     (inf, 2.0)
     """
-    return float(check_one_of(norm, (2, "2", "inf", math.inf), "norm"))
+    try:
+        return _NORMS[norm]
+    except (KeyError, TypeError):  # another one, or nothing that could be looked up
+        raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {shown(norm)}.") from None
 
 
 def without_autocast(like: Tensor) -> torch.autocast:
