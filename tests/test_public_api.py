@@ -84,6 +84,39 @@ def test_the_worst_case_of_a_sum_is_known() -> None:
     assert float(hs.measure(lambda x: x.sum(), torch.ones(3, 2))) == pytest.approx(math.sqrt(6), rel=1e-6)
 
 
+SQUARE, NAN = torch.eye(6), torch.full((6, 6), math.nan)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: hs.bounds.TokenSet.after_rms_norm(torch.tensor(1.0)), "gain and shift must be vectors"),
+        (lambda: hs.bounds.TokenSet.after_layer_norm(torch.ones(6, dtype=torch.complex64)), "gain must be .* real"),
+        (lambda: hs.nn.ActNorm(2**64), "ActNorm needs about"),
+        (lambda: hs.nn.ContractiveMLP(6, 6, out_width=2**64), "the network needs about"),
+        (lambda: hs.nn.L2Attention(2**64, 1), "the layer needs about"),
+        (lambda: hs.models.target(lambda: 0, "layer", 0), "open_model must be a OpenModel"),  # type: ignore[arg-type]
+        (lambda: hs.ALiBi.standard(10**24), "ALiBi needs about"),
+        (lambda: hs.Padding(torch.full((2, 3), math.nan)), "keep holds 6 NaN"),
+        (lambda: hs.jacobians.function_jacobian(torch.nn.MultiheadAttention(6, 2), X), "f must take one tensor"),
+        (lambda: hs.jacobians.function_jacobian(torch.nn.LazyLinear(3), X), "not initialised"),
+        (lambda: hs.jacobians.function_jacobian(ATTENTION, torch.ones(4, 7)), "tokens of width 6"),
+        (lambda: hs.SelfAttention(NAN, SQUARE, SQUARE), "query holds 36 NaN"),
+        (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask=NAN), "mask holds 36 NaN"),
+        (
+            lambda: hs.L2SelfAttention(torch.full((6, 6), math.inf), SQUARE - 1),
+            "product of the value and query weights holds",
+        ),
+        (lambda: hs.jacobians.MatrixOperator(NAN), "matrix holds 36 NaN"),
+        (lambda: hs.meanfield.LogMass(torch.tensor([math.nan, 1.0])), "weights holds 1 NaN"),
+        (lambda: hs.meanfield.Past(torch.tensor([math.nan, 1.0])), "positions holds 1 NaN"),
+    ],
+)
+def test_what_cannot_be_computed_with_is_refused_at_the_door(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(hs.InvalidInput, match=said):
+        call()
+
+
 @pytest.mark.parametrize("save", [False, True])
 def test_a_search_without_a_number_is_an_error(save: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("w") / "w.safetensors" if save else None
