@@ -105,7 +105,7 @@ SQUARE, NAN = torch.eye(6), torch.full((6, 6), math.nan)
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask=NAN), "mask holds 36 NaN"),
         (
             lambda: hs.L2SelfAttention(torch.full((6, 6), math.inf), SQUARE - 1),
-            "product of the value and query weights holds",
+            "value and query weights holds",
         ),
         (lambda: hs.jacobians.MatrixOperator(NAN), "matrix holds 36 NaN"),
         (lambda: hs.meanfield.LogMass(torch.tensor([math.nan, 1.0])), "weights holds 1 NaN"),
@@ -131,6 +131,10 @@ def test_every_public_name_is_called_by_the_fuzzer() -> None:
         thing = getattr(hs, name)
         if callable(thing) and not (inspect.isclass(thing) and issubclass(thing, BaseException)):
             assert name in called | fuzz_api.RESULTS | fuzz_api.ABSTRACT, name
+
+
+def test_a_huge_whole_number_is_a_tolerance_like_any_other() -> None:
+    assert float(hs.measure(ATTENTION, X, rtol=2**64 - 1)) > 0
 
 
 def test_a_call_is_drawn_the_same_way_again() -> None:

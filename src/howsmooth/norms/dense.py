@@ -53,7 +53,7 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float
     allowance = rounding_allowance(op.dtype, products, op.blur)
     error = entries_error(op, norm, value).reshape(op.batch_shape)
     lower, upper = widened(value, allowance, error)
-    converged = upper <= (1 + rtol) * lower
+    converged = upper <= (1.0 + rtol) * lower
     return Measurement(
         value=value,
         lower=lower,
