@@ -94,7 +94,7 @@ def test_bad_questions_get_one_clear_sentence(where: dict, message: str) -> None
 
 
 def test_weights_with_nan_are_refused() -> None:
-    broken = hs.SelfAttention.from_bilinear(torch.full((3, 3), math.nan), torch.eye(3))
+    broken = hs.SelfAttention.from_bilinear(torch.full((3, 3), math.inf), torch.eye(3))
     with pytest.raises(hs.InvalidInput, match="the weight query_weight holds 9 NaN"):
         setting(broken, n=4, radius=1.0)
 

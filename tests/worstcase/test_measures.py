@@ -303,7 +303,7 @@ def test_searches_without_an_answer_are_refused(options: dict, said: str) -> Non
             hs.SelfAttention(*torch.eye(4).repeat(3, 1, 1), rotary=hs.Rotary(torch.ones(2))),
             "rotary positions count tokens",
         ),
-        (hs.SelfAttention(*torch.full((3, 3, 3), math.nan)), "finite"),
+        (hs.SelfAttention(*torch.full((3, 3, 3), math.inf)), "finite"),
     ],
 )
 def test_maps_that_are_none_of_measures_are_refused(attention: nn.Module, said: str) -> None:
