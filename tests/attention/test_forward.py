@@ -213,7 +213,7 @@ SQUARE = torch.eye(4)
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask=torch.ones(2, 2).long()), "holds booleans"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, mask=torch.full((2, 2), math.inf)), "NaN or \\+inf"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, qk_norm="layer"), "qk_norm must be"),
-        (lambda: hs.SlidingWindow(0), "at least one token"),
+        (lambda: hs.SlidingWindow(0), "window must be at least 1"),
         (lambda: hs.Rotary.standard(3), "must be even"),
         (lambda: hs.SelfAttention(SQUARE, SQUARE, SQUARE, rotary=hs.Rotary.standard(6))(SQUARE), "need 6 coordinates"),
         (lambda: hs.SelfAttention.random(8, mask=hs.ALiBi.standard(2))(torch.ones(3, 8)), "2 slopes"),
