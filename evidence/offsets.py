@@ -170,7 +170,7 @@ class Tally:
         self.maps += 1
         try:
             operator = attention_jacobian(attention, x)
-            found = hs.measure(attention, x, confidence=1.0)
+            found = hs.measure(attention, x)
         except hs.InvalidInput:
             self.refused += 1
             return

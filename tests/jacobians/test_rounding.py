@@ -29,8 +29,9 @@ def two_clusters() -> tuple[hs.SelfAttention, Tensor]:
 def test_noise_covers_what_cancellation_leaves(family: str, dtype: torch.dtype) -> None:
     for ratio in (1e2, 1e5, 1e9):
         tally = offsets.run(family, ratio, dtype, range(1))
-        assert tally.beyond == 0
+        assert tally.beyond == tally.lower == tally.upper == 0
         assert tally.worst < 0.5
+        assert tally.refused == 0 or family == "two far clusters, L2"  # its logits outgrow float64
 
 
 def test_the_noise_is_needed_where_clusters_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ TWO = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
         (TWO, [[0.5, 0.5]], None, "weights must be a torch.Tensor or a sequence"),
         (TWO[0], [0.5, 0.5], None, r"atoms of shape \(m, d\)"),
         (torch.zeros(0, 2), [], None, "at least one"),
-        (torch.tensor([[math.nan], [0.0]]), [0.5, 0.5], None, "atoms of a measure holds 1 NaN"),
+        (torch.tensor([[math.nan], [0.0]]), [0.5, 0.5], None, "atoms holds 1 NaN"),
         (TWO, [0.5, 0.5], [0.5], "one position for each of its 2 atoms"),
         (TWO, [0.5, 0.5], [0.5, 2.0], r"lie in \[0, 1\]"),
         (TWO, [0.5, 0.5], [0.5, math.nan], "positions of a measure holds 1 NaN"),

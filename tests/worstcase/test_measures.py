@@ -69,7 +69,9 @@ def test_three_atoms_are_rougher_than_two_where_attention_turns() -> None:
 def test_values_are_those_of_the_dense_jacobian_and_above_random_measures(kind: str, causal: bool) -> None:
     attention = build(kind, causal=causal)
     found = worst_measure(attention, 3, radius=1.5, starts=6, steps=40)
-    assert dense(attention, found.measure) == pytest.approx(found.value, rel=1e-9)
+    truth = dense(attention, found.measure)
+    assert float(local_constant(attention, found.measure)) == pytest.approx(truth, rel=1e-9)
+    assert found.value <= truth * (1 + 1e-12)  # the lower end: masses of 1e-13 leave room for rounding
     assert found.measure.support_radius <= 1.5 * (1 + 1e-12)
     assert (found.measure.positions is not None) == causal
     generator = torch.Generator().manual_seed(1)

@@ -110,7 +110,7 @@ def setting(
     >>> import howsmooth as hs
     >>> setting(hs.SelfAttention.random(4), n=8, radius=-1.0)
     Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: a radius must be positive and finite, got -1.0.
+    howsmooth.errors.InvalidInput: radius must be positive and finite, got -1.0.
     """
     attention = as_attention(attention) or attention
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
