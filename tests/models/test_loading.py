@@ -20,7 +20,6 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import capture, open_model
-from howsmooth.nn import replacing
 from tests.cli.command import Command
 from tests.models.tiny import TINY
 
@@ -177,7 +176,6 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         open_model(str(tmp_path))
 
 
-@pytest.mark.skipif(not hasattr(replacing, "replacement_of"), reason="howsmooth.nn cannot say yet what it replaced")
 @pytest.mark.parametrize("kind", ["l2", "cosine"])
 def test_models_with_layers_of_howsmooth_open_as_what_they_are(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
