@@ -73,6 +73,7 @@ from torch import Tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.filtering import Cycles, hidden_overlap
 
+SECTIONS, ROUNDS = 16, 11  # each round looks at all ends of so many sections at once: 16⁻¹¹ = 6e-14 of the bound
 PRODUCT_ROUNDING = 1.0  # relative error, in eps, of one product and the vector operations that follow it
 
 
@@ -157,14 +158,13 @@ class Certificate:
         self._cycles: Cycles | None = None
 
     def excludes(self, lam: Tensor, small: Projection) -> Tensor:
-        """Whether ``lam > θ₁²`` (one per map) is excluded as an eigenvalue of JᵀJ, on the event of this confidence."""
-        seen, hidden = self._overlap(lam, small)
-        return seen + hidden < self.tau
+        """Whether ``lam > θ₁²``, ``(…, maps)``, is excluded as an eigenvalue of JᵀJ on the event of this confidence."""
+        return self.judge(lam, small)[0]
 
-    def limited(self, lam: Tensor, small: Projection) -> Tensor:
-        """Whether rounding alone decides about ``lam``: more steps would not exclude what is not excluded now."""
+    def judge(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
+        """Whether ``lam`` is excluded, and whether rounding alone decides so that more steps would not exclude it."""
         seen, hidden = self._overlap(lam, small)
-        return seen <= hidden / 8
+        return seen + hidden < self.tau, seen <= hidden / 8
 
     def tighten(self, small: Projection) -> Tensor:
         """The best upper bound on σ₁ so far, this projection included; every bound holds on the same event."""
@@ -176,10 +176,12 @@ class Certificate:
                 break
             high = torch.where(excluded, high, 4 * high)
         high = torch.where(excluded, high, math.inf)
-        for _ in range(42):  # to 1e-12 of the bound; what is kept is the excluded end, so the bound stays true
-            middle = (low + high) / 2
-            out = self.excludes(middle, small)
-            low, high = torch.where(out, low, middle), torch.where(out, middle, high)
+        shares = torch.arange(1, SECTIONS, dtype=torch.float64)[:, None] / SECTIONS
+        for _ in range(ROUNDS):  # what is kept is an excluded end, so the bound stays true
+            inner = low + shares * (high - low)
+            first = (~self.excludes(inner, small)).flip(0).cummax(0).values.flip(0).sum(0)  # excluded from there on
+            ends = torch.cat([low[None], inner, high[None]])
+            low, high = ends.gather(0, torch.stack([first, first + 1])).unbind(0)
         self.upper = torch.minimum(self.upper, torch.sqrt(high))
         return self.upper
 
@@ -209,18 +211,18 @@ class Certificate:
     def _overlap(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
         """How much of the start can lie on the singular vector of λ: what the run leaves open, what rounding hides."""
         squares, overlaps = small.theta**2, self._overlaps(small)
-        shape = 1 / (lam[:, None] - squares)
+        shape = 1 / (lam[..., None] - squares)
         w = small.theta * small.residuals * shape
         seen = (overlaps * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
         error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.scatter * self.noise
-        left, right = math.sqrt(small.products) * error + small.drift.norm(dim=-1)
-        seen = seen * (1 + (torch.sqrt(lam) * left + small.theta[:, 0] * right) * shape[:, 0])
+        left, right = (math.sqrt(small.products) * error + drift.norm(dim=-1) for drift in small.drift)
+        seen = seen * (1 + (torch.sqrt(lam) * left + small.theta[:, 0] * right) * shape[..., 0])
         if self._cycles is None:
-            columns = error[:, None] + small.drift
-            r = (small.right @ (overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
-            b_r = (small.left @ (small.theta * overlaps * shape).unsqueeze(-1)).squeeze(-1).abs()
-            hidden = torch.sqrt(lam) * (columns[0] * r).sum(-1) + (columns[1] * b_r).sum(-1)
+            r = torch.einsum("imn,...in->...im", small.right, overlaps * shape).abs()
+            b_r = torch.einsum("imn,...in->...im", small.left, small.theta * overlaps * shape).abs()
+            left, right = ((error[..., None] + drift) for drift in small.drift)
+            hidden = torch.sqrt(lam) * (left * r).sum(-1) + (right * b_r).sum(-1)
         else:
             hidden = hidden_overlap(lam, left, right, overlaps**2, squares, shape)
             log_gain, before = self._cycles.at(lam, error)

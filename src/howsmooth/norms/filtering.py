@@ -52,15 +52,15 @@ class Cycles:
         return Cycles(*(x[mask] for x in self._fields()))
 
     def at(self, lam: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """log of the factor on the start's overlap, and how much overlap rounding could have hidden: (maps,) each.
+        """log of the factor on the start's overlap, and how much overlap rounding could have hidden: (…, maps) each.
 
-        ``error`` is that of one product, (maps,).
+        ``lam`` is (…, maps), and so is ``error``, that of one product.
         """
-        log_pi = torch.log(lam[:, None, None] - self.shifts).sum(-1)
+        log_pi = torch.log(lam[..., None, None] - self.shifts).sum(-1)
         gains = torch.cumsum(log_pi - self.log_norm, -1)
-        shape = -torch.expm1(self.log_filter - log_pi[..., None]) / (lam[:, None, None] - self.squares)
-        both = self.products * error[:, None]
+        shape = -torch.expm1(self.log_filter - log_pi[..., None]) / (lam[..., None, None] - self.squares)
+        both = self.products * error[..., None]
         left, right = both + self.drift[..., 0], both + self.drift[..., 1]
-        hidden = hidden_overlap(lam[:, None], left, right, self.weights, self.squares, shape)
-        earlier = torch.cat([torch.zeros_like(gains[:, :1]), gains[:, :-1]], -1)
-        return gains[:, -1], (hidden * torch.exp(-earlier)).sum(-1)
+        hidden = hidden_overlap(lam[..., None], left, right, self.weights, self.squares, shape)
+        earlier = torch.cat([torch.zeros_like(gains[..., :1]), gains[..., :-1]], -1)
+        return gains[..., -1], (hidden * torch.exp(-earlier)).sum(-1)

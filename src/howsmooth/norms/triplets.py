@@ -52,7 +52,8 @@ class Triplets:
         within = rtol * top + 2 * certificate.noise
         accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
         lam = self._target(top, certificate.noise) ** 2
-        return accurate & (certificate.excludes(lam, small) | certificate.limited(lam, small))
+        excluded, limited = certificate.judge(lam, small)
+        return accurate & (excluded | limited)
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
         """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise)."""
@@ -72,7 +73,7 @@ class Triplets:
             upper = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
             self.upper[where] = upper * scale + self.noise[where]
             target = self._target(small.theta[:, 0], certificate.noise)
-            self.limited[where] = certificate.limited(target**2, small)[done]
+            self.limited[where] = certificate.judge(target**2, small)[1][done]
         within = self.rtol * self.values[where, :1]
         self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
         self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
