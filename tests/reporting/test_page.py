@@ -282,6 +282,19 @@ def test_a_large_scan_is_drawn_and_answers_a_click(browser: Any, tmp_path: Path)
         assert seen.complaints == []
 
 
+def test_a_head_whose_tokens_have_no_room_is_said_to_be_left_out(browser: Any, tmp_path: Path, scan: Measured) -> None:
+    roughest = max((key for key in scan.energies if key[3] == 128), key=lambda key: largest(scan, *key[1:3])["value"])
+    kept, (layer, head), other = {roughest: scan.energies[roughest]}, roughest[1:3], (0, 0)
+    assert (layer, head) != other
+    with visit(browser, write_report(Measured(scan.rows, scan.tokens, kept), tmp_path / "r.html")) as seen:
+        seen.page.locator(f'#map [data-key="head/{other[0]}/{other[1]}"]').click()
+        assert "room for the tokens of the roughest heads only" in seen.text("#text")
+        assert seen.page.locator("#tokens span").count() == 0
+        seen.page.locator(f'#map [data-key="head/{layer}/{head}"]').click()
+        assert "share of the change" in seen.text("#text")
+        assert seen.complaints == []
+
+
 def test_marks_that_turn_text_around_are_written_out(browser: Any, tmp_path: Path) -> None:
     row = {"model": "m\u202em", "what": "head", "layer": 0, "head": 0, "length": 2, "window": 0, "value": 1.0}
     found = Measured([row], {("m\u202em", 2, 0): ["ab", "\u2066cd\x1b"]}, {("m\u202em", 0, 0, 2, 0): [0.5, 0.5]})

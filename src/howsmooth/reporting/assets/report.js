@@ -160,9 +160,14 @@ function drawText() {
   const windows = found.byCell.get(row.key).filter((other) => other.length === row.length && shares(found, other));
   const shown = shares(found, row) ? row : windows[0];
   const tokens = shown && found.tokens[`${shown.length}/${shown.window}`];
-  find("text").hidden = !tokens;
-  if (!tokens) return;
+  const left_out = !tokens && row.what === "head" && Object.keys(found.energies).length > 0;
+  find("text").hidden = !tokens && !left_out;
   title("text-title", "Where in the text");
+  if (!tokens) {
+    for (const part of ["text-controls", "tokens", "text-legend", "token-said"]) find(part).replaceChildren();
+    find("text-lead").textContent = "This page has room for the tokens of the roughest heads only; those of this head are in the store.";
+    return;
+  }
   const energy = shares(found, shown), top = most(energy);
   find("text-lead").textContent = `The stronger the colour, the larger the token's share of the change that moves the output of ${placeOf(found, row).toLowerCase()} most${windowsOf(found, row) > 1 ? `, in window ${shown.window}` : ""}. Its sink is underlined.`;
   const place = (share) => Math.log(Math.max(share, LEAST) / LEAST) / Math.log(Math.max(top, 2 * LEAST) / LEAST);
