@@ -12,8 +12,8 @@ from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds
 from howsmooth.models import alice, load
 from howsmooth.models.random_models import random_model
+from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor
-from howsmooth.nn.replacing import replace_attention
 
 TEXT = """Milliseconds of one step of training (forward, backward, AdamW; batches of 8 texts) without a monitor, and of
 what a `SmoothnessMonitor` adds: to a step in which it only waits (its hooks and its count), and to one in which it

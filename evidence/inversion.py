@@ -14,11 +14,11 @@ import howsmooth as hs
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
 from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attention
-from howsmooth.nn.branches import Scaled
-from howsmooth.nn.fixed_point import solve
-from howsmooth.nn.invertible import Inversion, InvertibleResidual
-from howsmooth.nn.l2 import average_2
-from howsmooth.nn.sight import Sight
+from howsmooth.nn.invertible.branches import Scaled
+from howsmooth.nn.invertible.fixed_point import solve
+from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
+from howsmooth.nn.layers.l2 import average_2
+from howsmooth.nn.layers.sight import Sight
 
 TITLE = "Inverting residual attention"
 COEFFICIENTS = (0.5, 0.7, 0.9)

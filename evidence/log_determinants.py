@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from evidence.tables import table
 from howsmooth.nn import ContractiveL2Attention
-from howsmooth.nn.branches import Attending, Composed
-from howsmooth.nn.contractive_mlp import ContractiveMLP
-from howsmooth.nn.invertible import InvertibleResidual
-from howsmooth.nn.log_determinant import Method
+from howsmooth.nn.invertible.branches import Attending, Composed
+from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
+from howsmooth.nn.invertible.log_determinant import Method
+from howsmooth.nn.invertible.residual import InvertibleResidual
 
 TITLE = "Log-determinants of residual attention"
 CONFIDENCES = (0.9, 0.9999)

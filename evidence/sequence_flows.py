@@ -12,8 +12,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence.tables import table
-from howsmooth.nn.flows import sequence_flow
-from howsmooth.nn.invertible_transformer import InvertibleTransformer
+from howsmooth.nn.invertible.flows import sequence_flow
+from howsmooth.nn.invertible.transformer import InvertibleTransformer
 
 TITLE = "Flows of invertible transformers"
 

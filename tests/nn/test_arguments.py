@@ -12,8 +12,8 @@ from torch import nn
 
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.flows import sequence_flow
-from howsmooth.nn.weight_norms import SpectralNorm
+from howsmooth.nn.invertible.flows import sequence_flow
+from howsmooth.nn.layers.weight_norms import SpectralNorm
 
 NUMBERS: tuple[Any, ...] = (math.nan, math.inf, "1", None, [1])
 COUNTS: tuple[Any, ...] = (0, -1, 2.5, True, *NUMBERS)

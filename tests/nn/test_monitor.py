@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor, as_log
-from howsmooth.nn.replacing import replace_attention
 from tests.models.tiny import TINY
 
 D, HEADS, N = 16, 2, 6

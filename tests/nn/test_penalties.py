@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.caps import SpectralCaps
+from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty, stretch
-from howsmooth.nn.replacing import replace_attention
 from tests.models.tiny import TINY
 
 D, HEADS, N = 8, 2, 5

@@ -251,10 +251,9 @@ def _replacement(config: Any) -> Any:
     """Which attention of howsmooth stands in the model in place of its own, when config.json says so."""
     if not any(name.startswith("howsmooth") for name in vars(config)):
         return None
-    from howsmooth.nn import replacing  # much to import, and seldom needed
+    from howsmooth.nn.hosting.replacement import replacement_of  # much to import, and seldom needed
 
-    find = getattr(replacing, "replacement_of", None)
-    return None if find is None else find(config)
+    return replacement_of(config)
 
 
 def _put_in(model: Any, checkpoint: Checkpoint) -> Match:

@@ -8,23 +8,33 @@
 (torch.Size([2, 10, 16]), True)
 """
 
-from howsmooth.nn.actnorm import ActNorm
-from howsmooth.nn.base import AttentionLayer
-from howsmooth.nn.branches import Attending, Composed, Scaled
 from howsmooth.nn.caps import SpectralCaps
-from howsmooth.nn.contractive import ContractiveL2Attention
-from howsmooth.nn.contractive_mlp import ContractiveMLP
-from howsmooth.nn.dot_product import CosineAttention, DotProductAttention, NormControlledAttention, SigmoidAttention
-from howsmooth.nn.fixed_point import DidNotConverge
-from howsmooth.nn.gradient_step import GradientStepAttention
-from howsmooth.nn.invertible import Inversion, InvertibleResidual
-from howsmooth.nn.invertible_transformer import InvertibleTransformer
-from howsmooth.nn.l2 import L2Attention
-from howsmooth.nn.lipschitz_norm import LipschitzNormAttention
-from howsmooth.nn.log_determinant import LogDeterminant
+from howsmooth.nn.hosting import load_replaced, replace_attention, replaced_layers
+from howsmooth.nn.invertible import (
+    ActNorm,
+    Attending,
+    Composed,
+    ContractiveMLP,
+    DidNotConverge,
+    Inversion,
+    InvertibleResidual,
+    InvertibleTransformer,
+    LogDeterminant,
+    Scaled,
+)
+from howsmooth.nn.layers import (
+    AttentionLayer,
+    ContractiveL2Attention,
+    CosineAttention,
+    DotProductAttention,
+    GradientStepAttention,
+    L2Attention,
+    LipschitzNormAttention,
+    NormControlledAttention,
+    SigmoidAttention,
+)
 from howsmooth.nn.monitor import SmoothnessMonitor
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty
-from howsmooth.nn.replacing import load_replaced, replace_attention, replaced_layers
 
 __all__ = [
     "ActNorm",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from howsmooth.checks import check_count, check_fraction, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure
-from howsmooth.nn.capturing import Heard, Listener, attention_of, first_output, without_dropout
+from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output, without_dropout
 from howsmooth.norms import Measurement
 from howsmooth.norms.products import random_stream
 
@@ -40,7 +40,7 @@ class SmoothnessMonitor:
     Args:
         model: that trains.
         every: steps from one measurement to the next; the first step is measured.
-        layers: dotted paths of modules; by default every attention layer (see `howsmooth.nn.capturing.Listener`). A
+        layers: dotted paths of modules; by default every attention layer (see `hosting.listener.Listener`). A
             module that is no attention layer is measured as a function of the whole batch, the largest over its texts.
         log: called as ``log(values, step=step)`` (``wandb.log`` is such a function), or a ``SummaryWriter`` of
             TensorBoard, or a folder for one; None keeps values in ``latest`` only.

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.base import AttentionLayer
-from howsmooth.nn.capturing import Heard, Listener, first_output, without_dropout
-from howsmooth.nn.dot_product import SigmoidAttention
+from howsmooth.nn.hosting.listener import Heard, Listener, first_output, without_dropout
+from howsmooth.nn.layers.base import AttentionLayer
+from howsmooth.nn.layers.dot_product import SigmoidAttention
 from howsmooth.norms.products import random_stream
 
 

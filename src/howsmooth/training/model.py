@@ -27,8 +27,10 @@ from howsmooth.bounds import TokenSet
 from howsmooth.checks import check_count, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import (
+    ActNorm,
     AttentionLayer,
     ContractiveL2Attention,
+    ContractiveMLP,
     CosineAttention,
     DotProductAttention,
     GradientStepAttention,
@@ -36,8 +38,6 @@ from howsmooth.nn import (
     NormControlledAttention,
     SigmoidAttention,
 )
-from howsmooth.nn.actnorm import ActNorm
-from howsmooth.nn.contractive_mlp import ContractiveMLP
 from howsmooth.training.settings import Settings
 from howsmooth.training.untied import UntiedL2Attention
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import L2SelfAttention
-from howsmooth.nn.base import Heads, Mask, glorot
-from howsmooth.nn.l2 import L2Attention
-from howsmooth.nn.sight import Sight
+from howsmooth.nn.layers.base import Heads, Mask, glorot
+from howsmooth.nn.layers.l2 import L2Attention
+from howsmooth.nn.layers.sight import Sight
 
 
 class UntiedL2Attention(L2Attention):

@@ -1,0 +1,237 @@
+"""Listening to the attention of a model in training: what each layer was really called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention, SlidingWindow
+from howsmooth.attention.masks import Maps
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
+from howsmooth.models.listening import first_tensor
+from howsmooth.models.reading import read_attention
+from howsmooth.nn.hosting.hosted import Seen
+from howsmooth.nn.layers.base import AttentionLayer, without_autocast
+from howsmooth.nn.layers.sight import Sight
+
+_ATTENTION = (AttentionLayer, nn.MultiheadAttention)
+_REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
+"""Whether a call is one of our own, which no listener should take for training."""
+_CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One call of a module.
+
+    Attributes:
+        module: that was called. site: where it is, when it is the attention of a transformers model.
+        args, kwargs: what with; the first floating tensor is the tokens.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    site: Site | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """The first floating tensor among the arguments."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value
+        raise InvalidInput(f"{type(self.module).__name__} receives no floating-point tensor: name another module.")
+
+    def again(self, x: Tensor, **changed: Any) -> Any:
+        """The module's answer to other tokens, all else as it was, its parameters in at least float32."""
+        old, precise = self.tokens, torch.promote_types(x.dtype, torch.float32)
+
+        def put(value: Any) -> Any:
+            if value is old:
+                return x.to(precise)
+            return value.to(precise) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args = tuple(put(value) for value in self.args)
+        kwargs = {name: put(value) for name, value in self.kwargs.items()} | changed
+        kwargs |= {name: value for name, value in _CACHES.items() if name in kwargs}
+        state = {name: put(tensor) for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
+        token = _REPEATING.set(True)
+        try:
+            with without_autocast(x), sdpa_kernel(SDPBackend.MATH):  # the only kernel that can be differentiated twice
+                return functional_call(self.module, state, args, kwargs)
+        finally:
+            _REPEATING.reset(token)
+
+
+class Listener:
+    """Hooks on attention layers, or on any modules, that keep what each was last called with while ``open``.
+
+    Only calls with gradients count: evaluation in between is not training.
+
+    Args:
+        model: any module.
+        layers: dotted paths of modules; None for every attention layer that is found: those of `howsmooth.nn`,
+            `torch.nn.MultiheadAttention`, and the blocks of transformers models that `howsmooth.models` can read.
+
+    >>> listener = Listener(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    >>> list(listener.modules)
+    ['self_attn']
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
+        self.modules, self.sites = _find(model, layers)
+        self.calls: dict[str, Heard] = {}
+        self.open = True
+        self._hooks = [
+            module.register_forward_pre_hook(self._hear(name), with_kwargs=True)
+            for name, module in self.modules.items()
+        ]
+
+    def _hear(self, name: str) -> Callable[..., None]:
+        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.open and torch.is_grad_enabled() and not _REPEATING.get():
+                self.calls[name] = Heard(module, args, kwargs, self.sites.get(name))
+
+        return hear
+
+    def take(self) -> dict[str, Heard]:
+        """What was heard since the last time, by name."""
+        calls, self.calls = self.calls, {}
+        return calls
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.calls = [], {}
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """The module as at evaluation; every part in its own mode again when the block ends."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, Site]]:
+    everything = dict(model.named_modules())
+    if layers is not None:
+        wanted = [layers] if isinstance(layers, str) else list(layers)
+        missing = [name for name in wanted if name not in everything]
+        if missing or not wanted:
+            raise InvalidInput(f"{type(model).__name__} has no module at {missing or wanted}: give dotted paths.")
+        return {name: everything[name] for name in wanted}, {}
+    found: dict[str, nn.Module] = {
+        name: module for name, module in everything.items() if isinstance(module, _ATTENTION)
+    }
+    sites = {site.path: site for site in _sites(model)}
+    found |= {path: site.block for path, site in sites.items()}
+    if not found:
+        raise UnsupportedModel(
+            f"no attention was found in this {type(model).__name__}: name the modules with layers=[...]."
+        )
+    return found, sites
+
+
+def _sites(model: Any) -> list[Site]:
+    if getattr(getattr(model, "config", None), "model_type", None) not in CONVENTIONS:
+        return []
+    try:
+        found = attention_sites(model)
+    except UnsupportedModel:  # all replaced, or several stacks
+        return []
+    # When some blocks have been replaced, the others are not counted from 0.
+    return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in found]
+
+
+def attention_of(model: nn.Module, heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+    """The attention of a call as a map with a closed form, and the first text it saw, ``(n, d)``, without padding.
+
+    None for a module that is no attention layer.
+    """
+    if heard.site is not None:
+        return _block(model, heard, heard.site)
+    if isinstance(heard.module, _ATTENTION):
+        return _layer(heard)
+    return None
+
+
+def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    layer: Any = heard.module
+    given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
+    query = given["query"]
+    if any(given.get(name) is not None and given[name] is not query for name in ("key", "value")):
+        raise InvalidInput("this layer attends to other tokens than its own, which is no self-attention.")
+    x = query[None] if query.dim() == 2 else query if layer.batch_first else query.transpose(0, 1)
+    batch, n, _ = x.shape
+    causal = given.get("is_causal", False)
+    sight = Sight.of((batch, n, layer.num_heads), given.get("attn_mask"), causal, given.get("key_padding_mask"))
+    keep = torch.ones(batch, n, dtype=torch.bool, device=x.device) if sight.keep is None else sight.keep
+    item = _first_text(keep)
+    mask = _mask_of(sight, item, keep[item], layer.num_heads, x)
+    tokens = x[item][keep[item]].detach()
+    if isinstance(layer, AttentionLayer):
+        return layer.map(mask, n=len(tokens)), tokens
+    found = SelfAttention.from_torch(layer)
+    found.logit_biases.extend([] if mask is None else [mask])
+    return found, tokens
+
+
+def _first_text(keep: Tensor) -> int:
+    """The first item of a batch that is not all padding."""
+    found = keep.any(-1)
+    if not bool(found.any()):
+        raise InvalidInput("the batch holds nothing but padding.")
+    return int(found.int().argmax())
+
+
+def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
+    """The masks of one text as one term."""
+    if not sight.terms:
+        return None
+    if len(sight.terms) == 1 and type(sight.terms[0]) is Causal:
+        return sight.terms[0]
+    maps = Maps.every(item + 1, heads, sight.n, like.float()).select(slice(item * heads, (item + 1) * heads))
+    whole = slice(0, sight.n)
+    added = torch.zeros(heads, sight.n, sight.n, device=like.device)
+    for term in sight.terms:
+        block = term.block(whole, whole, maps)
+        added = added if block is None else added + block
+    return DenseBias(added[:, keep][:, :, keep])
+
+
+def _block(model: Any, heard: Heard, site: Site) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
+    x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
+    seen = Seen.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
+    keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen.padding is None else ~seen.padding
+    item = _first_text(keep)
+    found = read_attention(model, site)
+    terms = [term for term in found.logit_biases if not isinstance(term, Causal | SlidingWindow)]
+    if seen.causal:
+        terms.append(Causal())
+    elif seen.mask is not None:
+        mask = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask
+        terms.append(DenseBias(mask[item][:, keep[item]][:, :, keep[item]]))
+    found.logit_biases = nn.ModuleList(terms)
+    return found, x[item][keep[item]].detach()
+
+
+def first_output(heard: Heard, x: Tensor) -> Tensor:
+    """The tensor that goes on from a module called again with other tokens."""
+    return first_tensor(heard.again(x))

@@ -1,0 +1,358 @@
+"""Attention of howsmooth in models that exist: transformers models and `torch.nn.TransformerEncoder`.
+
+transformers has a socket for attention functions (`AttentionInterface`), but it hands out queries, keys and values that
+are already projected, and projects the result itself. Layers with a Lipschitz bound need more: L2 attention folds the
+value and output matrices into one, contractive layers divide by a norm of all of them. So blocks are replaced whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from howsmooth.attention import Rotary, SelfAttention, SlidingWindow
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.conventions import attention_sites
+from howsmooth.models.reading import read_attention
+from howsmooth.nn.hosting.hosted import HostedAttention
+from howsmooth.nn.hosting.start import Tie, build, check_plain, layer_class, start_from
+from howsmooth.nn.layers.base import AttentionLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+REPLACEABLE = (
+    *("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta", "vit"),
+    *("gpt2", "llama", "mistral", "opt", "qwen2"),
+)
+"""Types of transformers models whose attention can be replaced; each is tested."""
+_NOTE = "howsmooth_attention"
+_DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
+
+
+@door
+def replace_attention(
+    model: Model,
+    kind: str,
+    layers: Iterable[int] | None = None,
+    *,
+    tie: Tie = "query",
+    drop_positions: bool = False,
+    **options: Any,
+) -> Model:
+    """Replace the self-attention of a model, in place, by layers of `howsmooth.nn`; the model is returned.
+
+    Weights start from the old ones as far as the new kind can keep them: see `hosting.start`. Masks, padding,
+    gradients and generation work as before. transformers models remember in their configuration what was replaced:
+    save them with ``save_pretrained`` and load them with `load_replaced`.
+
+    Args:
+        model: a transformers model of a type in `REPLACEABLE`, a `torch.nn.TransformerEncoder`, or any module that
+            holds `torch.nn.TransformerEncoderLayer`.
+        kind: "l2", "contractive-l2", "sigmoid", "cosine", "lipschitz-norm", "gradient-step", "norm-controlled" or
+            "dot-product".
+        layers: which to replace, counted from 0; all when None.
+        tie: what the tied weights of L2 attention start from: "query", "key", or their "mean".
+        drop_positions: leave rotary positions out where the kind has no place for them. A causal model can still count
+            tokens; an encoder is then blind to their order.
+        options: of the layer, such as ``coefficient`` of "contractive-l2". In causal models the layer must not depend
+            on the number of tokens, which grows in generation, so that ``max_tokens`` of "contractive-l2" and
+            ``logit_shift`` of "sigmoid" are by default those of the longest text that the model takes.
+
+    Raises:
+        UnsupportedModel: there is no attention that can be replaced, or it has features which the layers lack.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
+    >>> _ = replace_attention(model, "l2")
+    >>> for name, layer in replaced_layers(model):
+    ...     print(name, bool(layer.lipschitz_bound(n=10, mask="causal").isfinite()))
+    transformer.h.0.attn.layer True
+    transformer.h.1.attn.layer True
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
+    layer_class(kind)
+    if hasattr(model, "config") and hasattr(model.config, "model_type"):
+        if getattr(model.config, _NOTE, None) is not None:
+            raise InvalidInput("attention of this model has been replaced already: load the model anew.")
+        options = _written(options)
+        _replace_in_transformers(model, kind, layers, tie, drop_positions, options)  # type: ignore[arg-type]
+    else:
+        _replace_in_torch(model, kind, layers, tie, options)
+    return model
+
+
+@door
+def replaced_layers(model: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:
+    """The layers of howsmooth in a model with their dotted paths."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, AttentionLayer))
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `replace_attention` did to a transformers model, as its configuration tells it (``howsmooth_attention``).
+
+    Attributes:
+        kind: of the layers. layers: which were replaced, counted from 0.
+        drop_positions: whether rotary positions were left out.
+        options: of the layers, numbers and names only.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    drop_positions: bool
+    options: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """For config.json."""
+        return {**vars(self), "layers": list(self.layers), "options": dict(self.options)}
+
+    def apply(self, model: nn.Module) -> None:
+        """Replace the attention of a model built from the configuration: its weights then have the names saved.
+
+        New layers have first weights, to be overwritten by those that were saved.
+        """
+        if any(True for _ in replaced_layers(model)):
+            raise InvalidInput("attention of this model has been replaced already: build the model anew.")
+        _replace_in_transformers(
+            model,  # type: ignore[arg-type]
+            self.kind,
+            self.layers,
+            None,
+            self.drop_positions,
+            dict(self.options),
+        )
+
+
+def replacement_of(config: Any) -> Replacement | None:
+    """What was replaced in the model of a transformers configuration; None when nothing was.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> replacement_of(GPT2Config()) is None
+    True
+    >>> model = replace_attention(GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2)), "l2", layers=[1])
+    >>> replacement_of(model.config)
+    Replacement(kind='l2', layers=(1,), drop_positions=False, options={})
+    """
+    note = getattr(config, _NOTE, None)
+    if note is None:
+        return None
+    wanted = {"kind": str, "layers": list, "drop_positions": bool, "options": dict}
+    if not isinstance(note, dict) or any(not isinstance(note.get(name), kind) for name, kind in wanted.items()):
+        raise InvalidInput(
+            f"the configuration says in {_NOTE} what was replaced, but not as replace_attention writes it: save the "
+            "model again."
+        )
+    layer_class(note["kind"])
+    layers = note["layers"]
+    if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise InvalidInput(f"the configuration says that layers {layers!r} were replaced, which are no numbers.")
+    return Replacement(note["kind"], tuple(layers), note["drop_positions"], _written(note["options"]))
+
+
+def _written(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as config.json can hold them: numbers, names, True, False and None."""
+    found = {name: "inf" if name == "norm" and value == math.inf else value for name, value in options.items()}
+    for name, value in found.items():
+        plain = value is None or isinstance(value, str | bool | int | float)
+        if not plain or (isinstance(value, float) and not math.isfinite(value)):
+            raise InvalidInput(f"the option {name} must be a finite number or a name, got {value!r}.")
+    return found
+
+
+@door
+def load_replaced(folder: str | Path) -> PreTrainedModel:
+    """A model that `replace_attention` changed and ``save_pretrained`` wrote.
+
+    The configuration names the model's class and what was replaced; weights are read from safetensors files only, and
+    each must find its place. transformers' own ``from_pretrained`` knows nothing of the replacement: it would warn of
+    missing weights, and give them at random.
+
+    >>> import tempfile
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = replace_attention(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99)), "cosine")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save_pretrained(folder)
+    ...     again = load_replaced(folder)
+    >>> torch.equal(again.h[0].attn.layer.in_proj.weight, model.h[0].attn.layer.in_proj.weight)
+    True
+    """
+    import transformers
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise InvalidInput(f"{folder} holds no config.json: give the folder that save_pretrained wrote.")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    replacement, names = replacement_of(config), getattr(config, "architectures", None) or ["?"]
+    if replacement is None:
+        raise InvalidInput(f"the model in {folder} has no replaced attention: load it with from_pretrained.")
+    found = getattr(transformers, str(names[0]), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise UnsupportedModel(f"the model in {folder} is a {names[0]}, which transformers does not have.")
+    with torch.random.fork_rng(devices=[]):  # first weights are drawn only to be overwritten
+        model = found(config)
+        replacement.apply(model)
+    _load_weights(model, folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+def _replace_in_transformers(
+    model: PreTrainedModel,
+    kind: str,
+    layers: Iterable[int] | None,
+    tie: Tie | None,
+    drop_positions: bool,
+    options: dict[str, Any],
+) -> None:
+    """Without ``tie`` the new layers keep their first weights."""
+    if model.config.model_type not in REPLACEABLE:
+        raise UnsupportedModel(
+            f"attention of a {type(model).__name__} (model type {model.config.model_type!r}) cannot be replaced, but "
+            f"that of {', '.join(REPLACEABLE)} can."
+        )
+    sites = attention_sites(model)
+    chosen = _chosen(sites, layers)
+    hosted = []
+    for site in chosen:  # all are made before the first is put in: a refusal leaves the model as it was
+        old = read_attention(model, site)
+        check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
+        if kind == "contractive-l2" and any(isinstance(term, SlidingWindow) for term in old.logit_biases):
+            raise UnsupportedModel(
+                "contractive attention divides by a bound that depends on the mask, which a sliding window changes as "
+                "a text grows, so that the past would change with it: choose l2."
+            )
+        causal = bool(getattr(site.owner, "is_causal", False))
+        options = _for_any_length(kind, model.config, options) if causal else options
+        layer = _make(kind, old, None if drop_positions else _rotary(old), _dropout(site.owner), causal, options, tie)
+        number, after = getattr(site.owner, "layer_idx", site.layer), getattr(site.owner, "resid_dropout", None)
+        names = list(inspect.signature(site.owner.forward).parameters)[1:]
+        hosted.append(HostedAttention(layer, causal, number, getattr(after, "p", 0.0), names))
+        hosted[-1].train(site.block.training)
+    for site, new in zip(chosen, hosted, strict=True):
+        if site.owner is site.block:
+            model.set_submodule(site.path, new)
+        else:  # BERT: the output projection lies outside, before a LayerNorm that stays
+            model.set_submodule(f"{site.path}.{site.names.inputs[0].rpartition('.')[0]}", new)
+            model.set_submodule(f"{site.path}.{site.names.output}", nn.Identity())
+    note = Replacement(kind, tuple(site.layer for site in chosen), drop_positions, options)
+    setattr(model.config, _NOTE, note.as_json())
+
+
+def _replace_in_torch(
+    model: nn.Module, kind: str, layers: Iterable[int] | None, tie: Tie, options: dict[str, Any]
+) -> None:
+    found = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    blocks = [block for block in found if isinstance(block.self_attn, nn.MultiheadAttention)]
+    if not blocks:
+        raise UnsupportedModel(
+            f"this {type(model).__name__} holds no self-attention that can be replaced: give a transformers model, or "
+            "a module with nn.TransformerEncoderLayer that has its own attention still."
+        )
+    chosen, new = _chosen(blocks, layers), []
+    for block in chosen:
+        old, given = SelfAttention.from_torch(block.self_attn), {"batch_first": block.self_attn.batch_first}
+        layer = _make(kind, old, None, block.self_attn.dropout, False, given | options, tie)
+        new.append(layer.train(block.training))
+    for block, layer in zip(chosen, new, strict=True):
+        block.self_attn = layer
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False  # torch's fused dot-product path
+
+
+def _make(
+    kind: str,
+    old: SelfAttention,
+    rotary: Rotary | None,
+    dropout: float,
+    causal: bool,
+    options: dict[str, Any],
+    tie: Tie | None,
+) -> AttentionLayer:
+    if causal and kind == "lipschitz-norm":
+        raise InvalidInput(
+            "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
+        )
+    layer = build(kind, old, rotary, dropout, **options)
+    layer = layer.to(device=old.query_weight.device, dtype=old.dtype)
+    if tie is not None:
+        start_from(layer, old, tie)
+    return layer
+
+
+def _for_any_length(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a causal model, in which outputs must not change when the text grows."""
+    longest = getattr(config, "max_position_embeddings", None)
+    wanted = {"contractive-l2": "max_tokens", "sigmoid": "logit_shift"}.get(kind)
+    if wanted is None or options.get(wanted) is not None:
+        return options
+    if longest is None:
+        raise InvalidInput(f"this model does not say how long a text it takes: give {wanted} to {kind} attention.")
+    return options | {wanted: longest if wanted == "max_tokens" else -math.log(longest)}
+
+
+def _chosen(found: list[Any], layers: Iterable[int] | None) -> list[Any]:
+    if layers is None:
+        return found
+    wanted = sorted(set(layers))
+    if not wanted or not 0 <= wanted[0] <= wanted[-1] < len(found):
+        raise InvalidInput(f"layers {wanted} cannot be replaced: choose among 0 to {len(found) - 1}.")
+    return [found[number] for number in wanted]
+
+
+def _rotary(old: SelfAttention) -> Rotary | None:
+    return next((stage for stage in old.query_stages if isinstance(stage, Rotary)), None)
+
+
+def _dropout(owner: nn.Module) -> float:
+    """The share of attention weights that the old attention dropped in training."""
+    for name in _DROPOUTS:
+        found = getattr(owner, name, None)
+        if isinstance(found, nn.Dropout | float):
+            return found.p if isinstance(found, nn.Dropout) else found
+    return 0.0
+
+
+def _load_weights(model: PreTrainedModel, folder: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        path = folder / Path(name).name  # never outside of the folder
+        if not path.is_file():
+            raise InvalidInput(f"{path} is missing: save the model again.")
+        try:
+            weights |= load_file(path)
+        except SafetensorError as error:
+            raise InvalidInput(f"{path} is damaged ({error}): save the model again.") from None
+    own = model.state_dict()
+    wrong = [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]
+    if wrong:
+        raise InvalidInput(f"{folder} holds weights that do not fit its configuration, such as {wrong[0]}.")
+    # Tied weights are saved once: what shares memory with a saved weight has been saved.
+    saved = {own[name].data_ptr() for name in weights}
+    missing = [name for name, weight in own.items() if weight.numel() and weight.data_ptr() not in saved]
+    if missing:
+        raise InvalidInput(f"{folder} lacks weights, such as {missing[0]}: save the model again.")
+    dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    model.to(dtype=dtype)  # type: ignore[call-arg]
+    model.load_state_dict(weights, strict=False)

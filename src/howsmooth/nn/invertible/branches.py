@@ -1,0 +1,243 @@
+r"""Branches of invertible residual blocks: maps of sequences that know a bound on their own Lipschitz constant.
+
+x ↦ x + f(x) can be inverted when f is a contraction. What a branch must know for that is its Lipschitz bound, and for
+the determinant how far an output token looks: at its own input token, at the past, or at all tokens. Both follow for
+multiples (`Scaled`) and compositions (`Composed`) of branches:
+
+.. math:: \mathrm{Lip}(sf) = |s|\,\mathrm{Lip}(f), \qquad \mathrm{Lip}(f\circ g) \le \mathrm{Lip}(f)\,\mathrm{Lip}(g),
+          \qquad (J^{f\circ g})_{ii} = J^f_{ii}\,J^g_{ii} \text{ when neither looks ahead.}
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap, Causal, L2SelfAttention, LogitBias, SlidingWindow
+from howsmooth.attention.masks import Maps, as_mask
+from howsmooth.bounds import applicable, setting
+from howsmooth.checks import check_number, door
+from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
+from howsmooth.nn.layers.base import AttentionLayer, Mask
+
+Reach = Literal["token", "past", "all"]
+_FAR: tuple[Reach, ...] = ("token", "past", "all")
+
+
+class Branch(nn.Module, ABC):
+    """A map of sequences ``(batch, n, d)`` with a Lipschitz bound.
+
+    Attributes:
+        reach: what an output token looks at: its own "token", the "past" with it, or "all" tokens.
+    """
+
+    reach: Reach = "all"
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        """A proved upper bound for n tokens, norm 2 or inf of a sequence seen as one vector; or `DoesNotApply`."""
+
+    def reach_at(self, n: int) -> Reach:
+        """``reach`` on sequences of n tokens."""
+        return self.reach
+
+    def diagonal_blocks(self, x: Tensor) -> Tensor:
+        """The blocks J_ii, ``(batch, n, d_out, d)``."""
+        return token_wise_blocks(self, x) if self.reach_at(x.shape[1]) == "token" else causal_blocks(self, x)
+
+
+class Attending(Branch):
+    """An attention layer or map under a fixed mask.
+
+    Args:
+        attention: a layer of `howsmooth.nn`, or an attention map (which has its mask already).
+        mask: for a layer: None, "causal", booleans ``(n, n)`` (True = may look), or a `LogitBias`.
+
+    >>> import howsmooth as hs
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> branch = Attending(hs.L2SelfAttention(one, one, one, mask="causal"))
+    >>> branch.reach_at(5), round(float(branch.lipschitz_bound(5)), 3)
+    ('past', 4.635)
+    """
+
+    @door
+    def __init__(self, attention: AttentionLayer | AttentionMap, mask: Mask = None):
+        super().__init__()
+        if isinstance(attention, AttentionMap) and mask is not None:
+            raise InvalidInput("an attention map has its mask already: give the mask to the map, not to the branch.")
+        if isinstance(attention, AttentionLayer) and not attention.batch_first:
+            raise InvalidInput("an attention layer in a branch must be batch_first: make it with batch_first=True.")
+        self.attention = attention
+        terms = list(attention.logit_terms()) if isinstance(attention, AttentionMap) else as_mask(mask)
+        if any(len(getattr(term, name, ())) > 1 for term in terms for name in ("bias", "keep")):
+            raise InvalidInput("items stop one by one, so a branch needs one mask for all items, not one for each.")
+        self.mask: LogitBias | None = terms[0] if isinstance(attention, AttentionLayer) and terms else None
+        self.terms = nn.ModuleList(terms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.attention, AttentionLayer):
+            return self.attention(x, attn_mask=self.mask)[0]
+        return self.attention(x)
+
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        if isinstance(self.attention, AttentionLayer):
+            return self.attention.lipschitz_bound(n, norm=norm, mask=self.mask)
+        where = setting(self.attention, n=n)
+        found = [bound.at(where) for bound in applicable(where) if bound.side == "upper" and bound.norm == norm]
+        if not found:
+            raise DoesNotApply(
+                f"no theorem bounds this {where.kind.replace('_', '-')} attention on all inputs in the {norm:g}-norm: "
+                "use L2 attention with tied weights, in which every token sees itself."
+            )
+        return torch.stack(found).amin()
+
+    def reach_at(self, n: int) -> Reach:
+        if any(isinstance(t, Causal) or (isinstance(t, SlidingWindow) and t.causal) for t in self.terms):
+            return "past"
+        like = torch.zeros(())
+        heads = self.attention.num_heads if isinstance(self.attention, AttentionLayer) else self.attention.heads
+        ahead = torch.ones(heads, n, n, dtype=torch.bool).triu(1)
+        for term in self.terms:
+            assert isinstance(term, LogitBias)
+            block = term.block(slice(0, n), slice(0, n), Maps.every(1, int(heads), n, like))
+            ahead = ahead if block is None else ahead & (block != -math.inf).to(ahead.device)
+        return "all" if bool(ahead.any()) else "past"
+
+    def diagonal_blocks(self, x: Tensor) -> Tensor:
+        layer = self.attention
+        attention = layer.attached_map(self.mask, x.shape[1]) if isinstance(layer, AttentionLayer) else layer
+        if isinstance(attention, L2SelfAttention) and attention.tied:
+            return l2_blocks(attention, x)
+        return super().diagonal_blocks(x)
+
+
+class Scaled(Branch):
+    """x ↦ factor · f(x).
+
+    >>> import howsmooth as hs
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> round(float(Scaled(hs.L2SelfAttention(one, one, one), 0.1).lipschitz_bound(5)), 3)
+    0.45
+    """
+
+    @door
+    def __init__(self, f: nn.Module, factor: float, *, mask: Mask = None):
+        super().__init__()
+        self.branch, self.factor = as_branch(f, mask), check_number(factor, "factor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.branch(x)
+
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        return abs(self.factor) * self.branch.lipschitz_bound(n, norm)
+
+    def reach_at(self, n: int) -> Reach:
+        return self.branch.reach_at(n)
+
+    def diagonal_blocks(self, x: Tensor) -> Tensor:
+        return self.factor * self.branch.diagonal_blocks(x)
+
+
+class Composed(Branch):
+    """x ↦ f_k(… f_2(f_1(x)))."""
+
+    @door
+    def __init__(self, *parts: nn.Module):
+        super().__init__()
+        if not parts:
+            raise InvalidInput("a composition needs at least one part.")
+        self.parts = nn.ModuleList(as_branch(part) for part in parts)
+
+    def _branches(self) -> list[Branch]:
+        return [part for part in self.parts if isinstance(part, Branch)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        return math.prod(float(part.lipschitz_bound(n, norm)) for part in self._branches())
+
+    def reach_at(self, n: int) -> Reach:
+        return max((part.reach_at(n) for part in self._branches()), key=_FAR.index)
+
+    def diagonal_blocks(self, x: Tensor) -> Tensor:
+        blocks: Tensor | None = None
+        for part in self._branches():
+            here = part.diagonal_blocks(x)
+            blocks = here if blocks is None else here @ blocks
+            x = part(x)
+        assert blocks is not None
+        return blocks
+
+
+class _Certified(Branch):
+    """A module of the user's own that has ``lipschitz_bound(n)``, and perhaps a ``reach``."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.reach = getattr(module, "reach", "all")
+        if self.reach not in _FAR:
+            raise InvalidInput(f"reach is 'token', 'past' or 'all', got {self.reach!r}.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        bound = self.module.lipschitz_bound
+        if "norm" in inspect.signature(bound).parameters:  # type: ignore[arg-type]
+            return bound(n, norm=norm)  # type: ignore[operator]
+        if norm != 2:
+            raise DoesNotApply(f"{type(self.module).__name__}.lipschitz_bound knows no norm but 2.")
+        return bound(n)  # type: ignore[operator]
+
+
+class _Uncertified(_Certified):
+    """A module without any bound, taken on trust."""
+
+    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
+        raise DoesNotApply(f"{type(self.module).__name__} has no Lipschitz bound.")
+
+
+def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch:
+    """``f`` as a branch, or the reason why it cannot be one.
+
+    Args:
+        trust: let a module without ``lipschitz_bound`` pass.
+    """
+    if isinstance(f, AttentionLayer | AttentionMap):
+        _refuse_dot_product(f, (f.map(n=2) if isinstance(f, AttentionLayer) else f).kind)
+        return Attending(f, mask)
+    if isinstance(f, nn.MultiheadAttention):
+        _refuse_dot_product(f, "dot_product")
+    if mask is not None:
+        raise InvalidInput(f"a mask is for attention, but {type(f).__name__} is none: give it to the attention inside.")
+    if isinstance(f, Branch):
+        return f
+    if callable(getattr(f, "lipschitz_bound", None)):
+        return _Certified(f)
+    if trust and isinstance(f, nn.Module):
+        return _Uncertified(f)
+    raise InvalidInput(
+        f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
+        "constant, as ContractiveL2Attention and ContractiveMLP have it."
+    )
+
+
+def _refuse_dot_product(f: nn.Module, kind: str) -> None:
+    if kind == "dot_product":
+        raise DoesNotApply(
+            f"{type(f).__name__} is dot-product attention, which has no Lipschitz constant (Kim et al. 2021, Theorem "
+            "3.1), so x + f(x) need not be invertible at any scale: use ContractiveL2Attention."
+        )

@@ -1,0 +1,292 @@
+r"""Invertible residual blocks: y = x + f(x) for a contraction f.
+
+With Lip(f) = c < 1, g(x) = x + f(x) is a homeomorphism: x is the only fixed point of x ↦ y − f(x), and
+:math:`|\hat x - x| \le |g(\hat x) - y|/(1-c)` for every x̂ (Behrmann et al. 2019). The inverse is
+differentiable where f is, by the implicit function theorem: a gradient u with respect to x becomes
+:math:`w = (I+J^\top)^{-1}u` with respect to y, the fixed point of :math:`w \mapsto u - J^\top w`, a contraction in the
+dual norm with the same c.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.checks import check_count, check_finite, check_number, check_positive, door
+from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
+from howsmooth.nn.invertible.branches import as_branch
+from howsmooth.nn.invertible.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
+from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
+from howsmooth.nn.invertible.rounding import UnknownRounding, evaluation_error
+from howsmooth.nn.layers.base import Mask, without_autocast
+
+
+@dataclass(frozen=True)
+class Inversion(FixedPoint):
+    """x with g(x) = y, item by item; fields as in `FixedPoint` (without a batch axis when y has none).
+
+    Attributes:
+        contraction: what the error bound rests on. It is a theorem when ``contraction.certified``. Otherwise it holds
+            if the given coefficient is right, and, for a branch of your own with operations that
+            `invertible.rounding` does not know, if their rounding is a few units in the last place of |x| + |y|.
+    """
+
+    contraction: Contraction
+
+    @property
+    def certified(self) -> bool:
+        """Whether the error bound is proved."""
+        return self.contraction.certified
+
+
+class InvertibleResidual(nn.Module):
+    """y = x + f(x) with its inverse and log-determinant, for f with a certified Lipschitz constant c < 1.
+
+    Args:
+        f: a layer of `howsmooth.nn` with a global bound, `ContractiveMLP`, `Scaled`, `Composed`, or any module with
+            ``lipschitz_bound(n)``. Dot-product attention is refused: it has no Lipschitz constant.
+        coefficient: the c that must hold; by default what f certifies for the number of tokens at hand.
+        mask: of an attention layer: None, "causal", booleans (True = may look), or a `LogitBias`.
+        norm: 2 or inf; by default 2, or inf when c < 1 is certified only there.
+        trust: take ``coefficient`` on your word where f certifies none so small. Error bounds are then conditional,
+            and two points met on the way that contradict it are an error.
+
+    >>> import howsmooth as hs
+    >>> from howsmooth.nn.invertible.branches import Scaled
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> block = InvertibleResidual(Scaled(hs.L2SelfAttention(one, one, one), 0.15))
+    >>> x = torch.tensor([[0.0], [1.0], [-2.0]], dtype=torch.float64)
+    >>> found = block.inverse(block(x))
+    >>> bool((found.x - x).norm() <= found.error_bound) and float(found.error_bound) < 1e-11
+    True
+    """
+
+    @door
+    def __init__(
+        self,
+        f: nn.Module,
+        coefficient: float | None = None,
+        *,
+        mask: Mask = None,
+        norm: float | None = None,
+        trust: bool = False,
+    ):
+        super().__init__()
+        if coefficient is not None:
+            check_number(coefficient, "coefficient", least=0, below=1)  # otherwise x + f(x) need not be invertible
+        if trust and coefficient is None:
+            raise InvalidInput("trust=True needs the coefficient that is to be trusted.")
+        if norm not in (None, 2, math.inf):
+            raise InvalidInput(f"the norm of a contraction is 2 or inf, got {norm!r}.")
+        self.branch = as_branch(f, mask, trust=trust)
+        self.coefficient, self.norm, self.trust = coefficient, norm, trust
+        with contextlib.suppress(InvalidInput):  # a mask for another number of tokens
+            self.contraction(mask.shape[-1] if isinstance(mask, Tensor) else 1)
+
+    @torch.no_grad()
+    def contraction(self, n: int) -> Contraction:
+        """The contraction constant for n tokens of f as it is in evaluation, or the reason why there is none."""
+        reasons = []
+        limit = 1.0 if self.coefficient is None else self.coefficient
+        for norm in (2, math.inf) if self.norm is None else (self.norm,):
+            try:
+                with _evaluating(self.branch):
+                    found = float(self.branch.lipschitz_bound(n, norm))
+            except DoesNotApply as refusal:
+                reasons.append(str(refusal).rstrip("."))
+                continue
+            if found < 1 and found <= limit * (1 + 1e-6):
+                return Contraction(found, norm, True)
+            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {found:.4g}")
+        if self.trust:
+            assert self.coefficient is not None
+            return Contraction(self.coefficient, 2 if self.norm is None else self.norm, False)
+        wanted = "below 1" if self.coefficient is None else f"at most {self.coefficient:g}"
+        raise DoesNotApply(
+            f"the branch is not certified to have a Lipschitz constant {wanted} ({'; '.join(reasons)}): scale it down, "
+            "or pass coefficient and trust=True for an inverse whose error bound is conditional."
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + f(x)."""
+        tokens = _tokens(x)
+        out = tokens + self.branch(tokens)
+        return out[0] if x.dim() == 2 else out
+
+    def inverse(
+        self,
+        y: Tensor,
+        *,
+        tolerance: float | None = None,
+        max_iterations: int = 500,
+        accelerate: bool = True,
+    ) -> Inversion:
+        """The x with x + f(x) = y, for f as it is in evaluation (no dropout, exact norms).
+
+        Args:
+            y: ``(n, d)`` or ``(batch, n, d)``; half precision is computed, and returned, in float32.
+            tolerance: relative error to reach by the bound; by default 1e-12 in float64, 1e-5 in float32.
+            max_iterations: evaluations of f after which `DidNotConverge` is raised.
+            accelerate: use Anderson acceleration.
+
+        Differentiable in y and in the parameters of f (once); the gradient is solved for to the same tolerance.
+        """
+        if tolerance is not None:
+            check_positive(tolerance, "tolerance")
+        check_count(max_iterations, "max_iterations")
+        tokens = _in_dtype_of(self.branch, _tokens(y))
+        with _evaluating(self.branch), without_autocast(tokens):
+            contraction = self.contraction(tokens.shape[1])
+            options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
+            options |= {"memory": 8 if accelerate else 0}
+            fixed = tokens.detach()
+            allowance = self._allowance(fixed, contraction)
+            if allowance is None:
+                contraction = replace(contraction, certified=False)
+            with torch.no_grad():
+                found = _solved(
+                    lambda x, index: fixed[index] - self.branch(x),
+                    fixed,
+                    contraction,
+                    options | {"allowance": allowance},
+                    "inverse",
+                )
+            if torch.is_grad_enabled() and (tokens.requires_grad or any(p.requires_grad for p in self.parameters())):
+                found = replace(found, x=self._attached(tokens, found.x, contraction, options))
+        parts = {field.name: getattr(found, field.name) for field in fields(FixedPoint)}
+        if y.dim() == 2:
+            parts = {name: part[0] for name, part in parts.items()}
+        return Inversion(**parts, contraction=contraction)
+
+    def _allowance(self, x: Tensor, contraction: Contraction) -> Allowance | None:
+        """Bounds on the rounding of the branch at points like x; None when it has operations that are not analysed."""
+
+        def allowance(points: Tensor) -> Tensor:
+            return contraction.size(evaluation_error(self.branch, points))
+
+        try:
+            allowance(x[:1])
+        except UnknownRounding:
+            return None
+        return allowance
+
+    def _attached(self, y: Tensor, x: Tensor, contraction: Contraction, options: dict[str, Any]) -> Tensor:
+        """x = y − f(x) with a backward pass that solves (I + Jᵀ)w = u."""
+        leaf = x.detach().requires_grad_()
+        moved = self.branch(leaf)
+
+        def solved(u: Tensor) -> Tensor:
+            def step(w: Tensor, index: Tensor) -> Tensor:
+                every = torch.zeros_like(u).index_copy(0, index, w)
+                back = torch.autograd.grad(
+                    moved, leaf, every, retain_graph=True, materialize_grads=True, allow_unused=True
+                )[0]
+                return (u - back)[index]
+
+            # That the map contracts has been checked on the way to x.
+            return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
+
+        return _Implicit.apply(y - moved, solved)
+
+    def log_det(
+        self,
+        x: Tensor,
+        method: Method = "auto",
+        *,
+        samples: int = 16,
+        tolerance: float = 1e-3,
+        generator: torch.Generator | None = None,
+    ) -> LogDeterminant:
+        """log|det(I + J(x))| of every item; see `howsmooth.nn.invertible.log_determinant`. Differentiable.
+
+        In evaluation the contraction is checked, whatever the method: a density needs an invertible map. In training,
+        where spectral norms are estimates, f may be a little steeper than the contraction that cuts the series.
+        """
+        tokens = _in_dtype_of(self.branch, _tokens(x))
+        if not self.training:
+            self.contraction(tokens.shape[1])
+        with without_autocast(tokens):
+            found = log_determinant(
+                self.branch,
+                tokens,
+                method,
+                contraction=lambda: self.contraction(tokens.shape[1]),
+                samples=samples,
+                tolerance=tolerance,
+                generator=generator,
+            )
+        if x.dim() == 3:
+            return found
+        names = ("value", "standard_error", "truncation", *(() if found.limit is None else ("limit",)))
+        return replace(found, **{name: getattr(found, name)[0] for name in names})
+
+
+class _Implicit(torch.autograd.Function):
+    """The identity, whose backward pass turns gradients with respect to x into gradients with respect to y − f(x̂)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.solved = solved
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # create_graph: what is returned would count as constant
+            raise NotDifferentiable("the inverse has first derivatives only: leave create_graph=True out.")
+        return ctx.solved(u), None
+
+
+def _solved(step: Step, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:
+    """The fixed points, or an error that says how far they were."""
+    found = solve(step, y, contraction=contraction, scale=contraction.size(y), **options)
+    failed = ~found.converged
+    if not bool(failed.any()):
+        return found
+    raise DidNotConverge(
+        f"the {what} did not converge for {int(failed.sum())} of {len(failed)} item(s) in "
+        f"{int(found.iterations.max())} evaluations: the largest residual is {float(found.residual[failed].max()):.3g} "
+        f"and the error bound {float(found.error_bound[failed].max()):.3g}; raise max_iterations or tolerance, "
+        "compute in float64, or make the branch a stronger contraction.",
+        found,
+    )
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """x with a batch axis, checked."""
+    if x.dim() not in (2, 3) or not x.is_floating_point() or 0 in x.shape[-2:]:
+        raise InvalidInput(
+            f"tokens must be floating, of shape (n, d) or (batch, n, d) with n, d ≥ 1, got {x.dtype} of shape "
+            f"{tuple(x.shape)}."
+        )
+    return x[None] if x.dim() == 2 else x
+
+
+def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Finite tokens in the dtype of the module, which must be float32 or float64."""
+    check_finite(tokens.detach(), "the input")
+    tensors = [*module.parameters(), *module.buffers()]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    own = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
+    if any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
+        raise InvalidInput("an inverse needs weights in float32 or float64, not half precision: call .float() first.")
+    if torch.finfo(own).bits < torch.finfo(tokens.dtype).bits:
+        raise InvalidInput("the tokens are float64 but the weights float32: convert one of them.")
+    return tokens.to(torch.promote_types(own, torch.float32))
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation, and afterwards as it was."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,162 @@
+"""Spectral norms of weights: warm-started in training, exact at evaluation, differentiable in both."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.checks import check_count, check_finite
+from howsmooth.nn.layers.base import without_autocast
+
+_START = 30
+_SETTLED = 1e-4
+
+
+class SpectralNorm(nn.Module):
+    """‖M‖₂ of one matrix that changes slowly, as ⟨u, Mv⟩ with u, v held fixed: its gradient uvᵀ is that of the norm.
+
+    **In training** a subspace of ``width`` vectors follows M by orthogonal iteration, in every call until a step
+    lengthens its longest image by less than one part in 10,000, and v is the vector in it that M stretches most: an
+    **estimate**, never above ‖M‖ but for rounding. One step is enough while weights move slowly. One vector alone (the
+    power method) falls behind, because training pushes singular values together. **In evaluation** u and v come from a
+    singular value decomposition in float64, and the value is exact up to the rounding of the product.
+
+    Args:
+        rows, columns: of the matrix. width: of the subspace.
+        steps: at most so many in one call.
+
+    >>> norm, matrix = SpectralNorm(3, 2).eval(), torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+    >>> norm(matrix)
+    tensor(4.)
+    """
+
+    space: Tensor
+
+    def __init__(self, rows: int, columns: int, width: int = 32, steps: int = _START):
+        super().__init__()
+        self.steps = check_count(steps, "steps")
+        rows, columns, width = (
+            check_count(size, name) for size, name in ((rows, "rows"), (columns, "columns"), (width, "width"))
+        )
+        start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
+        self.register_buffer("space", torch.linalg.qr(start).Q)
+        self.decomposition = Decomposition()
+
+    def forward(self, matrix: Tensor, follow: bool = True) -> Tensor:
+        """The norm of ``matrix``, ``(rows, columns)``; without ``follow`` the subspace stays where it is."""
+        with without_autocast(matrix):
+            if self.training:
+                space, left, right = followed(matrix.detach(), self.space, self.steps if follow else 0)
+                if follow:
+                    with torch.no_grad():
+                        self.space.copy_(space)
+            else:
+                left, right = top_singular_vectors(matrix.detach(), self.decomposition.number)
+            return left @ (matrix @ right)
+
+    @torch.no_grad()
+    def follow(self, matrix: Tensor, steps: int = _START) -> None:
+        """Bring the subspace closer to a new matrix, from wherever it is."""
+        space = self.space.to(matrix.dtype)
+        for _ in range(steps):
+            space = torch.linalg.qr(matrix.mT @ (matrix @ space)).Q
+        self.space.copy_(space)
+
+
+@torch.library.custom_op("howsmooth::follow_singular_space", mutates_args=())
+def followed(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A subspace brought closer to the top right singular vectors of M, and the u, v in it that M stretches most.
+
+    An operator of its own, because how many steps it takes depends on the numbers.
+
+    >>> space, left, right = followed(torch.diag(torch.tensor([1.0, 5.0])), torch.ones(2, 1) / 2**0.5, 30)
+    >>> left.abs().round(decimals=2), right.abs().round(decimals=2)
+    (tensor([0., 1.]), tensor([0., 1.]))
+    """
+    space = space.to(matrix.dtype, copy=True)
+    images = matrix @ space
+    size, turn = _longest(images)
+    for _ in range(most):
+        space = torch.linalg.qr(matrix.mT @ images).Q
+        images, before = matrix @ space, size
+        size, turn = _longest(images)
+        if not size > before * (1 + _SETTLED):
+            break
+    right = space @ turn
+    left = matrix @ right
+    return space.contiguous(), left / left.norm().clamp(min=torch.finfo(left.dtype).tiny), right
+
+
+@followed.register_fake
+def _(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = matrix.shape
+    return matrix.new_empty(space.shape), matrix.new_empty(rows), matrix.new_empty(columns)
+
+
+def _longest(images: Tensor) -> tuple[float, Tensor]:
+    """The length of the longest image of a unit vector of the subspace, and that vector."""
+    gram = (images.mT @ images).nan_to_num()  # weights that are NaN give NaN in the end, without an error here
+    squares, turns = torch.linalg.eigh(gram)
+    return max(0.0, float(squares[-1])) ** 0.5, turns[:, -1]
+
+
+class Decomposition:
+    """The top singular vectors of one matrix, kept until the matrix is another one, to the last bit.
+
+    Version counters would miss changes made through ``.data``, and a hash would take some matrices for others: the
+    matrix itself is kept, and compared. A copy starts empty, so that two modules never share what they keep.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_NUMBERS)
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        _ALIVE[self.number] = self
+
+    def __deepcopy__(self, memo: object) -> Decomposition:
+        return Decomposition()
+
+    def __reduce__(self) -> tuple[type[Decomposition], tuple[()]]:
+        return Decomposition, ()
+
+    def of(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """The unit vectors u, v with Mv = ‖M‖u."""
+        kept = self._kept  # one assignment, so that threads see a whole entry or another
+        if kept is None or not _same(kept[0], matrix):
+            check_finite(matrix, "a weight of the layer, or a product of weights,")
+            left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+            kept = matrix.detach().clone(), left[:, 0].to(matrix.dtype), right[0].to(matrix.dtype)
+            self._kept = kept
+        return kept[1].clone(), kept[2].clone()
+
+
+_NUMBERS = itertools.count()
+_ALIVE: weakref.WeakValueDictionary[int, Decomposition] = weakref.WeakValueDictionary()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and torch.equal(one, other)
+
+
+@torch.library.custom_op("howsmooth::top_singular_vectors", mutates_args=())
+def top_singular_vectors(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
+    """The unit vectors u, v with Mv = ‖M‖u, in float64 and then in the dtype of M.
+
+    An operator of its own, so that `torch.compile` takes it as it is; ``keeper`` is the number of the `Decomposition`
+    that remembers the matrix of last time.
+
+    >>> kept = Decomposition()
+    >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])), kept.number)
+    >>> left.abs(), right.abs()
+    (tensor([0., 1.]), tensor([0., 1.]))
+    """
+    # An exported graph may outlive the module it was made from.
+    return _ALIVE.get(keeper, Decomposition()).of(matrix)
+
+
+@top_singular_vectors.register_fake
+def _(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
+    return matrix.new_empty(matrix.shape[0]), matrix.new_empty(matrix.shape[1])
