@@ -72,7 +72,7 @@ def explain(
     The Jacobian is the sum of a value path and a score path, so that total ≤ value_path + score_path.
 
     Args:
-        attention: an attention map or `torch.nn.MultiheadAttention`.
+        attention: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`.
         x: ``(n, d)`` or ``(batch, n, d)``.
         per_head: explain every head by itself.
         influence: also compute the n × n map of token influences.
@@ -84,7 +84,7 @@ def explain(
     >>> bool(story.influence[0, 5] == 0)  # the first token cannot see the last
     True
     """
-    found = as_attention(attention)
+    found = as_attention(attention, *x.shape[-2:-1])
     if found is None:
         raise InvalidInput(
             f"explain needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
@@ -136,7 +136,7 @@ def token_influence(
         head: this head alone, ``(…, n, n)``.
         rtol: relative accuracy of each entry.
     """
-    found = as_attention(f)
+    found = as_attention(f, *x.shape[-2:-1])
     if found is None:
         return _dense_influence(f, x)
     if head is None:

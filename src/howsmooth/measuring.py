@@ -42,7 +42,8 @@ def measure(
     Frobenius norm.
 
     Args:
-        f: an attention map, a `torch.nn.MultiheadAttention`, or any differentiable function or module of x.
+        f: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`, or any differentiable function
+            or module of x.
         x: ``(n, d)``, or ``(batch, n, d)`` for one number per item.
         norm: 2, 1, inf or "fro".
         k: how many of the largest singular values and vectors to find (norm 2).
@@ -90,7 +91,7 @@ def measure_heads(
     torch.Size([4])
     """
     check_options(solver, _OPTIONS, "measure_heads")
-    found = as_attention(attention)
+    found = as_attention(attention, *x.shape[-2:-1])
     if found is None:
         raise InvalidInput(
             f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "

@@ -3,10 +3,11 @@
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.cosine import CosineAttention
 from howsmooth.attention.dot_product import SelfAttention
-from howsmooth.attention.gradient_step import GradientStepAttention
+from howsmooth.attention.gradient_step import GradientStepAttention, MeanOfSteps
 from howsmooth.attention.l2 import L2SelfAttention
 from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.attention.masks import Causal, DenseBias, LogitBias, Padding, SlidingWindow
+from howsmooth.attention.offers import as_attention, map_of
 from howsmooth.attention.positions import ALiBi, RelativeBias, Rotary
 from howsmooth.attention.sigmoid import SigmoidAttention
 from howsmooth.attention.stages import UnitNorm
@@ -21,6 +22,7 @@ __all__ = [
     "L2SelfAttention",
     "LipschitzNormAttention",
     "LogitBias",
+    "MeanOfSteps",
     "Padding",
     "RelativeBias",
     "Rotary",
@@ -28,4 +30,6 @@ __all__ = [
     "SigmoidAttention",
     "SlidingWindow",
     "UnitNorm",
+    "as_attention",
+    "map_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,3 +74,18 @@ class GradientStepAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} → {self.out_features}, keys={len(self.context)}, step={self.step:g}"
+
+
+class MeanOfSteps(nn.Module):
+    """x ↦ the mean of several gradient steps, one per head."""
+
+    kind = "gradient_step"
+
+    def __init__(self, steps: Sequence[GradientStepAttention]):
+        super().__init__()
+        self.steps = nn.ModuleList(steps)
+        self.in_features = self.out_features = steps[0].in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map at x, ``(…, n, d)``."""
+        return torch.stack([step(x) for step in self.steps]).mean(0)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from howsmooth.attention.gradient_step import GradientStepAttention
+from howsmooth.attention.gradient_step import GradientStepAttention, MeanOfSteps
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.settings import Setting
 
@@ -44,18 +44,19 @@ def gradient_step(points: Tensor, step: float) -> Tensor:
     return (step * apart / 4 - 1).clamp(min=1.0)
 
 
-def _attention(where: Setting) -> GradientStepAttention:
-    assert isinstance(where.attention, GradientStepAttention)
-    return where.attention
+def _steps(where: Setting) -> list[GradientStepAttention]:
+    """One step per head: a mean of maps is bounded by the mean of their bounds."""
+    steps = where.attention.steps if isinstance(where.attention, MeanOfSteps) else [where.attention]
+    return [step for step in steps if isinstance(step, GradientStepAttention)]
 
 
-def _own(where: Setting) -> Tensor:
-    return gradient_step(_attention(where).points, _attention(where).step)
+def _mean(where: Setting) -> Tensor:
+    return torch.stack([gradient_step(head.points, head.step) for head in _steps(where)]).mean()
 
 
 SHORT_STEP = Assumption(
     "the step is at most 2/max|Ay_j|²",
-    lambda where: _attention(where).step <= float(longest_step(_attention(where).points)),
+    lambda where: all(head.step <= float(longest_step(head.points)) for head in _steps(where)),
 )
 _entry = partial(Bound, side="upper", norm=2, scope="global", kinds=("gradient_step",), combine="block", needs=())
 register(
@@ -73,6 +74,6 @@ register(
         statement=r"\max\bigl(1,\ \eta\rho^2-1\bigr),\quad \rho=\tfrac12\max_{jk}|Ay_j-Ay_k|",
         reference="howsmooth",
         assumptions=(),
-        evaluate=_own,
+        evaluate=_mean,
     )
 )

@@ -8,13 +8,12 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.bounds.visibility import first_blind
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_tokens
 
 
@@ -100,7 +99,7 @@ def setting(
     """A checked `Setting`: refuses what no bound could answer, in one sentence each.
 
     Args:
-        attention: an attention map, a `torch.nn.MultiheadAttention`, or another module of this package.
+        attention: an attention map, a layer of `howsmooth.nn`, or a `torch.nn.MultiheadAttention`.
         n: number of tokens; taken from x when that is given.
         radius: R of the ball B_R every token lies in.
         tokens: instead of a radius a `TokenSet`, or the LayerNorm or RMSNorm that the tokens come from.
@@ -112,14 +111,6 @@ def setting(
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: radius must be positive and finite, got -1.0.
     """
-    attention = as_attention(attention) or attention
-    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
-        raise InvalidInput(
-            f"bounds need an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
-            ".from_torch or .from_transformers."
-        )
-    for name, buffer in attention.state_dict().items():
-        check_finite(buffer, f"the weight {name}")
     if x is not None:
         check_tokens(x)
         if x.dim() != 2:
@@ -129,6 +120,14 @@ def setting(
         n = len(x)
     if n is not None:
         n = _count(n)
+    attention = map_of(attention, n) or attention
+    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
+        raise InvalidInput(
+            f"bounds need an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
+            ".from_torch or .from_transformers."
+        )
+    for name, buffer in attention.state_dict().items():
+        check_finite(buffer, f"the weight {name}")
     if eps is not None and not (_is_number(eps) and math.isfinite(eps) and eps >= 0 and x is not None):
         raise InvalidInput(f"eps must be finite and not negative, and needs an input x, got {eps}.")
     if radius is not None and tokens is not None:

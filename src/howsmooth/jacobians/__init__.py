@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from howsmooth.attention import AttentionMap, SelfAttention
+from howsmooth.attention import as_attention
 from howsmooth.checks import Size, door
-from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
@@ -31,8 +30,8 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: Size = DEFAULT
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
     Args:
-        f: an attention map or a `torch.nn.MultiheadAttention` (closed form), or any differentiable function or module
-            (torch.func).
+        f: an attention map, an attention layer of `howsmooth.nn` or a `torch.nn.MultiheadAttention` (closed form), or
+            any differentiable function or module (torch.func).
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
 
@@ -44,18 +43,7 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: Size = DEFAULT
     >>> J.matvec(torch.ones(2, 3)).sum()
     tensor(6.)
     """
-    attention = as_attention(f)
+    attention = as_attention(f, *x.shape[-2:-1])
     if attention is not None:
         return attention_jacobian(attention, x, memory=memory)
     return function_jacobian(f, x)
-
-
-def as_attention(f: object) -> AttentionMap | None:
-    """``f`` as an attention map when it is one; None when it must be treated as a function."""
-    if isinstance(f, AttentionMap):
-        return f
-    if isinstance(f, nn.MultiheadAttention):
-        if f.training and f.dropout > 0:
-            raise InvalidInput("this nn.MultiheadAttention is in training mode with dropout: call .eval() first.")
-        return SelfAttention.from_torch(f)
-    return None

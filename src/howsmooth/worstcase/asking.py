@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import check_callable, check_finite, check_tensor
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.checks import check_tokens
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.sequences import sequence_starts
@@ -65,14 +64,16 @@ def asked(
     if seconds is not None and not seconds > 0:
         raise InvalidInput(f"seconds must be positive, got {seconds}.")
     region = as_set(over, radius)
-    attention = as_attention(check_callable(f, "f"))
+    given = _given(start)
+    n = _length(region, given, n)
+    f = map_of(check_callable(f, "f"), n) or f
+    attention = f if isinstance(f, AttentionMap) else None
     if attention is not None:
         f = attention = attention if head is None else one_head(attention, head)
         _check_map(attention, region)
     elif head is not None:
         raise InvalidInput(f"head={head} needs an attention map with heads, got {type(f).__name__}.")
-    given = _given(start)
-    n, d = _sizes(f, region, given, n)
+    d = _width(f, region, given, n)
     region.check(n, d)
     count = starts + len(given) + 12
     _check_memory(attention, n, d, count)
@@ -142,14 +143,19 @@ def _given(start: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     return given
 
 
-def _sizes(f: object, region: InputSet, given: list[Tensor], n: int | None) -> tuple[int, int]:
-    """n and d, from whoever knows them."""
+def _length(region: InputSet, given: list[Tensor], n: int | None) -> int:
+    """n, from whoever knows it."""
     if n is None:
         n = region.length if region.length is not None else len(given[0]) if given else None
     if n is None:
         raise InvalidInput("how many tokens? Give n, a start, or a set that knows it.")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidInput(f"n must be a whole number of tokens, at least 1, got {n!r}.")
+    return n
+
+
+def _width(f: object, region: InputSet, given: list[Tensor], n: int) -> int:
+    """d, from whoever knows it."""
     d = getattr(f, "in_features", None)
     d = d if isinstance(d, int) else region.width
     if isinstance(region, Embeddings) and d is None:
@@ -158,7 +164,7 @@ def _sizes(f: object, region: InputSet, given: list[Tensor], n: int | None) -> t
         d = given[0].shape[1]
     if d is None:
         raise InvalidInput("how wide are tokens? Give a start, or a set that knows it: Ball(1.0, width=d).")
-    return n, d
+    return d
 
 
 def _own_starts(given: list[Tensor], region: InputSet, n: int, d: int) -> tuple[list[Start], tuple[str, ...]]:

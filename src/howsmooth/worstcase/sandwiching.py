@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Positive, Seed, Size, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import as_attention
 from howsmooth.worstcase.asking import check_resolution
 from howsmooth.worstcase.both_ends import Cell, Sandwich, in_words, size_of
 from howsmooth.worstcase.leading import evaluate
@@ -78,13 +77,13 @@ def sandwich(
     4 True howsmooth.sqrt_n
     8 True howsmooth.mean_field
     """
-    attention = as_attention(f)
-    alone = f if head is None or attention is None else one_head(attention, head)
     places = [(n, place) for n in _checked(lengths) for place in _places(n, radii, over, around, eps)]
     began, cells = time.monotonic(), list[Cell]()
     try:
         for done, (n, place) in enumerate(places):
             label = f"n = {n}, {in_words(place)}"
+            attention = map_of(f, n) or f
+            alone = one_head(attention, head) if isinstance(attention, AttentionMap) and head is not None else attention
 
             def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
                 if progress is not None:

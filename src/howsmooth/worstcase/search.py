@@ -63,8 +63,8 @@ def worst_case(
     a witness: no search can say that there is nothing worse. For the other end see `howsmooth.bounds.table`.
 
     Args:
-        f: an attention map, a `torch.nn.MultiheadAttention`, or any function or module of x ``(n, d)`` that can be
-            differentiated twice.
+        f: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`, or any function or module of x
+            ``(n, d)`` that can be differentiated twice.
         n: number of tokens; may be left out when the set or a start says it.
         radius: search the ball of this radius for every token: short for ``over=Ball(radius)``.
         over: the set: `Ball`, `Sphere`, `Normalised`, `Neighbourhood` or `Embeddings` of `howsmooth.worstcase`, a

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from howsmooth.attention import map_of
 from howsmooth.bounds.catalogue import Bound, applicable
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.tabulating import Row, compared_with
-from howsmooth.jacobians import as_attention
 from howsmooth.worstcase.sets import InputSet, Neighbourhood
 
 Function = Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     >>> tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0)).written
     '≤ 6.437'
     """
-    attention = as_attention(f) or f
+    attention = map_of(f, n) or f
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
         return None
     where = _setting(attention, n, over)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import HIDDEN
+from howsmooth.attention.offers import check_no_dropout
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.base import AttentionLayer
 
@@ -83,6 +85,11 @@ class HostedAttention(nn.Module):
                 'with cache_implementation="dynamic", or with use_cache=False.'
             )
         return kept[:, 0]
+
+    def attention_map(self, n: int | None = None) -> AttentionMap:
+        """What a text of n tokens without padding or cache meets; see `AttentionLayer.attention_map`."""
+        check_no_dropout(self, self.dropout.p)
+        return self.layer.attention_map(n, "causal" if self.causal else None)
 
     def extra_repr(self) -> str:
         return "causal" if self.causal else ""

@@ -88,6 +88,11 @@ class Attending(Branch):
             return self.attention(x, attn_mask=self.mask)[0]
         return self.attention(x)
 
+    def attention_map(self, n: int | None = None) -> AttentionMap:
+        """The attention under the mask of this branch; see `AttentionLayer.attention_map`."""
+        layer = self.attention
+        return layer.attention_map(n, self.mask) if isinstance(layer, AttentionLayer) else layer
+
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
         if isinstance(self.attention, AttentionLayer):
             return self.attention.lipschitz_bound(n, norm=norm, mask=self.mask)

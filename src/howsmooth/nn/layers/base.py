@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
+from howsmooth.attention.offers import check_no_dropout
 from howsmooth.bounds import applicable, setting
 from howsmooth.checks import check_count, check_flag, check_number, check_weights, shown
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -81,6 +82,11 @@ class AttentionLayer(nn.Module, ABC):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.detach()
         return found  # type: ignore[return-value]
+
+    def attention_map(self, n: int | None = None, mask: Mask = None) -> AttentionMap:
+        """`map`, but refused while dropout is at work: as what `howsmooth.measure` and its like take this layer."""
+        check_no_dropout(self, self.dropout)
+        return self.map(mask, n)
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
         """A proved upper bound on the Lipschitz constant: the least of those in the catalogue that apply.

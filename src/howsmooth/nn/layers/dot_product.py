@@ -37,7 +37,7 @@ class DotProductAttention(MixingLayer):
         "dot-product attention is not Lipschitz on all of space: give the radius of a ball that holds every token, or "
         "use L2Attention"
     )
-    kind: type[SelfAttention] = SelfAttention
+    map_class: type[SelfAttention] = SelfAttention
     """The map this layer is a shell around."""
 
     @door
@@ -79,7 +79,7 @@ class DotProductAttention(MixingLayer):
         if self.in_proj.bias is not None:
             options |= zip(("query_bias", "key_bias", "value_bias"), self.in_proj.bias.chunk(3), strict=True)
             options["output_bias"] = self.out_proj.bias[:]
-        return self.kind(query, key, value, self.out_proj.weight, **options)
+        return self.map_class(query, key, value, self.out_proj.weight, **options)
 
 
 class SigmoidAttention(DotProductAttention):
@@ -95,7 +95,7 @@ class SigmoidAttention(DotProductAttention):
         "sigmoid attention is not Lipschitz on all of space: give the radius of a ball that holds every token, or use "
         "L2Attention"
     )
-    kind = attention.SigmoidAttention
+    map_class = attention.SigmoidAttention
 
     @door
     def __init__(
@@ -140,7 +140,7 @@ class CosineAttention(DotProductAttention):
     True
     """
 
-    kind = attention.CosineAttention
+    map_class = attention.CosineAttention
 
     @door
     def __init__(

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from howsmooth import attention, bounds
+from howsmooth import attention
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.checks import check_count, check_positive, check_weights, door, shown
-from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.base import AttentionLayer, Mask, Norm, as_norm, check_length
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.base import AttentionLayer, Mask
 from howsmooth.nn.layers.sight import Sight
 
 
@@ -80,24 +80,4 @@ class GradientStepAttention(AttentionLayer):
             attention.GradientStepAttention(matrix, context, float(self._length(context @ matrix.mT)))
             for matrix, context in zip(self.matrix, self.context, strict=True)
         ]
-        return heads[0] if len(heads) == 1 else MeanOfSteps(heads)
-
-    def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
-        check_length(n)
-        if as_norm(norm) != 2:
-            raise DoesNotApply("gradient-step attention is bounded in the 2-norm only: ask for norm=2.")
-        found = self.map()
-        heads = found.steps if isinstance(found, MeanOfSteps) else [found]
-        return torch.stack([bounds.get("howsmooth.gradient_step")(head, n=n) for head in heads]).mean()
-
-
-class MeanOfSteps(nn.Module):
-    """x ↦ the mean of several gradient steps."""
-
-    def __init__(self, steps: list[attention.GradientStepAttention]):
-        super().__init__()
-        self.steps = nn.ModuleList(steps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The map at x, ``(…, n, d)``."""
-        return torch.stack([step(x) for step in self.steps]).mean(0)
+        return heads[0] if len(heads) == 1 else attention.MeanOfSteps(heads)
