@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence.ascent import ROUNDING
-from howsmooth.bounds import kim2021, l2
+from howsmooth.bounds import Bound, kim2021, l2
 from howsmooth.bounds.heads import spectral
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.layers.l2 import average_2
 from howsmooth.nn.layers.sight import Sight
@@ -310,3 +310,18 @@ def test_spectral_norms_that_the_layer_uses_are_those_of_the_stacked_heads() -> 
 def _stacked(layer: ContractiveL2Attention) -> tuple[Tensor, Tensor]:
     weights = [weight.detach() for weight in layer.weights_by_head()]
     return l2.balanced(weights[0], l2.mixing_matrix(*weights))
+
+
+@pytest.mark.parametrize("norm", [2, "inf"])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_the_bound_of_a_contractive_layer_evaluates_no_theorem_for_its_refusal(
+    norm: Any, mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ContractiveL2Attention(8, 2, norm=norm).eval()
+    evaluated: list[str] = []
+    at = Bound.at
+    monkeypatch.setattr(Bound, "at", lambda bound, *args: evaluated.append(bound.name) or at(bound, *args))
+    assert float(layer.lipschitz_bound(12, norm=norm, mask=mask)) == pytest.approx(0.9, rel=1e-5)
+    assert evaluated == []
+    with pytest.raises(DoesNotApply, match="every token sees itself"):
+        layer.lipschitz_bound(3, norm=norm, mask=~torch.eye(3, dtype=torch.bool))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.masks import as_mask
-from howsmooth.bounds import kim2021, l2
+from howsmooth.bounds import get, kim2021, l2, setting
 from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
 from howsmooth.checks import check_count, check_positive, door
-from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.base import Mask, Norm, as_norm, without_autocast
+from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.nn.layers.base import Mask, Norm, as_norm, check_length, without_autocast
 from howsmooth.nn.layers.l2 import L2Attention, Weights, average_2
 from howsmooth.nn.layers.sight import Sight
 from howsmooth.nn.layers.weight_norms import SpectralNorm
@@ -104,8 +104,11 @@ class ContractiveL2Attention(L2Attention):
         attention in the norm asked for times c over that divisor. Both grow with m, so beyond a few tokens intervals of
         m stand for their members, with the last one above and the first one below.
         """
-        super().lipschitz_bound(n, radius, norm, mask)  # refuses what no theorem covers
+        check_length(n)
         sight, order = Sight(n, tuple(as_mask(mask))), as_norm(norm)
+        theorem = get("howsmooth.l2_lip_2" if order == 2 else "howsmooth.l2_lip_inf")
+        if theorem.refusal(setting(self.map(mask, n), n=n, radius=radius)) is not None:
+            raise DoesNotApply(f"{self.refusal}.")
         with torch.no_grad():
             weights = self.weights_by_head()
             divisor = self._bound(sight, weights, mixing_matrix(*weights), follow=False)

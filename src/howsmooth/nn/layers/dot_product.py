@@ -155,10 +155,8 @@ class CosineAttention(DotProductAttention):
         value_scale: float = 1.0,
         eps: float = 1e-2,
     ):
-        self.temperature, self.value_scale = (
-            check_number(temperature, "temperature"),
-            check_number(value_scale, "value_scale"),
-        )
+        self.temperature = check_number(temperature, "temperature")
+        self.value_scale = check_number(value_scale, "value_scale")
         self.eps = check_positive(eps, "eps")
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
 
