@@ -176,7 +176,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--debug": FLAG,
     },
     "train": {
-        "--attention": _some("dot-product", "l2-tied", "contractive-2", "sigmoid", "cosine"),
+        "--attention": _some("dot-product", "l2", "contractive-2", "sigmoid", "cosine"),
         "--depth": _some(1, 2),
         "--seed": _some(0, 1),
         "--heads": _some(1, 2),

@@ -20,7 +20,7 @@ BASE = Settings(
     width=64, heads=4, length=32, batch_tokens=256, steps=800, rate=2e-3, schedule="fixed", warmup=0, clip=0.0
 )
 DEPTHS, SEEDS = (2, 6, 10, 14, 18), (0,)
-USUAL: tuple[Attention, ...] = ("dot-product", "l2-tied")
+USUAL: tuple[Attention, ...] = ("dot-product", "l2")
 
 
 def grids(base: Settings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS) -> dict[str, Grid]:

@@ -96,9 +96,9 @@ def gaps(found: dict[str, list[Result]], depths: Sequence[int] = DEPTHS) -> str:
     """How much of the loss by the ∞-norm bound the 2-norm bound wins back."""
     rows = []
     for narrow in ("", NARROW):
-        tied = [result for result in found[f"pre-norm{narrow}"] if result.settings.attention == "l2-tied"]
+        tied = [result for result in found[f"pre-norm{narrow}"] if result.settings.attention == "l2"]
         for name, label in (("pre-norm", "attention alone contracts"), ("contractive", "every branch contracts")):
-            here = [result for result in found[name + narrow] if result.settings.attention != "l2-tied"]
+            here = [result for result in found[name + narrow] if result.settings.attention != "l2"]
             shares = [gap_closed([*here, *tied], depth) for depth in depths]
             rows.append([label + narrow, *("no gap" if share is None else f"{100 * share:.0f} %" for share in shares)])
     return table(["", *(f"depth {depth}" for depth in depths)], rows)
@@ -107,14 +107,14 @@ def gaps(found: dict[str, list[Result]], depths: Sequence[int] = DEPTHS) -> str:
 def costs(found: dict[str, list[Result]], allowed: dict[str, list[Result]], depth: int = DEPTHS[0]) -> str:
     """Bits against the Lipschitz constant that attention may have, and the share of the gap that this closes."""
     usual = _at(found["pre-norm"], depth)
-    fixed = [result for result in usual if result.settings.attention in ("contractive-inf", "l2-tied")]
+    fixed = [result for result in usual if result.settings.attention in ("contractive-inf", "l2")]
     rows = []
     for results in (usual, *allowed.values()):
         contractive = [result for result in results if result.settings.attention == "contractive-2"]
         share = gap_closed([*fixed, *contractive], depth)
         row = [bound(contractive, "contractive-2"), bits(contractive, "contractive-2", depth)]
         rows.append([*row, "no gap" if share is None else f"{100 * share:.0f} %"])
-    rows.append([bound(usual, "l2-tied"), bits(usual, "l2-tied", depth), "`l2-tied` itself"])
+    rows.append([bound(usual, "l2"), bits(usual, "l2", depth), "`l2` itself"])
     return table(["Lipschitz bound of the attention", "validation bits per character", "share of the gap"], rows)
 
 
@@ -164,15 +164,15 @@ def parts(progress: Show = lambda text: None) -> list[str]:
         f"mean over {len(SEEDS)} seeds ± half their range; the rows are in [training-grid.csv](training-grid.csv).",
         summary(found, wanted),
         "![Validation bits against depth](training-grid.png)",
-        "`l2` has keys of its own and no Lipschitz constant. `contractive-inf` divides tied L2 attention by the bound "
-        "in the ∞-norm of Kim et al. (2021), `contractive-2` by the sharper one in the 2-norm; c = "
+        "`l2-untied` has keys of its own and no Lipschitz constant. `contractive-inf` divides tied L2 attention by the "
+        "bound in the ∞-norm of Kim et al. (2021), `contractive-2` by the sharper one in the 2-norm; c = "
         f"{BASE.coefficient:g}. In pre-norm blocks only the attention contracts; in contractive blocks the MLP does "
         "too and ActNorm takes the place of LayerNorm, so that every block can be inverted. The Lipschitz bound is the "
         "largest of an attention block for these pieces: in the 2-norm, but in the ∞-norm for `contractive-inf` in "
         "contractive blocks; after its LayerNorm for dot-product attention. Rate and first weights were chosen on "
-        "short runs of `l2-tied` with full sight, and not for any other row. The window was chosen after runs of "
-        "`contractive-2` and `l2-tied` with windows of 3, 4 and 8 at depth 2; here it helps every kind of attention.",
-        "Share of the gap between `contractive-inf` and `l2-tied` (in pre-norm blocks, with the same window) that "
+        "short runs of `l2` with full sight, and not for any other row. The window was chosen after runs of "
+        "`contractive-2` and `l2` with windows of 3, 4 and 8 at depth 2; here it helps every kind of attention.",
+        "Share of the gap between `contractive-inf` and `l2` (in pre-norm blocks, with the same window) that "
         "`contractive-2` closes:",
         gaps(found),
         f"**With full sight a sharper bound alone does not do it.** Over {BASE.length} tokens the Gaussian average has "

@@ -15,7 +15,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import AttentionJacobian, FunctionJacobian
 from howsmooth.nn import Attending
 from howsmooth.nn.hosting.hosted import HostedAttention
-from howsmooth.training.untied import UntiedL2Attention
+from howsmooth.training import UntiedL2Attention
 from howsmooth.worstcase import search
 
 N, D, HEADS = 6, 8, 2

@@ -68,20 +68,20 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_json_is_what_the_library_returns(text: Path) -> None:
-    found = printed(text, *TINY, "--attention", "l2-tied", "--depth", 1, "--out", "run")
-    settings = Settings(attention="l2-tied", depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=6, warmup=1)
+    found = printed(text, *TINY, "--attention", "l2", "--depth", 1, "--out", "run")
+    settings = Settings(attention="l2", depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=6, warmup=1)
     expected = run_training(Corpus.read(text), settings).to_dict()
     assert found.pop("folder") == "run"
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
 
 
-@pytest.mark.parametrize("attention", ["dot-product", "l2", "contractive-inf", "contractive-2"])
+@pytest.mark.parametrize("attention", ["dot-product", "l2-untied", "contractive-inf", "contractive-2"])
 def test_the_summary_says_bits_split_and_bound(text: Path, attention: str) -> None:
     result = run(text, *TINY, "--attention", attention, "--out", "run")
     assert result.exit_code == 0, result.output
     assert "Bits per character" in result.stdout
     assert "first 90% of the text to train" in result.stdout
-    assert ("no Lipschitz bound" in result.stdout) == (attention == "l2")
+    assert ("no Lipschitz bound" in result.stdout) == (attention == "l2-untied")
     assert ("after its LayerNorm" in result.stdout) == (attention == "dot-product")
     assert Checkpoint.load(Path("run/checkpoint.safetensors")).step == 6
 
@@ -100,14 +100,14 @@ def test_other_lengths_train_too(text: Path, lengths: str) -> None:
 
 
 def test_the_table_compares_kinds_over_depths(text: Path) -> None:
-    options = (*TINY, "--table", "--attention", "l2-tied,contractive-2,contractive-inf", "--depth", "1,2", "--seed", 0)
+    options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seed", 0)
     result = run(text, *options, "--out", "grid")
     assert result.exit_code == 0, result.output
-    for word in ("l2-tied", "contractive-2", "depth 1", "depth 2", "6 of 6 cells"):
+    for word in ("l2", "contractive-2", "depth 1", "depth 2", "6 of 6 cells"):
         assert word in result.stdout
     rows = printed(text, *options, "--out", "grid")
     assert [(row["attention"], row["depth"]) for row in rows] == [
-        (kind, depth) for depth in (1, 2) for kind in ("l2-tied", "contractive-2", "contractive-inf")
+        (kind, depth) for depth in (1, 2) for kind in ("l2", "contractive-2", "contractive-inf")
     ]
 
 
@@ -116,7 +116,7 @@ def test_wrong_requests_are_refused_in_one_line(text: Path) -> None:
     assert "attention is dot-product" in refusal(text, "--attention", "magic")
     assert "whole number" in refusal(text, "--depth", "2,4")
     assert "whole pieces" in refusal(text, "--length", 48)
-    assert "no certified constant" in refusal(text, "--attention", "l2-tied", "--blocks", "contractive")
+    assert "no certified constant" in refusal(text, "--attention", "l2", "--blocks", "contractive")
     assert "fewer than a length" in refusal(text, "--length", 4096, "--batch-tokens", 4096)
     assert not Path("howsmooth-output").exists() or not list(Path("howsmooth-output").glob("*/checkpoint*"))
 
@@ -157,3 +157,18 @@ def test_control_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> No
     assert said == (
         f"howsmooth: interrupted: {step} steps are kept in run; the same command with --resume goes on from there.\n"
     )
+
+
+def test_an_old_name_of_attention_is_answered_by_the_new_one(text: Path) -> None:
+    result = run(text, *TINY, "--attention", "l2-tied", "--out", "run")
+    assert result.exit_code == 0, result.output
+    assert "'l2-tied' is called 'l2' now" in result.stderr
+    assert Checkpoint.load(Path("run/checkpoint.safetensors")).settings.attention == "l2"
+    table = run(text, *TINY, "--table", "--attention", "l2-tied,l2-untied", "--depth", 1, "--seed", 0, "--out", "grid")
+    assert table.exit_code == 0, table.output
+    assert sorted(path.name for path in Path("grid").glob("*-seed0")) == ["l2-depth1-seed0", "l2-untied-depth1-seed0"]
+
+
+def test_gradient_steps_are_bounded_on_all_inputs(text: Path) -> None:
+    result = run(text, *TINY, "--attention", "gradient-step", "--out", "run")
+    assert "largest Lipschitz bound of a block in the 2-norm" in result.stdout

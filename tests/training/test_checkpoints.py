@@ -13,9 +13,20 @@ from safetensors.torch import load_file, save, save_file
 
 from evidence.damaged_files import checkpoint_case, outcomes
 from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.named import KINDS
 from howsmooth.sealed import digest, opened, sealed
 from howsmooth.small import write_whole
-from howsmooth.training import CharacterModel, Checkpoint, Corpus, Intervals, Settings, train
+from howsmooth.training import (
+    CharacterModel,
+    Checkpoint,
+    Corpus,
+    Intervals,
+    Result,
+    Settings,
+    evaluate,
+    train,
+    validation,
+)
 from howsmooth.training.files import Journal
 from howsmooth.training.loop import load_model
 
@@ -290,3 +301,26 @@ def test_a_run_that_cannot_fit_is_refused_with_an_estimate(wrong: dict[str, int]
     corpus = Corpus.split("to be or not to be " * 50)
     with pytest.raises(InvalidInput, match=r"needs about .* GiB"):
         train(corpus, Settings(**wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "today"), [("l2", "l2-untied"), ("l2-tied", "l2")])
+def test_runs_written_under_the_old_names_are_what_they_were(before: str, today: str) -> None:
+    """Both were written when "l2" had keys of its own and "l2-tied" had not."""
+    folder = FIRST_FORMAT.parent / f"run-of-{before}-before-the-renaming"
+    result, model = Result.read(folder), load_model(folder)[0]
+    assert result is not None
+    assert result.settings.attention == Checkpoint.load(folder / "checkpoint.safetensors").settings.attention == today
+    assert type(model.blocks[0].attention) is KINDS[today].layer
+    bound = model.attention_bound(4)
+    assert bound == (None if result.bound is None else pytest.approx(result.bound, rel=1e-6))
+    corpus = Corpus.split("to be or not to be, that is the question: " * 20)
+    pieces = validation(corpus, result.settings.lengths, result.settings.length)
+    assert evaluate(model, pieces) == pytest.approx(result.valid_bits, rel=1e-6)
+
+
+def test_settings_say_in_which_format_they_are_written() -> None:
+    for name in ("l2", "l2-untied"):
+        settings = Settings(attention=name)  # type: ignore[arg-type]
+        assert Settings.from_dict(settings.to_dict()) == settings
+    with pytest.raises(InvalidInput, match="another version"):
+        Settings.from_dict(Settings().to_dict() | {"format": 3})

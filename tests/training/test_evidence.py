@@ -34,8 +34,8 @@ def test_the_grid_page_compares_all_kinds_and_goes_on_where_it_was(tmp_path: Pat
     page = grid.summary(found, wanted)
     lines = page.splitlines()[2:]
     assert [line.split("|")[1].strip(" `") for line in lines] == [
-        "dot-product", "l2", "l2-tied", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
-        "dot-product", "l2-tied", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
+        "dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
+        "dot-product", "l2", "contractive-inf", "contractive-2", "contractive-inf", "contractive-2",
     ]  # fmt: skip
     assert "none" in lines[1]  # untied L2 attention has no bound
     assert "0.9" in lines[6]
@@ -60,7 +60,7 @@ def test_the_depth_page_names_what_did_not_train(tmp_path: Path) -> None:
     ]
     assert depth.untrained(bad, CORPUS) == [
         "`dot-product` in 1 post-norm blocks",
-        "`l2-tied` in 1 post-norm blocks",
+        "`l2` in 1 post-norm blocks",
     ]
 
 

@@ -62,13 +62,13 @@ def test_cells_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
 
 
 def test_the_gap_is_a_share_of_the_means_over_seeds() -> None:
-    bits = {"contractive-inf": (3.0, 3.2), "contractive-2": (2.2, 2.2), "l2-tied": (2.0, 2.2)}
+    bits = {"contractive-inf": (3.0, 3.2), "contractive-2": (2.2, 2.2), "l2": (2.0, 2.2)}
     found = [result(kind, 2, seed, value) for kind, values in bits.items() for seed, value in enumerate(values)]
     assert mean_bits(found, "contractive-inf", 2) == pytest.approx(3.1)
     assert gap_closed(found, 2) == pytest.approx((3.1 - 2.2) / (3.1 - 2.1))
     assert gap_closed(found, 4) is None
-    assert gap_closed([*found, result("l2-tied", 2, 2, None)], 2) is None  # a run that diverged has no mean
-    assert gap_closed([*found, *(result("l2-tied", 2, seed, 9.0) for seed in (3, 4, 5))], 2) is None  # no gap
+    assert gap_closed([*found, result("l2", 2, 2, None)], 2) is None  # a run that diverged has no mean
+    assert gap_closed([*found, *(result("l2", 2, seed, 9.0) for seed in (3, 4, 5))], 2) is None  # no gap
 
 
 def test_an_empty_grid_and_a_wrong_kind_are_refused() -> None:

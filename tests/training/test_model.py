@@ -63,7 +63,7 @@ def test_contractive_branches_contract_even_for_large_weights(norm: str) -> None
     assert float(torch.linalg.matrix_norm(dense, 2)) <= float(block.mlp.lipschitz_bound(10)) <= 0.9 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("attention", ["dot-product", "l2-tied", "sigmoid", "cosine"])
+@pytest.mark.parametrize("attention", ["dot-product", "l2", "sigmoid", "cosine"])
 def test_the_bound_of_a_block_holds_on_the_stream(attention: str) -> None:
     model = small(attention, depth=2)
     bound = model.attention_bound(10)
@@ -84,7 +84,7 @@ def test_a_window_hides_what_is_further_back(attention: str) -> None:
     assert moved.tolist() == 2 * [4 * [False] + 3 * [True] + 3 * [False]]
 
 
-@pytest.mark.parametrize("attention", ["l2-tied", "contractive-2", "dot-product"])
+@pytest.mark.parametrize("attention", ["l2", "contractive-2", "dot-product"])
 def test_a_window_within_documents_is_both(attention: str) -> None:
     model, together = small(attention, depth=1, window=2), symbols(1)
     documents = torch.tensor([[0] * 4 + [1] * 6])
@@ -96,7 +96,7 @@ def test_a_window_within_documents_is_both(attention: str) -> None:
 
 
 def test_the_bound_of_a_narrow_window_is_smaller_and_holds() -> None:
-    wide, narrow = small("l2-tied"), small("l2-tied", window=2)
+    wide, narrow = small("l2"), small("l2", window=2)
     bound = narrow.attention_bound(10)
     assert bound is not None
     assert bound < 0.5 * (wide.attention_bound(10) or 0.0)
@@ -113,7 +113,7 @@ def test_in_usual_blocks_a_coefficient_may_be_above_one() -> None:
 def test_blocks_are_the_formulas_written_out() -> None:
     x, mask = torch.randn(2, 10, 12, dtype=torch.float64), Causal()
     for blocks in ("pre-norm", "post-norm"):
-        block = small("l2-tied", blocks=blocks).blocks[0]
+        block = small("l2", blocks=blocks).blocks[0]
         assert isinstance(block, UsualBlock)
         (first, second), attend = block.norms, lambda y, block=block: block.attention(y, is_causal=True)[0]
         if blocks == "pre-norm":
@@ -127,7 +127,7 @@ def test_blocks_are_the_formulas_written_out() -> None:
 
 def test_attention_before_any_norm_has_a_bound_only_where_it_is_lipschitz() -> None:
     assert small("dot-product", blocks="post-norm").attention_bound(10) is None
-    assert small("l2-tied", blocks="post-norm").attention_bound(10) is not None
+    assert small("l2", blocks="post-norm").attention_bound(10) is not None
 
 
 def test_the_bound_is_the_same_in_training_and_evaluation() -> None:
@@ -151,7 +151,7 @@ def test_untied_l2_attention_equals_its_map_and_refuses_a_bound() -> None:
     torch.testing.assert_close(layer(x, is_causal=True)[0], layer.map("causal")(x), rtol=1e-12, atol=1e-12)
     with pytest.raises(DoesNotApply, match="not Lipschitz"):
         layer.lipschitz_bound(6)
-    assert small("l2").attention_bound(10) is None
+    assert small("l2-untied").attention_bound(10) is None
 
 
 def test_untied_l2_attention_grows_without_bound() -> None:
@@ -193,13 +193,13 @@ def test_the_mask_of_documents_is_made_of_the_tokens_that_are_seen() -> None:
 
 def test_what_is_promised_to_contract_must() -> None:
     with pytest.raises(InvalidInput, match="no certified constant below one"):
-        Settings(attention="l2-tied", blocks="contractive")
+        Settings(attention="l2", blocks="contractive")
     with pytest.raises(InvalidInput, match="0 < coefficient < 1"):
         Settings(attention="contractive-2", coefficient=1.0)
     with pytest.raises(InvalidInput, match="dropout"):
         CharacterModel(Settings(attention="contractive-2", dropout=0.1), 5)
     with pytest.raises(InvalidInput, match="made for 10 tokens"):
-        small("l2")(symbols(n=11))
+        small("l2-untied")(symbols(n=11))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Model:
     attention: Annotated[
         str,
         typer.Option(
-            help="dot-product, l2 (untied, not Lipschitz), l2-tied, contractive-2, contractive-inf, sigmoid, cosine, "
+            help="dot-product, l2, l2-untied (not Lipschitz), contractive-2, contractive-inf, sigmoid, cosine, "
             "norm-controlled, gradient-step; with --table several, separated by commas."
         ),
     ] = ""
@@ -122,7 +123,8 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
     from howsmooth.training import train as run
 
     depth, seed = (_number(name, value) for name, value in (("depth", model.depth or "2"), ("seed", model.seed or "0")))
-    settings = Settings(**model.common(), attention=model.attention or "dot-product", depth=depth, seed=seed)  # type: ignore[arg-type]
+    (attention,) = _kinds(model.attention or "dot-product", several=False)
+    settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
     _check_fits(settings)
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
     with _watching(out) as show:
@@ -142,7 +144,7 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
     from howsmooth.training import Grid, Settings, run_grid
     from howsmooth.training.grid import KINDS, TABLE, row_of
 
-    kinds = tuple(part.strip() for part in model.attention.split(",")) if model.attention else KINDS
+    kinds = _kinds(model.attention) if model.attention else KINDS
     depths, seeds = _numbers("depth", model.depth or "2,4,6"), _numbers("seed", model.seed or "0,1")
     grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
     _check_fits(grid.base)
@@ -191,6 +193,8 @@ def default_folder(text: Path, name: str) -> Path:
 
 
 def _summary(result: Any) -> Iterator[str]:
+    from howsmooth.nn.layers.named import KINDS
+
     settings = result.settings
     yield (
         f"{settings.attention}, {settings.depth} {settings.block_kind} block(s) of width {settings.width}, "
@@ -204,14 +208,11 @@ def _summary(result: Any) -> Iterator[str]:
     if result.bound is None:
         yield f"Attention: no Lipschitz bound exists for {settings.attention}."
     else:
-        where = "" if settings.attention in _EVERYWHERE else " after its LayerNorm"
+        where = "" if KINDS[settings.attention].lipschitz else " after its LayerNorm"
         norm = "∞" if (settings.attention, settings.block_kind) == ("contractive-inf", "contractive") else "2"
         window = "" if settings.window is None else f", window {settings.window}"
         said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}{window}"
         yield f"Attention: {said}: {written(result.bound, ROUND_CEILING)}."
-
-
-_EVERYWHERE = ("l2-tied", "contractive-2", "contractive-inf", "cosine")
 
 
 @contextmanager
@@ -248,6 +249,18 @@ def _check_fits(settings: Any) -> None:
     check_room(2 * weights, f"{weights:.3g} weights, their gradients and moments", "--width or --depth")
     batch = settings.batch_tokens * (settings.length * settings.heads + settings.depth * settings.width) // 2
     check_room(batch, f"batches of {settings.batch_tokens} tokens", "--batch-tokens, --length or --width")
+
+
+def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
+    """Names of attention as they are today; one that was renamed is answered by a line on stderr."""
+    from howsmooth.nn.layers.named import renamed
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = tuple(renamed(name.strip()) for name in text.split(",")) if several else (renamed(text),)
+    for warning in said:
+        complain(str(warning.message))
+    return found
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 >>> from howsmooth.training import Corpus, Settings, train
 >>> corpus = Corpus.split("to be or not to be, that is the question: " * 20)
->>> settings = Settings(attention="l2-tied", depth=1, width=16, heads=2, length=8, steps=20, batch_tokens=64)
+>>> settings = Settings(attention="l2", depth=1, width=16, heads=2, length=8, steps=20, batch_tokens=64)
 >>> result = train(corpus, settings)
 >>> result.valid_bits < 5.0, result.bound > 0
 (True, True)
 """
 
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.training.checkpoints import Checkpoint
 from howsmooth.training.grid import Grid, gap_closed, mean_bits, run_grid
 from howsmooth.training.lengths import Batch, Chunks, Curriculum, Fixed, plan, validation
@@ -16,7 +17,6 @@ from howsmooth.training.model import CharacterModel
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import ATTENTIONS, Settings
 from howsmooth.training.text import Corpus, decode, documents, encode
-from howsmooth.training.untied import UntiedL2Attention
 
 __all__ = [
     "ATTENTIONS",

@@ -16,13 +16,14 @@ from typing import Any
 
 from howsmooth.checks import check_fields, door
 from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.named import renamed
 from howsmooth.small import spreadsheet_safe, write_whole
 from howsmooth.training.loop import Busy, train
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import Attention, Settings
 from howsmooth.training.text import Corpus
 
-KINDS: tuple[Attention, ...] = ("dot-product", "l2", "l2-tied", "contractive-inf", "contractive-2")
+KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
 TABLE = "table.csv"
 
 
@@ -30,9 +31,9 @@ TABLE = "table.csv"
 class Grid:
     """Runs that differ in attention, depth and seed, and in nothing else.
 
-    >>> grid = Grid(Settings(), kinds=("dot-product", "l2-tied"), depths=(2,), seeds=(0, 1))
+    >>> grid = Grid(Settings(), kinds=("dot-product", "l2"), depths=(2,), seeds=(0, 1))
     >>> [name for name, _ in grid.cells()]
-    ['dot-product-depth2-seed0', 'l2-tied-depth2-seed0', 'dot-product-depth2-seed1', 'l2-tied-depth2-seed1']
+    ['dot-product-depth2-seed0', 'l2-depth2-seed0', 'dot-product-depth2-seed1', 'l2-depth2-seed1']
     """
 
     base: Settings
@@ -41,6 +42,8 @@ class Grid:
     seeds: Sequence[int] = (0, 1)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kinds, str) and isinstance(self.kinds, Sequence):
+            object.__setattr__(self, "kinds", tuple(map(renamed, self.kinds)))
         check_fields(self)
         if not (self.kinds and self.depths and self.seeds):
             raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
@@ -128,6 +131,7 @@ def row_of(result: Result) -> dict[str, Any]:
 @door
 def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
+    kind = renamed(kind)
     found = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
     bits = [value for value in found if value is not None]
     return mean(bits) if bits and len(bits) == len(found) else None
@@ -135,12 +139,12 @@ def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
 
 @door
 def gap_closed(results: Sequence[Result], depth: int) -> float | None:
-    """(contractive-inf − contractive-2)/(contractive-inf − l2-tied) in validation bits.
+    """(contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
 
     One where dividing by the bound in the 2-norm costs nothing, zero where it gains nothing over the ∞-norm; None when
     a kind is missing or there is no gap.
     """
-    loose, ours, tied = (mean_bits(results, kind, depth) for kind in ("contractive-inf", "contractive-2", "l2-tied"))
+    loose, ours, tied = (mean_bits(results, kind, depth) for kind in ("contractive-inf", "contractive-2", "l2"))
     if loose is None or ours is None or tied is None or loose <= tied:
         return None
     return (loose - ours) / (loose - tied)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +27,11 @@ from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
 from howsmooth.bounds import TokenSet
 from howsmooth.checks import check_count, door
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn import (
-    ActNorm,
-    AttentionLayer,
-    ContractiveL2Attention,
-    ContractiveMLP,
-    CosineAttention,
-    DotProductAttention,
-    GradientStepAttention,
-    L2Attention,
-    NormControlledAttention,
-    SigmoidAttention,
-)
+from howsmooth.nn import ActNorm, AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
+from howsmooth.nn.layers.named import KINDS
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.training.settings import Settings
-from howsmooth.training.untied import UntiedL2Attention
 
-_KINDS: dict[str, type[AttentionLayer]] = {
-    "dot-product": DotProductAttention,
-    "l2": UntiedL2Attention,
-    "l2-tied": L2Attention,
-    "sigmoid": SigmoidAttention,
-    "cosine": CosineAttention,
-    "norm-controlled": NormControlledAttention,
-    "gradient-step": GradientStepAttention,
-}
 _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
 
@@ -116,7 +98,7 @@ class ContractiveBlock(nn.Module):
         self.attention = make_attention(settings)
         self.mlp = ContractiveMLP(width, _MLP_FACTOR * width, coefficient=settings.coefficient)
         self.actnorms = nn.ModuleList([ActNorm(width), ActNorm(width)])
-        self.norm = settings.attention.removeprefix("contractive-")
+        self.norm = KINDS[settings.attention].options["norm"]
 
     def forward(self, x: Tensor, mask: LogitBias) -> Tensor:
         x = self.actnorms[0](x)
@@ -126,13 +108,13 @@ class ContractiveBlock(nn.Module):
 
     def attention_bound(self, n: int, mask: LogitBias) -> float:
         """Proved Lipschitz bound of the attention branch on n tokens, in the norm in which it contracts."""
-        return float(self.attention.lipschitz_bound(n, norm=self.norm, mask=mask).detach())  # type: ignore[arg-type]
+        return float(self.attention.lipschitz_bound(n, norm=self.norm, mask=mask).detach())
 
 
 class CharacterModel(nn.Module):
     """Logits of the next character for every token.
 
-    >>> model = CharacterModel(Settings(attention="l2-tied", width=16, heads=2, length=8), symbols=5)
+    >>> model = CharacterModel(Settings(attention="l2", width=16, heads=2, length=8), symbols=5)
     >>> model(torch.zeros(3, 8, dtype=torch.int64)).shape
     torch.Size([3, 8, 5])
     """
@@ -216,19 +198,12 @@ def waves(length: int, width: int) -> Tensor:
 
 def make_attention(settings: Settings) -> AttentionLayer:
     """A layer of the kind that the settings name, with weights to begin with."""
+    kind = KINDS[settings.attention]
+    options: dict[str, Any] = {"dropout": settings.dropout}
     if settings.is_contractive:
-        norm = settings.attention.removeprefix("contractive-")
         # The function must not change with the length of a piece, so it is divided by the bound for the longest.
-        layer: AttentionLayer = ContractiveL2Attention(
-            settings.width,
-            settings.heads,
-            coefficient=settings.coefficient,
-            norm=norm,  # type: ignore[arg-type]
-            bound="kim2021" if norm == "inf" else "howsmooth",
-            max_tokens=settings.length,
-        )
-    else:
-        layer = _KINDS[settings.attention](settings.width, settings.heads, dropout=settings.dropout)
+        options = {"coefficient": settings.coefficient, "max_tokens": settings.length}
+    layer = kind.layer(settings.width, settings.heads, **kind.options, **options)
     if isinstance(layer, L2Attention):
         _look_around(layer)
     return layer

@@ -81,7 +81,9 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it, without the rows."""
-        return {name: value for name, value in asdict(self).items() if name != "rows"}
+        return {name: value for name, value in asdict(self).items() if name != "rows"} | {
+            "settings": self.settings.to_dict()
+        }
 
     @classmethod
     @door

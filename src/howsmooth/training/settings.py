@@ -17,12 +17,13 @@ from howsmooth.checks import (
     shown,
 )
 from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.named import renamed
 from howsmooth.training.lengths import LENGTHS, Lengths
 
 Attention = Literal[
     "dot-product",
     "l2",
-    "l2-tied",
+    "l2-untied",
     "contractive-inf",
     "contractive-2",
     "sigmoid",
@@ -31,6 +32,9 @@ Attention = Literal[
     "gradient-step",
 ]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
+_FORMAT = 2
+"""Of the settings as JSON. The first had no number, and other names for two kinds of attention."""
+_FIRST_NAMES = {"l2": "l2-untied", "l2-tied": "l2"}
 Blocks = Literal["pre-norm", "post-norm", "contractive"]
 Schedule = Literal["cosine", "fixed"]
 
@@ -40,10 +44,10 @@ class Settings:
     """A character language model and its training.
 
     Attributes:
-        attention: the kind of attention; "l2" has keys of its own and is not Lipschitz, "contractive-inf" divides L2
-            attention by its bound in the ∞-norm (Kim et al. 2021), "contractive-2" by the sharper one in the 2-norm.
-            LipschitzNorm is not among them: it divides by norms over all tokens, so that under a causal mask the past
-            still knows the future.
+        attention: the kind of attention, by its name in `howsmooth.nn.layers.named`. "l2-untied" has keys of its own
+            and is not Lipschitz, "contractive-inf" divides L2 attention by its bound in the ∞-norm (Kim et al. 2021),
+            "contractive-2" by the sharper one in the 2-norm. LipschitzNorm is not among them: it divides by norms over
+            all tokens, so that under a causal mask the past still knows the future.
         blocks: "pre-norm" for x + f(LayerNorm(x)), "post-norm" for LayerNorm(x + f(x)), "contractive" for x + f(x) with
             Lip(f) < 1; None chooses contractive for contractive attention, pre-norm for the others.
         coefficient: the Lipschitz constant that contractive branches are scaled to; in contractive blocks below one.
@@ -80,6 +84,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "attention", renamed(self.attention))
         check_one_of(self.attention, ATTENTIONS, "attention")
         check_one_of(self.lengths, LENGTHS, "lengths")
         check_one_of(self.schedule, get_args(Schedule), "schedule")
@@ -156,7 +161,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
-        return asdict(self)
+        return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     @door
@@ -165,6 +170,12 @@ class Settings:
         names = {field.name for field in fields(cls)}
         if not isinstance(content, dict):
             raise InvalidInput(f"the settings of a run are a dictionary, got {shown(content)}.")
+        content = dict(content)
+        if "format" not in content:
+            attention = content.get("attention")
+            content["attention"] = _FIRST_NAMES.get(attention, attention) if isinstance(attention, str) else attention
+        elif content.pop("format") != _FORMAT:
+            raise InvalidInput("these settings were written by another version of howsmooth.")
         if content.keys() != names:
             others = ", ".join(sorted(map(str, content.keys() ^ names)))
             raise InvalidInput(f"these are not the settings of a run: {others}.")

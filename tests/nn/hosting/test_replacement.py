@@ -24,12 +24,19 @@ from howsmooth.nn.hosting.replacement import (
     replaced_layers,
     replacement_of,
 )
-from howsmooth.nn.hosting.start import KINDS
+from howsmooth.nn.layers.named import KINDS
 from tests.models.tiny import TINY
 
 TEXT = tuple(kind for kind in REPLACEABLE if kind != "vit")
 CAUSAL_KINDS = tuple(kind for kind in KINDS if kind != "lipschitz-norm")
-BLIND = ("contractive-l2", "gradient-step", "l2")  # to rotary positions
+BLIND = (
+    "contractive-l2",
+    "contractive-2",
+    "contractive-inf",
+    "gradient-step",
+    "l2",
+    "l2-untied",
+)  # to rotary positions
 GENERATORS = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 MORE = {"mistral": "MistralForCausalLM", "opt": "OPTForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 

@@ -24,8 +24,10 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import attention_sites
 from howsmooth.models.reading import read_attention
 from howsmooth.nn.hosting.hosted import HostedAttention
-from howsmooth.nn.hosting.start import Tie, build, check_plain, layer_class, start_from
+from howsmooth.nn.hosting.start import Tie, build, check_plain, start_from
 from howsmooth.nn.layers.base import AttentionLayer
+from howsmooth.nn.layers.contractive import ContractiveL2Attention
+from howsmooth.nn.layers.named import KINDS, check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,8 +62,8 @@ def replace_attention(
     Args:
         model: a transformers model of a type in `REPLACEABLE`, a `torch.nn.TransformerEncoder`, or any module that
             holds `torch.nn.TransformerEncoderLayer`.
-        kind: "l2", "contractive-l2", "sigmoid", "cosine", "lipschitz-norm", "gradient-step", "norm-controlled" or
-            "dot-product".
+        kind: a name of `howsmooth.nn.layers.named.KINDS`: "l2", "contractive-l2", "sigmoid", "cosine",
+            "lipschitz-norm", "gradient-step", "norm-controlled", "dot-product" or "l2-untied".
         layers: which to replace, counted from 0; all when None.
         tie: what the tied weights of L2 attention start from: "query", "key", or their "mean".
         drop_positions: leave rotary positions out where the kind has no place for them. A causal model can still count
@@ -83,7 +85,7 @@ def replace_attention(
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
-    layer_class(kind)
+    kind = check_kind(kind)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
@@ -155,11 +157,11 @@ def replacement_of(config: Any) -> Replacement | None:
             f"the configuration says in {_NOTE} what was replaced, but not as replace_attention writes it: save the "
             "model again."
         )
-    layer_class(note["kind"])
+    kind = check_kind(note["kind"])
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise InvalidInput(f"the configuration says that layers {layers!r} were replaced, which are no numbers.")
-    return Replacement(note["kind"], tuple(layers), note["drop_positions"], _written(note["options"]))
+    return Replacement(kind, tuple(layers), note["drop_positions"], _written(note["options"]))
 
 
 def _written(options: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +232,8 @@ def _replace_in_transformers(
     for site in chosen:  # all are made before the first is put in: a refusal leaves the model as it was
         old = read_attention(model, site)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
-        if kind == "contractive-l2" and any(isinstance(term, SlidingWindow) for term in old.logit_biases):
+        divides = issubclass(KINDS[kind].layer, ContractiveL2Attention)
+        if divides and any(isinstance(term, SlidingWindow) for term in old.logit_biases):
             raise UnsupportedModel(
                 "contractive attention divides by a bound that depends on the mask, which a sliding window changes as "
                 "a text grows, so that the past would change with it: choose l2."
@@ -283,7 +286,7 @@ def _make(
     options: dict[str, Any],
     tie: Tie | None,
 ) -> AttentionLayer:
-    if causal and kind == "lipschitz-norm":
+    if causal and not KINDS[kind].causal:
         raise InvalidInput(
             "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
         )
@@ -297,7 +300,7 @@ def _make(
 def _for_any_length(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a causal model, in which outputs must not change when the text grows."""
     longest = getattr(config, "max_position_embeddings", None)
-    wanted = {"contractive-l2": "max_tokens", "sigmoid": "logit_shift"}.get(kind)
+    wanted = KINDS[kind].by_length
     if wanted is None or options.get(wanted) is not None:
         return options
     if longest is None:

@@ -7,6 +7,7 @@ norm-controlled   singular values down to their cap
 lipschitz-norm    all four matrices; the biases of values move into the output, the others have no place
 l2,               W_h = W^Q_h/√2 (or keys, or the mean), so that 2 z_i·z_j/s is the old size of q_i·q_j/√k; W^V, W^O and
 contractive-l2    the bias. The factor A_h is new, so that the function is another one
+l2-untied         the same, with W^K_h/√2 for the keys
 gradient-step     nothing: it has other weights
 ================  ====================================================================================================
 """
@@ -24,30 +25,14 @@ from howsmooth.attention.stages import UnitNorm
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.layers.base import AttentionLayer
 from howsmooth.nn.layers.contractive import ContractiveL2Attention
-from howsmooth.nn.layers.dot_product import (
-    CosineAttention,
-    DotProductAttention,
-    NormControlledAttention,
-    SigmoidAttention,
-)
+from howsmooth.nn.layers.dot_product import DotProductAttention, NormControlledAttention
 from howsmooth.nn.layers.gradient_step import GradientStepAttention
 from howsmooth.nn.layers.l2 import L2Attention
 from howsmooth.nn.layers.lipschitz_norm import LipschitzNormAttention
-
-KINDS: dict[str, type[AttentionLayer]] = {
-    "contractive-l2": ContractiveL2Attention,
-    "cosine": CosineAttention,
-    "dot-product": DotProductAttention,
-    "gradient-step": GradientStepAttention,
-    "l2": L2Attention,
-    "lipschitz-norm": LipschitzNormAttention,
-    "norm-controlled": NormControlledAttention,
-    "sigmoid": SigmoidAttention,
-}
-"""The layers that can take the place of a model's attention, by name."""
+from howsmooth.nn.layers.named import KINDS
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 Tie = Literal["query", "key", "mean"]
-_WITHOUT_DROPOUT = (ContractiveL2Attention, GradientStepAttention)
 
 
 def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, **options: Any) -> AttentionLayer:
@@ -66,7 +51,11 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
       (out_proj): Linear(in_features=8, out_features=8, bias=False)
     )
     """
-    layer = layer_class(kind)
+    chosen = KINDS[kind]
+    said = sorted(chosen.options.keys() & options.keys())
+    if said:
+        raise InvalidInput(f"{kind} attention says its {said[0]} by its name: leave the option out.")
+    layer = chosen.layer
     heads, width, d = old.query_weight.shape
     if heads * width != d or old.out_features != d or old.value_weight.shape[1] != width:
         raise UnsupportedModel(
@@ -75,18 +64,11 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
         )
     if rotary is not None:
         layer = _turned(layer, rotary)
-    settings = {"bias": has_bias(old)} | ({} if issubclass(layer, _WITHOUT_DROPOUT) else {"dropout": dropout})
+    settings = {"bias": has_bias(old)} | ({"dropout": dropout} if chosen.dropout else {})
     try:
-        return layer(d, heads, **settings | options)
+        return layer(d, heads, **{**settings, **chosen.options, **options})
     except TypeError as error:
         raise InvalidInput(f"attention of kind {kind!r} does not take these options: {error}.") from None
-
-
-def layer_class(kind: str) -> type[AttentionLayer]:
-    """The class of a kind, by its name."""
-    if kind not in KINDS:
-        raise InvalidInput(f"{kind!r} is no kind of attention: choose one of {', '.join(KINDS)}.")
-    return KINDS[kind]
 
 
 def has_bias(old: SelfAttention) -> bool:
@@ -118,8 +100,12 @@ def start_from(layer: AttentionLayer, old: SelfAttention, tie: Tie = "query") ->
     share = _share(old)
     query, key = share * old.query_weight, share * key
     if isinstance(layer, L2Attention):
-        tied = {"query": query, "key": key, "mean": (query + key) / 2}[tie] / 2**0.5
-        layer.qk_proj.weight.copy_(tied.flatten(0, 1))
+        query, key = query / 2**0.5, key / 2**0.5
+        if isinstance(layer, UntiedL2Attention):
+            layer.k_proj.weight.copy_(key.flatten(0, 1))
+        else:
+            query = {"query": query, "key": key, "mean": (query + key) / 2}[tie]
+        layer.qk_proj.weight.copy_(query.flatten(0, 1))
         layer.v_proj.weight.copy_(value.flatten(0, 1))
     else:
         assert isinstance(layer, DotProductAttention | LipschitzNormAttention)
