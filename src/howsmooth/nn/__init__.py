@@ -9,30 +9,25 @@
 """
 
 from howsmooth.nn.caps import SpectralCaps
-from howsmooth.nn.hosting import load_replaced, replace_attention, replaced_layers
-from howsmooth.nn.invertible import (
-    ActNorm,
-    Attending,
-    Composed,
-    ContractiveMLP,
-    DidNotConverge,
-    Inversion,
-    InvertibleResidual,
-    InvertibleTransformer,
-    LogDeterminant,
-    Scaled,
-)
-from howsmooth.nn.layers import (
-    AttentionLayer,
-    ContractiveL2Attention,
+from howsmooth.nn.hosting.replacement import load_replaced, replace_attention, replaced_layers
+from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.invertible.branches import Attending, Composed, Scaled
+from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
+from howsmooth.nn.invertible.fixed_point import DidNotConverge
+from howsmooth.nn.invertible.log_determinant import LogDeterminant
+from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
+from howsmooth.nn.invertible.transformer import InvertibleTransformer
+from howsmooth.nn.layers.base import AttentionLayer
+from howsmooth.nn.layers.contractive import ContractiveL2Attention
+from howsmooth.nn.layers.dot_product import (
     CosineAttention,
     DotProductAttention,
-    GradientStepAttention,
-    L2Attention,
-    LipschitzNormAttention,
     NormControlledAttention,
     SigmoidAttention,
 )
+from howsmooth.nn.layers.gradient_step import GradientStepAttention
+from howsmooth.nn.layers.l2 import L2Attention
+from howsmooth.nn.layers.lipschitz_norm import LipschitzNormAttention
 from howsmooth.nn.monitor import SmoothnessMonitor
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty
 

@@ -8,7 +8,6 @@ value and output matrices into one, contractive layers divide by a norm of all o
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 from howsmooth.attention import Rotary, SelfAttention, SlidingWindow
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.checkpoint import read_checkpoint, weight_files
 from howsmooth.models.conventions import attention_sites
 from howsmooth.models.reading import read_attention
 from howsmooth.nn.hosting.hosted import HostedAttention
@@ -331,22 +331,10 @@ def _dropout(owner: nn.Module) -> float:
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        path = folder / Path(name).name  # never outside of the folder
-        if not path.is_file():
-            raise InvalidInput(f"{path} is missing: save the model again.")
-        try:
-            weights |= load_file(path)
-        except SafetensorError as error:
-            raise InvalidInput(f"{path} is damaged ({error}): save the model again.") from None
+    try:
+        weights = read_checkpoint(weight_files(folder)).tensors
+    except InvalidInput as error:
+        raise InvalidInput(f"the weights in {folder} are missing or damaged ({error}): save the model again.") from None
     own = model.state_dict()
     wrong = [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]
     if wrong:

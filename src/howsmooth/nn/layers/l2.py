@@ -38,6 +38,8 @@ class L2Attention(MixingLayer):
     (torch.Size([5, 8]), None)
     """
 
+    key_weight: Tensor | None = None
+    """Of keys with weights of their own; None where they are tied to the queries."""
     refusal = "L2 attention is bounded only when every token sees itself and nothing is added to the logits"
 
     @door
@@ -53,12 +55,21 @@ class L2Attention(MixingLayer):
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
         sight.require_self()
-        tokens = self.qk_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32)).contiguous()
-        # Distances do not depend on the origin; near the tokens squares round least.
-        centred = tokens - tokens.detach().mean(-2, keepdim=True)
+        tokens = self.by_head(self.qk_proj(x))
+        return self.meet(tokens, tokens)
+
+    def by_head(self, projected: Tensor) -> Tensor:
+        """Projected tokens as ``(batch, heads, n, k)``, in float32 or more."""
+        tokens = projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return tokens.to(torch.promote_types(tokens.dtype, torch.float32)).contiguous()
+
+    def meet(self, query: Tensor, key: Tensor) -> Heads:
+        """Logits −|q_i − k_j|²/s, up to a constant of row i; the queries are the values."""
+        # Distances do not depend on the origin; near the keys squares round least.
+        centre = key.detach().mean(-2, keepdim=True)
+        centred = key - centre
         shift = -centred.square().sum(-1)[:, :, None] / self.temperature
-        return Heads(centred, centred, tokens, shift)
+        return Heads(centred if query is key else query - centre, centred, query, shift)
 
     def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
         weights = self.weights_by_head()
@@ -85,7 +96,7 @@ class L2Attention(MixingLayer):
         factor = self.factor(Sight(n or 0, tuple(as_mask(mask))), weights, mixing_matrix(*weights), follow=False)
         query, value, output = (weight.flatten(0, 1) for weight in weights)
         output = output if factor is None else output * factor
-        found = L2SelfAttention(query, value, output.mT, heads=self.num_heads, mask=mask)
+        found = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
         found.output_bias = None if bias is None else bias[:].to(query.dtype)
         return found
 

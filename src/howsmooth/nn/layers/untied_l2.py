@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.attention import L2SelfAttention
-from howsmooth.nn.layers.base import Heads, Mask, glorot
+from howsmooth.nn.layers.base import Heads, glorot
 from howsmooth.nn.layers.l2 import L2Attention
 from howsmooth.nn.layers.sight import Sight
 
@@ -33,25 +32,9 @@ class UntiedL2Attention(L2Attention):
         super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
         self.k_proj = glorot(embed_dim, embed_dim)
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
-        query, key = (
-            tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).contiguous()
-            for tokens in (self.qk_proj(x), self.k_proj(x))
-        )
-        query, key = (tokens.to(torch.promote_types(tokens.dtype, torch.float32)) for tokens in (query, key))
-        centre = key.detach().mean(-2, keepdim=True)
-        centred = key - centre
-        shift = -centred.square().sum(-1)[:, :, None] / self.temperature
-        return Heads(query - centre, centred, query, shift)
+    @property
+    def key_weight(self) -> Tensor:  # type: ignore[override]
+        return self.k_proj.weight.to(torch.promote_types(self.k_proj.weight.dtype, torch.float32))
 
-    def attached_map(self, mask: Mask, n: int | None) -> L2SelfAttention:
-        found = L2SelfAttention(
-            self.qk_proj.weight,
-            self.v_proj.weight,
-            self.out_proj.weight,
-            heads=self.num_heads,
-            key=self.k_proj.weight,
-            mask=mask,
-        )
-        found.output_bias = None if self.out_proj.bias is None else self.out_proj.bias[:]
-        return found
+    def project(self, x: Tensor, sight: Sight) -> Heads:
+        return self.meet(self.by_head(self.qk_proj(x)), self.by_head(self.k_proj(x)))
