@@ -149,7 +149,7 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
     grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
     _check_fits(grid.base)
     with _watching(out) as show:
-        found = run_grid(
+        results = run_grid(
             corpus,
             grid,
             out,
@@ -157,29 +157,29 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
             progress=lambda cell: show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status),
         )
     if as_json:
-        typer.echo(json.dumps([row_of(result) for result in found], indent=2, allow_nan=False))
+        typer.echo(json.dumps([row_of(result) for result in results], indent=2, allow_nan=False))
         return
     console = stdout()
-    console.print(comparison(found, grid))
-    console.print(f"{len(found)} of {len(grid.cells())} cells. Rows: {out / TABLE}", soft_wrap=True, markup=False)
+    console.print(comparison(results, grid))
+    console.print(f"{len(results)} of {len(grid.cells())} cells. Rows: {out / TABLE}", soft_wrap=True, markup=False)
 
 
 def comparison(results: list[Any], grid: Any) -> Table:
     """Validation bits per character: a row per kind, a column per depth, the mean over seeds."""
     from howsmooth.training import gap_closed, mean_bits
 
-    found = Table(title="Validation bits per character, mean over seeds", title_justify="left")
-    found.add_column("attention")
+    shown = Table(title="Validation bits per character, mean over seeds", title_justify="left")
+    shown.add_column("attention")
     for depth in grid.depths:
-        found.add_column(f"depth {depth}", justify="right")
+        shown.add_column(f"depth {depth}", justify="right")
     for kind in grid.kinds:
         bits = [mean_bits(results, kind, depth) for depth in grid.depths]
-        found.add_row(kind, *("–" if value is None else f"{value:.3f}" for value in bits))
+        shown.add_row(kind, *("–" if value is None else f"{value:.3f}" for value in bits))
     gaps = [gap_closed(results, depth) for depth in grid.depths]
     if any(gap is not None for gap in gaps):
-        found.add_section()
-        found.add_row("gap closed", *("–" if gap is None else f"{100 * gap:.0f} %" for gap in gaps))
-    return found
+        shown.add_section()
+        shown.add_row("gap closed", *("–" if gap is None else f"{100 * gap:.0f} %" for gap in gaps))
+    return shown
 
 
 def default_folder(text: Path, name: str) -> Path:
@@ -257,22 +257,22 @@ def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = tuple(renamed(name.strip()) for name in text.split(",")) if several else (renamed(text),)
+        names = tuple(renamed(name.strip()) for name in text.split(",")) if several else (renamed(text),)
     for warning in said:
         complain(str(warning.message))
-    return found
+    return names
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_number(name, part) for part in text.split(","))
+    return tuple(_number(name, each) for each in text.split(","))
 
 
 def _number(name: str, text: str) -> int:
     most = {"depth": 2**16, "seed": MOST_SEED}[name]
     try:
-        found = int(text)
+        number = int(text)
     except ValueError:
         raise InvalidInput(f"--{name} is a whole number (with --table several, as in 2,4,6), got {text!r}.") from None
-    if not 0 <= found <= most:
-        raise InvalidInput(f"--{name} is a whole number from 0 to {most}, got {found}.")
-    return found
+    if not 0 <= number <= most:
+        raise InvalidInput(f"--{name} is a whole number from 0 to {most}, got {number}.")
+    return number

@@ -64,7 +64,7 @@ class SpectralCaps:
                 yield name, parameter.detach()
             else:
                 parts = parameter.detach().chunk(3, dim=axis)
-                yield from ((f"{name}[{part}]", each) for part, each in zip("qkv", parts, strict=True))
+                yield from ((f"{name}[{letter}]", each) for letter, each in zip("qkv", parts, strict=True))
 
     @torch.no_grad()
     def step(self) -> None:

@@ -108,13 +108,13 @@ class SmoothnessMonitor:
 
     def _values(self, name: str, heard: Heard) -> dict[str, float]:
         try:
-            found = self._measured(name, heard)
+            measured = self._measured(name, heard)
         except HowsmoothError as error:  # a layer that is not what it should be must not end a training run
             self.problems[name] = str(error)
             self._vectors.pop(name, None)
             lower = upper = math.nan
         else:
-            lower, upper = float(found.lower.max()), float(found.upper.max())
+            lower, upper = float(measured.lower.max()), float(measured.upper.max())
             if math.isnan(lower) or math.isnan(upper):
                 self.problems[name] = "the Jacobian holds NaN."
                 self._vectors.pop(name, None)
@@ -139,10 +139,10 @@ class SmoothnessMonitor:
             steps = self.steps
             # A little of everything, should the old vector be blind to what has become largest.
             start = known.to(x) / known.norm() + _SPICE * start / start.norm()
-        found = measure(f, x, rtol=1e-6, start=start, max_steps=steps)
-        assert found.right is not None
-        self._vectors[name] = found.right
-        return found
+        measured = measure(f, x, rtol=1e-6, start=start, max_steps=steps)
+        assert measured.right is not None
+        self._vectors[name] = measured.right
+        return measured
 
     def callback(self) -> TrainerCallback:
         """For the transformers Trainer: ``Trainer(..., callbacks=[monitor.callback()])``.

@@ -184,10 +184,10 @@ def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
     tensor(0.2500)
     """
     if not isinstance(weights, Tensor):
-        found = [softmax_jacobian_penalty(each) for each in weights]
-        if not found:
+        means = [softmax_jacobian_penalty(each) for each in weights]
+        if not means:
             raise InvalidInput("there are no attention weights: ask for output_attentions=True with eager attention.")
-        return torch.stack(found).mean()
+        return torch.stack(means).mean()
     if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
         raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

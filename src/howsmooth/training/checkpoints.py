@@ -89,8 +89,8 @@ class Checkpoint:
         if optimiser is None:
             return
         for name, parameter in parameters.items():
-            found = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
-            optimiser.state[parameter] = {entry: t.clone() for entry, t in found.items() if t is not None}
+            entries = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
+            optimiser.state[parameter] = {entry: t.clone() for entry, t in entries.items() if t is not None}
         torch.set_rng_state(self.tensors["random"])
 
     def _check_model(self, wanted: dict[str, Tensor]) -> None:
@@ -106,15 +106,15 @@ class Checkpoint:
         """All that AdamW keeps of a parameter is there, or nothing; and there is nothing else."""
         left = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
         for name, parameter in parameters.items():
-            found = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
-            left -= {f"optimiser.{name}.{entry}" for entry in found}
-            if any(tensor is not None for tensor in found.values()):
-                self._check_entries(name, parameter, found)
+            entries = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
+            left -= {f"optimiser.{name}.{entry}" for entry in entries}
+            if any(tensor is not None for tensor in entries.values()):
+                self._check_entries(name, parameter, entries)
         if left:
             raise InvalidInput(f"the checkpoint holds {min(left)!r}, which belongs to no parameter of this model.")
 
-    def _check_entries(self, name: str, parameter: Tensor, found: dict[str, Tensor | None]) -> None:
-        step, mean, square = found.values()
+    def _check_entries(self, name: str, parameter: Tensor, entries: dict[str, Tensor | None]) -> None:
+        step, mean, square = entries.values()
         sound = (
             step is not None
             and mean is not None

@@ -85,15 +85,15 @@ def run_grid(
         except Busy:
             continue
         write_table(folder, finished(folder, grid))
-    found = finished(folder, grid)
-    write_table(folder, found)
-    return found
+    results = finished(folder, grid)
+    write_table(folder, results)
+    return results
 
 
 def finished(folder: Path, grid: Grid) -> list[Result]:
     """The results that are there, in the order of the grid."""
-    found = [Result.read(folder / name) for name, _ in grid.cells()]
-    return [result for result in found if result is not None]
+    results = [Result.read(folder / name) for name, _ in grid.cells()]
+    return [result for result in results if result is not None]
 
 
 def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> None:
@@ -132,9 +132,9 @@ def row_of(result: Result) -> dict[str, Any]:
 def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
     kind = renamed(kind)
-    found = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
-    bits = [value for value in found if value is not None]
-    return mean(bits) if bits and len(bits) == len(found) else None
+    all_bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
+    bits = [value for value in all_bits if value is not None]
+    return mean(bits) if bits and len(bits) == len(all_bits) else None
 
 
 @door

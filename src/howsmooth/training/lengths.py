@@ -69,12 +69,12 @@ class Batch:
         >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
         tensor([[0, 1, 0]])
         """
-        place = torch.arange(self.inputs.shape[1]).expand(self.inputs.shape)
+        positions = torch.arange(self.inputs.shape[1]).expand(self.inputs.shape)
         if self.document is None:
-            return place
+            return positions
         begins = torch.ones_like(self.document, dtype=torch.bool)
         begins[:, 1:] = self.document[:, 1:] != self.document[:, :-1]
-        return place - torch.where(begins, place, 0).cummax(1).values
+        return positions - torch.where(begins, positions, 0).cummax(1).values
 
 
 class Plan(ABC):
@@ -102,8 +102,8 @@ class Fixed(Plan):
     def batch(self, step: int) -> Batch:
         generator = _generator(self.seed, _TEXT, step)
         starts = torch.randint(len(self.targets) - self.n + 1, (self.pieces, 1), generator=generator)
-        place = starts + torch.arange(self.n)
-        return Batch(self.inputs[place], self.targets[place])
+        index = starts + torch.arange(self.n)
+        return Batch(self.inputs[index], self.targets[index])
 
 
 class Chunks(Plan):
@@ -114,7 +114,7 @@ class Chunks(Plan):
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
         self.targets, self.inputs, self.owner, self.begins = _joined(parts)
         self._streams = dict[int, Tensor]()
-        self.sizes = torch.tensor([len(part) for part in parts])
+        self.sizes = torch.tensor([len(document) for document in parts])
         if len(self.targets) < length:
             raise InvalidInput(
                 f"the text to train on has {len(self.targets)} characters, fewer than a length of {length}."
@@ -122,22 +122,22 @@ class Chunks(Plan):
 
     def batch(self, step: int) -> Batch:
         size = self.n * self.pieces
-        place = torch.cat([self._place(step * size + row * self.n) for row in range(self.pieces)])
+        index = torch.cat([self._place(step * size + row * self.n) for row in range(self.pieces)])
         shape = (self.pieces, self.n)
         # Two passes over a text may meet in one chunk: the document of the next pass is another one.
         passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
-        owner = self.owner[place] + passes * len(self.sizes)
-        return Batch(self.inputs[place].view(shape), self.targets[place].view(shape), owner.view(shape))
+        owner = self.owner[index] + passes * len(self.sizes)
+        return Batch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
 
     def _place(self, begin: int) -> Tensor:
         """Where the n characters from ``begin`` of the endless stream are in the text."""
-        size, found, left = len(self.targets), [], self.n
+        size, stretches, left = len(self.targets), [], self.n
         while left:
             epoch, offset = divmod(begin, size)
-            part = self._stream(epoch)[offset : offset + left]
-            found.append(part)
-            begin, left = begin + len(part), left - len(part)
-        return torch.cat(found)
+            stretch = self._stream(epoch)[offset : offset + left]
+            stretches.append(stretch)
+            begin, left = begin + len(stretch), left - len(stretch)
+        return torch.cat(stretches)
 
     def _stream(self, epoch: int) -> Tensor:
         """All places of the text, document by document in the random order of this pass."""
@@ -167,7 +167,9 @@ class Curriculum(Plan):
         self.seed, self.batch_tokens = seed, batch_tokens
         self.targets, self.inputs, _, begins = _joined(parts)
         cuts = [
-            (int(b) + at, size) for b, part in zip(begins, parts, strict=True) for at, size in powers(len(part), length)
+            (int(b) + at, size)
+            for b, document in zip(begins, parts, strict=True)
+            for at, size in powers(len(document), length)
         ]
         self.buckets = {
             size: torch.tensor([at for at, of in cuts if of == size]) for size in sorted({size for _, size in cuts})
@@ -183,18 +185,18 @@ class Curriculum(Plan):
         size = self.length(step)
         number = int((self.order[:step] == size).sum())
         pieces = self.batch_tokens // size
-        place = self._pieces(size, number * pieces, pieces)[:, None] + torch.arange(size)
-        return Batch(self.inputs[place], self.targets[place])
+        index = self._pieces(size, number * pieces, pieces)[:, None] + torch.arange(size)
+        return Batch(self.inputs[index], self.targets[index])
 
     def _pieces(self, size: int, begin: int, count: int) -> Tensor:
         """Items begin … begin + count − 1 of the endless stream of a bucket: one random order after the other."""
-        starts, found = self.buckets[size], []
+        starts, chosen = self.buckets[size], []
         while count:
             epoch, offset = divmod(begin, len(starts))
-            part = starts[_permutation(len(starts), self.seed, size, epoch)[offset : offset + count]]
-            found.append(part)
-            begin, count = begin + len(part), count - len(part)
-        return torch.cat(found)
+            taken = starts[_permutation(len(starts), self.seed, size, epoch)[offset : offset + count]]
+            chosen.append(taken)
+            begin, count = begin + len(taken), count - len(taken)
+        return torch.cat(chosen)
 
 
 @door
@@ -219,10 +221,10 @@ def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | No
     """
     text = corpus.valid if most is None else corpus.valid[:most]
     cut = [text] if lengths == "fixed" else documents(text)
-    targets, inputs, owner, _ = _joined([corpus.encode(part) for part in cut])
+    targets, inputs, owner, _ = _joined([corpus.encode(piece) for piece in cut])
     length = min(length, len(targets))
     size = len(targets) // length * length
-    rows = [part[:size].view(-1, length) for part in (inputs, targets, owner)]
+    rows = [column[:size].view(-1, length) for column in (inputs, targets, owner)]
     return Batch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
 
 
@@ -232,12 +234,12 @@ def powers(length: int, longest: int) -> list[tuple[int, int]]:
     >>> powers(11, 64), powers(11, 4)
     ([(0, 8), (8, 2), (10, 1)], [(0, 4), (4, 4), (8, 2), (10, 1)])
     """
-    found, place = list[tuple[int, int]](), 0
-    while place < length:
-        size = min(longest, 1 << ((length - place).bit_length() - 1))
-        found.append((place, size))
-        place += size
-    return found
+    pieces, begin = list[tuple[int, int]](), 0
+    while begin < length:
+        size = min(longest, 1 << ((length - begin).bit_length() - 1))
+        pieces.append((begin, size))
+        begin += size
+    return pieces
 
 
 def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tensor:
@@ -265,9 +267,9 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets, inputs and owners of all documents one after the other, and where each begins."""
     if not len(parts):
         raise InvalidInput("there is no document to train on or to validate with.")
-    sizes = torch.tensor([len(_symbols(part, "a document")) for part in parts])
+    sizes = torch.tensor([len(_symbols(document, "a document")) for document in parts])
     owner = torch.arange(len(parts)).repeat_interleave(sizes)
-    return torch.cat(list(parts)), torch.cat([_before(part) for part in parts]), owner, sizes.cumsum(0) - sizes
+    return torch.cat(list(parts)), torch.cat([_before(document) for document in parts]), owner, sizes.cumsum(0) - sizes
 
 
 @lru_cache(maxsize=64)

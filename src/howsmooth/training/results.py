@@ -96,8 +96,8 @@ class Result:
         try:
             content = read_json(path.read_text(encoding="utf-8"))
             settings = Settings.from_dict(content.pop("settings"))
-            found = cls(settings, **content, rows=Journal(folder / METRICS).rows())
-            found._check()
-            return found
+            result = cls(settings, **content, rows=Journal(folder / METRICS).rows())
+            result._check()
+            return result
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error}): move it away to make it anew with --resume.") from error

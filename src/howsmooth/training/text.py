@@ -44,10 +44,10 @@ class Corpus:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, part in (("train", self.train), ("validate", self.valid)):
-            if len(part) < 2:
+        for name, text in (("train", self.train), ("validate", self.valid)):
+            if len(text) < 2:
                 raise InvalidInput(
-                    f"there is too little text to {name} on ({len(part)} characters): give a longer file."
+                    f"there is too little text to {name} on ({len(text)} characters): give a longer file."
                 )
 
     @classmethod
@@ -62,10 +62,10 @@ class Corpus:
     def read(cls, path: Path | str) -> Corpus:
         """A text file, or a folder whose files (or one of whose files) name their part: train and valid."""
         path = Path(path)
-        found = _parts(path)
-        if found is None:
+        split = _parts(path)
+        if split is None:
             return cls.split(_read(path))
-        train, valid = found
+        train, valid = split
         return cls(_read(train), _read(valid), f"{train.name} to train, {valid.name} to validate")
 
     @cached_property
@@ -93,7 +93,7 @@ class Corpus:
 @door
 def encode(text: str, alphabet: str) -> Tensor:
     """Symbols of the characters, i + 1 for the i-th of the alphabet."""
-    table = {character: place for place, character in enumerate(alphabet, start=1)}
+    table = {character: number for number, character in enumerate(alphabet, start=1)}
     try:
         return torch.tensor([table[character] for character in text], dtype=torch.int64)
     except KeyError as error:

@@ -76,9 +76,9 @@ class HostedAttention(nn.Module):
 
     def _with_past(self, tokens: Tensor, cache: Any) -> Tensor:
         """All tokens so far; the cache keeps the new ones as keys, with values of no width."""
-        own = getattr(cache, "self_attention_cache", cache)
-        before = int(own.get_seq_length(self.layer_idx))
-        kept, _ = own.update(tokens[:, None], tokens[:, None, :, :0], self.layer_idx)
+        token_cache = getattr(cache, "self_attention_cache", cache)
+        before = int(token_cache.get_seq_length(self.layer_idx))
+        kept, _ = token_cache.update(tokens[:, None], tokens[:, None, :, :0], self.layer_idx)
         if kept.shape[-2] > before + tokens.shape[1]:
             raise InvalidInput(
                 "replaced attention keeps a cache that grows with the text, but this one has a fixed length: generate "
@@ -141,16 +141,16 @@ class Seen:
         # What padded tokens see, and who sees them, is said by the padding alone.
         free = padding[:, None, :, None] | padding[:, None, None]
         sees = torch.cat([earlier, sees], dim=-2) | free
-        found = None if not bool(padding.any()) else padding
+        padded = None if not bool(padding.any()) else padding
         # A single token fits both; layers that divide by a bound must see the same mask as in a longer text.
         simple = {True: past | free, False: torch.ones_like(sees)}
         for known in (causal, not causal):
             if not adds and bool((sees == simple[known]).all()):
-                return cls(None, known, found)
+                return cls(None, known, padded)
         if not adds:
-            return cls(~sees, False, found)
+            return cls(~sees, False, padded)
         added = torch.cat([torch.zeros_like(earlier, dtype=mask.dtype), mask.expand(batch, -1, -1, -1)], dim=-2)
-        return cls(added.masked_fill(free, 0.0).masked_fill(~sees, HIDDEN), False, found)
+        return cls(added.masked_fill(free, 0.0).masked_fill(~sees, HIDDEN), False, padded)
 
 
 def _check_consecutive(positions: Tensor, seen: Seen) -> None:

@@ -119,13 +119,13 @@ class Listener:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """The module as at evaluation; every part in its own mode again when the block ends."""
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(inner, inner.training) for inner in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for inner, mode in modes:
+            inner.training = mode
 
 
 def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, Site]]:
@@ -136,27 +136,27 @@ def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.
         if missing or not wanted:
             raise InvalidInput(f"{type(model).__name__} has no module at {missing or wanted}: give dotted paths.")
         return {name: everything[name] for name in wanted}, {}
-    found: dict[str, nn.Module] = {
+    modules: dict[str, nn.Module] = {
         name: module for name, module in everything.items() if isinstance(module, _ATTENTION)
     }
     sites = {site.path: site for site in _sites(model)}
-    found |= {path: site.block for path, site in sites.items()}
-    if not found:
+    modules |= {path: site.block for path, site in sites.items()}
+    if not modules:
         raise UnsupportedModel(
             f"no attention was found in this {type(model).__name__}: name the modules with layers=[...]."
         )
-    return found, sites
+    return modules, sites
 
 
 def _sites(model: Any) -> list[Site]:
     if getattr(getattr(model, "config", None), "model_type", None) not in CONVENTIONS:
         return []
     try:
-        found = attention_sites(model)
+        sites = attention_sites(model)
     except UnsupportedModel:  # all replaced, or several stacks
         return []
     # When some blocks have been replaced, the others are not counted from 0.
-    return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in found]
+    return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in sites]
 
 
 def attention_of(model: nn.Module, heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
@@ -187,17 +187,17 @@ def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     tokens = x[item][keep[item]].detach()
     if isinstance(layer, AttentionLayer):
         return layer.map(mask, n=len(tokens)), tokens
-    found = SelfAttention.from_torch(layer)
-    found.logit_biases.extend([] if mask is None else [mask])
-    return found, tokens
+    attention = SelfAttention.from_torch(layer)
+    attention.logit_biases.extend([] if mask is None else [mask])
+    return attention, tokens
 
 
 def _first_text(keep: Tensor) -> int:
     """The first item of a batch that is not all padding."""
-    found = keep.any(-1)
-    if not bool(found.any()):
+    real = keep.any(-1)
+    if not bool(real.any()):
         raise InvalidInput("the batch holds nothing but padding.")
-    return int(found.int().argmax())
+    return int(real.int().argmax())
 
 
 def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:

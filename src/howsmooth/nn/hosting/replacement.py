@@ -166,12 +166,12 @@ def replacement_of(config: Any) -> Replacement | None:
 
 def _written(options: dict[str, Any]) -> dict[str, Any]:
     """Options as config.json can hold them: numbers, names, True, False and None."""
-    found = {name: "inf" if name == "norm" and value == math.inf else value for name, value in options.items()}
-    for name, value in found.items():
+    plain_options = {name: "inf" if name == "norm" and value == math.inf else value for name, value in options.items()}
+    for name, value in plain_options.items():
         plain = value is None or isinstance(value, str | bool | int | float)
         if not plain or (isinstance(value, float) and not math.isfinite(value)):
             raise InvalidInput(f"the option {name} must be a finite number or a name, got {value!r}.")
-    return found
+    return plain_options
 
 
 @door
@@ -200,11 +200,11 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
     replacement, names = replacement_of(config), getattr(config, "architectures", None) or ["?"]
     if replacement is None:
         raise InvalidInput(f"the model in {folder} has no replaced attention: load it with from_pretrained.")
-    found = getattr(transformers, str(names[0]), None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    architecture = getattr(transformers, str(names[0]), None)
+    if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         raise UnsupportedModel(f"the model in {folder} is a {names[0]}, which transformers does not have.")
     with torch.random.fork_rng(devices=[]):  # first weights are drawn only to be overwritten
-        model = found(config)
+        model = architecture(config)
         replacement.apply(model)
     _load_weights(model, folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
@@ -258,8 +258,8 @@ def _replace_in_transformers(
 def _replace_in_torch(
     model: nn.Module, kind: str, layers: Iterable[int] | None, tie: Tie, options: dict[str, Any]
 ) -> None:
-    found = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    blocks = [block for block in found if isinstance(block.self_attn, nn.MultiheadAttention)]
+    layers_of_torch = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    blocks = [block for block in layers_of_torch if isinstance(block.self_attn, nn.MultiheadAttention)]
     if not blocks:
         raise UnsupportedModel(
             f"this {type(model).__name__} holds no self-attention that can be replaced: give a transformers model, or "
@@ -308,13 +308,13 @@ def _for_any_length(kind: str, config: Any, options: dict[str, Any]) -> dict[str
     return options | {wanted: longest if wanted == "max_tokens" else -math.log(longest)}
 
 
-def _chosen(found: list[Any], layers: Iterable[int] | None) -> list[Any]:
+def _chosen(blocks: list[Any], layers: Iterable[int] | None) -> list[Any]:
     if layers is None:
-        return found
+        return blocks
     wanted = sorted(set(layers))
-    if not wanted or not 0 <= wanted[0] <= wanted[-1] < len(found):
-        raise InvalidInput(f"layers {wanted} cannot be replaced: choose among 0 to {len(found) - 1}.")
-    return [found[number] for number in wanted]
+    if not wanted or not 0 <= wanted[0] <= wanted[-1] < len(blocks):
+        raise InvalidInput(f"layers {wanted} cannot be replaced: choose among 0 to {len(blocks) - 1}.")
+    return [blocks[number] for number in wanted]
 
 
 def _rotary(old: SelfAttention) -> Rotary | None:
@@ -324,9 +324,9 @@ def _rotary(old: SelfAttention) -> Rotary | None:
 def _dropout(owner: nn.Module) -> float:
     """The share of attention weights that the old attention dropped in training."""
     for name in _DROPOUTS:
-        found = getattr(owner, name, None)
-        if isinstance(found, nn.Dropout | float):
-            return found.p if isinstance(found, nn.Dropout) else found
+        dropout = getattr(owner, name, None)
+        if isinstance(dropout, nn.Dropout | float):
+            return dropout.p if isinstance(dropout, nn.Dropout) else dropout
     return 0.0
 
 
@@ -335,13 +335,13 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
         weights = read_checkpoint(weight_files(folder)).tensors
     except InvalidInput as error:
         raise InvalidInput(f"the weights in {folder} are missing or damaged ({error}): save the model again.") from None
-    own = model.state_dict()
-    wrong = [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]
+    state = model.state_dict()
+    wrong = [name for name, weight in weights.items() if name not in state or state[name].shape != weight.shape]
     if wrong:
         raise InvalidInput(f"{folder} holds weights that do not fit its configuration, such as {wrong[0]}.")
     # Tied weights are saved once: what shares memory with a saved weight has been saved.
-    saved = {own[name].data_ptr() for name in weights}
-    missing = [name for name, weight in own.items() if weight.numel() and weight.data_ptr() not in saved]
+    saved = {state[name].data_ptr() for name in weights}
+    missing = [name for name, weight in state.items() if weight.numel() and weight.data_ptr() not in saved]
     if missing:
         raise InvalidInput(f"{folder} lacks weights, such as {missing[0]}: save the model again.")
     dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())

@@ -160,28 +160,28 @@ class Composed(Branch):
         super().__init__()
         if not parts:
             raise InvalidInput("a composition needs at least one part.")
-        self.parts = nn.ModuleList(as_branch(part) for part in parts)
+        self.parts = nn.ModuleList(as_branch(branch) for branch in parts)
 
     def _branches(self) -> list[Branch]:
-        return [part for part in self.parts if isinstance(part, Branch)]
+        return [branch for branch in self.parts if isinstance(branch, Branch)]
 
     def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
+        for branch in self.parts:
+            x = branch(x)
         return x
 
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        return math.prod(float(part.lipschitz_bound(n, norm)) for part in self._branches())
+        return math.prod(float(branch.lipschitz_bound(n, norm)) for branch in self._branches())
 
     def reach_at(self, n: int) -> Reach:
-        return max((part.reach_at(n) for part in self._branches()), key=_FAR.index)
+        return max((branch.reach_at(n) for branch in self._branches()), key=_FAR.index)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
         blocks: Tensor | None = None
-        for part in self._branches():
-            here = part.diagonal_blocks(x)
+        for branch in self._branches():
+            here = branch.diagonal_blocks(x)
             blocks = here if blocks is None else here @ blocks
-            x = part(x)
+            x = branch(x)
         assert blocks is not None
         return blocks
 

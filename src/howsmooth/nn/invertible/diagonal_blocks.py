@@ -43,10 +43,10 @@ def causal_blocks(f: TokenMap, x: Tensor) -> Tensor:
     Costs as much as the dense Jacobian in time, but not in memory, and its determinants are those of d × d blocks.
     """
     batch, n, _ = x.shape
-    own = torch.eye(n, dtype=torch.bool, device=x.device)[:, None, :, None]  # copy i moves token i
+    moved = torch.eye(n, dtype=torch.bool, device=x.device)[:, None, :, None]  # copy i moves token i
 
     def all_copies(moving: Tensor) -> Tensor:
-        copies = torch.where(own, moving.transpose(0, 1)[:, :, None], x)  # (n, batch, n, d)
+        copies = torch.where(moved, moving.transpose(0, 1)[:, :, None], x)  # (n, batch, n, d)
         out = f(copies.flatten(0, 1)).unflatten(0, (n, batch))
         return out.diagonal(dim1=0, dim2=2).movedim(-1, 1)  # output i of copy i
 
@@ -75,6 +75,6 @@ def l2_blocks(attention: L2SelfAttention, x: Tensor) -> Tensor:
     outer = (v[..., :, None] * z[..., None, :]).flatten(-2)  # (batch, heads, n, width of v · width of z)
     moment = (weights @ outer).unflatten(-1, (v.shape[-1], z.shape[-1]))
     covariance = moment - (weights @ v)[..., :, None] * (weights @ z)[..., None, :]
-    own = weights.diagonal(dim1=-2, dim2=-1)[..., None, None]
-    inner = own * value[:, None] + 2 * covariance @ query[:, None]  # (batch, heads, n, width of v, d)
+    self_weights = weights.diagonal(dim1=-2, dim2=-1)[..., None, None]
+    inner = self_weights * value[:, None] + 2 * covariance @ query[:, None]  # (batch, heads, n, width of v, d)
     return attention.output_weight.mT.movedim(0, 1).flatten(1) @ inner.transpose(1, 2).flatten(2, 3)

@@ -111,8 +111,8 @@ def solve(
         allowance: bounds on |T̃(x) − T(x)| for points of the batch; without, 16 units in the last place of |x| + |y|.
 
     >>> halve = lambda x, index: 1 + x / 2
-    >>> found = solve(halve, torch.zeros(1, 3, dtype=torch.float64), contraction=Contraction(0.5), scale=torch.ones(1))
-    >>> round(float(found.x[0, 0]), 12), int(found.iterations)
+    >>> fixed = solve(halve, torch.zeros(1, 3, dtype=torch.float64), contraction=Contraction(0.5), scale=torch.ones(1))
+    >>> round(float(fixed.x[0, 0]), 12), int(fixed.iterations)
     (2.0, 3)
     """
     c, size, batch = contraction.coefficient, contraction.size, len(start)
@@ -145,8 +145,8 @@ def solve(
         left = c / (1 - c) * residual
         wanted = magnitude * (TOLERANCE[start.dtype] if tolerance is None else tolerance)
         better = torch.isfinite(residual) & ~(answer.residual[work.index] <= residual)
-        place = work.index[better]
-        answer.x[place], answer.residual[place], made_from[place] = image[better], residual[better], work.point[better]
+        items = work.index[better]
+        answer.x[items], answer.residual[items], made_from[items] = image[better], residual[better], work.point[better]
         answer.iterations[work.index] += 1
         aim = wanted
         if tolerance is None:  # as far as rounding lets it come

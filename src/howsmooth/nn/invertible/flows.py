@@ -42,8 +42,8 @@ class InvertibleFlow(normflows.flows.Flow):
     def inverse(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """From data to latent variables, and the log-determinant of that."""
         if isinstance(self.module, InvertibleTransformer):
-            z, found = self.module.forward_and_log_det(x, **self.options)
-            return z, found.value
+            z, log_det = self.module.forward_and_log_det(x, **self.options)
+            return z, log_det.value
         return self.module(x), self.module.log_det(x, **self.options).value  # type: ignore[operator]
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:

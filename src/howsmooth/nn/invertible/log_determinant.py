@@ -100,18 +100,18 @@ def _quantile(confidence: float, samples: int) -> float:
     return max(float(student.ppf(1 - beyond, samples - 1)), float(normal.ppf(1 - beyond)) / underestimated**0.5)
 
 
-def total(parts: Sequence[LogDeterminant]) -> LogDeterminant:
+def total(terms: Sequence[LogDeterminant]) -> LogDeterminant:
     """The log-determinant of a composition: values and cuts add up, standard errors of independent samples in squares.
 
-    The error bar uses the smallest number of samples of any part, which makes it no narrower.
+    The error bar uses the smallest number of samples of any term, which makes it no narrower.
     """
-    value = torch.stack([part.value for part in parts]).sum(0)
-    spread = torch.stack([part.standard_error for part in parts]).square().sum(0).sqrt()
-    cut = torch.stack([part.truncation for part in parts]).sum(0)
-    samples = min((part.samples for part in parts if not part.exact), default=0)
-    limits = [torch.zeros_like(cut) if part.exact else part.limit for part in parts]
+    value = torch.stack([term.value for term in terms]).sum(0)
+    spread = torch.stack([term.standard_error for term in terms]).square().sum(0).sqrt()
+    cut = torch.stack([term.truncation for term in terms]).sum(0)
+    samples = min((term.samples for term in terms if not term.exact), default=0)
+    limits = [torch.zeros_like(cut) if term.exact else term.limit for term in terms]
     limit = None if any(each is None for each in limits) else torch.stack(limits).sum(0)  # type: ignore[arg-type]
-    return LogDeterminant(value, spread, cut, " + ".join(dict.fromkeys(part.method for part in parts)), samples, limit)
+    return LogDeterminant(value, spread, cut, " + ".join(dict.fromkeys(term.method for term in terms)), samples, limit)
 
 
 def log_determinant(

@@ -62,8 +62,8 @@ class InvertibleResidual(nn.Module):
     >>> one = torch.ones(1, 1, dtype=torch.float64)
     >>> block = InvertibleResidual(Scaled(hs.L2SelfAttention(one, one, one), 0.15))
     >>> x = torch.tensor([[0.0], [1.0], [-2.0]], dtype=torch.float64)
-    >>> found = block.inverse(block(x))
-    >>> bool((found.x - x).norm() <= found.error_bound) and float(found.error_bound) < 1e-11
+    >>> inverted = block.inverse(block(x))
+    >>> bool((inverted.x - x).norm() <= inverted.error_bound) and float(inverted.error_bound) < 1e-11
     True
     """
 
@@ -97,13 +97,13 @@ class InvertibleResidual(nn.Module):
         for norm in (2, math.inf) if self.norm is None else (self.norm,):
             try:
                 with _evaluating(self.branch):
-                    found = float(self.branch.lipschitz_bound(n, norm))
+                    bound = float(self.branch.lipschitz_bound(n, norm))
             except DoesNotApply as refusal:
                 reasons.append(str(refusal).rstrip("."))
                 continue
-            if found < 1 and found <= limit * (1 + 1e-6):
-                return Contraction(found, norm, True)
-            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {found:.4g}")
+            if bound < 1 and bound <= limit * (1 + 1e-6):
+                return Contraction(bound, norm, True)
+            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {bound:.4g}")
         if self.trust:
             assert self.coefficient is not None
             return Contraction(self.coefficient, 2 if self.norm is None else self.norm, False)
@@ -150,7 +150,7 @@ class InvertibleResidual(nn.Module):
             if allowance is None:
                 contraction = replace(contraction, certified=False)
             with torch.no_grad():
-                found = _solved(
+                solution = _solved(
                     lambda x, index: fixed[index] - self.branch(x),
                     fixed,
                     contraction,
@@ -158,11 +158,11 @@ class InvertibleResidual(nn.Module):
                     "inverse",
                 )
             if torch.is_grad_enabled() and (tokens.requires_grad or any(p.requires_grad for p in self.parameters())):
-                found = replace(found, x=self._attached(tokens, found.x, contraction, options))
-        parts = {field.name: getattr(found, field.name) for field in fields(FixedPoint)}
+                solution = replace(solution, x=self._attached(tokens, solution.x, contraction, options))
+        values = {field.name: getattr(solution, field.name) for field in fields(FixedPoint)}
         if y.dim() == 2:
-            parts = {name: part[0] for name, part in parts.items()}
-        return Inversion(**parts, contraction=contraction)
+            values = {name: value[0] for name, value in values.items()}
+        return Inversion(**values, contraction=contraction)
 
     def _allowance(self, x: Tensor, contraction: Contraction) -> Allowance | None:
         """Bounds on the rounding of the branch at points like x; None when it has operations that are not analysed."""
@@ -212,7 +212,7 @@ class InvertibleResidual(nn.Module):
         if not self.training:
             self.contraction(tokens.shape[1])
         with without_autocast(tokens):
-            found = log_determinant(
+            estimate = log_determinant(
                 self.branch,
                 tokens,
                 method,
@@ -222,9 +222,9 @@ class InvertibleResidual(nn.Module):
                 generator=generator,
             )
         if x.dim() == 3:
-            return found
-        names = ("value", "standard_error", "truncation", *(() if found.limit is None else ("limit",)))
-        return replace(found, **{name: getattr(found, name)[0] for name in names})
+            return estimate
+        names = ("value", "standard_error", "truncation", *(() if estimate.limit is None else ("limit",)))
+        return replace(estimate, **{name: getattr(estimate, name)[0] for name in names})
 
 
 class _Implicit(torch.autograd.Function):
@@ -244,16 +244,16 @@ class _Implicit(torch.autograd.Function):
 
 def _solved(step: Step, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:
     """The fixed points, or an error that says how far they were."""
-    found = solve(step, y, contraction=contraction, scale=contraction.size(y), **options)
-    failed = ~found.converged
+    fixed = solve(step, y, contraction=contraction, scale=contraction.size(y), **options)
+    failed = ~fixed.converged
     if not bool(failed.any()):
-        return found
+        return fixed
     raise DidNotConverge(
         f"the {what} did not converge for {int(failed.sum())} of {len(failed)} item(s) in "
-        f"{int(found.iterations.max())} evaluations: the largest residual is {float(found.residual[failed].max()):.3g} "
-        f"and the error bound {float(found.error_bound[failed].max()):.3g}; raise max_iterations or tolerance, "
+        f"{int(fixed.iterations.max())} evaluations: the largest residual is {float(fixed.residual[failed].max()):.3g} "
+        f"and the error bound {float(fixed.error_bound[failed].max()):.3g}; raise max_iterations or tolerance, "
         "compute in float64, or make the branch a stronger contraction.",
-        found,
+        fixed,
     )
 
 
@@ -272,21 +272,21 @@ def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
     check_finite(tokens.detach(), "the input")
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    own = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
+    widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
     if any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
         raise InvalidInput("an inverse needs weights in float32 or float64, not half precision: call .float() first.")
-    if torch.finfo(own).bits < torch.finfo(tokens.dtype).bits:
+    if torch.finfo(widest).bits < torch.finfo(tokens.dtype).bits:
         raise InvalidInput("the tokens are float64 but the weights float32: convert one of them.")
-    return tokens.to(torch.promote_types(own, torch.float32))
+    return tokens.to(torch.promote_types(widest, torch.float32))
 
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """The module in evaluation, and afterwards as it was."""
-    modes = {part: part.training for part in module.modules()}
+    modes = {inner: inner.training for inner in module.modules()}
     module.eval()
     try:
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        for inner, mode in modes.items():
+            inner.training = mode

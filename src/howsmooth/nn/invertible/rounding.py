@@ -46,8 +46,8 @@ def evaluation_error(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     with torch.no_grad(), _Running() as running:
         out = f(x)
-        found = running.error(out)
-    return torch.zeros_like(out) if found is None else SAFETY * found
+        error = running.error(out)
+    return torch.zeros_like(out) if error is None else SAFETY * error
 
 
 class _Running(TorchDispatchMode):
@@ -59,8 +59,8 @@ class _Running(TorchDispatchMode):
 
     def error(self, tensor: Any) -> Tensor | None:
         """None for zero."""
-        found = self._errors.get(id(tensor))
-        return None if found is None else found[1]
+        entry = self._errors.get(id(tensor))
+        return None if entry is None else entry[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,9 +109,9 @@ class _Running(TorchDispatchMode):
     def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The same change of shape on the errors."""
         if func.overloadpacket in (aten.cat, aten.stack):
-            if all(self.error(part) is None for part in args[0]):
+            if all(self.error(tensor) is None for tensor in args[0]):
                 return None
-            return func([self.of(part) for part in args[0]], *args[1:], **kwargs)
+            return func([self.of(tensor) for tensor in args[0]], *args[1:], **kwargs)
         error = self.error(args[0])
         return None if error is None else func(error, *args[1:], **kwargs)
 
@@ -119,8 +119,8 @@ class _Running(TorchDispatchMode):
         """The error of an operand, zeros when it is exact, 0 for a number."""
         if not isinstance(value, Tensor):
             return 0.0
-        found = self.error(value)
-        return torch.zeros_like(value) if found is None else found
+        error = self.error(value)
+        return torch.zeros_like(value) if error is None else error
 
 
 def _unit(like: Tensor) -> float:
@@ -211,10 +211,10 @@ def _softmax(run: _Running, out: Tensor, a: Tensor, dim: int, _: bool) -> Tensor
     moved = run.of(a) + 2 * _unit(out) * (_size(a.amax(dim, keepdim=True)) + _size(a))
     floor = out + _tiny(out)
     denominator = (floor * moved.exp()).sum(dim, keepdim=True).log().clamp(min=0.0)
-    own = _gamma(out.shape[dim] + 4 * ELEMENTARY, out)
-    error = (floor * torch.expm1(moved + denominator) * (1 + own)).clamp(max=1.0)
-    total = error.sum(dim, keepdim=True) * (1 + own)
-    return torch.minimum(error, total - error + own * (total + 2)) + own * floor
+    rounding = _gamma(out.shape[dim] + 4 * ELEMENTARY, out)
+    error = (floor * torch.expm1(moved + denominator) * (1 + rounding)).clamp(max=1.0)
+    total = error.sum(dim, keepdim=True) * (1 + rounding)
+    return torch.minimum(error, total - error + rounding * (total + 2)) + rounding * floor
 
 
 def _steep(slope: float) -> Rule:

@@ -43,8 +43,8 @@ class InvertibleTransformer(nn.Module):
 
     >>> model = InvertibleTransformer(2, depth=2, mask="causal").double().eval()
     >>> x = torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    >>> found = model.inverse(model(x))
-    >>> bool(((found.x - x).flatten(1).norm(dim=1) <= found.error_bound).all()), found.certified
+    >>> inverted = model.inverse(model(x))
+    >>> bool(((inverted.x - x).flatten(1).norm(dim=1) <= inverted.error_bound).all()), inverted.certified
     (True, True)
     >>> model.log_det(x).exact
     True
@@ -94,19 +94,19 @@ class InvertibleTransformer(nn.Module):
         Iterations and accelerated steps are sums over the layers, the residual is the largest of theirs.
         """
         error = torch.zeros(y.shape[:-2], dtype=torch.promote_types(y.dtype, torch.float32), device=y.device)
-        found: Inversion | None = None
+        inversion: Inversion | None = None
         for layer in reversed(self.layers):
             if isinstance(layer, ActNorm):
                 rounding = layer.inverse_rounding(y.detach())
                 y = layer.inverse(y)
-                error = error * layer.inverse_lipschitz() + _sizes(rounding, found)
+                error = error * layer.inverse_lipschitz() + _sizes(rounding, inversion)
                 continue
             assert isinstance(layer, InvertibleResidual)
             step = layer.inverse(y, **options)
             y, error = step.x, error / (1 - step.contraction.coefficient) + step.error_bound
-            found = step if found is None else _joined(found, step)
-        assert found is not None
-        return replace(found, x=y, error_bound=error)
+            inversion = step if inversion is None else _joined(inversion, step)
+        assert inversion is not None
+        return replace(inversion, x=y, error_bound=error)
 
     def log_det(self, x: Tensor, **options: Any) -> LogDeterminant:
         """log|det| of the Jacobian at x; options as in `InvertibleResidual.log_det`."""
@@ -129,9 +129,9 @@ class InvertibleTransformer(nn.Module):
         return (layer for layer in self.layers if isinstance(layer, InvertibleResidual))
 
 
-def _sizes(x: Tensor, found: Inversion | None) -> Tensor:
+def _sizes(x: Tensor, inversion: Inversion | None) -> Tensor:
     """The norm of every item, in the norm of the branches."""
-    contraction = Contraction(0.0) if found is None else found.contraction
+    contraction = Contraction(0.0) if inversion is None else inversion.contraction
     sizes = contraction.size(x[None] if x.dim() == 2 else x)
     return sizes[0] if x.dim() == 2 else sizes
 

@@ -77,11 +77,11 @@ class AttentionLayer(nn.Module, ABC):
             n: number of tokens, for layers that depend on it.
         """
         with torch.no_grad():
-            found = self.attached_map(mask, n)
-        for module in found.modules():  # views of parameters still ask for gradients, even when made without
+            attached = self.attached_map(mask, n)
+        for module in attached.modules():  # views of parameters still ask for gradients, even when made without
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.detach()
-        return found  # type: ignore[return-value]
+        return attached  # type: ignore[return-value]
 
     def attention_map(self, n: int | None = None, mask: Mask = None) -> AttentionMap:
         """`map`, but refused while dropout is at work: as what `howsmooth.measure` and its like take this layer."""
@@ -195,7 +195,9 @@ class MixingLayer(AttentionLayer):
         """Output and, when asked for, weights ``(batch, heads, n, n)`` of a batch ``(batch, n, d)``."""
         batch, n, _ = x.shape
         heads = self.project(x, sight)
-        query, key, value = (part.reshape(-1, n, part.shape[-1]) for part in (heads.query, heads.key, heads.value))
+        query, key, value = (
+            tokens.reshape(-1, n, tokens.shape[-1]) for tokens in (heads.query, heads.key, heads.value)
+        )
         maps = Maps.every(batch, self.num_heads, n, query)
         shift = self._shift(heads.shift, sight, batch, query)
         dropout = self.dropout if self.training else 0.0

@@ -55,13 +55,13 @@ class DotProductAttention(MixingLayer):
 
     def _take_stages(self) -> None:
         """The stages of the map, which have no weights of their own; call it when the options are known."""
-        found = self.map()
-        self.weighting = found.weighting
-        self.query_stages, self.key_stages, self.value_stages = found.query_stages, found.key_stages, found.value_stages
+        core = self.map()
+        self.weighting = core.weighting
+        self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
-        parts = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in parts)
+        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        query, key, value = (projected.transpose(1, 2) for projected in by_head)
         for stage in self.query_stages:
             query = stage(query)
         for stage in self.key_stages:
@@ -204,9 +204,9 @@ class NormControlledAttention(DotProductAttention):
         return super().combine(mixed / 3, sight)
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
-        found = super().attached_map(mask, n)
-        found.output_weight = found.output_weight / 3
-        return found
+        attention_map = super().attached_map(mask, n)
+        attention_map.output_weight = attention_map.output_weight / 3
+        return attention_map
 
     @torch.no_grad()
     def cap_(self) -> None:

@@ -96,9 +96,9 @@ class L2Attention(MixingLayer):
         factor = self.factor(Sight(n or 0, tuple(as_mask(mask))), weights, mixing_matrix(*weights), follow=False)
         query, value, output = (weight.flatten(0, 1) for weight in weights)
         output = output if factor is None else output * factor
-        found = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
-        found.output_bias = None if bias is None else bias[:].to(query.dtype)
-        return found
+        attention_map = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
+        attention_map.output_bias = None if bias is None else bias[:].to(query.dtype)
+        return attention_map
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
         least = super().lipschitz_bound(n, radius, norm, mask)

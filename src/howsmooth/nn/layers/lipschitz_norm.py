@@ -37,8 +37,8 @@ class LipschitzNormAttention(MixingLayer):
     def project(self, x: Tensor, sight: Sight) -> Heads:
         if sight.terms:
             raise InvalidInput(_NO_MASKS)
-        parts = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in parts)
+        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        query, key, value = (projected.transpose(1, 2) for projected in by_head)
         divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
         return Heads(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
 
