@@ -91,9 +91,9 @@ def evaluate(model: CharacterModel, batch: Batch) -> float:
     try:
         with torch.no_grad():
             for start in range(0, len(batch.inputs), rows):
-                span = slice(start, start + rows)
-                document = None if batch.document is None else batch.document[span]
-                some = Batch(batch.inputs[span], batch.targets[span], document)
+                part = slice(start, start + rows)
+                document = None if batch.document is None else batch.document[part]
+                some = Batch(batch.inputs[part], batch.targets[part], document)
                 total += float(nats(model, some)) * some.tokens
     finally:
         model.train(training)

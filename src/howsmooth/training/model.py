@@ -167,12 +167,12 @@ class CharacterModel(nn.Module):
         training = self.training
         self.eval()
         try:
-            largest = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
+            found = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
         except DoesNotApply:
             return None
         finally:
             self.train(training)
-        return largest if math.isfinite(largest) else None
+        return found if math.isfinite(found) else None
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Parameters for the optimiser: only matrices decay."""

@@ -119,13 +119,13 @@ class Listener:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """The module as at evaluation; every part in its own mode again when the block ends."""
-    modes = [(inner, inner.training) for inner in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for inner, mode in modes:
-            inner.training = mode
+        for part, mode in modes:
+            part.training = mode
 
 
 def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, Site]]:

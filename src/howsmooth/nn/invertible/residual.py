@@ -97,13 +97,13 @@ class InvertibleResidual(nn.Module):
         for norm in (2, math.inf) if self.norm is None else (self.norm,):
             try:
                 with _evaluating(self.branch):
-                    bound = float(self.branch.lipschitz_bound(n, norm))
+                    found = float(self.branch.lipschitz_bound(n, norm))
             except DoesNotApply as refusal:
                 reasons.append(str(refusal).rstrip("."))
                 continue
-            if bound < 1 and bound <= limit * (1 + 1e-6):
-                return Contraction(bound, norm, True)
-            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {bound:.4g}")
+            if found < 1 and found <= limit * (1 + 1e-6):
+                return Contraction(found, norm, True)
+            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {found:.4g}")
         if self.trust:
             assert self.coefficient is not None
             return Contraction(self.coefficient, 2 if self.norm is None else self.norm, False)
@@ -272,21 +272,21 @@ def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
     check_finite(tokens.detach(), "the input")
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
+    own = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
     if any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
         raise InvalidInput("an inverse needs weights in float32 or float64, not half precision: call .float() first.")
-    if torch.finfo(widest).bits < torch.finfo(tokens.dtype).bits:
+    if torch.finfo(own).bits < torch.finfo(tokens.dtype).bits:
         raise InvalidInput("the tokens are float64 but the weights float32: convert one of them.")
-    return tokens.to(torch.promote_types(widest, torch.float32))
+    return tokens.to(torch.promote_types(own, torch.float32))
 
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """The module in evaluation, and afterwards as it was."""
-    modes = {inner: inner.training for inner in module.modules()}
+    modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
         yield
     finally:
-        for inner, mode in modes.items():
-            inner.training = mode
+        for part, mode in modes.items():
+            part.training = mode
