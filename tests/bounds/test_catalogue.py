@@ -10,7 +10,6 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, SCOPES, get, setting
-from howsmooth.bounds.visibility import first_blind, hides, is_causal, sees_itself
 
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3))
 
@@ -135,8 +134,8 @@ def test_masks_are_told_apart() -> None:
         (torch.where(hidden_self, 0.0, -math.inf), True, False, False, None),
     ]
     for mask, hidden, causal, own, blind in cases:
-        attention = masked(mask)
-        assert hides(attention) is hidden
-        assert is_causal(attention) is causal
-        assert sees_itself(attention, 3) is own
-        assert first_blind(attention, 3) == blind
+        terms = masked(mask).terms
+        assert terms.hides is hidden
+        assert terms.is_causal is causal
+        assert terms.sees_itself(3, heads=2) is own
+        assert terms.first_blind(3, heads=2) == blind

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.masks import LogitBias, Maps, softmax
 from howsmooth.attention.stages import Scale, TokenStage
+from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -54,12 +55,9 @@ class AttentionMap(nn.Module):
         *,
         heads: int = 1,
         kv_heads: int | None = None,
-        query_bias: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        value_bias: Tensor | None = None,
-        output_bias: Tensor | None = None,
-        logit_biases: Sequence[LogitBias] = (),
+        logit_biases: Iterable[LogitBias] = (),
         softcap: float | None = None,
+        **biases: Tensor | None,
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -92,11 +90,13 @@ class AttentionMap(nn.Module):
         self.register_buffer("key_weight", key.reshape(kv_heads, -1, width))
         self.register_buffer("value_weight", value.reshape(kv_heads, -1, width))
         self.register_buffer("output_weight", output.T.reshape(heads, -1, output.shape[0]))
-        self.register_buffer("query_bias", _split_bias("query", query_bias, heads, query.shape[0]))
-        self.register_buffer("key_bias", _split_bias("key", key_bias, kv_heads, key.shape[0]))
-        self.register_buffer("value_bias", _split_bias("value", value_bias, kv_heads, value.shape[0]))
-        self.register_buffer("output_bias", _split_bias("output", output_bias, None, output.shape[0]))
-        self.logit_biases = nn.ModuleList(logit_biases)
+        parts = (("query", heads, query), ("key", kv_heads, key), ("value", kv_heads, value), ("output", None, output))
+        for name, split, weight in parts:
+            bias = _split_bias(name, biases.pop(f"{name}_bias", None), split, len(weight))
+            self.register_buffer(f"{name}_bias", bias)
+        if biases:
+            raise InvalidInput(f"attention has biases of query, key, value and output, but no {', '.join(biases)}.")
+        self.logit_biases = nn.ModuleList(Terms(logit_biases))
         self.query_stages = nn.ModuleList()
         self.key_stages = nn.ModuleList()
         self.value_stages = nn.ModuleList()
@@ -120,11 +120,14 @@ class AttentionMap(nn.Module):
         """The token stages of queries, keys and values (which may depend on the projected tokens; see L2 attention)."""
         return tuple(self.query_stages), tuple(self.key_stages), tuple(self.value_stages)  # type: ignore[arg-type]
 
+    @property
+    def terms(self) -> Terms:
+        """Masks and additive biases of the logits, as one."""
+        return Terms(self.logit_biases)  # type: ignore[arg-type]
+
     def logit_terms(self) -> Iterator[LogitBias]:
-        """Masks and additive biases of the logits."""
-        for term in self.logit_biases:
-            assert isinstance(term, LogitBias)
-            yield term
+        """Masks and additive biases of the logits, one by one."""
+        return iter(self.terms)
 
     def in_dtype(self, dtype: torch.dtype) -> AttentionMap:
         """This map in another floating dtype (itself when nothing changes)."""
@@ -200,19 +203,12 @@ class AttentionMap(nn.Module):
 
     def _weights(self, query: Tensor, key: Tensor) -> Tensor:
         batch, heads, n, _ = query.shape
-        scores = query @ key.mT
+        scores, terms = query @ key.mT, self.terms
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        maps = Maps.every(batch, heads, n, query)
-        for term in self.logit_terms():
-            term.check(n, heads, batch)
-            block = term.block(slice(0, n), slice(0, n), maps)
-            if block is not None:
-                scores = (scores.flatten(0, 1) + block).unflatten(0, (batch, heads))
-        if self.weighting == "sigmoid":
-            return torch.sigmoid(scores)
-        blind = (scores == float("-inf")).all(-1, keepdim=True)
-        return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+        terms.check(n, heads, batch)
+        scores = terms.added_to(scores.flatten(0, 1), Maps.every(batch, heads, n, query)).unflatten(0, (batch, heads))
+        return torch.sigmoid(scores) if self.weighting == "sigmoid" else softmax(scores)
 
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

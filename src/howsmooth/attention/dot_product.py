@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.masks import LogitBias, as_mask
+from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale, UnitNorm
+from howsmooth.attention.terms import as_mask
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap, Heads, Stages
-from howsmooth.attention.masks import LogitBias, as_mask
+from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.attention.terms import as_mask
 from howsmooth.checks import check_no_nan, door
 from howsmooth.errors import InvalidInput
 
@@ -69,9 +70,8 @@ class L2SelfAttention(AttentionMap):
             values = value.reshape(heads, -1, value.shape[1])
             effective = (values @ tied.mT @ tied / temperature).reshape(value.shape)
             check_no_nan(effective, "the product of the value and query weights")
-        super().__init__(
-            query, query if key is None else key, effective, output, heads=heads, logit_biases=as_mask(mask)
-        )
+        keys = query if key is None else key
+        super().__init__(query, keys, effective, output, heads=heads, logit_biases=as_mask(mask))
         self.register_buffer("plain_value", value.reshape(heads, -1, value.shape[1]))
         self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
 

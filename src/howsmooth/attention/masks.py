@@ -2,13 +2,16 @@
 
 A `LogitBias` adds a constant (independent of the tokens) to the logit of query i and key j; −∞ hides j from i. It
 answers two questions for a block of queries and keys: which keys can be seen at all (so that hidden blocks are
-skipped), and what to add inside the block. Masks live here, position-dependent terms in `positions`.
+skipped), and what to add inside the block. And it knows the facts that theorems ask for: who sees whom, and how many.
+Masks live here, position-dependent terms in `positions`, several terms as one in `terms`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,11 @@ from howsmooth.checks import Count, door, shown
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
+Sight = Literal["full", "causal", "ordered", "any"]
+"""Who sees whom: everyone everyone; token i exactly the tokens j ≤ i; only such tokens, and of two tokens that see the
+same one the later sees the earlier (causal windows); or anything."""
+_BAND = 2**24
+"""Pairs of tokens, over all heads, that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +64,103 @@ class Maps:
 class LogitBias(nn.Module, ABC):
     """A term added to the logits that does not depend on the tokens.
 
+    A kind of one's own must say what it adds, `block`. Whatever else it says makes it faster or lets more theorems
+    apply; what it does not say is taken to be the least favourable. Facts hold for every length, item and head.
+
     Attributes:
+        sight: who sees whom, see `Sight`.
         hides_only: whether it adds nothing but 0 and −∞, which is exact, where other terms round.
+        keeps_self: whether every token sees itself. Where this is not known, `sees_itself` looks.
+        items: how many items of a batch have masks of their own; 1 when it is the same for all.
+
+    >>> class Pairs(LogitBias):
+    ...     hides_only = keeps_self = True
+    ...
+    ...     def block(self, rows, cols, maps):
+    ...         return maps.hide(maps.positions(rows)[:, None] // 2 == maps.positions(cols) // 2)[None]
+    ...
+    ...     def most_seen(self, n):
+    ...         return min(n, 2)
+    >>> Pairs().sight, Pairs().looks_back(4), Pairs().first_blind(4)
+    ('any', False, None)
     """
 
+    sight: Sight = "any"
     hides_only = False
-
-    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
-        """Smallest known range of keys that contains every key seen by the queries ``start … stop − 1``."""
-        return 0, n
+    keeps_self = False
+    items = 1
 
     @abstractmethod
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         """What to add to the logits of a block, ``(g or 1, rows, cols)``, or None when nothing."""
 
+    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
+        """Smallest known range of keys that contains every key seen by the queries ``start … stop − 1``."""
+        return 0, n
+
     def check(self, n: int, heads: int, batch: int) -> None:
         """Raise `InvalidInput` when this term does not fit the input."""
+
+    def most_seen(self, n: float) -> float:
+        """How many of n tokens a token sees, and is seen by, at most."""
+        return n
+
+    @property
+    def hides(self) -> bool:
+        """Whether it may hide some token from some other."""
+        return self.sight != "full"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether token i sees exactly the tokens j ≤ i, with nothing added to their logits."""
+        return self.sight == "causal" and self.hides_only
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing is added to any logit."""
+        return self.sight == "full" and self.hides_only
+
+    def added_to(self, logits: Tensor, maps: Maps, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """The logits ``(g, rows, cols)`` of a block, by default of all tokens, with this term."""
+        every = slice(0, maps.n)
+        block = self.block(rows or every, cols or every, maps)
+        return logits if block is None else logits + block
+
+    def sees_itself(self, n: int, heads: int = 1, batch: int = 1) -> bool:
+        """Whether each of n tokens sees itself in every head of every item."""
+        bands = [] if self.keeps_self else self._seen(n, heads, batch)
+        return all(bool(seen.diagonal(rows.start, dim1=-2, dim2=-1).all()) for rows, seen in bands)
+
+    def looks_back(self, n: int, heads: int = 1) -> bool:
+        """Whether token i sees none of the tokens j > i."""
+        bands = [] if self.sight in ("causal", "ordered") else self._seen(n, heads)
+        return not any(bool(seen.triu(rows.start + 1).any()) for rows, seen in bands)
+
+    def first_blind(self, n: int, heads: int = 1) -> int | None:
+        """The first of n tokens that sees nothing in some head, if there is one."""
+        for rows, seen in [] if self.keeps_self else self._seen(n, heads):
+            blind = ~seen.any(-1).all(0)
+            if bool(blind.any()):
+                return rows.start + int(blind.nonzero()[0])
+        return None
+
+    def _seen(self, n: int, heads: int, batch: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Bands of queries and, for each, which keys are seen, ``(batch·heads, rows, n)``."""
+        self.check(n, heads, batch)
+        device = next((buffer.device for buffer in self.buffers()), None)
+        logits = torch.zeros(batch * heads, 1, 1, dtype=torch.float64, device=device)
+        maps, step = Maps.every(batch, heads, n, logits), max(1, _BAND // (n * batch * heads))
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            band = logits.expand(-1, rows.stop - start, n)
+            yield rows, self.added_to(band, maps, rows) != HIDDEN
 
 
 class Causal(LogitBias):
     """Token i sees the tokens j ≤ i."""
 
-    hides_only = True
+    sight: Sight = "causal"
+    hides_only = keeps_self = True
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         return 0, min(stop, n)
@@ -91,12 +174,13 @@ class Causal(LogitBias):
 class SlidingWindow(LogitBias):
     """Token i sees the ``window`` tokens i − window < j ≤ i, or |i − j| < window when ``causal`` is False."""
 
-    hides_only = True
+    hides_only = keeps_self = True
 
     @door
     def __init__(self, window: Count, causal: bool = True):
         super().__init__()
         self.window, self.causal = int(window), causal
+        self.sight = "ordered" if causal else "any"
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         high = stop if self.causal else stop + self.window - 1
@@ -111,6 +195,9 @@ class SlidingWindow(LogitBias):
         seen = distance < self.window
         seen &= (distance >= 0) if self.causal else (distance > -self.window)
         return maps.hide(seen)[None]
+
+    def most_seen(self, n: float) -> float:
+        return min(n, self.window if self.causal else 2 * self.window - 1)
 
 
 class Padding(LogitBias):
@@ -133,6 +220,7 @@ class Padding(LogitBias):
             raise InvalidInput(f"a padding mask has shape (batch, n), got {tuple(keep.shape)}.")
         self.keep: Tensor
         self.register_buffer("keep", keep.bool(), persistent=False)
+        self.items = len(keep)
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         kept = self.keep.any(0).nonzero()
@@ -173,8 +261,14 @@ class DenseBias(LogitBias):
             raise InvalidInput("an additive mask may hold finite logits and −inf, but this one holds NaN or +inf.")
         self.bias: Tensor
         self.register_buffer("bias", bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)), persistent=False)
+        self.items = len(self.bias)
         self.hides_only = bias.dtype == torch.bool or bool(((bias == 0) | (bias == HIDDEN)).all())
         seen = self.bias if bias.dtype == torch.bool else self.bias != HIDDEN
+        self.keeps_self = bool(seen.diagonal(dim1=-2, dim2=-1).all())
+        if bool((seen == torch.ones_like(seen).tril()).all()):
+            self.sight = "causal"
+        elif bool(seen.all()):
+            self.sight = "full"
         seen = seen.flatten(0, 1).any(0)
         index = torch.arange(seen.shape[-1], device=seen.device)
         self._first = torch.where(seen, index, seen.shape[-1]).amin(-1).tolist()
@@ -203,14 +297,7 @@ class DenseBias(LogitBias):
             )
 
 
-def as_mask(mask: LogitBias | Tensor | str | None) -> list[LogitBias]:
-    """The mask argument of an attention map as a list of terms: None, "causal", a tensor or a `LogitBias`."""
-    if mask is None:
-        return []
-    if isinstance(mask, LogitBias):
-        return [mask]
-    if isinstance(mask, Tensor):
-        return [DenseBias(mask)]
-    if mask == "causal":
-        return [Causal()]
-    raise InvalidInput(f"a mask is None, 'causal', a tensor or a LogitBias, got {shown(mask)}.")
+def softmax(logits: Tensor) -> Tensor:
+    """Weights over the keys; a query that sees none (−∞ alone) has weights zero, and derivatives zero."""
+    blind = (logits == HIDDEN).all(-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)

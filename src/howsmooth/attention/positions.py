@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
 from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.checks import check_count, check_weights, door
 from howsmooth.errors import InvalidInput
@@ -104,6 +104,9 @@ class _Turn(TokenDerivative):
 class ALiBi(LogitBias):
     """Linear biases (Press et al. 2022): the logit of (i, j) in head h gains −slope_h·|i − j|."""
 
+    sight: Sight = "full"
+    keeps_self = True
+
     @door
     def __init__(self, slopes: Tensor):
         super().__init__()
@@ -148,6 +151,8 @@ class RelativeBias(LogitBias):
             raise InvalidInput("a relative bias table may hold finite logits and −inf, but this one holds NaN or +inf.")
         self.table: Tensor
         self.register_buffer("table", table, persistent=False)
+        self.keeps_self = bool((table[:, table.shape[1] // 2] != HIDDEN).all())
+        self.sight = "full" if bool((table != HIDDEN).all()) else "any"
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
         reach = self.table.shape[1] // 2

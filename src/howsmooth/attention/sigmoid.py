@@ -7,13 +7,16 @@ import math
 from torch import Tensor
 
 from howsmooth.attention.dot_product import SelfAttention
-from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.masks import LogitBias, Maps, Sight
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
 class _Shift(LogitBias):
     """The same constant on every logit; None means −ln n, which makes rows of weights sum to about one."""
+
+    sight: Sight = "full"
+    keeps_self = True
 
     def __init__(self, value: float | None):
         super().__init__()

@@ -8,7 +8,6 @@ from howsmooth.attention import Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.catalogue import Assumption
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.visibility import hides, is_causal, sees_itself
 
 
 def _linear_queries_and_keys(where: Setting) -> bool:
@@ -25,15 +24,14 @@ def _no_rotary(where: Setting) -> bool:
     return not any(isinstance(stage, Rotary) for stage in where.map.query_stages)
 
 
-UNMASKED = Assumption("no token is hidden by a mask", lambda where: not hides(where.map))
-CAUSAL = Assumption("the mask is causal, with nothing added to the logits", lambda where: is_causal(where.map))
+CAUSAL = Assumption("the mask is causal, with nothing added to the logits", lambda where: where.map.terms.is_causal)
 UNMASKED_OR_CAUSAL = Assumption(
     "tokens see either all others or the past, with nothing added to the logits",
-    lambda where: is_causal(where.map) or not list(where.map.logit_terms()),
+    lambda where: where.map.terms.is_causal or where.map.terms.is_nothing,
 )
 NO_PLACES = Assumption(
     "logits depend on the tokens alone, not on their places (no mask, no position bias, no rotary positions)",
-    lambda where: not list(where.map.logit_terms()) and _no_rotary(where),
+    lambda where: where.map.terms.is_nothing and _no_rotary(where),
 )
 NO_ROTARY = Assumption("queries and keys are not turned by rotary positions", _no_rotary)
 NO_QUERY_BIAS = Assumption("queries have no bias", _no_query_bias)
@@ -46,7 +44,7 @@ LINEAR_VALUES = Assumption(
 )
 SEES_ITSELF = Assumption(
     "every token sees itself",
-    lambda where: where.n is None or math.isinf(where.n) or sees_itself(where.map, int(where.n)),
+    lambda where: where.n is None or math.isinf(where.n) or where.map.terms.sees_itself(int(where.n), where.map.heads),
 )
 AT_LEAST_TWO = Assumption("there are at least two tokens", lambda where: where.n is None or where.n >= 2)
 AT_LEAST_THREE = Assumption("there are at least three tokens", lambda where: where.n is None or where.n >= 3)

@@ -89,9 +89,7 @@ def large_radius_limit(attention: AttentionMap, x: Tensor) -> Tensor:
     query, key, _ = query_key(attention)
     x = x.double()
     logits = (x @ query.mT) @ (x @ key.mT).mT
-    for term in attention.logit_terms():
-        block = term.block(slice(0, len(x)), slice(0, len(x)), Maps.every(1, attention.heads, len(x), logits))
-        logits = logits if block is None else logits + block
+    logits = attention.terms.added_to(logits, Maps.every(1, attention.heads, len(x), logits))
     degree = torch.nn.functional.one_hot(logits.argmax(-1), len(x)).sum(1).amax(1)
     return spectral(value_matrices(attention)) * degree.double().sqrt()
 

@@ -17,8 +17,7 @@ from scipy.special import lambertw
 from torch import Tensor
 from torch.linalg import matrix_norm
 
-from howsmooth.attention import Causal, DenseBias, L2SelfAttention, LogitBias, Padding, SlidingWindow
-from howsmooth.attention.masks import HIDDEN
+from howsmooth.attention import L2SelfAttention
 from howsmooth.bounds.assumptions import FINITE, SEES_ITSELF
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import spectral
@@ -97,13 +96,6 @@ def not_lipschitz_witness(n: int, t: float) -> Tensor:
     return torch.cat([half.new_zeros(1, 1), half, -half])
 
 
-def only_hides(term: LogitBias) -> bool:
-    """Whether a term of the logits is zero for the tokens that are seen and hides the others."""
-    if isinstance(term, DenseBias):
-        return term.bias.dtype == torch.bool or bool(((term.bias == 0) | (term.bias == HIDDEN)).all())
-    return isinstance(term, Causal | SlidingWindow | Padding)
-
-
 TIED = Assumption(
     "queries and keys share their weights (W^Q = W^K)", lambda where: bool(getattr(where.attention, "tied", False))
 )
@@ -112,7 +104,7 @@ VALUE_FACTOR = Assumption(
 )
 ONLY_HIDES = Assumption(
     "nothing is added to the logits of tokens that are seen",
-    lambda where: all(only_hides(term) for term in where.map.logit_terms()),
+    lambda where: where.map.terms.hides_only,
 )
 L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
 """What every bound for L2 attention takes for granted; without any one of them it is false."""

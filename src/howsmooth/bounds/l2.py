@@ -15,33 +15,29 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Literal
 
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
-from howsmooth.attention import Causal, SlidingWindow
+from howsmooth.attention.masks import Sight
 from howsmooth.bounds.assumptions import UNMASKED_OR_CAUSAL
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.kim2021 import L2_ASSUMPTIONS, l2_weights, phi_inverse
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.visibility import Masked, hides
 
 REFERENCE = "howsmooth"
-Sight = Literal["full", "ordered", "any"]
-"""Who sees whom: everyone everyone; of two tokens that see the same token one sees the other (causal masks and causal
-windows); or anything in which tokens see themselves."""
 
 
 def largest_column(n: float, sight: Sight, weight: float = 0.0) -> float:
     r"""An upper bound on :math:`\sum_i P_{ij}\,(1 + \lambda\,(u\cdot(z_i-z_j))^2)` for every j and unit vector u.
 
-    With the weight λ = 0 it bounds the column sums of P: √N with full sight, 2√N − 1 when ordered, (N+1)/2 always. Full
-    and ordered sight have the further factor :math:`\sqrt{1+\lambda^2/2}`.
+    With the weight λ = 0 it bounds the column sums of P: √N with full sight, 2√N − 1 when ordered (or causal: of two
+    tokens that see the same one, one sees the other), (N+1)/2 always. Full and ordered sight have the further factor
+    :math:`\sqrt{1+\lambda^2/2}`.
 
     Proof. Let f_i be the unit feature vectors of the Gaussian kernel K, s_i = u·(z_i−z_j), and r_i ≥ 1 the sum of K_ik
     over the k that i sees, so that P_ij = K_ij/r_i. The function :math:`h = (1+\lambda s^2)K(\cdot, z_j)` belongs to
@@ -242,31 +238,9 @@ def _odd_phi(n: float) -> float:
     return phi_inverse((n - 1) // 2 * 2)
 
 
-def sight_of(attention: Masked) -> Sight:
-    """What a mask lets tokens see, as far as the bounds care."""
-    if not hides(attention):
-        return "full"
-    return "ordered" if all(isinstance(t, Causal) or _looks_back(t) for t in attention.logit_terms()) else "any"
-
-
-def _looks_back(term: object) -> bool:
-    return isinstance(term, SlidingWindow) and term.causal
-
-
-def seen(attention: Masked, n: float) -> float:
-    """How many of n tokens a token sees, and is seen by, at most: all, or what a window leaves.
-
-    >>> from howsmooth.attention import L2SelfAttention
-    >>> seen(L2SelfAttention(torch.eye(2), torch.eye(2), mask=SlidingWindow(3)), 100)
-    3
-    """
-    windows = [term for term in attention.logit_terms() if isinstance(term, SlidingWindow)]
-    return min([n, *(term.window if term.causal else 2 * term.window - 1 for term in windows)])
-
-
 def _lip_2(where: Setting, folded: bool) -> Tensor:
-    query, value, output = l2_weights(where)
-    return lip_2(query, value, seen(where.map, where.count), sight_of(where.map), output if folded else None)
+    (query, value, output), terms = l2_weights(where), where.map.terms
+    return lip_2(query, value, terms.most_seen(where.count), terms.sight, output if folded else None)
 
 
 def _lower_2(where: Setting, folded: bool) -> Tensor:
@@ -308,7 +282,7 @@ register(
         side="upper",
         norm=math.inf,
         assumptions=L2_ASSUMPTIONS,
-        evaluate=lambda where: lip_inf(*l2_weights(where), seen(where.map, where.count)),
+        evaluate=lambda where: lip_inf(*l2_weights(where), where.map.terms.most_seen(where.count)),
         combine="block",
     )
 )

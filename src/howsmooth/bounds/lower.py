@@ -48,7 +48,6 @@ from howsmooth.bounds.heads import query_key, spectral, value_matrices
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.bounds.visibility import is_causal
 
 _LONGEST_SUM = 10**7
 """Terms of the masked sum that are added up; fewer terms only lower a lower bound."""
@@ -155,7 +154,7 @@ def clusters(attention: AttentionMap, tokens: TokenSet) -> Clusters:
 def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: int = 0) -> Tensor:
     """The input that attains the bound for one head: the outliers first, then the others, ``(n, d)``."""
     found = clusters(attention, tokens)
-    values = _evaluate(attention, found, lambda e: sums_for(e, n, is_causal(attention)), folded=True)[head]
+    values = _evaluate(attention, found, lambda e: sums_for(e, n, attention.terms.is_causal), folded=True)[head]
     best, count = int(values.argmax()), 1
     if values.dim() == 2:
         best, place = divmod(best, values.shape[1])
@@ -214,7 +213,7 @@ def _powers(first: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _finite(where: Setting, folded: bool) -> Tensor:
     assert where.tokens is not None
-    causal = is_causal(where.map)
+    causal = where.map.terms.is_causal
     found = clusters(where.map, where.tokens)
     return _evaluate(where.map, found, lambda e: sums_for(e, where.count, causal), folded).flatten(1).amax(1)
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.masks import Maps
+from howsmooth.attention.masks import Maps, softmax
 from howsmooth.attention.stages import Chain, Scale, TokenStage
 from howsmooth.bounds.rounding import (
     UNIT,
@@ -163,8 +163,7 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
     attention = attention.in_dtype(torch.float64)
     tokens = x.double().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
-    for term in attention.logit_terms():
-        term.check(n, attention.heads, batch)
+    attention.terms.check(n, attention.heads, batch)
     raw = [part.flatten(0, 1) for part in attention.project(tokens)]
     stages = attention.stages(raw[0], raw[1])
     (query, query_chain), (key, key_chain), (value, value_chain) = (
@@ -334,17 +333,12 @@ def _weights(attention: AttentionMap, query: Tensor, key: Tensor, maps: Maps) ->
         ratio = scores / attention.softcap
         decay = torch.exp(-2 * ratio.abs())
         scores, slopes = attention.softcap * torch.tanh(ratio), 4 * decay / (1 + decay).square()
-    everything = slice(0, maps.n)
-    for term in attention.logit_terms():
-        block = term.block(everything, everything, maps)
-        if block is not None:
-            scores = scores + block
+    scores = attention.terms.added_to(scores, maps)
     if attention.weighting == "sigmoid":
         weights = torch.sigmoid(scores)
         bare = weights * torch.sigmoid(-scores)
     else:
-        blind = (scores == float("-inf")).all(-1, keepdim=True)
-        weights = bare = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+        weights = bare = softmax(scores)
     return dots.detach(), scores, weights, bare if slopes is None else bare * slopes
 
 

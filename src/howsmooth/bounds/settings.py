@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.bounds.visibility import first_blind
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
@@ -138,7 +137,8 @@ def setting(
         raise InvalidInput(f"tokens must be a TokenSet or a normalisation module, got {type(tokens).__name__}.")
     found = _tokens(attention, radius, tokens, x)
     if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
-        blind = first_blind(attention, int(n))
+        attention.terms.check(int(n), attention.heads, 1)
+        blind = attention.terms.first_blind(int(n), attention.heads)
         if blind is not None:
             raise InvalidInput(f"token {blind} sees nothing under this mask: leave padded tokens out.")
     return Setting(attention, n, found, x, eps)

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Causal, DenseBias, Padding, Rotary, SlidingWindow
+from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Scale
+from howsmooth.attention.terms import Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import spectral
@@ -140,12 +141,7 @@ def _shift(attention: AttentionMap, n: int) -> float:
 
 
 def _only_masked(where: Setting) -> bool:
-    *others, _ = where.map.logit_terms()
-    return all(
-        isinstance(term, Causal | SlidingWindow | Padding)
-        or (isinstance(term, DenseBias) and term.bias.dtype == torch.bool)
-        for term in others
-    )
+    return Terms(list(where.map.terms)[:-1]).hides_only
 
 
 def _sigmoid(where: Setting, folded: bool) -> Tensor:

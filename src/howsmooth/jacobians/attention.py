@@ -202,15 +202,14 @@ def _operator(
 ) -> AttentionJacobian:
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
-    for term in attention.logit_terms():
-        term.check(n, attention.heads, batch)
+    attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
     mixing = Mixing.at(
         point.query,
         point.key,
         point.value,
         Maps.every(batch, attention.heads, n, point.query),
-        tuple(attention.logit_terms()),
+        attention.terms,
         dtype=dtype,
         softcap=attention.softcap,
         softmax=attention.weighting == "softmax",

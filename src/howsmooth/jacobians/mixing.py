@@ -20,13 +20,14 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention.masks import LogitBias, Maps
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums
 
@@ -75,27 +76,21 @@ class Logits:
     query: Tensor
     key: Tensor
     maps: Maps
-    terms: tuple[LogitBias, ...]
+    terms: Terms
     softcap: float | None
     eps: float
 
     @classmethod
-    def between(
-        cls, query: Tensor, key: Tensor, maps: Maps, terms: Sequence[LogitBias], softcap: float | None
-    ) -> Logits:
-        return cls(query, key, replace(maps, like=query), tuple(terms), softcap, torch.finfo(query.dtype).eps)
+    def between(cls, query: Tensor, key: Tensor, maps: Maps, terms: Terms, softcap: float | None) -> Logits:
+        return cls(query, key, replace(maps, like=query), terms, softcap, torch.finfo(query.dtype).eps)
 
     def of(self, tile: Tile) -> Tensor:
         """The logits of a tile."""
         logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        maps = self.maps.select(tile.maps)
-        for term in self.terms:
-            block = term.block(tile.rows, tile.cols, maps)
-            if block is not None:
-                logits.add_(block)
-        return logits
+        block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
+        return logits if block is None else logits.add_(block)
 
     def slope_of(self, tile: Tile) -> Tensor:
         """The slope 1 − tanh² of the soft-cap in a tile."""
@@ -135,7 +130,7 @@ class Mixing:
         key: Tensor,
         value: Tensor,
         maps: Maps,
-        terms: Sequence[LogitBias] = (),
+        terms: Terms,
         *,
         dtype: torch.dtype | None = None,
         softcap: float | None = None,
@@ -281,9 +276,7 @@ class Mixing:
             maps = slice(first, min(first + group, count))
             for start in range(0, n, rows):
                 stop = min(start + rows, n)
-                ranges = [term.key_range(start, stop, n) for term in self.logits.terms]
-                low = max([0, *(r[0] for r in ranges)])
-                high = min([n, *(r[1] for r in ranges)])
+                low, high = self.logits.terms.key_range(start, stop, n)
                 yield [
                     Tile(maps, slice(start, stop), slice(left, min(left + TILE_COLS, high)))
                     for left in range(low, high, TILE_COLS)

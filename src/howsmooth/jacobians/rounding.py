@@ -122,7 +122,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
     query_error, key_error, _ = point.errors
     logit = eps * (growth(mixing.query.shape[-1]) + 4) * query * key
     logit = logit + query_error * key + query * key_error + query_error * key_error
-    if not all(term.hides_only for term in mixing.logits.terms):
+    if not mixing.logits.terms.hides_only:
         # |bias| ≤ |top| + |s − top| + |q·k|; weights with s further below the top than this are less than eps².
         logit = logit + 3 * eps * (mixing.tops.double().abs().amax((-2, -1)) + 2 * math.log(1 / eps))
     relative = torch.expm1(2 * logit) + 4 * torch.finfo(mixing.query.dtype).eps

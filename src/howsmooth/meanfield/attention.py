@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, Causal, LogitBias, Rotary
+from howsmooth.attention import AttentionMap, LogitBias, Rotary
 from howsmooth.attention.masks import Maps
 from howsmooth.checks import check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
@@ -189,8 +189,8 @@ def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
     if any(isinstance(stage, Rotary) for stage in [*found.query_stages, *found.key_stages]):
         raise InvalidInput("rotary positions count tokens, which a measure cannot: leave them out of the attention.")
     terms = list(found.logit_terms())
-    causal = len(terms) == 1 and isinstance(terms[0], Causal)
-    if terms and not causal:
+    causal = found.terms.is_causal
+    if not causal and not found.terms.is_nothing:
         names = ", ".join(type(term).__name__ for term in terms)
         raise InvalidInput(f"on measures attention is unmasked or causal, but this one has {names}: leave it out.")
     if causal and measure.positions is None:

@@ -8,6 +8,7 @@ enough that a wrong scale, soft-cap or mask cannot hide behind nearly uniform we
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention, SlidingWindow
+from howsmooth.attention import SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.conventions import Site
 from howsmooth.models.listening import Call, record_calls, reference_mode
@@ -92,8 +93,8 @@ def samples_of_frames(frames: int, kernels: Sequence[int], strides: Sequence[int
 
 def _length(model: PreTrainedModel, attention: SelfAttention) -> int:
     """Enough tokens to see past a sliding window, unless it is very long."""
-    windows = [term.window for term in attention.logit_terms() if isinstance(term, SlidingWindow)]
-    wanted = max([_TOKENS, *(window + 8 for window in windows if window + 8 <= _LONGEST)])
+    past = attention.terms.most_seen(math.inf) + 8
+    wanted = max(_TOKENS, int(past)) if past <= _LONGEST else _TOKENS
     # RoBERTa counts positions from 2.
     return max(2, min(wanted, getattr(model.config, "max_position_embeddings", wanted + 2) - 2))
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Causal, DenseBias, LogitBias, Rotary, SelfAttention
-from howsmooth.attention.masks import Maps
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.listening import RealTokens, listening, run
 from howsmooth.models.reading import read_rotary, rotary_kinds
@@ -147,7 +146,7 @@ def _rebuild(
         key_bias=key.bias,
         value_bias=value.bias,
         output_bias=None if last.bias is None else last.bias.clone(),
-        mask=_mask(call.bias, real.keep, call.query),
+        mask=_mask(call.bias, real.keep),
         rotary=rotary,
         softcap=call.softcap,
         scale=1.0,
@@ -195,7 +194,7 @@ def _splits(features: int, heads: int, width: int) -> Iterator[Tensor]:
         yield from (part.flatten() for part in everything.unflatten(0, (heads, 3, width)).unbind(1))
 
 
-def _mask(bias: Tensor | None, keep: Tensor | None, like: Tensor) -> LogitBias | None:
+def _mask(bias: Tensor | None, keep: Tensor | None) -> LogitBias | None:
     """The mask by name when it is none or causal, and written out for this length otherwise."""
     if bias is None:
         return None
@@ -203,11 +202,7 @@ def _mask(bias: Tensor | None, keep: Tensor | None, like: Tensor) -> LogitBias |
     bias = bias.expand(*bias.shape[:-2], n, n)[0]
     bias = bias if keep is None else bias[..., keep, :][..., keep]
     bias = torch.where(bias < torch.finfo(bias.dtype).min / 2, float("-inf"), bias)
-    n = bias.shape[-1]
-    causal = Causal()
-    expected = causal.block(slice(0, n), slice(0, n), Maps.every(1, 1, n, like))
     if bool((bias == 0).all()):
         return None
-    if expected is not None and bool((bias == expected).all()):
-        return causal
-    return DenseBias(bias.clone())
+    mask = DenseBias(bias.clone())
+    return Causal() if mask.is_causal else mask

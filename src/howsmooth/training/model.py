@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
+from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
 from howsmooth.bounds import TokenSet
 from howsmooth.checks import check_count, door
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -36,19 +36,30 @@ _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
 
 
-class WithinDocuments(SlidingWindow):
+class WithinDocuments(LogitBias):
     """Token i sees the tokens j ≤ i of its own document, or the last ``window`` of them.
 
-    Of two tokens that see the same one, one sees the other: what the bounds for causal L2 attention need holds too.
+    Of two tokens that see the same one, the later sees the earlier, as under a causal window.
 
     Args:
         seen: ``(batch, n, n)`` booleans, see `howsmooth.training.lengths.Batch.seen`. window: None for all n.
     """
 
+    sight: Sight = "ordered"
+    hides_only = keeps_self = True
+
     def __init__(self, seen: Tensor, window: int | None = None):
-        super().__init__(window or seen.shape[-1])
+        super().__init__()
+        self.past = SlidingWindow(window or seen.shape[-1])
+        self.items = len(seen)
         self.seen: Tensor
-        self.register_buffer("seen", seen.triu(1 - self.window), persistent=False)
+        self.register_buffer("seen", seen.triu(1 - self.past.window), persistent=False)
+
+    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
+        return self.past.key_range(start, stop, n)
+
+    def most_seen(self, n: float) -> float:
+        return self.past.most_seen(n)
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         return maps.hide(self.seen[maps.batch, rows, cols])

@@ -78,8 +78,7 @@ def asked(
     count = starts + len(given) + 12
     _check_memory(attention, n, d, count)
     if attention is not None:
-        for term in attention.logit_terms():
-            term.check(n, attention.heads, 1)
+        attention.terms.check(n, attention.heads, 1)
         if not isinstance(region, Everywhere):
             check_resolution(attention, region.random(torch.Generator().manual_seed(0), n, d))
     chosen, notes = _own_starts(given, region, n, d)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, Causal, LogitBias
+from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Seed, door
@@ -132,7 +132,7 @@ def worst_measure(
         if count < 1:
             raise InvalidInput(f"the search needs at least one of {name}, got {count}.")
     found = as_attention(attention)
-    causal = found is not None and any(isinstance(term, Causal) for term in found.logit_terms())
+    causal = found is not None and found.terms.is_causal
     where, in_order = _bounded(over, radius), causal if ordered is None else ordered
     climbs: list[_Climb] = []
     history: list[float] = []

@@ -123,7 +123,7 @@ class _Mixing:
         self.queries = torch.cat([dquery, query], dim=-1)  # against `keys` it gives dq kᵀ + q dkᵀ
         self.crossed = torch.cat([query, dquery], dim=-1)
         self.softmax, self.softcap = attention.weighting == "softmax", attention.softcap
-        self.terms = list(attention.logit_terms())
+        self.terms = attention.terms
         self.maps = Maps.every(starts, attention.heads, self.n, query)
         self.gquery, self.gdquery = torch.zeros_like(query), torch.zeros_like(query)
         self.gkeys, self.gvalues = torch.zeros_like(self.keys), torch.zeros_like(self.values)
@@ -179,9 +179,7 @@ class _Block:
 
     def __init__(self, parent: _Mixing, maps: slice, rows: slice):
         self.parent, self.maps, self.rows = parent, maps, rows
-        ranges = [term.key_range(rows.start, rows.stop, parent.n) for term in parent.terms]
-        low, high = max([0, *(r[0] for r in ranges)]), min([parent.n, *(r[1] for r in ranges)])
-        self.cols = slice(low, max(low, high))
+        self.cols = slice(*parent.terms.key_range(rows.start, rows.stop, parent.n))
         self.keys, self.values = parent.keys[maps, self.cols], parent.values[maps, self.cols]
         key, self.value = self.keys[..., : parent.width], self.values[..., : self.values.shape[-1] // 2]
         logits = parent.query[maps, rows] @ key.mT
@@ -194,11 +192,8 @@ class _Block:
             self.cap = 1 - bent.square()
             self.bend = -2 / parent.softcap * bent * self.cap * self.shift  # what the cap's own slope adds
             self.shift = self.shift * self.cap
-        chosen = parent.maps.select(maps)
-        for term in parent.terms:
-            added = term.block(rows, self.cols, chosen)
-            if added is not None:
-                logits += added
+        added = parent.terms.block(rows, self.cols, parent.maps.select(maps))
+        logits = logits if added is None else logits.add_(added)
         if parent.softmax:
             top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, keepdim=True)
             logits -= top.masked_fill_(top == -math.inf, 0.0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence.ascent import ROUNDING
+from howsmooth.attention.terms import as_mask
 from howsmooth.bounds import Bound, kim2021, l2
 from howsmooth.bounds.heads import spectral
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -245,7 +246,7 @@ def test_zero_weights_give_zero() -> None:
 
 def test_average_constant_knows_the_mask() -> None:
     window = hs.SlidingWindow(4)
-    constants = [average_2(Sight(100, terms)) for terms in ((), (hs.Causal(),), (window,))]
+    constants = [average_2(Sight(100, as_mask(mask))) for mask in (None, hs.Causal(), window)]
     expected = [l2.average_lip_2(100), l2.average_lip_2(100, "ordered"), l2.average_lip_2(4, "ordered")]
     assert constants == expected
     dense = Sight.of((1, 4, 1), torch.ones(4, 4).tril(-1).bool(), False, None)

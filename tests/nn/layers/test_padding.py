@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
+from howsmooth.attention.terms import Terms, as_mask
 from howsmooth.bounds import kim2021, l2
 from howsmooth.bounds.l2 import block_lip_2
 from howsmooth.nn.layers.base import AttentionLayer
@@ -48,7 +49,7 @@ PADDING = {
 }
 
 
-def formula(layer: AttentionLayer, x: Tensor, look: Tensor, terms: tuple[LogitBias, ...]) -> Tensor:
+def formula(layer: AttentionLayer, x: Tensor, look: Tensor, terms: Terms) -> Tensor:
     """The layer written out for one text ``(n, d)`` without padding; ``look`` says who sees whom."""
     n = len(x)
     hidden = torch.zeros(n, n, dtype=x.dtype).masked_fill(~look, -math.inf)
@@ -91,7 +92,7 @@ def divided(layer: layers.L2Attention, weights: list[Tensor], sight: Sight) -> T
     if layer.norm == 2:
         return layer.coefficient / block_lip_2(*weights, average_2(sight))  # type: ignore[call-arg, arg-type]
     bound = l2.lip_inf if layer.bound == "howsmooth" else kim2021.lip_inf
-    return layer.coefficient / bound(*weights, l2.seen(sight, sight.n))  # type: ignore[call-arg, arg-type]
+    return layer.coefficient / bound(*weights, sight.terms.most_seen(sight.n))  # type: ignore[call-arg, arg-type]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -109,7 +110,7 @@ def test_padded_texts_have_outputs_and_gradients_of_the_texts_alone(kind: str, m
     assert all(bool(each.isfinite().all()) for each in (out, *found))
     assert not out[padded].any()
     assert not found[0][padded].any()
-    terms = () if MASKS[mask] is None else (MASKS[mask],)
+    terms = as_mask(MASKS[mask])
     total = x.new_zeros(())
     for item, keep in enumerate(~padded):
         if bool(keep.any()):

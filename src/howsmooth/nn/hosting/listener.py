@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention, SlidingWindow
+from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
@@ -202,16 +202,10 @@ def _first_text(keep: Tensor) -> int:
 
 def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
     """The masks of one text as one term."""
-    if not sight.terms:
-        return None
-    if len(sight.terms) == 1 and type(sight.terms[0]) is Causal:
-        return sight.terms[0]
+    if not sight.terms or sight.terms.is_causal:
+        return Causal() if sight.terms else None
     maps = Maps.every(item + 1, heads, sight.n, like.float()).select(slice(item * heads, (item + 1) * heads))
-    whole = slice(0, sight.n)
-    added = torch.zeros(heads, sight.n, sight.n, device=like.device)
-    for term in sight.terms:
-        block = term.block(whole, whole, maps)
-        added = added if block is None else added + block
+    added = sight.terms.added_to(torch.zeros(heads, sight.n, sight.n, device=like.device), maps)
     return DenseBias(added[:, keep][:, :, keep])
 
 
@@ -222,7 +216,7 @@ def _block(model: Any, heard: Heard, site: Site) -> tuple[Callable[[Tensor], Ten
     keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen.padding is None else ~seen.padding
     item = _first_text(keep)
     found = read_attention(model, site)
-    terms = [term for term in found.logit_biases if not isinstance(term, Causal | SlidingWindow)]
+    terms = [term for term in found.terms if not term.hides_only]
     if seen.causal:
         terms.append(Causal())
     elif seen.mask is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from howsmooth.attention import Rotary, SelfAttention, SlidingWindow
+from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.checkpoint import read_checkpoint, weight_files
@@ -233,7 +233,7 @@ def _replace_in_transformers(
         old = read_attention(model, site)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
         divides = issubclass(KINDS[kind].layer, ContractiveL2Attention)
-        if divides and any(isinstance(term, SlidingWindow) for term in old.logit_biases):
+        if divides and old.terms.most_seen(math.inf) < math.inf:
             raise UnsupportedModel(
                 "contractive attention divides by a bound that depends on the mask, which a sliding window changes as "
                 "a text grows, so that the past would change with it: choose l2."

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import Causal, Rotary, SelfAttention, SlidingWindow
+from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.stages import UnitNorm
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.layers.base import AttentionLayer
@@ -81,7 +81,7 @@ def check_plain(old: SelfAttention, where: str) -> None:
     features = {
         "a soft-cap on its logits": old.softcap is not None,
         "normalised queries and keys": any(isinstance(stage, UnitNorm) for stage in old.query_stages),
-        "a bias by relative position": any(not isinstance(term, Causal | SlidingWindow) for term in old.logit_biases),
+        "a bias by relative position": not old.terms.hides_only,
     }
     found = [name for name, present in features.items() if present]
     if found:

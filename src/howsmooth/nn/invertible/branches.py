@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, Causal, L2SelfAttention, LogitBias, SlidingWindow
-from howsmooth.attention.masks import Maps, as_mask
+from howsmooth.attention import AttentionMap, L2SelfAttention
+from howsmooth.attention.terms import as_mask
 from howsmooth.bounds import applicable, setting
 from howsmooth.checks import check_number, door
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -77,11 +77,10 @@ class Attending(Branch):
         if isinstance(attention, AttentionLayer) and not attention.batch_first:
             raise InvalidInput("an attention layer in a branch must be batch_first: make it with batch_first=True.")
         self.attention = attention
-        terms = list(attention.logit_terms()) if isinstance(attention, AttentionMap) else as_mask(mask)
-        if any(len(getattr(term, name, ())) > 1 for term in terms for name in ("bias", "keep")):
+        self.terms = attention.terms if isinstance(attention, AttentionMap) else as_mask(mask)
+        if self.terms.items > 1:
             raise InvalidInput("items stop one by one, so a branch needs one mask for all items, not one for each.")
-        self.mask: LogitBias | None = terms[0] if isinstance(attention, AttentionLayer) and terms else None
-        self.terms = nn.ModuleList(terms)
+        self.mask = self.terms if isinstance(attention, AttentionLayer) and self.terms else None
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.attention, AttentionLayer):
@@ -106,16 +105,8 @@ class Attending(Branch):
         return torch.stack(found).amin()
 
     def reach_at(self, n: int) -> Reach:
-        if any(isinstance(t, Causal) or (isinstance(t, SlidingWindow) and t.causal) for t in self.terms):
-            return "past"
-        like = torch.zeros(())
         heads = self.attention.num_heads if isinstance(self.attention, AttentionLayer) else self.attention.heads
-        ahead = torch.ones(heads, n, n, dtype=torch.bool).triu(1)
-        for term in self.terms:
-            assert isinstance(term, LogitBias)
-            block = term.block(slice(0, n), slice(0, n), Maps.every(1, int(heads), n, like))
-            ahead = ahead if block is None else ahead & (block != -math.inf).to(ahead.device)
-        return "all" if bool(ahead.any()) else "past"
+        return "past" if self.terms.looks_back(n, int(heads)) else "all"
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
         layer = self.attention

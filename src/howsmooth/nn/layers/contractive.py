@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from howsmooth.attention.masks import as_mask
+from howsmooth.attention.terms import as_mask
 from howsmooth.bounds import get, kim2021, l2, setting
-from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix, seen
+from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix
 from howsmooth.checks import check_count, check_positive, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.base import Mask, Norm, as_norm, check_length, without_autocast
@@ -105,7 +105,7 @@ class ContractiveL2Attention(L2Attention):
         m stand for their members, with the last one above and the first one below.
         """
         check_length(n)
-        sight, order = Sight(n, tuple(as_mask(mask))), as_norm(norm)
+        sight, order = Sight(n, as_mask(mask)), as_norm(norm)
         theorem = get("howsmooth.l2_lip_2" if order == 2 else "howsmooth.l2_lip_inf")
         if theorem.refusal(setting(self.map(mask, n), n=n, radius=radius)) is not None:
             raise DoesNotApply(f"{self.refusal}.")
@@ -124,7 +124,7 @@ class ContractiveL2Attention(L2Attention):
 
     def _growth(self, sight: Sight, order: float, n: int) -> float:
         """The constant of the Gaussian average of n tokens: how the bound of L2 attention depends on n."""
-        return average_2(sight, n) if order == 2 else l2.average_lip_inf(seen(sight, n), self.head_dim)
+        return average_2(sight, n) if order == 2 else l2.average_lip_inf(sight.terms.most_seen(n), self.head_dim)
 
     def _bound(self, sight: Sight, weights: Weights, mixing: Tensor, follow: bool) -> Callable[[int], Tensor]:
         """The Lipschitz bound of the L2 attention as a function of n."""
@@ -134,7 +134,7 @@ class ContractiveL2Attention(L2Attention):
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
                 return lambda n: average_2(sight, n) * size
             form = l2.lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
-            return lambda n: form(*weights, seen(sight, n))
+            return lambda n: form(*weights, sight.terms.most_seen(n))
 
     def _counts(self, sight: Sight) -> list[int]:
         """How many tokens the items have: one number when it is the same for all."""

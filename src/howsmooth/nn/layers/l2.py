@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from howsmooth.attention import L2SelfAttention
-from howsmooth.attention.masks import as_mask
-from howsmooth.bounds.l2 import Sight as SightOfL2
-from howsmooth.bounds.l2 import average_lip_2, block_lip_2, mixing_matrix, seen, sight_of
+from howsmooth.attention import L2SelfAttention, masks
+from howsmooth.attention.terms import as_mask
+from howsmooth.bounds.l2 import average_lip_2, block_lip_2, mixing_matrix
 from howsmooth.checks import door
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
 from howsmooth.nn.layers.sight import Sight
@@ -54,7 +53,7 @@ class L2Attention(MixingLayer):
         self.scale, self.exact_logits = 2 / self.temperature, True
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
-        sight.require_self()
+        sight.require_self(self.num_heads, len(x))
         tokens = self.by_head(self.qk_proj(x))
         return self.meet(tokens, tokens)
 
@@ -93,7 +92,7 @@ class L2Attention(MixingLayer):
 
     def attached_map(self, mask: Mask, n: int | None) -> L2SelfAttention:
         weights, bias = self.weights_by_head(), self.out_proj.bias
-        factor = self.factor(Sight(n or 0, tuple(as_mask(mask))), weights, mixing_matrix(*weights), follow=False)
+        factor = self.factor(Sight(n or 0, as_mask(mask)), weights, mixing_matrix(*weights), follow=False)
         query, value, output = (weight.flatten(0, 1) for weight in weights)
         output = output if factor is None else output * factor
         attention_map = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
@@ -107,16 +106,16 @@ class L2Attention(MixingLayer):
         attention = self.map(mask, n)
         assert isinstance(attention, L2SelfAttention)
         query, value, output = attention.query_weight, attention.plain_value, attention.output_weight
-        average = average_2(Sight(n, tuple(as_mask(mask))))
+        average = average_2(Sight(n, as_mask(mask)))
         return torch.minimum(least, block_lip_2(query.double(), value.double(), output.double(), average))
 
 
 def average_2(sight: Sight, n: int | None = None) -> float:
     """κ of the Gaussian average under the masks of a call, for its n tokens or for another number."""
-    return _average_2(seen(sight, sight.n if n is None else n), sight_of(sight))
+    return _average_2(sight.terms.most_seen(sight.n if n is None else n), sight.terms.sight)
 
 
 @torch.compiler.assume_constant_result
-def _average_2(n: int, sight: SightOfL2) -> float:
+def _average_2(n: float, sight: masks.Sight) -> float:
     """`average_lip_2`, as a constant to `torch.compile`, which cannot look into scipy."""
     return average_lip_2(n, sight)

@@ -5,15 +5,15 @@ Tensors are ``(maps, n, width)``, one map per item of the batch and head, as `ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from howsmooth.attention.masks import Causal, LogitBias, Maps, SlidingWindow
+from howsmooth.attention.masks import Maps, softmax
+from howsmooth.attention.terms import Terms
 
 BLOCK = 2**20
 """Weights in a block of queries, over all maps: few enough to stay in the cache between softmax and product."""
@@ -38,7 +38,7 @@ class Mixing:
     tensor([3., 3., 3.])
     """
 
-    terms: Sequence[LogitBias] = ()
+    terms: Terms = field(default_factory=Terms)
     scale: float = 1.0
     weighting: str = "softmax"
     dropout: float = 0.0
@@ -66,17 +66,13 @@ class Mixing:
     def _block(
         self, query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, maps: Maps, rows: slice
     ) -> Tensor:
-        low, high = self._seen(rows, maps.n)
+        low, high = self.terms.key_range(rows.start, rows.stop, maps.n)
         if low >= high:
             return torch.zeros_like(query[:, rows, :1]) * value[:, :1]
         weights = self._weights(query, key, shift, maps, rows, slice(low, high))
         if self.dropout:
             weights = functional.dropout(weights, self.dropout)
         return weights @ value[:, low:high]
-
-    def _seen(self, rows: slice, n: int) -> tuple[int, int]:
-        ranges = [term.key_range(rows.start, rows.stop, n) for term in self.terms]
-        return max([0, *(low for low, _ in ranges)]), min([n, *(high for _, high in ranges)])
 
     def _weights(
         self, query: Tensor, key: Tensor, shift: Tensor | None, maps: Maps, rows: slice, cols: slice
@@ -85,24 +81,17 @@ class Mixing:
             logits = self.scale * query[:, rows] @ key[:, cols].mT
         else:
             logits = torch.baddbmm(shift[..., cols], query[:, rows], key[:, cols].mT, alpha=self.scale)
-        for term in self.terms:
-            added = term.block(rows, cols, maps)
-            logits = logits if added is None else logits + added
+        logits = self.terms.added_to(logits, maps, rows, cols)
         if self.weighting == "sigmoid":
             return torch.sigmoid(logits)
-        if not self._may_be_blind():
-            return torch.softmax(logits, dim=-1)
-        blind = logits.amax(-1, keepdim=True) == float("-inf")
-        return torch.softmax(logits.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+        return softmax(logits) if self._may_be_blind() else torch.softmax(logits, dim=-1)
 
     def _may_be_blind(self) -> bool:
         """Whether a token may see nothing: a row of −∞ alone has weights of NaN, and so have all gradients then.
 
-        A causal mask and a window let a token see itself, unless it is padded: a padded token under either may see
-        nothing but padding.
+        A padded token under a mask that lets it see itself may see nothing but padding.
         """
-        keeps_self = all(isinstance(term, Causal | SlidingWindow) for term in self.terms)
-        return not keeps_self or (self.padded and bool(self.terms))
+        return not self.terms.keeps_self or (self.padded and self.terms.hides)
 
 
 def _transformed() -> bool:
