@@ -13,6 +13,8 @@ from howsmooth.attention.masks import Causal, DenseBias, LogitBias, Maps, Sight
 from howsmooth.checks import shown
 from howsmooth.errors import InvalidInput
 
+_SIGHTS: tuple[Sight, ...] = get_args(Sight)
+
 
 class Terms(LogitBias):
     """The sum of terms: a token is seen where every one of them lets it be seen.
@@ -30,10 +32,10 @@ class Terms(LogitBias):
         super().__init__()
         flat = [part for term in terms for part in (term if type(term) is Terms else (term,))]
         self.each = nn.ModuleList(flat)
-        self.sight = max((term.sight for term in flat), key=get_args(Sight).index, default="full")
+        self.sight = _SIGHTS[max([0, *(_SIGHTS.index(term.sight) for term in flat)])]
         self.hides_only = all(term.hides_only for term in flat)
         self.keeps_self = all(term.keeps_self for term in flat)
-        self.items = max((term.items for term in flat), default=1)
+        self.items = max([1, *(term.items for term in flat)])
 
     def __iter__(self) -> Iterator[LogitBias]:
         return iter(self.each)  # type: ignore[arg-type]

@@ -42,7 +42,8 @@ class Sight:
         """
         batch, n, heads = shape
         mask = _dense(attn_mask, batch, heads) if isinstance(attn_mask, Tensor) else attn_mask
-        terms = Terms([] if mask is None else [mask])
+        said = is_causal and mask is not None and mask.is_causal  # torch then looks at the flag, not at the mask
+        terms = Terms([] if mask is None or said else [mask])
         if any(isinstance(term, Padding) for term in terms):
             raise InvalidInput("padding is no attn_mask here: pass key_padding_mask, True for padded tokens.")
         terms.check(n, heads, batch)
