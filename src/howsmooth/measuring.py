@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from howsmooth.checks import Count, Positive, Probability, Seed, Size, check_options, door
+from howsmooth.checks import Count, Positive, Probability, Seed, Size, check_count, check_options, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
@@ -75,10 +75,7 @@ def measure_heads(
     k: Count = 1,
     rtol: Positive = 1e-3,
     seed: Seed = 0,
-    *,
-    confidence: Probability = 0.99,
-    memory: Size = DEFAULT_MEMORY,
-    **solver: Any,
+    **options: Any,
 ) -> Measurement:
     """The local Lipschitz constant of every head x ↦ W_h f_h(x), its own slice of the output projection included.
 
@@ -90,7 +87,8 @@ def measure_heads(
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
-    check_options(solver, _OPTIONS, "measure_heads")
+    check_options(options, [*_OPTIONS, "memory"], "measure_heads")
+    memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
     found = as_attention(attention, *x.shape[-2:-1])
     if found is None:
         raise InvalidInput(
@@ -99,12 +97,13 @@ def measure_heads(
         )
     unitary = norm in (2, "2", "fro")
     operator = attention_jacobian(found, x, per_head=True, reduced=unitary, memory=memory)
-    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
+    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
 
 
-def solve(operator: JacobianOperator, **options: Any) -> Measurement:
+@door
+def solve(operator: JacobianOperator, *, confidence: Probability = 0.99, **options: Any) -> Measurement:
     """`howsmooth.norms.operator_norm` with its vectors in the coordinates of tokens and the operator's own notes."""
-    return in_tokens(operator, operator_norm(operator, **options))
+    return in_tokens(operator, operator_norm(operator, confidence=confidence, **options))
 
 
 def in_tokens(operator: JacobianOperator, result: Measurement) -> Measurement:
