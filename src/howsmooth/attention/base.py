@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention.masks import LogitBias, Maps, softmax
-from howsmooth.attention.stages import Scale, TokenStage
+from howsmooth.attention.stages import Chain, Scale, TokenStage
 from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 
@@ -187,18 +187,13 @@ class AttentionMap(nn.Module):
         out = out if self.output_bias is None else out + self.output_bias
         return out[0] if single else out
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor) -> Heads:
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             shape = tuple(x.shape[1:] if len(x) == 1 else x.shape)
             raise InvalidInput(f"attention takes tokens of width {self.in_features}, got shape {shape}.")
-        query, key, value = self.project(x)
-        for_query, for_key, for_value = self.stages(query, key)
-        for stage in for_query:
-            query = stage(query)
-        for stage in for_key:
-            key = stage(key)
-        for stage in for_value:
-            value = stage(value)
+        projected = self.project(x)
+        stages = self.stages(projected[0], projected[1])
+        query, key, value = (Chain.through(*pair)[0] for pair in zip(stages, projected, strict=True))
         return query, key, value
 
     def _weights(self, query: Tensor, key: Tensor) -> Tensor:

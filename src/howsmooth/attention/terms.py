@@ -62,6 +62,9 @@ class Terms(LogitBias):
     def most_seen(self, n: float) -> float:
         return min([n, *(term.most_seen(n) for term in self)])
 
+    def looks_back(self, n: int, heads: int = 1) -> bool:
+        return any(term.sight in ("causal", "ordered") for term in self) or super().looks_back(n, heads)
+
     def of_head(self, head: int, heads: int) -> Terms:
         """The same terms for one head by itself, of so many."""
         return self if heads == 1 else Terms(_OneHead(term, head, heads) for term in self)
