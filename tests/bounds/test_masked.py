@@ -13,7 +13,7 @@ from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import get, l2, setting
 from howsmooth.nn import ContractiveL2Attention, L2Attention
-from howsmooth.nn.branches import Attending
+from howsmooth.nn.invertible.branches import Attending
 from howsmooth.training.model import WithinDocuments
 from howsmooth.worstcase.one_head import one_head
 
