@@ -14,6 +14,7 @@ from howsmooth.cli.endings import CODES, INTERRUPTED, OneLineErrors, complain, s
 from howsmooth.cli.measure import measure
 from howsmooth.cli.models import models
 from howsmooth.cli.report import report
+from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.scan import scan
 from howsmooth.cli.train import train
 from howsmooth.cli.worst_case import worst_case
@@ -35,6 +36,7 @@ app.command()(bounds)
 app.command("worst-case")(worst_case)
 app.command()(scan)
 app.command()(report)
+app.command()(reproduce)
 app.command()(train)
 app.command()(models)
 app.command()(demo)

@@ -1,0 +1,137 @@
+"""`howsmooth reproduce`: the experiments of both papers, one command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from howsmooth.checks import check_one_of
+from howsmooth.cli.console import print_json, set_threads, stderr, stdout
+from howsmooth.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from howsmooth.papers import Asked, Experiment, Reproduction
+
+LONG = 120.0
+"""Minutes above which a run must be asked for by --yes."""
+
+
+def reproduce(
+    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which; without it they are listed.")] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="Every experiment, one after the other.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version, minutes in all.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The paper's size, as far as it fits one machine.")] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Other models than the experiment's own (may repeat).")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Another text than the experiment's own.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
+    yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the claim.
+
+    Examples:\n
+      howsmooth reproduce\n
+      howsmooth reproduce lip-infinity --quick\n
+      howsmooth reproduce growth-text --model bert-base-uncased --model gpt2\n
+      howsmooth reproduce --all --quick
+    """
+    from howsmooth.papers import EXPERIMENTS, Asked
+
+    set_threads(threads)
+    if experiment is None and not all_of_them:
+        _list(list(EXPERIMENTS.values()), as_json)
+        return
+    if quick and full:
+        raise InvalidInput("choose --quick or --full, not both.")
+    if experiment is not None and all_of_them:
+        raise InvalidInput("name one experiment or ask for --all, not both.")
+    size: Any = "quick" if quick else "full" if full else "normal"
+    asked = Asked(size, tuple(model or ()), None if text is None else _read(text))
+    if experiment is not None:
+        check_one_of(experiment, EXPERIMENTS, "the experiment")
+    wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
+    for one in wanted:
+        one.check(asked)
+    _warn(wanted, asked, yes)
+    made = [_run(one, asked, output, resume) for one in wanted]
+    if as_json:
+        print_json({"reproduced": [one.to_dict() for one in made]})
+    else:
+        for one in made:
+            _show(one)
+
+
+def _list(experiments: list[Experiment], as_json: bool) -> None:
+    if as_json:
+        facts = ("id", "paper", "title", "claim", "setting")
+        print_json({"experiments": [{name: getattr(one, name) for name in facts} for one in experiments]})
+        return
+    table = Table("id", "what is shown", "claim", "minutes: quick, normal, full")
+    for one in experiments:
+        table.add_row(one.id, one.title, one.claim, ", ".join(f"{minutes:g}" for minutes in one.minutes))
+    out = stdout()
+    out.print(table)
+    out.print("Run one with: howsmooth reproduce ID [--quick | --full]", markup=False)
+
+
+def _read(path: Path) -> str:
+    from howsmooth.models.texts import read_text
+
+    return read_text(path)
+
+
+def _warn(wanted: list[Experiment], asked: Asked, yes: bool) -> None:
+    minutes = sum(asked.pick(*one.minutes) for one in wanted)
+    if minutes > 1:
+        stderr().print(f"About {_time(minutes)} on two cores.", markup=False)
+    if minutes > LONG and not yes:
+        raise InvalidInput(f"this takes about {_time(minutes)}: ask for it with --yes, or for --quick.")
+
+
+def _time(minutes: float) -> str:
+    return f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
+
+
+def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool) -> Reproduction:
+    from howsmooth.papers import reproduce as run
+
+    console = stderr()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(experiment.id, total=None)
+        return run(
+            experiment,
+            asked,
+            output,
+            resume=resume,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _show(made: Reproduction) -> None:
+    out = stdout()
+    for line in (
+        f"{made.experiment.id}: {made.experiment.title}",
+        f"  Claim: {made.experiment.claim}",
+        f"  Paper: {made.experiment.paper}",
+        f"  Setting: {made.experiment.setting} Size: {made.asked.size}.",
+        f"  Measured: {made.finding.measured}",
+    ):
+        out.print(line, markup=False, soft_wrap=True)
+    out.print(f"  Verdict: {made.finding.verdict.value}", markup=False, style="bold")
+    out.print(f"  Files: {made.folder}\n", markup=False, soft_wrap=True)

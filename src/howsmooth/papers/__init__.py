@@ -1,0 +1,48 @@
+"""The experiments of both papers, one module each: the claim, how it is tested, the picture and the verdict.
+
+>>> from howsmooth.papers import EXPERIMENTS
+>>> EXPERIMENTS["not-lipschitz"].title
+'Dot-product attention is not Lipschitz'
+"""
+
+from howsmooth.papers import (
+    adversarial,
+    fixed_rate,
+    growth_radius,
+    growth_text,
+    inversion,
+    language_models,
+    large_radius,
+    layer_norm,
+    lip_infinity,
+    lip_two,
+    masked_distance,
+    mean_field,
+    not_lipschitz,
+    released_recipe,
+)
+from howsmooth.papers.experiment import Asked, Experiment, Finding, Verdict
+from howsmooth.papers.reproduction import Reproduction, reproduce
+
+__all__ = ["EXPERIMENTS", "Asked", "Experiment", "Finding", "Reproduction", "Verdict", "reproduce"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.id: module.EXPERIMENT
+    for module in (
+        growth_text,
+        growth_radius,
+        adversarial,
+        mean_field,
+        large_radius,
+        layer_norm,
+        masked_distance,
+        released_recipe,
+        not_lipschitz,
+        lip_infinity,
+        lip_two,
+        inversion,
+        language_models,
+        fixed_rate,
+    )
+}
+"""All experiments by their names, in the order of the papers."""

@@ -1,0 +1,122 @@
+"""Adversarial inputs: the two-cluster input of the lower bound makes σ grow like √n on real heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.bounds import castin2024, get
+from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.pictures import finish, line, panels, spread
+from howsmooth.papers.sources import block
+
+RADIUS, LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
+CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
+
+
+def cells(asked: Asked) -> Sequence[Cell]:
+    """A causal model (random GPT-2 in several draws, or GPT-2's own layers by path) and a trained encoder."""
+    draws = [CAUSAL.format(seed=seed) for seed in range(asked.pick(2, 4, 10))]
+    models = asked.models or (*draws, "minilm")
+    layer = {"minilm": 4}
+    lengths = asked.pick(LENGTHS[::3], LENGTHS, LENGTHS)
+    return [{"model": m, "layer": layer.get(m, 6), "heads": asked.pick(3, 12, 12), "lengths": lengths} for m in models]
+
+
+def measure(asked: Asked, cell: Cell) -> list[Row]:
+    """σ of each head at its own two-cluster input, in units of ‖V‖, with the theorem's lower and upper ends."""
+    attention = block(cell["model"], cell["layer"])
+    attention = attention.in_dtype(torch.float64)
+    one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
+    rows = []
+    for n in cell["lengths"]:
+        ends = {
+            name: get(full)(attention, n=n, radius=RADIUS, per_head=True)
+            for name, full in (("upper", "howsmooth.sqrt_n"), ("lower", "howsmooth.two_cluster"))
+        }
+        for head in range(min(cell["heads"], attention.heads)):
+            inputs = [clusters(attention, head, n, sign) for sign in (-1, 1)]
+            found = max(float(hs.measure_heads(attention, x).value[head]) for x in inputs if x is not None)
+            rows.append(
+                {"model": cell["model"], "layer": cell["layer"], "head": head, "n": n, "sigma": found}
+                | {"value_norm": float(one[head])}
+                | {name: float(numbers[head]) for name, numbers in ends.items()}
+            )
+    return rows
+
+
+def clusters(attention: hs.SelfAttention, head: int, n: int, sign: int) -> Tensor | None:
+    """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0)."""
+    values, vectors = castin2024.real_eigenpairs(attention)
+    gamma = (sign * values[head]).nan_to_num(nan=-torch.inf)
+    if float(gamma.amax()) <= 0:
+        return None
+    u = vectors[head, int(gamma.argmax())]
+    first, others = (-1.0, 1.0) if sign < 0 else (1.0, 0.5)
+    return RADIUS * torch.stack([first * u, *[others * u] * (n - 1)])
+
+
+def draw(rows: pandas.DataFrame) -> Figure:
+    """σ in units of ‖V‖√n, and σ of one head between the bounds."""
+    figure, axes = panels(
+        ["Every head at its own input", "One head between the bounds"], "number of tokens n", "σ ÷ (‖V‖√n)"
+    )
+    axes[0].set_yscale("linear")
+    for number, (model, some) in enumerate(rows.groupby(rows["model"].str.replace(r",seed=\d+", "", regex=True))):
+        spread(
+            axes[0],
+            number,
+            some.assign(share=some["sigma"] / some["value_norm"] / some["n"] ** 0.5),
+            "n",
+            "share",
+            str(model),
+        )
+    axes[0].axhline(1, color="black", linestyle="--", linewidth=1.2, label="√n")
+    some = rows[(rows["model"] == rows["model"].iloc[0]) & (rows["head"] == 0)]
+    axes[1].set(ylabel="σ_max(J)")
+    line(axes[1], 0, some["n"], some["sigma"], "two-cluster input (measured)")
+    line(axes[1], 1, some["n"], some["upper"], "upper: howsmooth.sqrt_n", marks=False)
+    line(axes[1], 2, some["n"], some["lower"], "lower: howsmooth.two_cluster", marks=False)
+    finish(*axes)
+    return figure
+
+
+def judge(rows: pandas.DataFrame) -> Finding:
+    """σ ÷ (‖V‖√n), the mean over draws and heads, between 0.95 and 1.05; both bounds hold."""
+    causal = rows[rows["model"].str.startswith("random:gpt2") | rows["model"].str.endswith(".safetensors")]
+    share = (causal["sigma"] / causal["value_norm"] / causal["n"] ** 0.5).groupby(causal["n"]).mean()
+    held = bool((rows["sigma"] <= rows["upper"]).all())
+    exponents = [
+        hs.growth(some["sigma"].tolist(), some["n"].tolist()).exponent for _, some in rows.groupby(["model", "head"])
+    ]
+    near = bool(share.between(0.95, 1.05).all())
+    return Finding(
+        Verdict.CONFIRMED
+        if held and near
+        else Verdict.OTHER_CONSTANT
+        if held and min(exponents) > 0.4
+        else Verdict.NOT_CONFIRMED,
+        f"causal heads: σ ÷ (‖V‖√n) is {share.min():.3f} to {share.max():.3f} in the mean, n = {rows['n'].min()} … "
+        f"{rows['n'].max()}, R = {RADIUS:g}; exponents of all heads {min(exponents):.3f} to {max(exponents):.3f}; no "
+        f"value above howsmooth.sqrt_n.",
+    )
+
+
+EXPERIMENT = Experiment(
+    "adversarial",
+    CASTIN,
+    "Adversarial inputs grow like √n",
+    "At the input of the lower bound σ of a real head grows like √n.",
+    "Heads of GPT-2 with random weights (or GPT-2's by the path of a safetensors file) and of MiniLM, R = 100.",
+    cells,
+    measure,
+    draw,
+    judge,
+    (2, 8, 30),
+    frozenset({"models"}),
+)

@@ -1,0 +1,82 @@
+"""The same text at other radii: σ of an attention block when its tokens are scaled to a radius R."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas
+from matplotlib.figure import Figure
+
+import howsmooth as hs
+from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.pictures import finish, line, panels, spread
+from howsmooth.papers.sources import sites
+
+MODELS = {"minilm": 4, "smollm2": 6, "random:bert[layers=7,width=768,heads=12]": 6}
+
+
+def cells(asked: Asked) -> Sequence[Cell]:
+    """Windows of 48 tokens, scaled so that the longest token has length R times that of the text itself."""
+    models = asked.models or asked.pick(("minilm",), tuple(MODELS), tuple(MODELS))
+    factors = [2.0**k for k in asked.pick(range(-4, 5, 2), range(-5, 6), range(-7, 8))]
+    return [
+        {"model": m, "layer": MODELS.get(m, 0), "factors": factors, "windows": asked.pick(2, 3, 10)} for m in models
+    ]
+
+
+def measure(asked: Asked, cell: Cell) -> list[Row]:
+    """σ_max at c·X, c from far below 1 to far above."""
+    rows = []
+    for window, found in enumerate(sites(cell["model"], 48, asked.text, cell["windows"])):
+        site = found[cell["layer"]]
+        longest = float(site.x.norm(dim=-1).amax())
+        for factor in cell["factors"]:
+            value = float(hs.measure(site.attention, factor * site.x).value)
+            rows.append(
+                {"model": cell["model"], "window": window, "factor": factor, "R": factor * longest, "sigma": value}
+            )
+    return rows
+
+
+def draw(rows: pandas.DataFrame) -> Figure:
+    """σ relative to that of small inputs."""
+    figure, (ax,) = panels(
+        ["48 tokens of real text, scaled"], "radius R ÷ that of the text", "σ_max(J) ÷ its value at the least R"
+    )
+    for number, (model, some) in enumerate(rows.groupby("model")):
+        first = some[some["factor"] == some["factor"].min()]["sigma"].median()
+        spread(ax, number, some.assign(scaled=some["sigma"] / first), "factor", "scaled", str(model))
+    factors = sorted(factor for factor in rows["factor"].unique() if factor >= 1)
+    line(ax, 6, factors, [factor**2 for factor in factors], "R² (the growth of the bound)", marks=False)
+    finish(ax)
+    return figure
+
+
+def judge(rows: pandas.DataFrame) -> Finding:
+    """The steepest growth between neighbouring radii stays below R²; far out it ends."""
+    steepest, last = 0.0, []
+    for _, some in rows.groupby("model"):
+        middle = some.groupby("factor")["sigma"].median()
+        slopes = np.diff(np.log(middle)) / np.diff(np.log(middle.index))
+        steepest, last = max(steepest, slopes.max()), [*last, slopes[-1]]
+    return Finding(
+        Verdict.CONFIRMED if steepest <= 2 else Verdict.NOT_CONFIRMED,
+        f"between neighbouring radii σ grows at most like R^{steepest:.2f}; between the two largest like "
+        f"R^{min(last):.2f} to R^{max(last):.2f}.",
+    )
+
+
+EXPERIMENT = Experiment(
+    "growth-radius",
+    CASTIN,
+    "Growth with the radius on real text",
+    "The constant on B_R grows at most like R² for fixed n, and on real text no faster than that.",
+    "Windows of 48 tokens at MiniLM layer 4, SmolLM2 layer 6 and random BERT layer 6, scaled by 2⁻⁷ … 2⁷.",
+    cells,
+    measure,
+    draw,
+    judge,
+    (0.5, 3, 15),
+    frozenset({"models", "text"}),
+)

@@ -1,0 +1,79 @@
+"""Character language models against depth, five kinds of attention: the comparison of Kim et al. 2021, Section 5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas
+from matplotlib.figure import Figure
+
+from howsmooth.models import alice
+from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.pictures import finish, panels, spread
+from howsmooth.training import ATTENTIONS, Corpus, Settings, train
+
+SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 3e-3, "warmup": 50}
+PAPER = {"width": 512, "heads": 8, "length": 288, "batch_tokens": 288 * 32, "rate": 1e-4, "warmup": 400}
+
+
+def cells(asked: Asked) -> Sequence[Cell]:
+    """Kinds × depths × seeds; the contractive kinds in contractive blocks, the others in pre-norm blocks."""
+    sizes: dict[str, Any] = asked.pick(SMALL, SMALL | {"width": 128, "length": 64, "batch_tokens": 512}, PAPER)
+    steps, depths, seeds = asked.pick((150, (1, 2), 1), (1000, (2, 4, 6), 2), (50_000, (2, 4, 6, 8, 10), 1))
+    return [
+        {"attention": kind, "depth": depth, "seed": seed, "steps": steps, **sizes}
+        for kind in ATTENTIONS
+        for depth in depths
+        for seed in range(seeds)
+    ]
+
+
+def measure(asked: Asked, cell: Cell) -> list[Row]:
+    """Bits per character of the validation part at the end of training."""
+    corpus = Corpus.split(alice() if asked.text is None else asked.text)
+    result = train(corpus, Settings(**cell))
+    return [{**asdict(result.settings), "bits": result.valid_bits, "seconds": result.seconds}]
+
+
+def draw(rows: pandas.DataFrame) -> Figure:
+    """Bits against depth."""
+    figure, (ax,) = panels(["Character language models"], "depth (layers)", "validation bits per character", log="")
+    for number, (kind, some) in enumerate(rows.groupby("attention")):
+        spread(ax, number, some, "depth", "bits", str(kind))
+    finish(ax)
+    return figure
+
+
+def judge(rows: pandas.DataFrame) -> Finding:
+    """Tied L2 near dot-product at equal depth, contractive clearly behind."""
+    best = rows.groupby("attention")["bits"].min()
+    gap = rows[rows["depth"] == rows["depth"].max()].groupby("attention")["bits"].mean()
+    usual, tied = gap["dot-product"], gap["l2"]
+    contractive = gap[[kind for kind in gap.index if str(kind).startswith("contractive")]].min()
+    as_claimed = abs(tied - usual) < 0.15 * usual and contractive > max(tied, usual)
+    return Finding(
+        Verdict.CONFIRMED if as_claimed else Verdict.NOT_CONFIRMED,
+        f"bits at depth {rows['depth'].max()}: "
+        + ", ".join(f"{kind} {value:.3f}" for kind, value in gap.items())
+        + "; best over depths: "
+        + ", ".join(f"{kind} {value:.3f}" for kind, value in best.items())
+        + f". Width {rows['width'].max()}, {rows['steps'].max()} steps: smaller than the paper's.",
+    )
+
+
+EXPERIMENT = Experiment(
+    "language-models",
+    KIM,
+    "Character language models against depth",
+    "Tied L2 attention is slightly worse than dot-product attention at equal depth; contractive L2 attention is "
+    "clearly worse and catches up with depth.",
+    "Alice in Wonderland (or --text, for example Penn Treebank); --full has the paper's width 512 and 8 heads.",
+    cells,
+    measure,
+    draw,
+    judge,
+    (4, 60, 60_000),
+    frozenset({"text"}),
+)

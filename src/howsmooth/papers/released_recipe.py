@@ -1,0 +1,84 @@
+"""What differs: √‖Jᵀf(X)‖, which the released scripts return, beside σ_max(J) on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.models import alice, capture, open_model
+from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.pictures import finish, panels, spread
+
+SOURCE, LAYER = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]", 6
+QUANTITIES = {"sigma": "σ_max(J)", "released": "√‖Jᵀf(X)‖, the released recipe"}
+
+
+def cells(asked: Asked) -> Sequence[Cell]:
+    """Randomly initialised GPT-2, layer 6, n = 8 … 64, dropout off."""
+    return [{"seed": s, "n": n} for s in range(asked.pick(2, 5, 10)) for n in (8, 16, 32, 64)]
+
+
+def measure(asked: Asked, cell: Cell) -> list[Row]:
+    """Both quantities for the attention block alone, at the tokens that reach it."""
+    opened = open_model(SOURCE.format(seed=cell["seed"]))
+    rows = []
+    for number, window in enumerate(opened.windows(alice(), length=cell["n"], count=asked.pick(2, 5, 10))):
+        site = capture(opened.model, opened.inputs(window))[LAYER]
+        rows.append(cell | {"window": number} | quantities(site.attention, site.x))
+    return rows
+
+
+def quantities(attention: hs.SelfAttention, x: Tensor) -> dict[str, float]:
+    """σ_max(J), and √‖Jᵀf(X)‖: a power iteration that keeps the primal output where it needs the product."""
+    j = hs.jacobian(attention, x)
+    with torch.no_grad():
+        back = j.rmatvec(attention(x))
+    return {"sigma": float(hs.measure(attention, x).value), "released": float(back.norm().sqrt())}
+
+
+def draw(rows: pandas.DataFrame) -> Figure:
+    """Both quantities against n."""
+    figure, (ax,) = panels(["Random GPT-2, layer 6"], "number of tokens n", "value (measured)")
+    for number, (name, label) in enumerate(QUANTITIES.items()):
+        spread(ax, number, rows, "n", name, label)
+    finish(ax)
+    return figure
+
+
+def exponents(rows: pandas.DataFrame) -> dict[str, float]:
+    """α of value ≈ c·n^α for both."""
+    found = {}
+    for name in QUANTITIES:
+        table = rows.groupby("n")[name].apply(list)
+        found[name] = hs.growth(table.tolist(), table.index.tolist(), paired=False).exponent
+    return found
+
+
+def judge(rows: pandas.DataFrame) -> Finding:
+    """Whether σ_max grows as the recipe's quantity does."""
+    found = exponents(rows)
+    alike = abs(found["sigma"] - found["released"]) < 0.05
+    return Finding(
+        Verdict.CONFIRMED if alike else Verdict.NOT_CONFIRMED,
+        f"exponent of σ_max {found['sigma']:.3f}, of √‖Jᵀf(X)‖ {found['released']:.3f}, on the same inputs. The second "
+        "is what the released scripts compute; whether it is what the printed figures show is not known.",
+    )
+
+
+EXPERIMENT = Experiment(
+    "released-recipe",
+    CASTIN,
+    "What the released scripts return",
+    "The growth near n^¼ reported for randomly initialised GPT-2 is that of the local Lipschitz constant.",
+    "Random GPT-2, layer 6, attention block alone, dropout off, windows of Alice in Wonderland, n = 8 … 64.",
+    cells,
+    measure,
+    draw,
+    judge,
+    (1, 3, 10),
+)

@@ -1,0 +1,133 @@
+"""Running an experiment: cell by cell into a journal, then Parquet, a picture in three formats and a verdict.
+
+A journal is one line of JSON per cell, appended and flushed when the cell is done, so that a run that was stopped goes
+on where it was; a last line that was cut off is measured again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from howsmooth.errors import InvalidInput
+from howsmooth.figures import save_figure
+from howsmooth.papers.experiment import Asked, Cell, Experiment, Finding, Row
+from howsmooth.small import write_whole
+
+PICTURES = (".png", ".svg", ".pdf")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """An experiment that was run: its rows, its finding and the files that hold them."""
+
+    experiment: Experiment
+    asked: Asked
+    rows: pandas.DataFrame
+    finding: Finding
+    folder: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json`` and verdict.json."""
+        return {
+            "id": self.experiment.id,
+            "paper": self.experiment.paper,
+            "claim": self.experiment.claim,
+            "setting": self.experiment.setting,
+            "size": self.asked.size,
+            "models": list(self.asked.models),
+            "text": self.asked.text,
+            "measured": self.finding.measured,
+            "verdict": self.finding.verdict.value,
+            "rows": len(self.rows),
+            "folder": str(self.folder),
+        }
+
+
+def reproduce(
+    experiment: Experiment,
+    asked: Asked | None = None,
+    folder: Path = Path("reproduced"),
+    *,
+    resume: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> Reproduction:
+    """Run one experiment and keep its data, picture and verdict in ``folder/ID``.
+
+    >>> import tempfile
+    >>> from howsmooth.papers import EXPERIMENTS, Asked
+    >>> made = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), Path(tempfile.mkdtemp()))
+    >>> made.finding.verdict.value
+    'confirmed'
+    """
+    asked = Asked() if asked is None else asked
+    experiment.check(asked)
+    place = folder / experiment.id / asked.size
+    place.mkdir(parents=True, exist_ok=True)
+    journal = Journal(place / "journal.jsonl", asked)
+    done = journal.read() if resume else journal.forget()
+    cells = list(experiment.cells(asked))
+    rows: list[Row] = []
+    for number, cell in enumerate(cells):
+        progress(number, len(cells))
+        key = json.dumps(cell, sort_keys=True)
+        if key not in done:
+            done[key] = experiment.measure(asked, cell)
+            journal.append(cell, done[key])
+        rows += done[key]
+    progress(len(cells), len(cells))
+    frame = pandas.DataFrame(rows)
+    made = Reproduction(experiment, asked, frame, experiment.judge(frame), place)
+    _save(made)
+    return made
+
+
+class Journal:
+    """The cells that are done, one line each; the first line says how they were asked for."""
+
+    def __init__(self, path: Path, asked: Asked):
+        self.path = path
+        self.head = json.dumps({"size": asked.size, "models": list(asked.models), "text": asked.text}, sort_keys=True)
+
+    def read(self) -> dict[str, list[Row]]:
+        """What is done; a journal of another question is refused."""
+        if not self.path.exists():
+            return self.forget()
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        if lines[0] != self.head:
+            raise InvalidInput(
+                f"{self.path} belongs to a run with other settings: choose another folder or --no-resume."
+            )
+        done: dict[str, list[Row]] = {}
+        for line in lines[1:-1]:  # what follows the last line break was cut off
+            entry = json.loads(line)
+            done[json.dumps(entry["cell"], sort_keys=True)] = entry["rows"]
+        write_whole(self.path, "\n".join([*lines[:-1], ""]).encode())
+        return done
+
+    def forget(self) -> dict[str, list[Row]]:
+        """Begin anew."""
+        write_whole(self.path, (self.head + "\n").encode())
+        return {}
+
+    def append(self, cell: Cell, rows: list[Row]) -> None:
+        """Keep one cell."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"cell": cell, "rows": rows}) + "\n")
+
+
+def _save(made: Reproduction) -> None:
+    table = io.BytesIO()
+    made.rows.to_parquet(table, index=False)
+    write_whole(made.folder / "rows.parquet", table.getvalue())
+    figure = made.experiment.draw(made.rows)
+    for suffix in PICTURES:
+        save_figure(figure, made.folder / f"{made.experiment.id}{suffix}")
+    write_whole(made.folder / "verdict.json", (json.dumps(made.to_dict(), indent=1) + "\n").encode())
