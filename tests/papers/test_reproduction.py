@@ -1,0 +1,98 @@
+"""Experiments in their quick size: verdicts against what is known, journals that go on, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+
+from howsmooth.errors import InvalidInput
+from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Finding, Verdict, reproduce
+from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.released_recipe import exponents
+
+
+def made(folder: Path, calls: list[int]) -> Experiment:
+    """An experiment of four cells that counts what it measures."""
+
+    def measure(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+        calls.append(cell["n"])
+        return [{"n": cell["n"], "square": cell["n"] ** 2}]
+
+    def draw(rows: pandas.DataFrame) -> object:
+        figure, (ax,) = panels(["squares"], "n", "n²", log="")
+        line(ax, 0, rows["n"], rows["square"], "measured")
+        finish(ax)
+        return figure
+
+    return Experiment(
+        "squares", "none", "Squares", "n² grows", "integers", lambda asked: [{"n": n} for n in range(1, 5)], measure,
+        draw, lambda rows: Finding(Verdict.CONFIRMED, f"sum {rows['square'].sum()}"), (0, 0, 0),
+    )  # fmt: skip
+
+
+def test_data_pictures_and_verdict_are_kept(tmp_path: Path) -> None:
+    found = reproduce(made(tmp_path, []), Asked("quick"), tmp_path)
+    assert found.finding.measured == "sum 30"
+    assert pandas.read_parquet(found.folder / "rows.parquet")["square"].tolist() == [1, 4, 9, 16]
+    assert {path.suffix for path in found.folder.iterdir()} == {".png", ".svg", ".pdf", ".parquet", ".json", ".jsonl"}
+    assert json.loads((found.folder / "verdict.json").read_text())["verdict"] == "confirmed"
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
+    calls: list[int] = []
+    experiment = made(tmp_path, calls)
+    first = reproduce(experiment, Asked("quick"), tmp_path)
+    journal = first.folder / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    again = reproduce(experiment, Asked("quick"), tmp_path)
+    assert calls == [1, 2, 3, 4, 4]
+    pandas.testing.assert_frame_equal(again.rows, first.rows)
+
+
+def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> None:
+    experiment = made(tmp_path, [])
+    kept = reproduce(experiment, Asked("quick"), tmp_path).folder / "journal.jsonl"
+    kept.write_text(kept.read_text().replace('"quick"', '"slow"', 1))
+    before = kept.read_bytes()
+    with pytest.raises(InvalidInput, match="other settings"):
+        reproduce(experiment, Asked("quick"), tmp_path)
+    assert kept.read_bytes() == before
+
+
+def test_a_choice_that_an_experiment_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no choice of models"):
+        reproduce(EXPERIMENTS["lip-two"], Asked("quick", ("gpt2",)), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["not-lipschitz", "large-radius", "inversion"])
+def test_cheap_claims_are_confirmed(tmp_path: Path, name: str) -> None:
+    assert reproduce(EXPERIMENTS[name], Asked("quick"), tmp_path).finding.verdict is Verdict.CONFIRMED
+
+
+@pytest.mark.slow
+def test_the_printed_power_of_the_bound_on_lip_two_is_passed(tmp_path: Path) -> None:
+    found = reproduce(EXPERIMENTS["lip-two"], Asked("quick"), tmp_path)
+    assert found.finding.verdict is Verdict.OTHER_CONSTANT
+    assert (found.rows["measured"] <= found.rows["corrected"]).all()
+    assert (found.rows["measured"] > found.rows["printed"]).any()
+
+
+@pytest.mark.slow
+def test_the_released_recipe_grows_faster_than_sigma(tmp_path: Path) -> None:
+    found = exponents(reproduce(EXPERIMENTS["released-recipe"], Asked("quick"), tmp_path).rows)
+    assert found["sigma"] == pytest.approx(0.07, abs=0.03)
+    assert found["released"] == pytest.approx(0.24, abs=0.03)
+
+
+def test_every_experiment_has_cells_that_plain_json_can_hold_and_a_short_module() -> None:
+    folder = Path(__import__("howsmooth.papers", fromlist=["papers"]).__file__).parent
+    for experiment in EXPERIMENTS.values():
+        for size in ("quick", "normal", "full"):
+            cells = experiment.cells(Asked(size))
+            assert len(cells) > 0
+            assert len(json.loads(json.dumps(cells))) == len(cells)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 150 for path in folder.glob("*.py"))
