@@ -13,7 +13,7 @@ import torch
 
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
-from howsmooth.sealed import digest
+from howsmooth.small import digest
 from howsmooth.training import CharacterModel, Checkpoint, Settings
 from howsmooth.worstcase import Witness, worst_case
 

@@ -19,9 +19,8 @@ import howsmooth as hs
 from evidence.tables import FOLDER, table
 from evidence.training_grid import RUNS, text
 from howsmooth.figures import new_figure, save_figure
-from howsmooth.small import write_whole
+from howsmooth.small import Busy, write_whole
 from howsmooth.training import CharacterModel, Corpus, Intervals, Result, Settings, load_model, train
-from howsmooth.training.loop import Busy
 
 TITLE = "Does a curriculum of lengths pay?"
 BASE = Settings(depth=4, width=64, heads=4, length=256, batch_tokens=1024, steps=2000, rate=3e-3, warmup=100)

@@ -8,16 +8,16 @@ a sealed file says is still to be checked by those who read it. Nothing is ever 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from howsmooth.small import digest
 
 SEAL = "sha256"
 
@@ -29,7 +29,7 @@ class Damaged(ValueError):
 def sealed(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> bytes:
     """The content of a safetensors file with its seal."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return save(kept, {**texts, SEAL: digest(kept, texts)})
+    return save(kept, {**texts, SEAL: _seal(kept, texts)})
 
 
 def opened(path: Path) -> tuple[dict[str, Tensor], dict[str, str], bool]:
@@ -41,7 +41,7 @@ def opened(path: Path) -> tuple[dict[str, Tensor], dict[str, str], bool]:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise Damaged(str(error)) from error
     seal = texts.pop(SEAL, None)
-    if seal is not None and seal != digest(tensors, texts):
+    if seal is not None and seal != _seal(tensors, texts):
         raise Damaged("its content is not what was written")
     return tensors, texts, seal is not None
 
@@ -57,16 +57,8 @@ def read_json(text: str) -> dict[str, Any]:
     return content
 
 
-def digest(tensors: Mapping[str, Tensor], texts: Mapping[str, str] | None = None) -> str:
-    """SHA-256 of texts and tensors, by name."""
-    found = hashlib.sha256()
-    for name, text in sorted((texts or {}).items()):
-        found.update(json.dumps([name, text]).encode() + b"\n")
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode("utf-8", "surrogatepass"))
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return found.hexdigest()
+def _seal(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    return digest(tensors, "".join(f"{json.dumps([name, text])}\n" for name, text in sorted(texts.items())).encode())
 
 
 def _no_number(word: str) -> float:

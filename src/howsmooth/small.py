@@ -1,19 +1,166 @@
-"""Small things that every room borrows: files written whole and never over what is read, text made safe to show."""
+"""Small things that every room borrows.
+
+Numbers that are rounded to the side where they hold, random streams, digests, modules in evaluation, the tensor meant
+by an output, files written whole, by one process at a time and never over what is read, text made safe to show.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import secrets
 import unicodedata
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from decimal import ROUND_HALF_EVEN, Context, Decimal
 from pathlib import Path
 from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, direction marks, halves of pairs, line separators
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+class Busy(InvalidInput):
+    """A file or folder that another process, or another thread, works in."""
+
+
+def rounded(x: float, rounding: str = ROUND_HALF_EVEN, digits: int = 5) -> str:
+    """``x`` in few digits, rounded towards the side on which the statement stays true.
+
+    >>> rounded(1.23456, digits=4), rounded(1.23456, "ROUND_FLOOR"), rounded(1.23451, "ROUND_CEILING")
+    ('1.235', '1.2345', '1.2346')
+    """
+    if not math.isfinite(x):
+        return "∞" if x > 0 else str(x)
+    return f"{float(Context(prec=digits, rounding=rounding).create_decimal(Decimal(x))):.{digits}g}"
+
+
+def relative_error(value: Tensor, reference: Tensor, offset: Tensor | None = None) -> float:
+    """‖value − reference‖ / ‖reference − offset‖: 0 when they agree, infinite when only the denominator vanishes.
+
+    >>> relative_error(torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0]))
+    0.5
+    >>> relative_error(torch.tensor([3.0]), torch.tensor([2.0]), offset=torch.tensor([1.0]))
+    1.0
+    """
+    size = reference if offset is None else reference - offset
+    error, scale = (float(torch.linalg.vector_norm(part)) for part in (value - reference, size))
+    return 0.0 if error == 0 else error / scale if scale else math.inf
+
+
+def random_stream(seed: int, purpose: str) -> torch.Generator:
+    """Random numbers for one purpose, unrelated to what ``torch.manual_seed(seed)`` or another purpose would draw.
+
+    The certificate needs a start that has nothing to do with the operator. With the seed itself, the start would be the
+    very input of someone who wrote ``torch.manual_seed(0); x = torch.randn(n, d)`` and left ``seed=0``.
+
+    >>> plain = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    >>> torch.equal(plain, torch.randn(4, generator=random_stream(0, "start")))
+    False
+    """
+    mixed = hashlib.sha256(f"howsmooth {purpose} {seed}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(mixed[:4], "little"))
+
+
+def digest(tensors: Mapping[str, Tensor], preface: bytes = b"") -> str:
+    """SHA-256 of a preface and then of tensors in the order of their names, each with name, dtype, shape and numbers.
+
+    >>> digest({"a": torch.zeros(2)}) == digest({"a": torch.zeros(2, 1)})
+    False
+    """
+    total = hashlib.sha256(preface)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous().flatten()
+        total.update(f"{name} {tensor.dtype} {tuple(tensors[name].shape)}\n".encode("utf-8", "surrogatepass"))
+        total.update(tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return total.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module as at evaluation; every part in its own mode again when the block ends.
+
+    >>> net = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    >>> with evaluating(net):
+    ...     [part.training for part in net]
+    [False, False]
+    >>> [part.training for part in net]
+    [True, False]
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor meant by what a function or model returned.
+
+    A tensor is itself; a transformers ``ModelOutput`` gives ``last_hidden_state`` or else its first tensor; a tuple,
+    list or mapping gives the first tensor in it, however deep.
+
+    >>> first_tensor((None, (torch.ones(2), "text"), torch.zeros(3)))
+    tensor([1., 1.])
+    """
+    tensor = next(_tensors(output), None)
+    if tensor is None:
+        kind = type(output).__name__
+        raise InvalidInput(f"f returned no tensor but {kind}: make it return the tensor to differentiate.")
+    return tensor
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    named = getattr(output, "last_hidden_state", None)
+    if isinstance(named, Tensor):
+        output = named
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(item)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """One process at a time, by a lock on a file of this name, which is empty and gone afterwards.
+
+    The folder is made when missing. The lock goes with the process that holds it, however it ends.
+
+    Raises:
+        Busy: somebody else holds it.
+        InvalidInput: there is a link, a folder or a file with content, which is no lock.
+        OSError: none can be made there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
+        raise InvalidInput(f"{path} is in the way: it is no lock of howsmooth, so remove it, or take another name.")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise Busy(f"{path} is held by another process: wait until it ends.") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # where an open file cannot be removed, an empty one stays
+            path.unlink()
+        lock.release()
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -85,6 +232,21 @@ def spreadsheet_safe(cell: Any) -> Any:
     ("'=cmd()", "'-x", -1.5, 'a=b')
     """
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+
+
+def first_line(error: BaseException, hidden: str = "", kind: bool = False) -> str:
+    """The first line of what an error says, safe to show; its kind before it, or where it says nothing.
+
+    Args:
+        hidden: left out of it, such as the place of a copy of which the user knows nothing.
+
+    >>> first_line(ValueError("too long.\\nHint: shorten it")), first_line(KeyError(), kind=True)
+    ('too long', 'KeyError')
+    """
+    lines = str(error).replace(hidden, "").strip().splitlines()
+    name = type(error).__name__
+    said = f"{name}: {lines[0]}" if lines and kind else lines[0] if lines else name
+    return printable(said[:200]).rstrip(".")
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from howsmooth.attention import LogitBias, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.small import printable
+from howsmooth.small import first_line, printable
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
 _DEEPEST = 32
@@ -243,7 +243,7 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         ) from error
     except Exception as error:  # whatever a damaged file makes its reader stumble over
         raise InvalidInput(
-            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_first_line(error)})."
+            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_said(error)})."
         ) from error
     tensors = {name: _plain(tensor, name, path) for name, tensor in _flat(stored, path)}
     return tensors, stored if isinstance(stored, dict) else {}
@@ -261,7 +261,7 @@ class _Lazy(Mapping[str, Tensor]):
         try:
             return self.file.get_tensor(name)
         except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
-            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_first_line(error)}).") from error
+            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_said(error)}).") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -378,6 +378,6 @@ def _listed(tensors: Mapping[str, Any], most: int = 8) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
-    return printable(said.split("weights_only")[0].rstrip(" `(,.:")) if "weights_only" in said else printable(said)
+def _said(error: BaseException) -> str:
+    said = first_line(error, kind=True)
+    return said.split("weights_only")[0].rstrip(" `(,.:") if "weights_only" in said else said

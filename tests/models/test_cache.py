@@ -15,8 +15,9 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, open_model
-from howsmooth.models.cache import built, built_once, cache_folder, cached, is_built, sha256
+from howsmooth.models.cache import built, built_once, cache_folder, cached, is_built
 from howsmooth.models.named import NamedModel
+from howsmooth.small import file_digest as sha256
 from tests.models.tiny import TINY
 
 

@@ -14,7 +14,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.certificate import Certificate, Projection, kuczynski_wozniakowski1992, smallest_component
-from howsmooth.norms.products import random_stream
+from howsmooth.small import random_stream
 
 
 def christoffel_upper(alpha: np.ndarray, beta: np.ndarray, size: int, confidence: float) -> float:

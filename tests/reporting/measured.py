@@ -19,7 +19,7 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import CATALOGUE, TokenSet
 from howsmooth.bounds.settings import setting
-from howsmooth.norms.measurement import rounded
+from howsmooth.small import rounded
 
 STORED = Path(__file__).parent / "data" / "minilm.json"
 LENGTHS = (8, 16, 32, 64, 128)

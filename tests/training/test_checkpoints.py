@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save, save_file
 from evidence.damaged_files import checkpoint_case, outcomes
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import KINDS
-from howsmooth.sealed import digest, opened, sealed
-from howsmooth.small import write_whole
+from howsmooth.sealed import opened, sealed
+from howsmooth.small import digest, write_whole
 from howsmooth.training import (
     CharacterModel,
     Checkpoint,

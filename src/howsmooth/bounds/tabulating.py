@@ -24,7 +24,7 @@ from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
-from howsmooth.norms.measurement import rounded
+from howsmooth.small import rounded
 
 Kind = Literal["measured", "upper", "lower"]
 _CONTAINS: dict[str, tuple[str, ...]] = {

@@ -20,8 +20,7 @@ from rich.segment import Segment
 from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, USER_ERROR, OneLineErrors, nobody_reads
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
-from howsmooth.norms.measurement import rounded
-from howsmooth.small import printable
+from howsmooth.small import printable, rounded
 
 __all__ = [
     "INTERRUPTED",

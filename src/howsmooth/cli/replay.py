@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import torch
-
 from howsmooth.attention import AttentionMap
 from howsmooth.checks import check_count, check_seed
 from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
-from howsmooth.small import printable
+from howsmooth.small import digest, printable
 from howsmooth.worstcase.leading import evaluate
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.witness import Witness
@@ -43,11 +40,7 @@ def map_sha256(attention: AttentionMap) -> str:
     (True, False)
     """
     said = (str(attention), attention.kind, attention.softcap, mask_name(attention), positions_name(attention))
-    digest = hashlib.sha256(repr(said).encode())
-    for name, tensor in sorted(attention.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(attention.state_dict(), repr(said).encode())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ it returns numbers that depend on x, returns the same ones twice, and treats the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from howsmooth.checks import check_finite, check_readable
 from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.small import first_tensor, relative_error
 
 # Relative difference up to which two evaluations count as one. It does not shrink in float64, because many models
 # round to float32 inside whatever the dtype of x (the RMSNorm of transformers' Llama does).
@@ -53,28 +54,6 @@ def check_tokens(x: Tensor, name: str = "x") -> None:
         raise InvalidInput(
             f"{name} has shape {tuple(x.shape)}, but must be (n, d) or (batch, n, d): add the missing axes."
         )
-
-
-def first_tensor(output: Any) -> Tensor:
-    """The tensor meant by what a function or model returned.
-
-    A tensor is itself; a transformers ``ModelOutput`` gives ``last_hidden_state`` or else its first tensor; a tuple,
-    list or mapping gives its first tensor.
-
-    >>> first_tensor((None, torch.ones(2), torch.zeros(3)))
-    tensor([1., 1.])
-    """
-    named = getattr(output, "last_hidden_state", None)
-    if isinstance(named, Tensor):
-        return named
-    if isinstance(output, Mapping):
-        candidates = list(output.values())
-    else:
-        candidates = list(output) if isinstance(output, tuple | list) else [output]
-    for candidate in candidates:
-        if isinstance(candidate, Tensor):
-            return candidate
-    raise InvalidInput(f"f returned no tensor but {type(output).__name__}: make it return the tensor to differentiate.")
 
 
 def check_takes_one(f: Callable[..., Any]) -> None:
@@ -184,12 +163,6 @@ def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
     """Standard normal numbers of the same shape, dtype and device, from their own generator."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖, and 0 when both vanish."""
-    error, scale = float(torch.linalg.vector_norm(value - reference)), float(torch.linalg.vector_norm(reference))
-    return 0.0 if error == 0 else error / scale if scale else float("inf")
 
 
 def _short(dtype: torch.dtype) -> str:

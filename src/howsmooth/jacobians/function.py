@@ -35,6 +35,7 @@ from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import checks
 from howsmooth.jacobians.alone import exact_autograd, without_sources
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.small import first_line
 
 _MOST_DENSE_ROWS = 4096
 _NUMBERS_PER_CHUNK = 2**21
@@ -89,7 +90,7 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
             pulled = tape.pull(u)
         except RuntimeError as error:
             raise NotDifferentiable(
-                f"autograd cannot go back through f, replace the operation it names: {_first_line(error)}"
+                f"autograd cannot go back through f, replace the operation it names: {first_line(error, kind=True)}"
             ) from error
         if not torch.isfinite(pulled).all():
             raise NotDifferentiable(
@@ -310,7 +311,7 @@ def _forward_products(
     try:
         jv = jvp(call, (x,), (v,))[1].detach()
     except Exception as error:
-        notes.append(f"forward mode is not possible: {_first_line(error)}")
+        notes.append(f"forward mode is not possible: {first_line(error, kind=True)}")
     else:
         if agrees(jv, "forward mode"):
             return _linearized(call, x, v, jv, notes) or _pushed_forward(call, x), noise
@@ -319,7 +320,7 @@ def _forward_products(
         if agrees(products.one(v), "double backward"):
             return products, noise
     except Exception as error:
-        notes.append(f"double backward is not possible: {_first_line(error)}")
+        notes.append(f"double backward is not possible: {first_line(error, kind=True)}")
     return _dense_rows(x, tape), noise
 
 
@@ -343,7 +344,7 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
             second = push(checks.random_like(v, seed=2))
             again = push(v)
     except Exception as error:
-        notes.append(f"f cannot be linearized once: {_first_line(error)}")
+        notes.append(f"f cannot be linearized once: {first_line(error, kind=True)}")
         return None
     shared = first.data_ptr() == second.data_ptr()
     if shared or max(checks.relative_error(kept, jv), checks.relative_error(again, jv)) > _SAME_TRACE:
@@ -401,7 +402,3 @@ def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
 def _doubt(notes: list[str], sentence: str) -> None:
     notes.append(sentence)
     warnings.warn(sentence, DerivativeWarning, stacklevel=4)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from howsmooth.errors import InvalidInput
+from howsmooth.small import file_digest
 
 _SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
@@ -59,7 +59,7 @@ def cached(name: str, pins: Mapping[str, str] | None = None) -> Path | None:
     sums = pins if pins is not None else _own_sums(folder)
     if not sums:
         return None
-    same = all((folder / file).is_file() and sha256(folder / file) == digest for file, digest in sums.items())
+    same = all((folder / file).is_file() and file_digest(folder / file) == digest for file, digest in sums.items())
     return folder if same else None
 
 
@@ -81,7 +81,7 @@ def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | No
             fresh.mkdir(mode=0o700)
             build(fresh)
             files = sorted(path for path in fresh.rglob("*") if path.is_file())
-            sums = {path.relative_to(fresh).as_posix(): sha256(path) for path in files}
+            sums = {path.relative_to(fresh).as_posix(): file_digest(path) for path in files}
             (fresh / _SUMS).write_text(
                 "".join(f"{digest}  {file}\n" for file, digest in sums.items()), encoding="utf-8"
             )
@@ -152,9 +152,3 @@ def _put(fresh: Path, final: Path, pins: Mapping[str, str] | None) -> bool:
             raise
         return False
     return True
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import Site
-from howsmooth.small import printable
+from howsmooth.small import evaluating, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,30 +44,25 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
     are written out. No other thread is in a model meanwhile.
     """
-    with LOCK:
+    with LOCK, evaluating(model), torch.no_grad():
         yield from _reference_mode(model, implementation)
 
 
 def _reference_mode(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
     configs = list(_with_parts(model.config))
     before = [(config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
     try:
-        model.eval()
         model.config._attn_implementation = implementation
         for config in configs:
             if hasattr(config, "use_cache"):
                 config.use_cache = False
-        with torch.no_grad():
-            yield
+        yield
     finally:
         # Setting it on a configuration sets it on its parts as well, so parts are restored after their whole.
         for config, (kept, cache) in zip(configs, before, strict=True):
             config._attn_implementation = kept
             if hasattr(config, "use_cache"):
                 config.use_cache = cache
-        for module, mode in modes:
-            module.training = mode
 
 
 def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -89,9 +84,8 @@ def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise InvalidInput(
-            f"{type(model).__name__} does not take these inputs ({shapes}): {printable(reason)}; check their names, "
+            f"{type(model).__name__} does not take these inputs ({shapes}): {first_line(error)}; check their names, "
             "shapes and kinds, and that they are no longer than the model allows."
         ) from error
 
@@ -142,13 +136,6 @@ def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[
     with listening(hooks), reference_mode(model):
         run(model, inputs)
     return calls
-
-
-def first_tensor(output: Any) -> Tensor:
-    """The tensor of a module's output that goes on: the output itself, or the first of a tuple or `ModelOutput`."""
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return output
 
 
 @dataclass(frozen=True)

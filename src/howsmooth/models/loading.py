@@ -14,13 +14,13 @@ import torch
 
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
-from howsmooth.models.cache import Built, built, sha256
+from howsmooth.models.cache import Built, built
 from howsmooth.models.checkpoint import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
 from howsmooth.models.checkpoint import weight_files as files_in
 from howsmooth.models.matching import Match
 from howsmooth.models.named import NAMED
 from howsmooth.models.sizes import check_counts, check_memory, check_size, read_config
-from howsmooth.small import printable
+from howsmooth.small import file_digest, first_line, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +79,7 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
         raise InvalidInput(f"there is no file {path}: check the path.")
     import transformers
 
-    digest = sha256(path)
+    digest = file_digest(path)
 
     def build(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as lonely, quiet():
@@ -93,7 +93,7 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
                     f"{path.name} needs two more packages: run `pip install gguf accelerate`."
                 ) from error
             except Exception as error:  # the reader raises whatever a damaged file makes it stumble over
-                said = _first_line(error, hidden=f"{lonely}{os.sep}")
+                said = first_line(error, hidden=f"{lonely}{os.sep}")
                 raise InvalidInput(f"{path.name} cannot be read as a GGUF model: {said}.") from error
             # What is written is no longer quantised, and says so.
             model.hf_quantizer, model.is_quantized = None, False
@@ -302,7 +302,7 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
             f"connect to the network, {offline}."
         )
     return InvalidInput(
-        f"cannot load the model {source!r} ({_first_line(error)}): give a folder with config.json and safetensors "
+        f"cannot load the model {source!r} ({first_line(error)}): give a folder with config.json and safetensors "
         f"weights, a hub id, {offline}."
     )
 
@@ -320,12 +320,6 @@ def _is_utf8(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _first_line(error: BaseException, hidden: str = "") -> str:
-    """What an error says, without the place of a copy of which the user knows nothing."""
-    lines = str(error).replace(hidden, "").strip().splitlines()
-    return printable((lines[0] if lines else type(error).__name__)[:200]).rstrip(".")
 
 
 def licence_in(folder: Path) -> str:

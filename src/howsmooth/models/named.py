@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models.cache import built, cached, is_built, sha256
+from howsmooth.models.cache import built, cached, is_built
+from howsmooth.small import file_digest
 
 FULL_PRECISION = "float32"
 
@@ -106,7 +107,7 @@ class NamedModel:
 
     def _check(self, name: str, folder: Path) -> None:
         for file, expected in self.pins.items():
-            found = sha256(folder / file) if (folder / file).is_file() else "missing"
+            found = file_digest(folder / file) if (folder / file).is_file() else "missing"
             if found != expected:
                 what = "weights" if file == self.weights else f"files ({file})"
                 raise InvalidInput(

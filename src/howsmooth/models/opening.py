@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from howsmooth.checks import door
@@ -19,7 +17,7 @@ from howsmooth.models.named import FULL_PRECISION, NAMED
 from howsmooth.models.random_models import is_random, random_model
 from howsmooth.models.self_check import samples_of_frames
 from howsmooth.models.windows import Tokens, Window, spread_starts
-from howsmooth.small import printable
+from howsmooth.small import digest, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +136,7 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
     model: PreTrainedModel
     notes: tuple[str, ...] = ()
     if is_random(spec):
-        model, processor, digest = random_model(spec, head), None, None
+        model, processor, sha256 = random_model(spec, head), None, None
         precision, licence = FULL_PRECISION, "none (random weights)"
     elif spec in NAMED:
         named = NAMED[spec]
@@ -146,10 +144,10 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
         gguf = named.weights.endswith(".gguf")
         source, pins = (folder / named.weights, named.unpacked) if gguf else (folder, named.pins)
         model, processor, _, notes = load_pretrained(str(source), head, pins)
-        precision, licence, digest = named.precision, named.licence, named.sha256
+        precision, licence, sha256 = named.precision, named.licence, named.sha256
     else:
         model, processor, stored, notes = load_pretrained(spec, head)
-        digest, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
+        sha256, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):
             precision = gguf_precision(Path(spec))
@@ -161,8 +159,8 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
             f"{spec!r} reads {model.main_input_name!r}, but models of text, images and sound can be opened."
         )
     limit = longest(model, processor)
-    digest = digest or content_sha256(model)
-    return OpenModel(spec, model, processor, modality, digest, precision, limit, licence, notes)
+    sha256 = sha256 or content_sha256(model)
+    return OpenModel(spec, model, processor, modality, sha256, precision, limit, licence, notes)
 
 
 @door
@@ -181,11 +179,7 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def content_sha256(model: PreTrainedModel) -> str:
     """A hash of the configuration (the same weights can be other models) and of all weights with names and shapes."""
     said = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(model.state_dict(), json.dumps(said, sort_keys=True, default=str).encode())
 
 
 def longest(model: PreTrainedModel, processor: Any = None) -> int:

@@ -20,6 +20,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.conventions import Site
 from howsmooth.models.listening import Call, record_calls, reference_mode
+from howsmooth.small import relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,13 +117,6 @@ def _own_output(site: Site, call: Call, tokens: Tensor, sharp: Rotations) -> Ten
     finally:
         handle.remove()
     return outputs[-1]
-
-
-def relative_error(ours: Tensor, own: Tensor, bias: Tensor | None = None) -> float:
-    """Frobenius norm of the difference, relative to the model's own output without its bias."""
-    difference = float((ours - own).norm())
-    size = float((own if bias is None else own - bias).norm())
-    return difference / size if size > 0 else difference
 
 
 def _double(value: Any, sharp: Rotations) -> Any:

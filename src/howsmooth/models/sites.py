@@ -14,11 +14,11 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
-from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
+from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.reading import read_attention
-from howsmooth.models.self_check import relative_error
 from howsmooth.models.socket import AttentionCall, attention_calls
 from howsmooth.models.unlisted import find_attention
+from howsmooth.small import first_tensor, relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

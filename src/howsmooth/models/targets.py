@@ -19,9 +19,9 @@ from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import CONVENTIONS, attention_sites, submodule
-from howsmooth.models.listening import Call, RealTokens, first_tensor, listening, reference_mode, run
-from howsmooth.models.self_check import relative_error
+from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
+from howsmooth.small import first_tensor, relative_error
 
 if TYPE_CHECKING:
     from howsmooth.models.opening import OpenModel

@@ -19,8 +19,8 @@ from howsmooth.attention import Causal, DenseBias, LogitBias, Rotary, SelfAttent
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.listening import RealTokens, listening, run
 from howsmooth.models.reading import read_rotary, rotary_kinds
-from howsmooth.models.self_check import relative_error
 from howsmooth.models.socket import AttentionCall, attention_calls
+from howsmooth.small import relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

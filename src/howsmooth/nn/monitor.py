@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from howsmooth.checks import check_count, check_fraction, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure
-from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output, without_dropout
+from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
 from howsmooth.norms import Measurement
-from howsmooth.norms.products import random_stream
+from howsmooth.small import evaluating, random_stream
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -125,7 +125,7 @@ class SmoothnessMonitor:
         attention = attention_of(self._model, heard)
         if attention is not None:
             return self._solve(name, *attention)
-        with without_dropout(heard.module):
+        with evaluating(heard.module):
             return self._solve(name, lambda x: first_output(heard, x), heard.tokens.detach())
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.hosting.listener import Heard, Listener, first_output, without_dropout
+from howsmooth.nn.hosting.listener import Heard, Listener, first_output
 from howsmooth.nn.layers.base import AttentionLayer
 from howsmooth.nn.layers.dot_product import SigmoidAttention
-from howsmooth.norms.products import random_stream
+from howsmooth.small import evaluating, random_stream
 
 
 class _Penalty(ABC):
@@ -53,7 +53,7 @@ class _Penalty(ABC):
             raise InvalidInput("the penalty speaks of what the layers have seen: run the model, with gradients, first.")
         values = []
         for name, call in heard.items():
-            with without_dropout(call.module):
+            with evaluating(call.module):
                 values.append(self._value(name, call))
             if not bool(values[-1].detach().isfinite()):
                 raise InvalidInput(

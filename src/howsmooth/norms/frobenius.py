@@ -48,10 +48,10 @@ from howsmooth.norms.products import (
     harmless_scale,
     not_finite,
     power_of_two,
-    random_stream,
     rounding_allowance,
     widened,
 )
+from howsmooth.small import random_stream
 
 
 @door

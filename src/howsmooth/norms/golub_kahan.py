@@ -15,8 +15,9 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.certificate import Certificate, smallest_component
 from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.products import FlatProducts, random_stream
+from howsmooth.norms.products import FlatProducts
 from howsmooth.norms.triplets import Triplets
+from howsmooth.small import random_stream
 
 BASIS_BYTES = 2**30
 _SPARE = 0.1  # share of the chance of failing that is kept for maps which rounding limits,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.small import rounded
 
 NormKind = float | str
 _SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "‖J‖_∞", "fro": "‖J‖_F"}
@@ -156,17 +157,6 @@ def _plain(x: Tensor | None) -> Any:
     if x.ndim:
         return [_plain(entry) for entry in x] if x.ndim > 1 else [_plain(entry) for entry in x.unbind()]
     return float(x) if math.isfinite(x) else None
-
-
-def rounded(x: float, rounding: str = ROUND_HALF_EVEN, digits: int = 5) -> str:
-    """``x`` in few digits, rounded towards the side on which the statement stays true.
-
-    >>> rounded(1.23456, digits=4), rounded(1.23456, ROUND_FLOOR), rounded(1.23451, ROUND_CEILING)
-    ('1.235', '1.2345', '1.2346')
-    """
-    if not math.isfinite(x):
-        return "∞" if x > 0 else str(x)
-    return f"{float(Context(prec=digits, rounding=rounding).create_decimal(Decimal(x))):.{digits}g}"
 
 
 def _holds(confidence: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 
@@ -103,20 +102,6 @@ def widened(value: Tensor, allowance: float, error: Tensor) -> tuple[Tensor, Ten
     [[0.5, 0.0], [1.5, 3.25]]
     """
     return (value * (1 - allowance) - error).clamp_min(0), value * (1 + allowance) + error
-
-
-def random_stream(seed: int, purpose: str) -> torch.Generator:
-    """Random numbers for one purpose, unrelated to what ``torch.manual_seed(seed)`` or another purpose would draw.
-
-    The certificate needs a start that has nothing to do with the operator. With the seed itself, the start would be the
-    very input of someone who wrote ``torch.manual_seed(0); x = torch.randn(n, d)`` and left ``seed=0``.
-
-    >>> plain = torch.randn(4, generator=torch.Generator().manual_seed(0))
-    >>> torch.equal(plain, torch.randn(4, generator=random_stream(0, "start")))
-    False
-    """
-    digest = hashlib.sha256(f"howsmooth {purpose} {seed}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 def lengths(x: Tensor) -> Tensor:

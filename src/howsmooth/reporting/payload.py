@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.findings import KINDS, bounds_of, growths, headline, methods
 from howsmooth.reporting.source import Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
+from howsmooth.small import rounded
 
 _DIGITS = 5
 _ROOM_FOR_ENERGIES = 1_500_000

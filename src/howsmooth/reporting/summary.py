@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth.checks import door
-from howsmooth.norms.measurement import rounded
 from howsmooth.reporting.findings import (
     distances,
     ends,
@@ -28,7 +27,7 @@ from howsmooth.reporting.findings import (
     token_name,
 )
 from howsmooth.reporting.source import Group, Source, cell_of, groups
-from howsmooth.small import printable
+from howsmooth.small import printable, rounded
 
 _MOST = 8
 

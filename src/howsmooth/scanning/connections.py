@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from howsmooth.errors import HowsmoothError
+from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scanning import schema
+from howsmooth.small import Busy, exclusive
 
 MEMORY = ":memory:"
 _WRITTEN_AHEAD = 2
@@ -180,31 +181,19 @@ def explained(path: Path | str, reading: bool = False) -> Iterator[None]:
 
 @contextmanager
 def only_writer(path: Path | str) -> Iterator[None]:
-    """Refuse a second writer. The lock is one of SQLite's on a file beside the store: it dies with its process."""
+    """Refuse a second writer, by a lock beside the store that dies with its process."""
     if path == MEMORY:
         yield
         return
-    beside = Path(f"{path}.lock")
-    with explained(path):
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        lock = sqlite3.connect(_address(beside, "mode=rwc"), uri=True, isolation_level=None, timeout=0)
+    with ExitStack() as stack:
         try:
-            try:
-                lock.execute("BEGIN EXCLUSIVE")
-            except sqlite3.DatabaseError as error:
-                if _kind(error) == sqlite3.SQLITE_BUSY:
-                    raise StoreError(
-                        f"another scan is writing to {path}: wait until it ends, or choose another --out."
-                    ) from None
-                if _kind(error) == sqlite3.SQLITE_NOTADB:
-                    raise StoreError(
-                        f"{beside} is in the way: it is no lock of howsmooth, so remove it, or choose another --out."
-                    ) from None
-                raise
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # where an open file cannot be removed, an empty one stays
-                    beside.unlink()
-        finally:
-            lock.close()
+            stack.enter_context(exclusive(Path(f"{path}.lock")))
+        except Busy:
+            raise StoreError(
+                f"another scan is writing to {path}: wait until it ends, or choose another --out."
+            ) from None
+        except InvalidInput as error:
+            raise StoreError(str(error)) from error
+        except OSError as error:
+            raise StoreError(f"cannot write to {path} ({error.strerror}): choose another --out.") from error
+        yield

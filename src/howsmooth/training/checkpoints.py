@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from howsmooth.checks import door
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.sealed import Damaged, digest, opened, read_json, sealed
-from howsmooth.small import write_whole
+from howsmooth.sealed import Damaged, opened, read_json, sealed
+from howsmooth.small import digest, write_whole
 from howsmooth.training.settings import Settings
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -17,8 +17,8 @@ from typing import Any
 from howsmooth.checks import check_fields, door
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
-from howsmooth.small import spreadsheet_safe, write_whole
-from howsmooth.training.loop import Busy, train
+from howsmooth.small import Busy, spreadsheet_safe, write_whole
+from howsmooth.training.loop import train
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import Attention, Settings
 from howsmooth.training.text import Corpus

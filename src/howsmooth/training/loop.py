@@ -13,19 +13,18 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn import functional
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.small import unwritable, write_whole
+from howsmooth.small import Busy, evaluating, exclusive, unwritable, write_whole
 from howsmooth.training.checkpoints import CHECKPOINT, Checkpoint
 from howsmooth.training.files import Journal
 from howsmooth.training.lengths import Batch, plan, validation
@@ -35,10 +34,6 @@ from howsmooth.training.settings import Settings
 from howsmooth.training.text import Corpus
 
 _CHARACTERS_AT_ONCE = 8192
-
-
-class Busy(InvalidInput):
-    """Another process is at work in the folder."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -85,18 +80,14 @@ def train(
 @door
 def evaluate(model: CharacterModel, batch: Batch) -> float:
     """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
-    total, training = 0.0, model.training
-    model.eval()
+    total = 0.0
     rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
-    try:
-        with torch.no_grad():
-            for start in range(0, len(batch.inputs), rows):
-                part = slice(start, start + rows)
-                document = None if batch.document is None else batch.document[part]
-                some = Batch(batch.inputs[part], batch.targets[part], document)
-                total += float(nats(model, some)) * some.tokens
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        for start in range(0, len(batch.inputs), rows):
+            part = slice(start, start + rows)
+            document = None if batch.document is None else batch.document[part]
+            some = Batch(batch.inputs[part], batch.targets[part], document)
+            total += float(nats(model, some)) * some.tokens
     return total / batch.tokens / math.log(2)
 
 
@@ -119,15 +110,14 @@ def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time in a folder, which is made when missing; the lock goes with the process."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise Busy(f"another process is training in {folder}: wait for it, or choose another folder.") from None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder / ".lock"))
+        except Busy:
+            raise Busy(f"another process is training in {folder}: wait for it, or choose another folder.") from None
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        yield
 
 
 class _Run:

@@ -30,6 +30,7 @@ from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ActNorm, AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
 from howsmooth.nn.layers.named import KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
+from howsmooth.small import evaluating
 from howsmooth.training.settings import Settings
 
 _MLP_FACTOR = 4
@@ -175,14 +176,11 @@ class CharacterModel(nn.Module):
 
         It is that of the model at evaluation: contractive layers only estimate the norms of their weights in training.
         """
-        training = self.training
-        self.eval()
         try:
-            found = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
+            with evaluating(self):
+                found = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
         except DoesNotApply:
             return None
-        finally:
-            self.train(training)
         return found if math.isfinite(found) else None
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:

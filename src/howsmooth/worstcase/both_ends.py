@@ -13,7 +13,7 @@ import rich.box
 import rich.table
 
 from howsmooth.bounds.tabulating import Row
-from howsmooth.norms.measurement import rounded
+from howsmooth.small import rounded
 from howsmooth.worstcase.sets import InputSet
 from howsmooth.worstcase.witness import Witness
 

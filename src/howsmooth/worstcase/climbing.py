@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.norms.products import random_stream
+from howsmooth.small import random_stream
 from howsmooth.worstcase.sets import InputSet
 from howsmooth.worstcase.slopes import Roughness
 from howsmooth.worstcase.starts import Start

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.norms.measurement import rounded
+from howsmooth.small import rounded
 from howsmooth.worstcase.laws import (
     ROUNDING,
     STRONG,

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.measuring import measure
 from howsmooth.norms import Measurement
-from howsmooth.norms.products import random_stream
+from howsmooth.small import random_stream
 from howsmooth.worstcase.slopes import AttentionRoughness, Roughness, unit
 
 _ALL_ROWS = 2**20

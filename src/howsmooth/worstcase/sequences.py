@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.norms.products import random_stream
+from howsmooth.small import random_stream
 from howsmooth.worstcase.climbing import Climb, Found, Leading
 from howsmooth.worstcase.sets import Ball, Embeddings
 from howsmooth.worstcase.slopes import Roughness

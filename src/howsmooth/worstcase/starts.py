@@ -22,7 +22,7 @@ from howsmooth.bounds.l2 import tight_input
 from howsmooth.bounds.lower import two_cluster_input
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
-from howsmooth.norms.products import random_stream
+from howsmooth.small import random_stream
 from howsmooth.worstcase.sets import Everywhere, InputSet, Neighbourhood
 
 _MOST_HEADS = 3

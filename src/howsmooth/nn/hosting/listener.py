@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,11 @@ from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
-from howsmooth.models.listening import first_tensor
 from howsmooth.models.reading import read_attention
 from howsmooth.nn.hosting.hosted import Seen
 from howsmooth.nn.layers.base import AttentionLayer, without_autocast
 from howsmooth.nn.layers.sight import Sight
+from howsmooth.small import first_tensor
 
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
 _REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
@@ -114,18 +113,6 @@ class Listener:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.calls = [], {}
-
-
-@contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
-    """The module as at evaluation; every part in its own mode again when the block ends."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, Site]]:

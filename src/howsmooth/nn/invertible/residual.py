@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from howsmooth.nn.invertible.fixed_point import Allowance, Contraction, DidNotCo
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
 from howsmooth.nn.invertible.rounding import UnknownRounding, evaluation_error
 from howsmooth.nn.layers.base import Mask, without_autocast
+from howsmooth.small import evaluating
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class InvertibleResidual(nn.Module):
         limit = 1.0 if self.coefficient is None else self.coefficient
         for norm in (2, math.inf) if self.norm is None else (self.norm,):
             try:
-                with _evaluating(self.branch):
+                with evaluating(self.branch):
                     found = float(self.branch.lipschitz_bound(n, norm))
             except DoesNotApply as refusal:
                 reasons.append(str(refusal).rstrip("."))
@@ -141,7 +142,7 @@ class InvertibleResidual(nn.Module):
             check_positive(tolerance, "tolerance")
         check_count(max_iterations, "max_iterations")
         tokens = _in_dtype_of(self.branch, _tokens(y))
-        with _evaluating(self.branch), without_autocast(tokens):
+        with evaluating(self.branch), without_autocast(tokens):
             contraction = self.contraction(tokens.shape[1])
             options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
             options |= {"memory": 8 if accelerate else 0}
@@ -278,15 +279,3 @@ def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
     if torch.finfo(own).bits < torch.finfo(tokens.dtype).bits:
         raise InvalidInput("the tokens are float64 but the weights float32: convert one of them.")
     return tokens.to(torch.promote_types(own, torch.float32))
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation, and afterwards as it was."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
