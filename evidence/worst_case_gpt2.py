@@ -19,10 +19,10 @@ from howsmooth.bounds import TokenSet
 from howsmooth.bounds.castin2024 import real_eigenpairs
 from howsmooth.bounds.lower import two_cluster_input
 from howsmooth.bounds.tabulating import Row
+from howsmooth.growth import Growth, growth
+from howsmooth.growth.laws import ROUNDING
 from howsmooth.weights import load_attention
 from howsmooth.worstcase import Ball, worst_case
-from howsmooth.worstcase.growth import Growth, growth
-from howsmooth.worstcase.laws import ROUNDING
 from howsmooth.worstcase.leading import evaluate
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.starts import constructions, two_poles

@@ -33,12 +33,12 @@ from howsmooth.attention import (
 )
 from howsmooth.errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
 from howsmooth.explaining import Explanation, explain, token_influence
+from howsmooth.growth import Growth, growth
 from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
 from howsmooth.scanning import Scan, scan
 from howsmooth.worstcase import Witness, worst_case
-from howsmooth.worstcase.growth import Growth, growth
 
 if TYPE_CHECKING:
     from howsmooth import nn

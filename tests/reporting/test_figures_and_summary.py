@@ -15,11 +15,11 @@ from rich.console import Console
 
 import howsmooth as hs
 from howsmooth.figures import save_figure
+from howsmooth.growth.laws import rounded_up
 from howsmooth.reporting import groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import distances_figure, growth_figure, heads_figure, layers_figure
 from howsmooth.reporting.findings import distances, growths
 from howsmooth.small import printable
-from howsmooth.worstcase.laws import rounded_up
 from tests.reporting.measured import Measured, stored
 
 COARSE = "4-bit (Q4_1), dequantised"

@@ -17,8 +17,8 @@ import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, TokenSet, table
 from howsmooth.bounds.tabulating import ContradictedBound
 from howsmooth.errors import InvalidInput
+from howsmooth.figures.sandwich import sandwich_figure
 from howsmooth.worstcase.both_ends import in_words
-from howsmooth.worstcase.sandwich_figure import sandwich_figure
 from howsmooth.worstcase.sandwiching import sandwich
 from howsmooth.worstcase.sets import Ball, InputSet, Neighbourhood, Normalised, Sphere
 from howsmooth.worstcase.upper_end import not_passed, tightest_upper

@@ -15,14 +15,13 @@ import typer
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.bounds.figure import bounds_against_n, random_tokens
 from howsmooth.bounds.tabulating import Row, Table, table, with_witness
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.cli.console import NOT_CONVERGED, print_json, print_line, set_threads, stdout, step_progress
 from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.cli.token_sets import named_norm
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import check_figure_path, save_figure
+from howsmooth.figures import bounds_against_n, check_figure_path, random_tokens, save_figure
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",

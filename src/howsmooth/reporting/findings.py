@@ -11,10 +11,10 @@ from statistics import fmean, median
 from typing import Any
 
 from howsmooth.checks import door
+from howsmooth.growth import PowerLaw, fit_power_law
 from howsmooth.reporting.source import Cell, Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
-from howsmooth.worstcase.laws import PowerLaw, fit_power_law
 
 _SLIGHT = 0.005
 """Shares so little outside of 0 … 1 are not worth a word."""

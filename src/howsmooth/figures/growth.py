@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
-from howsmooth.figures import new_figure
-from howsmooth.worstcase.growth import Growth
+from howsmooth.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades
+from howsmooth.growth import Growth
 
-_ACCENT, _BLUE = "#b23c0c", "#31688e"
 _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
 _MOST_TICKS = 9
 
@@ -27,25 +26,21 @@ def growth_figure(
     Dashed lines through the middle of the data have the slopes 1/4 and 1/2. Where a plateau is the verdict, it is drawn
     with a dotted line at its start. A new figure has the verdict below it.
 
-    >>> from howsmooth.worstcase.growth import growth
+    >>> from howsmooth.growth import growth
     >>> figure = growth_figure(growth([[2.0, 2.1], [3.1, 2.9], [4.0, 4.1]], [4, 9, 16]))
     >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()][3]
     '$n^{0.49}$'
     """
-    below = ""
-    if ax is None:
-        figure, (ax,) = new_figure(1, 7.6, 5.4)
-        below = f"\n\n{found.sentence}"
-    else:
-        figure = ax.get_figure()  # type: ignore[assignment]
+    below = f"\n\n{found.sentence}" if ax is None else ""
+    figure, ax = axes(ax, 7.6, 5.4)
     n = np.geomspace(found.lengths[0], found.lengths[-1], 101)
     _draw_data(ax, found)
     band = np.array([found.band(place) or (np.nan, np.nan) for place in n])
     if found.interval is not None:
         sure = f"{100 * found.confidence:g} % band ({found.method})"
-        ax.fill_between(n, band[:, 0], band[:, 1], color=_ACCENT, alpha=0.18, linewidth=0, label=sure)
+        ax.fill_between(n, band[:, 0], band[:, 1], color=ACCENT, alpha=0.18, linewidth=0, label=sure)
     fitted = [found.at(place) for place in n]
-    ax.plot(n, fitted, color=_ACCENT, linewidth=2, label=f"$n^{{{found.exponent:.2f}}}$")
+    ax.plot(n, fitted, color=ACCENT, linewidth=2, label=f"$n^{{{found.exponent:.2f}}}$")
     middle = float(np.sqrt(n[0] * n[-1]))
     for (name, slope), style in zip(_SLOPES.items(), ("--", "-."), strict=True):
         ax.plot(n, found.at(middle) * (n / middle) ** slope, style, color="0.55", linewidth=1, label=name)
@@ -72,22 +67,20 @@ def _draw_plateau(ax: Axes, found: Growth, n: np.ndarray) -> None:
     if plateau is None:
         return
     bent = plateau.level * np.minimum(n / plateau.start, 1.0) ** plateau.exponent
-    ax.plot(n, bent, color=_BLUE, linewidth=2, label=f"$n^{{{plateau.exponent:.2f}}}$, then a plateau")
-    ax.axvline(plateau.start, color=_BLUE, linestyle=":", linewidth=1)
+    ax.plot(n, bent, color=BLUE, linewidth=2, label=f"$n^{{{plateau.exponent:.2f}}}$, then a plateau")
+    ax.axvline(plateau.start, color=BLUE, linestyle=":", linewidth=1)
     if plateau.interval is not None:
-        ax.axvspan(*plateau.interval, color=_BLUE, alpha=0.1, linewidth=0)
+        ax.axvspan(*plateau.interval, color=BLUE, alpha=0.1, linewidth=0)
     at = (plateau.start, 1.0)
     text = f"n = {plateau.start:.0f}"
     ax.annotate(text, at, (3, -4), xycoords=ax.get_xaxis_transform(), textcoords="offset points", va="top", fontsize=8)
 
 
 def _dress(ax: Axes, found: Growth) -> None:
-    ax.set(xscale="log", yscale="log")
+    ax.set_xscale("log")
+    plain_decades(ax)
     shown = found.lengths[:: -(-len(found.lengths) // _MOST_TICKS)]
     ax.set_xticks(shown, labels=[f"{n:g}" for n in shown])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
-    ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-    ax.grid(True, which="major", color="0.9", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    light_grid(ax)
     ax.legend(frameon=False, fontsize=8.5, loc="upper left")

@@ -15,9 +15,9 @@ from scipy import optimize, stats
 import howsmooth as hs
 from howsmooth import InvalidInput
 from howsmooth.figures import new_figure
-from howsmooth.worstcase.growth import Growth, growth
-from howsmooth.worstcase.growth_figure import growth_figure
-from howsmooth.worstcase.laws import Sample, compare, fit_break, fit_power_law
+from howsmooth.figures.growth import growth_figure
+from howsmooth.growth import Growth, growth
+from howsmooth.growth.laws import Sample, compare, fit_break, fit_power_law
 
 LENGTHS = np.array([8, 16, 32, 64, 128, 256, 512])
 LAWS = {

@@ -19,7 +19,7 @@ from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.tabulating import Table, measurements_at, table
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import new_figure
+from howsmooth.figures.style import axes, light_grid
 
 _DECADES = 6
 """Curves that end this far above the smallest upper bound are named, not drawn: they would flatten all others."""
@@ -80,10 +80,7 @@ def bounds_against_n(
     seen = "the first n tokens of the input" if x is not None else "random tokens of the set"
     if x is None:
         curves["measured"] = _at_random(where, places, seed)
-    if ax is None:
-        figure, (ax,) = new_figure(1, 9.6, 5.6)
-    else:
-        figure = ax.get_figure()  # type: ignore[assignment]
+    figure, ax = axes(ax, 9.6, 5.6)
     _draw(ax, curves, seen)
     ax.set(
         xlabel="number of tokens n",
@@ -155,8 +152,7 @@ def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
             ax.plot(*zip(*curve.points, strict=True), _STYLES[curve.kind], color=colour, linewidth=1.6, markersize=4)
             labels.append((f"{name}: {seen}" if curve.kind == "measured" else name, curve.end, colour))
     ax.set(xscale="log", yscale="log")
-    ax.grid(True, which="major", color="0.9", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    light_grid(ax)
     for kind, style in _STYLES.items():
         if any(curve.kind == kind and curve.points for curve in curves.values()):
             ax.plot([], [], style, color="black", markersize=4, label=_WORDS[kind])

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import new_figure
+from howsmooth.figures.style import light_grid, new_figure
 from howsmooth.worstcase.both_ends import Cell, in_words
 
 _MOST_CURVES = 10
@@ -27,7 +27,7 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     whose axis would have one point only is left out. Upper ends that overflow are not drawn.
 
     >>> import torch, howsmooth as hs
-    >>> from howsmooth.worstcase.sandwiching import sandwich
+    >>> from howsmooth.worstcase import sandwich
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
     >>> figure = sandwich_figure(sandwich(head, [2, 4], radii=[1.0, 2.0], starts=1, steps=5))
     >>> [ax.get_xlabel() for ax in figure.axes]
@@ -73,8 +73,7 @@ def _draw(ax: Axes, cells: Sequence[Cell], place: Callable[[Cell], Any], group: 
     if len(places) <= _MOST_TICKS:
         ax.set_xticks(places, labels=[f"{at:.4g}" for at in places])
         ax.xaxis.set_minor_locator(NullLocator())
-    ax.grid(True, which="major", color="0.9", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    light_grid(ax)
     legend.append(Line2D([], [], color="black", linestyle="-", label="U: upper bound, a theorem"))
     legend.append(Line2D([], [], color="black", linestyle="--", marker="o", markersize=4, label="L: reached (witness)"))
     ax.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8.5)

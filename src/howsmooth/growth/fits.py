@@ -4,10 +4,10 @@ r"""How fast values grow with the number of tokens: an exponent with its interva
 the geometric means of every length, each weighted by its number of inputs; with the same inputs at every length, α is
 also the mean of the exponents of the single inputs.
 
-**Interval.** By bootstrap over inputs: see `howsmooth.worstcase.resampling`. Values without spread have none; their
+**Interval.** By bootstrap over inputs: see `howsmooth.growth.bootstrap`. Values without spread have none; their
 interval comes from the regression, from how far the points are from the line, and says so.
 
-**Which law** is in `howsmooth.worstcase.laws`. All of it speaks about the lengths that were measured, and no others.
+**Which law** is in `howsmooth.growth.laws`. All of it speaks about the lengths that were measured, and no others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.small import rounded
-from howsmooth.worstcase.laws import (
+from howsmooth.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
+from howsmooth.growth.laws import (
     ROUNDING,
     STRONG,
     Law,
@@ -36,7 +36,7 @@ from howsmooth.worstcase.laws import (
     fit_line,
     fit_power_law,
 )
-from howsmooth.worstcase.resampling import freedom_of_exponent, resampled_means, stretch, tails
+from howsmooth.small import rounded
 
 Numbers = NDArray[np.float64]
 _WORDS = {"constant": "a constant", "power": "a free power", "plateau": "growth that ends in a plateau"}

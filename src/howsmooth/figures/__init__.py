@@ -1,0 +1,36 @@
+"""Pictures. Every function draws on the axes it is given, or on a new figure, and returns the figure.
+
+>>> import torch
+>>> figure = head_bars(torch.tensor([1.0, 2.0]), torch.tensor([0.9, 1.9]), torch.tensor([1.1, 2.1]))
+>>> figure.axes[0].get_xlabel()
+'head'
+"""
+
+from howsmooth.figures.bounds import bounds_against_n, random_tokens
+from howsmooth.figures.growth import growth_figure
+from howsmooth.figures.heads import head_bars, heads_heatmap
+from howsmooth.figures.sandwich import sandwich_figure
+from howsmooth.figures.scans import bound_ratios, depth_lines, scanned_growth, scanned_heads
+from howsmooth.figures.style import FORMATS, check_figure_path, literal, new_figure, save_figure
+from howsmooth.figures.tokens import chosen_labels, influence_map, token_energies
+
+__all__ = [
+    "FORMATS",
+    "bound_ratios",
+    "bounds_against_n",
+    "check_figure_path",
+    "chosen_labels",
+    "depth_lines",
+    "growth_figure",
+    "head_bars",
+    "heads_heatmap",
+    "influence_map",
+    "literal",
+    "new_figure",
+    "random_tokens",
+    "sandwich_figure",
+    "save_figure",
+    "scanned_growth",
+    "scanned_heads",
+    "token_energies",
+]
