@@ -16,6 +16,7 @@ from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
+from howsmooth.norms.matrices import spectral
 
 _BLOCK_ENTRIES = 2**22
 """Entries of the vectors held for one chunk of token blocks."""
@@ -156,7 +157,7 @@ def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if len(shapes[0]) != 2 or len(shapes[1]) != 2:
         raise InvalidInput(f"token influence needs tokens in and out, but f maps {shapes[1]} to {shapes[0]}.")
     blocks = operator.dense().unflatten(-1, shapes[1]).unflatten(-3, shapes[0]).transpose(-3, -2)
-    return torch.linalg.matrix_norm(blocks, ord=2)
+    return spectral(blocks)
 
 
 def _influence(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ import howsmooth as hs
 from evidence.l2_open_question import Average, ascend, line_bound, starts
 from howsmooth.attention.masks import LogitBias
 from howsmooth.bounds import kim2021, l2
-from howsmooth.bounds.heads import spectral
+from howsmooth.norms.matrices import spectral
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 SIGHTS: list[l2.Sight] = ["full", "ordered", "any"]

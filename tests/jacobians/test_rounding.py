@@ -11,7 +11,7 @@ from evidence import offsets
 from evidence.jacobian_grid import autograd_jacobian, by_columns, by_rows
 from howsmooth.jacobians import attention as closed_form
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.rounding import spectral
+from howsmooth.jacobians.rounding import schatten_8 as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
 
 

@@ -22,8 +22,9 @@ from howsmooth.bounds.assumptions import (
     UNMASKED_OR_CAUSAL,
 )
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import query_key, spectral, value_matrices
+from howsmooth.bounds.heads import query_key, value_matrices
 from howsmooth.bounds.settings import Setting
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Castin, Ablin, Peyré 2024"
 

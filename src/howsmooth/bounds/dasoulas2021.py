@@ -36,8 +36,8 @@ from torch import Tensor
 
 from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "howsmooth, for the attention of Dasoulas, Scaman, Virmaux 2021"
 MIXING = math.sqrt(1 + math.sinh(1))

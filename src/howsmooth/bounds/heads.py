@@ -21,6 +21,7 @@ from howsmooth.attention.stages import Scale
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import door
+from howsmooth.norms.matrices import spectral
 
 _MOST_OFFSETS = 4096
 """Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""
@@ -49,11 +50,6 @@ class HeadNumbers:
     score: Tensor
 
 
-def spectral(matrix: Tensor) -> Tensor:
-    """Largest singular value of each matrix of a batch."""
-    return torch.linalg.matrix_norm(matrix, 2)
-
-
 def value_matrices(attention: AttentionMap, folded: bool = True) -> Tensor:
     """V_h of every head, ``(heads, v, d)``, before non-linear stages; up to an isometry W_hV_h when ``folded``.
 
@@ -77,7 +73,7 @@ def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
 
 def output_norm(attention: AttentionMap) -> float:
     """‖W^O‖ of the whole output matrix."""
-    return float(spectral(attention.output_weight.double().flatten(0, 1)))
+    return float(torch.linalg.matrix_norm(attention.output_weight.double().flatten(0, 1), 2))
 
 
 @door

@@ -20,9 +20,9 @@ from torch.linalg import matrix_norm
 from howsmooth.attention import L2SelfAttention
 from howsmooth.bounds.assumptions import FINITE, SEES_ITSELF
 from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
 from howsmooth.errors import InvalidInput
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Kim, Papamakarios, Mnih 2021"
 

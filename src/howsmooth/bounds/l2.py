@@ -24,10 +24,10 @@ from torch.linalg import matrix_norm, vector_norm
 from howsmooth.attention.masks import Sight
 from howsmooth.bounds.assumptions import UNMASKED_OR_CAUSAL
 from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.kim2021 import L2_ASSUMPTIONS, l2_weights, phi_inverse
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "howsmooth"
 

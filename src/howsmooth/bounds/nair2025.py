@@ -20,8 +20,9 @@ from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import head_numbers, norm_rounding
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nowhere_nan, spectral, value_gain, weights_norm
+from howsmooth.bounds.three_path import nowhere_nan, value_gain, weights_norm
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Nair 2025"
 

@@ -33,9 +33,10 @@ from howsmooth.attention import AttentionMap, Rotary, UnitNorm
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.assumptions import FINITE, LINEAR_VALUES, NO_PLACES
 from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import spectral, value_matrices
+from howsmooth.bounds.heads import value_matrices
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.norms.matrices import spectral
 
 
 @dataclass(frozen=True)

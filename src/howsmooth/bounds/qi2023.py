@@ -8,9 +8,9 @@ from torch import Tensor
 from howsmooth.attention import CosineAttention
 from howsmooth.bounds.assumptions import FINITE, NO_ROTARY
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.normalised import POSITIVE_EPS, VALUES_NORMALISED
 from howsmooth.bounds.settings import Setting
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Qi et al. 2023"
 

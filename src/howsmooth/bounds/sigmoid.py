@@ -30,9 +30,9 @@ from howsmooth.attention.stages import Scale
 from howsmooth.attention.terms import Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
 from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.norms.matrices import spectral
 
 
 @dataclass(frozen=True)

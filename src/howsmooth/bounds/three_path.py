@@ -37,6 +37,7 @@ from howsmooth.bounds.paths import Paths, cross_scatter, distances, paths, scatt
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.spreads import NOISY, about_means, keys, product_slack
+from howsmooth.norms.matrices import spectral
 
 TINY = 1e-300
 _MARGIN = 1e-8
@@ -308,13 +309,6 @@ def largest(ceilings: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tens
             pending = pending[ceilings[pending.unbind(1)] > best[pending[:, 0]]]
         winner = winner.new_tensor(places)
     return top(build(maps, winner)) if torch.is_grad_enabled() else best
-
-
-def spectral(matrices: Tensor) -> Tensor:
-    """The largest singular value, by the Gram matrix of the shorter side, scaled so that squares stay in range."""
-    size = matrices.detach().abs().amax((-2, -1), keepdim=True).clamp_min(TINY)
-    short = (matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT) / size
-    return size[..., 0, 0] * top(short @ short.mT).sqrt()
 
 
 def top(matrices: Tensor) -> Tensor:

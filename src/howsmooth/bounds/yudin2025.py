@@ -28,7 +28,8 @@ from howsmooth.bounds.nair2025 import norms_at
 from howsmooth.bounds.paths import Paths, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nowhere_nan, spectral, value_gain, weights_norm
+from howsmooth.bounds.three_path import nowhere_nan, value_gain, weights_norm
+from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"
 

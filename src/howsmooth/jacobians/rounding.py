@@ -79,7 +79,7 @@ class Noise:
         )
         lost = _underflow(mixing, attention.in_features, norms)
         output = attention.output_weight.to(dtype)
-        out = per_map(spectral(output), score, attention) if by_head else spectral(output.flatten(0, 1))
+        out = per_map(schatten_8(output), score, attention) if by_head else schatten_8(output.flatten(0, 1))
         return cls(out * (score + lost), out * (value + lost))
 
     def select(self, index: Tensor) -> Noise:
@@ -151,7 +151,7 @@ def input_norms(attention: AttentionMap, point: Point, dtype: torch.dtype) -> tu
     """N_q, N_k, N_v of every map: the projections and the stages after them, ``(maps,)``."""
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     pairs = zip(weights, point.sizes, strict=True)
-    return tuple(per_map(spectral(weight.to(dtype)), size, attention) * size for weight, size in pairs)
+    return tuple(per_map(schatten_8(weight.to(dtype)), size, attention) * size for weight, size in pairs)
 
 
 def growth(terms: int) -> float:
@@ -164,8 +164,8 @@ def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
     return per_head.repeat_interleave(attention.heads // len(per_head)).repeat(len(maps) // attention.heads)
 
 
-def spectral(weight: Tensor) -> Tensor:
-    """An upper bound on ‖W‖₂, in float64: ‖(WWᵀ)²‖_F^¼ = (Σ σ⁸)^⅛, above it by at most rank^⅛."""
+def schatten_8(weight: Tensor) -> Tensor:
+    """The Schatten 8-norm (Σ σ⁸)^⅛ = ‖(WWᵀ)²‖_F^¼, in float64: two products, and above ‖W‖₂ by at most rank^⅛."""
     scale = weight.abs().amax((-2, -1), keepdim=True)
     scale = scale.masked_fill(scale == 0, 1.0)
     scaled = weight / scale

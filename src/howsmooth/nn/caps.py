@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.checks import check_count, check_finite, check_positive, door
 from howsmooth.errors import InvalidInput
+from howsmooth.norms.matrices import spectral
 
 _WIDTH = 16
 _TOLERANCE = 1e-3
@@ -85,7 +86,7 @@ class SpectralCaps:
 
     def norms(self) -> dict[str, float]:
         """The largest singular value of each matrix, exactly."""
-        return {name: float(torch.linalg.matrix_norm(matrix.double(), 2)) for name, matrix in self.matrices()}
+        return {name: float(spectral(matrix.double())) for name, matrix in self.matrices()}
 
     def _clip(self, name: str, matrix: Tensor) -> None:
         check_finite(matrix, f"the weight {name}")

@@ -22,6 +22,7 @@ from howsmooth.bounds.l2 import tight_input
 from howsmooth.bounds.lower import two_cluster_input
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.tokens import TokenSet
+from howsmooth.norms.matrices import spectral
 from howsmooth.small import random_stream
 from howsmooth.worstcase.sets import Everywhere, InputSet, Neighbourhood
 
@@ -199,7 +200,7 @@ def _natural_length(f: object) -> float:
     if not isinstance(f, AttentionMap):
         return 1.0
     query, key, _ = query_key(f)
-    score = float(torch.linalg.matrix_norm(key.mT @ query, 2).max())
+    score = float(spectral(key.mT @ query).max())
     if f.kind == "l2":
         score /= f.query_weight.shape[1] ** 0.5
     return score**-0.5 if score > 0 else 1.0

@@ -15,11 +15,11 @@ import howsmooth as hs
 from evidence.ascent import ROUNDING
 from howsmooth.attention.terms import as_mask
 from howsmooth.bounds import Bound, kim2021, l2
-from howsmooth.bounds.heads import spectral
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.layers.l2 import average_2
 from howsmooth.nn.layers.sight import Sight
+from howsmooth.norms.matrices import spectral
 
 N, D, H = 9, 8, 2
 VARIANTS: dict[str, dict[str, Any]] = {"2": {}, "inf": {"norm": "inf"}, "kim": {"norm": "inf", "bound": "kim2021"}}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from howsmooth import attention
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.heads import spectral
 from howsmooth.checks import check_finite, check_number, check_positive, door
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.layers.sight import Sight
+from howsmooth.norms.matrices import spectral
 
 
 class DotProductAttention(MixingLayer):
