@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from evidence import attention_cases as cases
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.jacobians import JacobianOperator, attention_jacobian
+from howsmooth.jacobians import attention_jacobian
+from howsmooth.small import relative_error
+from howsmooth.testing import by_columns, by_rows, dense_jacobian
 
 TITLE = "Closed-form Jacobians against autograd"
 
@@ -26,33 +25,11 @@ class Agreement:
     adjoint: float = 0.0
 
 
-def autograd_jacobian(attention: AttentionMap, x: Tensor) -> Tensor:
-    """The dense Jacobian of the readable forward pass, row by row in reverse mode."""
-    return torch.func.jacrev(attention)(x).reshape(-1, x.numel())
-
-
-def by_rows(operator: JacobianOperator) -> Tensor:
-    """The dense matrix from ``rmatvec`` alone."""
-    rows = JacobianOperator.rows(operator, torch.arange(operator.out_size))  # not the short cut some operators have
-    return rows.reshape(operator.out_size, operator.in_size)
-
-
-def by_columns(operator: JacobianOperator) -> Tensor:
-    """The dense matrix from ``matvec`` alone."""
-    columns = JacobianOperator.columns(operator, torch.arange(operator.in_size))
-    return columns.reshape(operator.in_size, operator.out_size).T
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖_F / ‖expected‖_F."""
-    return float((found - expected).norm() / expected.norm())
-
-
 def compare(maps: Iterable[tuple[str, AttentionMap]]) -> Agreement:
     """Both products of every map, compared with autograd and with each other."""
     x, worst = cases.tokens(), Agreement()
     for _, attention in maps:
-        expected = autograd_jacobian(attention, x)
+        expected = dense_jacobian(attention, x)
         operator = attention_jacobian(attention, x)
         columns, rows = by_columns(operator), by_rows(operator)
         worst.maps += 1

@@ -17,6 +17,7 @@ from benchmarks.peers import FuncProducts
 from benchmarks.race import race
 from benchmarks.worker import row_error
 from howsmooth.jacobians import AttentionJacobian
+from howsmooth.testing import dense_jacobian
 
 MASKS = pytest.mark.parametrize("causal", [False, True])
 KINDS = pytest.mark.parametrize("make", [FuncProducts.fresh, FuncProducts.traced])
@@ -27,7 +28,7 @@ def tiny(causal: bool = False) -> Case:
 
 
 def dense_norm(f, x: Tensor) -> float:
-    jacobian = torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+    jacobian = dense_jacobian(f, x)
     return float(torch.linalg.svdvals(jacobian)[0])
 
 

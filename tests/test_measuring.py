@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import howsmooth as hs
 from evidence import attention_cases as cases
 from howsmooth.jacobians import attention_jacobian
+from howsmooth.testing import dense_jacobian
 
 
 def sigma(f, x: Tensor) -> float:
@@ -115,8 +116,7 @@ def test_whole_llama_block(attn_implementation: str) -> None:
 
 
 def _sigma_by_vjp(f, x: Tensor) -> float:
-    jacobian = torch.autograd.functional.jacobian(f, x)
-    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), ord=2))
+    return float(torch.linalg.matrix_norm(dense_jacobian(f, x), ord=2))
 
 
 def test_plain_function_in_a_batch_without_gradients_and_with_frozen_parameters() -> None:
@@ -201,7 +201,7 @@ def test_dropout_in_training_is_refused() -> None:
 def test_other_norms_equal_the_dense_ones(norm: float | str) -> None:
     attention = cases.build("dot_product", "causal", 4, 2, "rotary", True, "plain")
     x = cases.tokens()
-    dense = torch.func.jacrev(attention)(x).reshape(-1, x.numel())
+    dense = dense_jacobian(attention, x)
     found = hs.measure(attention, x, norm=norm)
     assert float(found) == pytest.approx(float(torch.linalg.matrix_norm(dense, ord=norm)), rel=1e-9)
 

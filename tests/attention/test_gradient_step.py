@@ -7,6 +7,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.attention.gradient_step import GradientStepAttention
+from howsmooth.testing import dense_jacobian
 
 
 def _attention(seed: int, step: float = 0.7) -> GradientStepAttention:
@@ -35,7 +36,7 @@ def test_the_jacobian_of_a_row_is_one_minus_step_times_covariance() -> None:
 
 def test_measured_value_equals_dense_svd() -> None:
     attention, x = _attention(2, step=9.0), torch.randn(4, 3, dtype=torch.float64)
-    dense = torch.func.jacrev(attention)(x).reshape(12, 12)
+    dense = dense_jacobian(attention, x)
     assert float(hs.measure(attention, x, rtol=1e-6)) == pytest.approx(
         float(torch.linalg.matrix_norm(dense, 2)), rel=1e-6
     )

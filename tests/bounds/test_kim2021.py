@@ -12,14 +12,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import kim2021, l2
+from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 UPPER = ["kim2021.lip_inf", "kim2021.lip_2", "howsmooth.l2_lip_inf", "howsmooth.l2_lip_2"]
-
-
-def dense(attention: hs.L2SelfAttention | hs.SelfAttention, x: Tensor) -> Tensor:
-    jacobian = torch.autograd.functional.jacobian(attention, x)
-    return jacobian.reshape(jacobian.shape[0] * jacobian.shape[1], -1)
 
 
 def measured(attention: hs.L2SelfAttention | hs.SelfAttention, x: Tensor, norm: float) -> float:

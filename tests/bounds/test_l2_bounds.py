@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from evidence.l2_open_question import Average, ascend, line_bound, starts
 from howsmooth.attention.masks import LogitBias
 from howsmooth.bounds import kim2021, l2
 from howsmooth.norms.matrices import spectral
+from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 SIGHTS: list[l2.Sight] = ["full", "ordered", "any"]
-
-
-def dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return torch.func.jacrev(f)(x).flatten(2).flatten(0, 1)
 
 
 def own_lip_2(query: Tensor, value: Tensor, output: Tensor, n: int, sight: l2.Sight) -> Tensor:

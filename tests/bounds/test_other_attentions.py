@@ -19,6 +19,7 @@ from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.bounds import TokenSet, dasoulas2021, furuya2026, get, normalised, ramapuram2024, sigmoid
 from howsmooth.bounds.qi2023 import cosine as printed_cosine
 from howsmooth.bounds.settings import Setting, setting
+from howsmooth.testing import dense_jacobian
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +29,7 @@ MIXED = torch.tensor([[True, False, True, False]] * 3 + [[False, True, True, Tru
 
 
 def jacobian_norm(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    dense = torch.func.jacrev(f)(x)
-    return torch.linalg.svdvals(dense.flatten(0, 1).flatten(1))[0]
+    return torch.linalg.svdvals(dense_jacobian(f, x))[0]
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

@@ -14,13 +14,14 @@ from evidence.attention_cases import MASKS, grid, tokens
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import local, nair2025, yudin2025
 from howsmooth.bounds.settings import Setting, setting
+from howsmooth.testing import dense_jacobian
 
 NAMES = ("howsmooth.local", "howsmooth.softmax_jacobian", "yudin2025.softmax_jacobian", "nair2025.softmax_half")
 POINT = pytest.mark.parametrize("name", NAMES)
 
 
 def constant(attention: AttentionMap, x: Tensor) -> float:
-    jacobian = torch.autograd.functional.jacobian(attention, x).reshape(-1, x.numel())
+    jacobian = dense_jacobian(attention, x)
     return float(torch.linalg.svdvals(jacobian)[0])
 
 

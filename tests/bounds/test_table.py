@@ -20,6 +20,7 @@ from howsmooth.bounds import CATALOGUE, Bound, TokenSet
 from howsmooth.bounds.tabulating import ContradictedBound, Row, Table, table, with_witness
 from howsmooth.figures import save_figure
 from howsmooth.figures.bounds import bounds_against_n, spaced
+from howsmooth.testing import dense_jacobian
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -63,7 +64,7 @@ def dense(attention: nn.Module, x: Tensor, head: int | None, norm: float) -> flo
         kept = torch.zeros_like(attention.output_weight)
         kept[head] = attention.output_weight[head]
         attention.output_weight = kept
-    matrix = torch.autograd.functional.jacobian(attention, x).reshape(x.numel(), x.numel())
+    matrix = dense_jacobian(attention, x)
     return float(torch.linalg.matrix_norm(matrix, norm))
 
 

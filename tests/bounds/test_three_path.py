@@ -25,6 +25,7 @@ from howsmooth.bounds.three_path import (
     three_path_parts,
     value_gain,
 )
+from howsmooth.testing import dense_jacobian as dense
 
 STEP = 47
 CASES = pytest.mark.parametrize(("kind", "mask"), list(itertools.product(KINDS, MASKS)))
@@ -35,10 +36,6 @@ def sample(kind: str, mask: str) -> list[tuple[str, AttentionMap]]:
     return list(
         itertools.islice(grid(kind, mask), 0 if kind == "l2" else MASKS.index(mask), None, 1 if kind == "l2" else STEP)
     )
-
-
-def dense(attention: AttentionMap, x: Tensor) -> Tensor:
-    return torch.autograd.functional.jacobian(attention, x).reshape(-1, x.numel())
 
 
 def head(attention: AttentionMap, h: int) -> AttentionMap:

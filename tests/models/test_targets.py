@@ -13,6 +13,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import RANDOM_NAMES, OpenModel, Targets, Window, open_model, target
 from howsmooth.models.self_check import random_inputs
+from howsmooth.testing import dense_jacobian
 from tests.models.test_sites import other_model
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
@@ -126,7 +127,7 @@ def test_every_target_reproduces_the_model_and_leaves_no_hook(name: str) -> None
 def test_measured_value_equals_dense_autograd(what: str) -> None:
     opened, window = opened_at("random:llama[width=16,heads=2]", length=4)
     f, x = target(opened, what, 1, window)
-    jacobian = torch.autograd.functional.jacobian(f, x).reshape(x.numel(), x.numel())
+    jacobian = dense_jacobian(f, x)
     expected = float(torch.linalg.matrix_norm(jacobian.double(), 2))
     assert float(hs.measure(f, x, rtol=1e-5)) == pytest.approx(expected, rel=1e-4)
 

@@ -16,6 +16,7 @@ from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor, as_log
+from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY
 
 D, HEADS, N = 16, 2, 6
@@ -24,7 +25,7 @@ D, HEADS, N = 16, 2, 6
 def dense_norm(f: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """The oracle: all of the Jacobian by autograd in float64, and its largest singular value."""
     x = x.detach().double()
-    matrix = torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+    matrix = dense_jacobian(f, x)
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 

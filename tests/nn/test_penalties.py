@@ -13,6 +13,7 @@ from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.caps import SpectralCaps
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty, stretch
+from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY
 
 D, HEADS, N = 8, 2, 5
@@ -20,7 +21,7 @@ D, HEADS, N = 8, 2, 5
 
 def dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The Jacobian, differentiable in what f depends on."""
-    return torch.autograd.functional.jacobian(f, x, create_graph=True).reshape(-1, x.numel())
+    return dense_jacobian(f, x, create_graph=True)
 
 
 def norm_and_gradients(layer: nn.Module, x: Tensor, power: int) -> tuple[Tensor, list[Tensor]]:

@@ -19,6 +19,7 @@ from transformers import BertModel
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning import Progress, Scan, StoreError, scan
 from howsmooth.scanning.inputs import read_input
+from howsmooth.testing import dense_jacobian
 
 FIELDS = [
     *("model", "model_sha256", "precision", "what", "layer", "head", "length", "window", "window_start", "text"),
@@ -34,7 +35,7 @@ def timeless(found: Scan) -> list[dict[str, Any]]:
 
 def spectral(f: Any, x: Tensor) -> float:
     """σ_max of the Jacobian that autograd writes out."""
-    return float(torch.linalg.matrix_norm(torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel()), 2))
+    return float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2))
 
 
 class Oracle:
@@ -126,7 +127,7 @@ def test_other_parts_equal_dense_jacobians_of_the_model(folder: Path, text: Path
 def test_energies_are_the_worst_direction_of_the_dense_jacobian(found: Scan, folder: Path) -> None:
     name = found.rows[0]["model"]
     oracle = Oracle(folder, found.tokens[name, 6, 1])
-    dense = torch.autograd.functional.jacobian(oracle.head(1, 2), oracle.hidden[1]).reshape(-1, 6 * 32)
+    dense = dense_jacobian(oracle.head(1, 2), oracle.hidden[1])
     expected = torch.linalg.svd(dense)[2][0].reshape(6, 32).square().sum(-1)
     energy = torch.tensor(found.energies[name, 1, 2, 6, 1], dtype=torch.float64)
     assert float(energy.sum()) == pytest.approx(1.0, abs=1e-4)

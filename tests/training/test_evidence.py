@@ -11,6 +11,7 @@ import torch
 import evidence.training_curriculum as curriculum
 import evidence.training_depth as depth
 import evidence.training_grid as grid
+from howsmooth.testing import dense_jacobian
 from howsmooth.training import Corpus, Intervals, load_model
 
 CORPUS = Corpus.split("to be, or not to be: that is the question.\n\nwhether 'tis nobler in the mind\n\n" * 30)
@@ -84,6 +85,6 @@ def test_sigma_is_the_norm_of_the_dense_jacobian(tmp_path: Path) -> None:
     valid = CORPUS.encode(CORPUS.valid)
     x = model.blocks[0].norms[0](model.stream(valid[None, 1:7])[0]).detach().double()[0]  # type: ignore[operator, index]
     attention = model.blocks[0].attention.double()  # type: ignore[operator, union-attr]
-    dense = torch.autograd.functional.jacobian(lambda y: attention(y, is_causal=True)[0], x).reshape(48, 48)
+    dense = dense_jacobian(lambda y: attention(y, is_causal=True)[0], x)
     (found,) = curriculum.sigma(load_model(runs["chunks"][0][1])[0], CORPUS, 6, windows=1)
     assert found == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)

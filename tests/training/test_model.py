@@ -10,6 +10,7 @@ import howsmooth as hs
 import howsmooth.nn as layers
 from howsmooth.attention import Causal, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
+from howsmooth.testing import dense_jacobian
 from howsmooth.training import ATTENTIONS, CharacterModel, Settings, UntiedL2Attention
 from howsmooth.training.model import ContractiveBlock, UsualBlock, WithinDocuments
 
@@ -57,9 +58,9 @@ def test_contractive_branches_contract_even_for_large_weights(norm: str) -> None
     mask = torch.ones(10, 10, dtype=torch.bool).triu(1)
     order = 2 if norm == "2" else float("inf")
     x = torch.randn(10, 12, dtype=torch.float64)
-    dense = torch.autograd.functional.jacobian(lambda y: block.attention(y, attn_mask=mask)[0], x).reshape(120, 120)
+    dense = dense_jacobian(lambda y: block.attention(y, attn_mask=mask)[0], x)
     assert float(torch.linalg.matrix_norm(dense, order)) <= block.attention_bound(10, Causal()) <= 0.9 * (1 + 1e-6)
-    dense = torch.autograd.functional.jacobian(lambda y: block.mlp(y[None])[0], x).reshape(120, 120)
+    dense = dense_jacobian(lambda y: block.mlp(y[None])[0], x)
     assert float(torch.linalg.matrix_norm(dense, 2)) <= float(block.mlp.lipschitz_bound(10)) <= 0.9 * (1 + 1e-6)
 
 
@@ -162,7 +163,7 @@ def test_untied_l2_attention_grows_without_bound() -> None:
     norms = []
     for b in (1.0, 10.0, 100.0):
         x = torch.tensor([[100 * b], [2 * (100 * b + b)], [2 * (100 * b - b)]], dtype=torch.float64)
-        dense = torch.autograd.functional.jacobian(lambda y: layer(y)[0], x).reshape(3, 3)
+        dense = dense_jacobian(lambda y: layer(y)[0], x)
         norms.append(float(torch.linalg.matrix_norm(dense, float("inf"))))
     assert norms[1] / norms[0] > 50
     assert norms[2] / norms[1] > 50

@@ -22,16 +22,13 @@ from howsmooth.bounds.tabulating import Row
 from howsmooth.bounds.tokens import TokenSet
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
+from howsmooth.testing import dense_jacobian as dense
 from howsmooth.worstcase import Embeddings
 from howsmooth.worstcase.one_head import one_head
 
 F64 = torch.float64
 EYE = torch.eye(2, dtype=F64)
 UPPER = Row("a bound", 20.0, "upper", 2, "ball", "", "")
-
-
-def dense(f: object, x: Tensor) -> Tensor:
-    return torch.func.jacrev(f)(x).reshape(-1, x.numel())  # type: ignore[arg-type]
 
 
 def dense_norm(f: object, x: Tensor) -> float:

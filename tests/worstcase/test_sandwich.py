@@ -18,6 +18,7 @@ from howsmooth.bounds import CATALOGUE, TokenSet, table
 from howsmooth.bounds.tabulating import ContradictedBound
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.sandwich import sandwich_figure
+from howsmooth.testing import dense_jacobian
 from howsmooth.worstcase.both_ends import in_words
 from howsmooth.worstcase.sandwiching import sandwich
 from howsmooth.worstcase.sets import Ball, InputSet, Neighbourhood, Normalised, Sphere
@@ -29,8 +30,7 @@ QUICK = {"starts": 2, "steps": 25}
 
 def dense_norm(f: nn.Module, x: Tensor, order: float = 2) -> float:
     """The norm of the Jacobian that autograd writes out in float64."""
-    matrix = torch.autograd.functional.jacobian(copy.deepcopy(f).double(), x)
-    return float(torch.linalg.matrix_norm(matrix.reshape(-1, x.numel()), order))
+    return float(torch.linalg.matrix_norm(dense_jacobian(copy.deepcopy(f).double(), x), order))
 
 
 def against_identity(**options: object) -> hs.SelfAttention:

@@ -11,6 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import TokenSet, get
 from howsmooth.bounds.heads import query_key, value_matrices
+from howsmooth.testing import dense_jacobian
 from howsmooth.worstcase import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
 from howsmooth.worstcase.starts import KINDS, constructions, random_starts, two_poles
 
@@ -19,7 +20,7 @@ EYE = torch.eye(2, dtype=F64)
 
 
 def dense_norm(f: object, x: Tensor, norm: float = 2) -> float:
-    dense = torch.func.jacrev(f)(x).reshape(-1, x.numel())  # type: ignore[arg-type]
+    dense = dense_jacobian(f, x)  # type: ignore[arg-type]
     return float(torch.linalg.matrix_norm(dense, norm))
 
 

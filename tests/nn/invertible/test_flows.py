@@ -12,10 +12,12 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import sequence_flows
 from howsmooth.nn import ContractiveL2Attention
+from howsmooth.nn.invertible import InvertibleResidual
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.flows import InvertibleFlow, sequence_flow
 from howsmooth.nn.invertible.residual import InvertibleResidual
 from howsmooth.nn.invertible.transformer import InvertibleTransformer
+from howsmooth.testing import dense_jacobian
 
 
 def spread(model: nn.Module) -> nn.Module:
@@ -39,10 +41,8 @@ def models() -> dict[str, InvertibleTransformer]:
 
 
 def dense_log_det(model: nn.Module, x: Tensor) -> Tensor:
-    size = x[0].numel()
-
     def one(item: Tensor) -> Tensor:
-        jacobian = torch.autograd.functional.jacobian(lambda t: model(t[None])[0], item).reshape(size, size)
+        jacobian = dense_jacobian(lambda t: model(t[None])[0], item)
         return torch.linalg.slogdet(jacobian).logabsdet
 
     return torch.stack([one(item) for item in x])

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import inversion
 from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attention
+from howsmooth.nn.invertible import InvertibleResidual
 from howsmooth.nn.invertible.branches import Attending, Composed, Scaled
 from howsmooth.nn.invertible.contractive_mlp import ACTIVATIONS, ContractiveMLP
 from howsmooth.nn.invertible.fixed_point import Contraction, DidNotConverge, solve
 from howsmooth.nn.invertible.residual import InvertibleResidual
+from howsmooth.testing import dense_jacobian
 
 
 class Linear(nn.Module):
@@ -196,7 +198,7 @@ def test_gradient_of_the_inverse_is_the_dense_inverse_jacobian() -> None:
     y = block(x).detach().requires_grad_()
     u = torch.randn(5, 6, dtype=torch.float64)
     (found,) = torch.autograd.grad(block.inverse(y).x, y, u)
-    jacobian = torch.func.jacrev(lambda x: block.branch(x[None])[0])(x).reshape(30, 30).detach()
+    jacobian = dense_jacobian(lambda x: block.branch(x[None])[0], x).detach()
     wanted = torch.linalg.solve((torch.eye(30, dtype=torch.float64) + jacobian).T, u.flatten()).view(5, 6)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
