@@ -15,7 +15,7 @@ from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.stages import Chain
-from howsmooth.jacobians.rounding import growth, per_map
+from howsmooth.jacobians.rounding import per_map, spread_of_sum
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _errors(
         bias = biases[i]
         if bias is not None and not free:
             projected = projected + per_map(torch.linalg.vector_norm(bias.double(), dim=-1), reach, attention)
-        before = growth(moved.shape[-1]) * projected + 4 * largest[i]
+        before = spread_of_sum(moved.shape[-1]) * projected + 4 * largest[i]
         found.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
     return tuple(found)
 

@@ -64,9 +64,9 @@ class Noise:
         dtype = mixing.query.dtype
         n, width, value_width = mixing.query.shape[1], mixing.query.shape[2], mixing.value.shape[2]
         heads = 1 if by_head else attention.heads
-        products = growth(3 * (2 * width + value_width + n + 16) // 2)
+        products = spread_of_sum(3 * (2 * width + value_width + n + 16) // 2)
         forward = attention.in_features + heads * value_width
-        ends = growth(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
+        ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
         eps = torch.finfo(dtype).eps
         norms = input_norms(attention, point, dtype)
         apart, whole = _sizes(mixing)
@@ -120,7 +120,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
     eps = mixing.logits.eps
     query, key = (_lengths(t).amax(-1) for t in (mixing.query, mixing.key))
     query_error, key_error, _ = point.errors
-    logit = eps * (growth(mixing.query.shape[-1]) + 4) * query * key
+    logit = eps * (spread_of_sum(mixing.query.shape[-1]) + 4) * query * key
     logit = logit + query_error * key + query * key_error + query_error * key_error
     if not mixing.logits.terms.hides_only:
         # |bias| ≤ |top| + |s − top| + |q·k|; weights with s further below the top than this are less than eps².
@@ -154,7 +154,7 @@ def input_norms(attention: AttentionMap, point: Point, dtype: torch.dtype) -> tu
     return tuple(per_map(schatten_8(weight.to(dtype)), size, attention) * size for weight, size in pairs)
 
 
-def growth(terms: int) -> float:
+def spread_of_sum(terms: int) -> float:
     """Rounding of a sum of this many products, √terms·u, in units of eps = 2u."""
     return math.sqrt(terms) / 2
 

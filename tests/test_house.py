@@ -1,0 +1,153 @@
+"""One home for every idea: who may import whom, one definition for every public name, and all names of before."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections import defaultdict
+from importlib import import_module
+
+import pytest
+
+from tests import house
+
+ROOMS = (
+    # What every room borrows.
+    *("errors", "kinds", "checks", "small", "sealed"),
+    # From a map to a number.
+    *("attention", "jacobians", "norms", "measuring", "explaining", "weights"),
+    # Where maps and inputs come from, and what is known about them.
+    *("models", "sets", "bounds", "meanfield", "growth", "worstcase", "certify", "rounding"),
+    # What is built with that.
+    *("nn", "scanning", "figures", "reporting", "training", "papers", "testing"),
+    # The doors: `import howsmooth`, and the command line.
+    *("howsmooth", "cli", "__main__"),
+)
+"""A room knows those before it, never those after it."""
+
+EXPLAINED = {
+    ("howsmooth.worstcase.both_ends", "figures"): (
+        "Sandwich.figure() is a public name: the picture is drawn, and matplotlib loaded, only when it is asked for."
+    ),
+}
+"""(module, room after it that it imports) → why."""
+
+TO_BE_MENDED = {
+    ("howsmooth.attention.dot_product", "models"): "SelfAttention.from_transformers reads a model.",
+    ("howsmooth.models.loading", "nn"): "a checkpoint of a model whose attention was replaced is loaded by nn.",
+    ("howsmooth.scanning.results", "reporting"): "Scan.report writes the page.",
+}
+"""Imports against the order that still stand. This list only gets shorter: an entry that no longer holds fails."""
+
+SAME_NAME = {
+    "Batch": "windows of equal length that a scan runs together, and pieces of text that training learns from.",
+    "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
+    "Checkpoint": "the tensors of somebody's model, and those of a run with its random state.",
+    "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "FORMATS": "endings of pictures to write, and of images and sounds to read.",
+    "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "Progress": "what a search calls after a step, and what a scan calls after a cell.",
+    "Result": "of a run of training, and a type variable.",
+    "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
+    "Settings": "of a scan and of a run of training.",
+    "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
+    "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
+    "evaluate": "a function at tokens, a model on a text, the norm at an input.",
+    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
+    "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
+    "local": "the module of the local bound, and a statement of a paper.",
+}
+"""Public names that two modules define → what each of them is. The command line is left out: a command is called like
+what it runs."""
+
+
+def against(found: house.Import) -> bool:
+    """Whether an import goes against the order."""
+    by, of = found.rooms
+    return ROOMS.index(of) > ROOMS.index(by)
+
+
+def test_every_module_has_a_room() -> None:
+    missing = {house.room(name) for name in house.modules()} - set(ROOMS)
+    assert not missing, f"give {sorted(missing)} a place in ROOMS, and in the table of CONTRIBUTING.md"
+
+
+def test_no_room_imports_one_after_it() -> None:
+    allowed = EXPLAINED.keys() | TO_BE_MENDED.keys()
+    wrong = [one for one in house.all_imports() if against(one) and (one.by, house.room(one.of)) not in allowed]
+    assert not wrong, "\n".join(f"{one.by}, line {one.line}, imports {one.of}, which comes after it" for one in wrong)
+
+
+def test_no_exception_outlives_its_import() -> None:
+    real = {(one.by, house.room(one.of)) for one in house.all_imports() if against(one)}
+    assert not (EXPLAINED.keys() | TO_BE_MENDED.keys()) - real
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import howsmooth.cli.console",
+        "from howsmooth.cli import console",
+        "from howsmooth import cli",
+        "from ..cli import console",
+        "def late():\n    from howsmooth.cli.console import out",
+        "if TYPE_CHECKING:\n    from howsmooth.cli.console import out",
+        "import_module('howsmooth.cli.console')",
+        "importlib.import_module('howsmooth.cli')",
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(source: str) -> None:
+    """A negative control: each of these in a module of bounds is against the order."""
+    known = frozenset(house.modules())
+    (found,) = house.imports("howsmooth.bounds.l2", ast.parse(source), known, package=False)
+    assert found.rooms == ("bounds", "cli")
+    assert against(found)
+
+
+def test_an_import_of_a_name_is_one_of_its_module() -> None:
+    known = frozenset(house.modules())
+    (found,) = house.imports("howsmooth.bounds", ast.parse("from .l2 import lip_2"), known, package=True)
+    assert found.of == "howsmooth.bounds.l2"
+    assert not against(found)
+
+
+def defined_twice() -> dict[str, list[str]]:
+    """Public names → the modules that define them, where there are several."""
+    public = {name for names in house.exported().values() for name in names}
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, tree in house.modules().items():
+        if house.room(module) != "cli":
+            for name in public.intersection(house.defined(tree)):
+                homes[name].append(module)
+    return {name: places for name, places in homes.items() if len(places) > 1}
+
+
+def test_a_public_name_is_defined_once_or_both_are_explained() -> None:
+    found = defined_twice()
+    assert not found.keys() - SAME_NAME.keys(), {name: found[name] for name in found.keys() - SAME_NAME.keys()}
+    assert not SAME_NAME.keys() - found.keys()
+
+
+@pytest.mark.slow
+def test_exports_are_there() -> None:
+    for module, names in house.exported().items():
+        import_module(module)  # what it returns for howsmooth.growth is the function of that name
+        assert all(hasattr(sys.modules[module], name) for name in names), module
+        assert len(set(names)) == len(names), module
+
+
+def test_the_names_of_before_are_still_there() -> None:
+    """`tests/data/public_names.json` holds those of version 0.1.0; ``python -m tests.house`` adds new ones to it."""
+    before, today = json.loads(house.NAMES.read_text(encoding="utf-8")), house.public_names()
+    gone = {
+        f"{kind}: {place} {name}"
+        for kind, places in before.items()
+        for place, names in places.items()
+        for name in set(names) - set(today[kind].get(place, []))
+    }
+    assert not gone, sorted(gone)
+    assert len(before["names"]["howsmooth"]) > 30
+    assert "--rtol" in before["commands"]["measure"]
