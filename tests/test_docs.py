@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "theory").glob("*.md"))]
@@ -33,3 +37,36 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+INNER = {
+    "howsmooth.nn.flows": "it needs normflows, which is an extra: the package around it must do without.",
+}
+"""Modules inside a room that a page imports from → why not from the room."""
+
+
+def imported(page: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of everything that the examples of a page import from howsmooth."""
+    for example in doctest.DocTestParser().get_examples(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(example.source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "howsmooth":
+                yield from ((node.module or "", alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from ((alias.name, "") for alias in node.names if alias.name.startswith("howsmooth."))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_pages_import_public_names_of_rooms(page: Path) -> None:
+    """A deep path is no promise: what a reader copies comes from ``__all__``."""
+    public = house.exported()
+    for module, name in imported(page):
+        if module not in INNER:
+            assert name in public.get(module, []), f"{page.name}: from {module} import {name}"
+
+
+def test_an_import_from_inside_a_room_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(">>> from howsmooth.bounds.l2 import lip_2\n>>> import howsmooth.nn.base\n")
+    found = list(imported(page))
+    assert found == [("howsmooth.bounds.l2", "lip_2"), ("howsmooth.nn.base", "")]
+    assert not any(name in house.exported().get(module, []) for module, name in found)

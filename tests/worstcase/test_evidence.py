@@ -174,7 +174,7 @@ def test_a_sequence_rougher_than_the_text_is_found() -> None:
 def test_a_peer_of_the_race_has_the_norm_and_its_gradient(name: str) -> None:
     case = random_case(5, width=6, heads=1).double()
     f, x = block_function(case), case.x.clone().requires_grad_()
-    norm = torch.linalg.matrix_norm(dense(f, x), 2)
+    norm = torch.linalg.matrix_norm(dense(f, x, create_graph=True), 2)
     (exact,) = torch.autograd.grad(norm, x)
     slope = bench.PowerSlope(f, x, rtol=1e-9, most=1000) if name == "power iteration" else bench.PEERS[name](f, x)
     values, gradients = zip(*(slope(x) for _ in range(1 if name == "power iteration" else 300)), strict=True)

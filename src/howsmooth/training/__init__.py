@@ -11,7 +11,7 @@
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.training.checkpoints import Checkpoint
 from howsmooth.training.grid import Grid, gap_closed, mean_bits, run_grid
-from howsmooth.training.lengths import Batch, Chunks, Curriculum, Fixed, plan, validation
+from howsmooth.training.lengths import Batch, Chunks, Curriculum, Fixed, plan, powers, validation
 from howsmooth.training.loop import Stopped, evaluate, load_model, train
 from howsmooth.training.model import CharacterModel
 from howsmooth.training.results import Intervals, Result, Status
@@ -42,6 +42,7 @@ __all__ = [
     "load_model",
     "mean_bits",
     "plan",
+    "powers",
     "run_grid",
     "train",
     "validation",

@@ -15,7 +15,6 @@ from howsmooth.nn import ContractiveL2Attention
 from howsmooth.nn.invertible import InvertibleResidual
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.flows import InvertibleFlow, sequence_flow
-from howsmooth.nn.invertible.residual import InvertibleResidual
 from howsmooth.nn.invertible.transformer import InvertibleTransformer
 from howsmooth.testing import dense_jacobian
 

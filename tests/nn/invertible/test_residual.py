@@ -17,7 +17,6 @@ from howsmooth.nn.invertible import InvertibleResidual
 from howsmooth.nn.invertible.branches import Attending, Composed, Scaled
 from howsmooth.nn.invertible.contractive_mlp import ACTIVATIONS, ContractiveMLP
 from howsmooth.nn.invertible.fixed_point import Contraction, DidNotConverge, solve
-from howsmooth.nn.invertible.residual import InvertibleResidual
 from howsmooth.testing import dense_jacobian
 
 
