@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from evidence.jacobian_grid import by_columns, by_rows
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.jacobians import attention_jacobian
+from howsmooth.testing import by_columns, by_rows
 
 TITLE = "Offsets larger than the spread"
 DIGITS = 50

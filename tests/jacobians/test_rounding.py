@@ -8,11 +8,12 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence import offsets
-from evidence.jacobian_grid import autograd_jacobian, by_columns, by_rows
 from howsmooth.jacobians import attention as closed_form
 from howsmooth.jacobians import attention_jacobian
 from howsmooth.jacobians.rounding import schatten_8 as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.testing import by_columns, by_rows
+from howsmooth.testing import dense_jacobian as autograd_jacobian
 
 
 def two_clusters() -> tuple[hs.SelfAttention, Tensor]:

@@ -4,9 +4,9 @@ A relative allowance of a few eps says nothing where a map is a small difference
 origin whose differences alone matter, an output projection nearly orthogonal to the values. So the intermediate numbers
 are bounded as well. With unit roundoff u = eps/2 a sum of m products, taken one after the other, is off by at most
 m·u·max_t |partial sum t|, and by √m·u·max_t |partial sum t| in mean square when roundings are independent of mean zero
-[1]_, [2]_. The second is used (`spread_of_sum`): products of attention are sums of thousands of terms, and the first would be
-pessimistic by factors of hundreds. A sum over keys of vectors has partial sums of the same form, so their norms are
-bounded by those of the whole with absolute values inside.
+[1]_, [2]_. The second is used (`spread_of_sum`): products of attention are sums of thousands of terms, and the first
+would be pessimistic by factors of hundreds. A sum over keys of vectors has partial sums of the same form, so their
+norms are bounded by those of the whole with absolute values inside.
 
 For one head let A_i = |dq_i|, B_j = |dk_j|, C_j = |dv_j| be the lengths of the tangents of one token, N_q, N_k, N_v
 bounds on the maps from x to them, and o_i = Σ_j P_ij v_j. Cauchy–Schwarz under P_i, or the Frobenius norm of
