@@ -122,6 +122,17 @@ def test_a_mask_that_is_not_respected_is_caught(monkeypatch: pytest.MonkeyPatch)
         check_attention(causal, tokens())
 
 
+def test_bounds_of_other_kinds_pass() -> None:
+    query, value = torch.randn(2, 4, 4, dtype=torch.float64) / 2
+    l2 = hs.L2SelfAttention(query, value, heads=2, mask="causal")
+    for bound in hs.bounds.applicable(hs.bounds.setting(l2, n=4)):
+        assert 0 < check_bound(bound, l2, n=4, starts=1, steps=4) <= 1
+    sigmoid = hs.SigmoidAttention(query, query, value, heads=2)
+    assert 0 < check_bound("howsmooth.sigmoid", sigmoid, n=4, radius=1.0, starts=1, steps=4) <= 1
+    cosine = hs.CosineAttention(query, query, value, heads=2)
+    assert 0 < check_bound("qi2023.cosine", cosine, n=4, starts=1, steps=4) <= 1
+
+
 @pytest.mark.slow
 def test_every_bound_passes_wherever_it_applies() -> None:
     maps = [hs.SelfAttention.random(4, 2, mask=mask) for mask in (None, "causal")]

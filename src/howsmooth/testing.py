@@ -200,16 +200,16 @@ def _check_scaling(bound: Bound, place: Setting, where: dict[str, Any], value: f
     n = len(place.x) if place.x is not None else 3 if place.n is None or math.isinf(place.n) else int(place.n)
     x = torch.randn(n, attention.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     plain = _without_bias(attention)
-    for names in (("value_weight", "value_bias"), ("output_weight",)):
+    for part in ("value", "output"):  # every weight of that name: L2 attention keeps W^V with and without its factor
         scaled = _without_bias(attention)
-        for name in names:
-            if getattr(scaled, name) is not None:
-                setattr(scaled, name, _FACTOR * getattr(scaled, name))
+        for name, weight in list(scaled.named_buffers(recurse=False)):
+            if part in name.split("_"):
+                setattr(scaled, name, _FACTOR * weight)
         if relative_error(scaled(x), _FACTOR * plain(x)) > rtol:
             continue  # a map that is not linear in them, such as one that normalises its values
         found = float(bound(scaled, **where))
         same = found == _FACTOR * value or abs(found - _FACTOR * value) <= rtol * _FACTOR * value
-        said = f"with {_FACTOR:g} times the {names[0].partition('_')[0]} matrix {bound.name} is {found:.9g}"
+        said = f"with {_FACTOR:g} times the {part} matrix {bound.name} is {found:.9g}"
         _require(same, f"{said}, not {_FACTOR:g} times {value:.9g}.")
 
 

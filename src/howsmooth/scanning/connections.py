@@ -195,5 +195,5 @@ def only_writer(path: Path | str) -> Iterator[None]:
         except InvalidInput as error:
             raise StoreError(str(error)) from error
         except OSError as error:
-            raise StoreError(f"cannot write to {path} ({error.strerror}): choose another --out.") from error
+            raise StoreError(f"cannot write to {path} ({error.strerror or error}): choose another --out.") from error
         yield
