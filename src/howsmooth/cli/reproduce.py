@@ -64,10 +64,10 @@ def reproduce(
     _warn(wanted, asked, yes)
     made = [_run(one, asked, output, resume) for one in wanted]
     if as_json:
-        print_json({"reproduced": [one.to_dict() for one in made]})
+        print_json({"reproduced": [reproduction.to_dict() for reproduction in made]})
     else:
-        for one in made:
-            _show(one)
+        for reproduction in made:
+            _show(reproduction)
 
 
 def _list(experiments: list[Experiment], as_json: bool) -> None:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import AttentionMap
 from howsmooth.bounds import castin2024, get
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, line, panels, spread
@@ -50,7 +51,7 @@ def measure(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def clusters(attention: hs.SelfAttention, head: int, n: int, sign: int) -> Tensor | None:
+def clusters(attention: AttentionMap, head: int, n: int, sign: int) -> Tensor | None:
     """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0)."""
     values, vectors = castin2024.real_eigenpairs(attention)
     gamma = (sign * values[head]).nan_to_num(nan=-torch.inf)

@@ -55,7 +55,7 @@ def draw(rows: pandas.DataFrame) -> Figure:
 
 def judge(rows: pandas.DataFrame) -> Finding:
     """The steepest growth between neighbouring radii stays below R²; far out it ends."""
-    steepest, last = 0.0, []
+    steepest, last = 0.0, list[float]()
     for _, some in rows.groupby("model"):
         middle = some.groupby("factor")["sigma"].median()
         slopes = np.diff(np.log(middle)) / np.diff(np.log(middle.index))

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import AttentionMap
 from howsmooth.models import alice, capture, open_model
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, panels, spread
@@ -33,7 +34,7 @@ def measure(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def quantities(attention: hs.SelfAttention, x: Tensor) -> dict[str, float]:
+def quantities(attention: AttentionMap, x: Tensor) -> dict[str, float]:
     """σ_max(J), and √‖Jᵀf(X)‖: a power iteration that keeps the primal output where it needs the product."""
     j = hs.jacobian(attention, x)
     with torch.no_grad():
