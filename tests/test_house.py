@@ -20,9 +20,9 @@ ROOMS = (
     # Where maps and inputs come from, and what is known about them.
     *("models", "sets", "bounds", "meanfield", "growth", "worstcase", "certify", "rounding"),
     # What is built with that.
-    *("nn", "scanning", "figures", "reporting", "training", "papers", "testing"),
-    # The doors: `import howsmooth`, and the command line.
-    *("howsmooth", "cli", "__main__"),
+    *("nn", "scanning", "figures", "reporting", "training", "testing"),
+    # The doors: `import howsmooth`, the experiments, which use it as anybody would, and the command line.
+    *("howsmooth", "papers", "cli", "__main__"),
 )
 """A room knows those before it, never those after it."""
 

@@ -29,7 +29,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"model": m, "layer": layer.get(m, 6), "heads": asked.pick(3, 12, 12), "lengths": lengths} for m in models]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ of each head at its own two-cluster input, in units of ‖V‖, with the theorem's lower and upper ends."""
     attention = block(cell["model"], cell["layer"])
     attention = attention.in_dtype(torch.float64)
@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     "At the input of the lower bound σ of a real head grows like √n.",
     "Heads of GPT-2 with random weights (or GPT-2's by the path of a safetensors file) and of MiniLM, R = 100.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (2, 8, 30),

@@ -1,6 +1,6 @@
 """What a reproduced experiment is: a claim, the cells that test it, a picture and a verdict.
 
-An experiment is one module of this package that reads like a method section: `cells` says what is run, `measure` runs
+An experiment is one module of this package that reads like a method section: `cells` says what is run, `run` runs
 one cell, `draw` shows the rows, `judge` compares them with the claim. What runs it, resumes and saves is
 `howsmooth.papers.reproduction`.
 """
@@ -67,7 +67,7 @@ class Experiment:
         paper: where the claim stands.
         title, claim, setting: what is shown, what is claimed, and with what it is tested here.
         cells: what is run at a size; every cell is a dictionary of plain values and can be run alone.
-        measure: the rows of one cell.
+        run: the rows of one cell.
         draw, judge: the picture and the finding of all rows.
         minutes: how long a size takes on two cores, roughly; said before it starts.
         takes: what may be chosen: "models", "text".
@@ -79,7 +79,7 @@ class Experiment:
     claim: str
     setting: str
     cells: Callable[[Asked], Sequence[Cell]]
-    measure: Callable[[Asked, Cell], list[Row]]
+    run: Callable[[Asked, Cell], list[Row]]
     draw: Callable[[pandas.DataFrame], Figure]
     judge: Callable[[pandas.DataFrame], Finding]
     minutes: tuple[float, float, float]

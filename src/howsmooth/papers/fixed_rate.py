@@ -31,7 +31,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     ]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """Bits per character, beside those of guessing characters by how often they occur."""
     corpus = Corpus.split(alice() if asked.text is None else asked.text)
     result = train(corpus, Settings(**cell))
@@ -76,7 +76,7 @@ EXPERIMENT = Experiment(
     "At a fixed rate dot-product attention fails to train beyond 10 layers; tied and contractive L2 train at 18.",
     "Alice in Wonderland (or --text), post-norm blocks, no warm-up, decay or clipping; --full has the paper's size.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (4, 60, 40_000),

@@ -25,7 +25,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     ]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max at c·X, c from far below 1 to far above."""
     rows = []
     for window, found in enumerate(sites(cell["model"], 48, asked.text, cell["windows"])):
@@ -74,7 +74,7 @@ EXPERIMENT = Experiment(
     "The constant on B_R grows at most like R² for fixed n, and on real text no faster than that.",
     "Windows of 48 tokens at MiniLM layer 4, SmolLM2 layer 6 and random BERT layer 6, scaled by 2⁻⁷ … 2⁷.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.5, 3, 15),

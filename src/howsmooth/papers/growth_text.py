@@ -31,7 +31,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"model": m, "layer": k, "lengths": lengths, "windows": windows} for m in models for k in LAYERS]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max of the whole attention block (output projection in, residual and normalisation out), certified to 10⁻³."""
     layer = min(cell["layer"], 5) if cell["model"] == "minilm" else cell["layer"]
     options: dict[str, Any] = {} if asked.text is None else {"text": asked.text}
@@ -80,7 +80,7 @@ EXPERIMENT = Experiment(
     "On real text the local constant of an attention block grows like n^¼, slower than the worst case √n.",
     "σ_max of the attention block at windows of Alice in Wonderland (other texts and models can be chosen).",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (3, 12, 240),

@@ -22,7 +22,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"kind": k, "c": c, "seed": s} for k in KINDS for c in (0.5, 0.7, 0.9) for s in range(asked.pick(2, 5, 20))]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """The largest error of an entry after each step of x ← y − c·F(x), from y; one token at 0, the others in ±10."""
     torch.manual_seed(cell["seed"])
     layer = KINDS[cell["kind"]](WIDTH, HEADS).double().eval()
@@ -69,7 +69,7 @@ EXPERIMENT = Experiment(
     "x + c·F(x) is inverted by its fixed point for L2 attention, and not for dot-product attention (Figure 3).",
     "N = D = 64, H = 8, Glorot weights, one token at 0 and the others uniform in [−10, 10], c ∈ {.5, .7, .9}.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.2, 0.3, 1),

@@ -30,7 +30,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     ]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """Bits per character of the validation part at the end of training."""
     corpus = Corpus.split(alice() if asked.text is None else asked.text)
     result = train(corpus, Settings(**cell))
@@ -71,7 +71,7 @@ EXPERIMENT = Experiment(
     "clearly worse and catches up with depth.",
     "Alice in Wonderland (or --text, for example Penn Treebank); --full has the paper's width 512 and 8 heads.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (4, 60, 60_000),

@@ -26,7 +26,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     ]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max at R·X beside the limit of the theorem."""
     generator = torch.Generator().manual_seed(cell["seed"])
     a, v = (torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -72,7 +72,7 @@ EXPERIMENT = Experiment(
     "of tokens that look at one token; the exponential growth with R is that of rare inputs.",
     f"Random heads of width {WIDTH}, {TOKENS} tokens, R = 0.1 … 316, with and without a causal mask.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.2, 0.5, 2),

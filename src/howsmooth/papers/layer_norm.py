@@ -28,7 +28,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     ]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """Both parts at the same tokens."""
     options: dict[str, Any] = {} if asked.text is None else {"text": asked.text}
     options |= {"lengths": cell["lengths"], "windows": cell["windows"], "layers": str(cell["layer"])}
@@ -74,7 +74,7 @@ EXPERIMENT = Experiment(
     "Measuring an attention block with its residual and LayerNorm shows the growth of the attention itself.",
     "Layers 0 and 3 of MiniLM (post-norm), random GPT-2 (pre-norm) and SmolLM2 on Alice in Wonderland.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (2, 8, 40),

@@ -25,7 +25,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"n": n, "starts": asked.pick(4, 16, 50), "steps": asked.pick(60, 120, 200)} for n in lengths]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """What climbing reaches from random starts alone and with the construction, between both theorems."""
     n, head = cell["n"], hs.L2SelfAttention(ONE, ONE)
     search = {"norm": math.inf, "steps": cell["steps"], "seed": 0}
@@ -71,7 +71,7 @@ EXPERIMENT = Experiment(
     "The bound O(log N) on Lip_∞ of L2 attention is tight in its growth: optimised inputs follow it (Figure 2).",
     "D = H = 1, W = 1, N to 1000; 50 random starts in full, and the input 0, ±c, ±c, … that proves the lower end.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (1, 5, 20),

@@ -20,7 +20,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"weight": w, "n": n, "starts": asked.pick(4, 8, 16)} for w in (1.0, 10.0) for n in lengths]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """The best ascent and the three forms of the bound."""
     weight, one = torch.full((1, 1), cell["weight"], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     head = hs.L2SelfAttention(weight, one)
@@ -69,7 +69,7 @@ EXPERIMENT = Experiment(
     "Lip₂ of L2 attention is at most (√N/s)(4φ⁻¹(N−1)+1)(Σ‖W_h‖₂²‖W_h^V‖₂²)^½‖W^O‖₂.",
     "D = H = 1, W = 1 and 10; largest σ_max found by ascent from constructions and random starts.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.5, 2, 10),

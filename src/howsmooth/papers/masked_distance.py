@@ -22,7 +22,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"seed": seed, "pairs": 10} for seed in range(asked.pick(4, 20, 200))]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """Ratio of distances after and before causal attention, in d₂, over the proved bound."""
     generator = torch.Generator().manual_seed(cell["seed"])
     rows = []
@@ -79,7 +79,7 @@ EXPERIMENT = Experiment(
     "d₂, which only moves mass within a position.",
     "Random heads of width 1 to 3 and pairs of measures with four positions, distances by POT.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.3, 1, 8),

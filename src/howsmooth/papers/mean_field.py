@@ -33,7 +33,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return found
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """The worst sequence of n tokens, or the worst measure with up to two atoms, between the proved ends."""
     mask, radius = cell["mask"], cell["R"]
     head = hs.SelfAttention.from_bilinear(-ONE, ONE, mask=None if mask == "no mask" else mask)
@@ -86,7 +86,7 @@ EXPERIMENT = Experiment(
     "e^{cR²}; with a causal mask the same holds in the conditional distance d₂.",
     "Width 1, A = −1, V = 1: worst sequences of n tokens at R = 1, worst measures with two atoms against R.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (1, 5, 20),

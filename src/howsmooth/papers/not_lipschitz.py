@@ -23,7 +23,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"n": n, "t": 10 ** (4 * k / (distances - 1))} for n in (3, 11, 101) for k in range(distances)]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """The largest row sum ‖J‖_∞ and σ_max, for dot-product and for tied L2 attention, A = V = W = 1."""
     x = kim2021.not_lipschitz_witness(cell["n"], cell["t"])
     dot, l2 = hs.SelfAttention.from_bilinear(ONE, ONE), hs.L2SelfAttention(ONE, ONE)
@@ -68,7 +68,7 @@ EXPERIMENT = Experiment(
     "The Jacobian of dot-product self-attention is unbounded over inputs in every norm; that of L2 attention is not.",
     "One head, width 1, A = V = 1; one token at 0, half of the others at t and half at −t, t = 1 … 10⁴.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (0.1, 0.1, 0.2),

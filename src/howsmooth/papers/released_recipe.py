@@ -24,7 +24,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [{"seed": s, "n": n} for s in range(asked.pick(2, 5, 10)) for n in (8, 16, 32, 64)]
 
 
-def measure(asked: Asked, cell: Cell) -> list[Row]:
+def run(asked: Asked, cell: Cell) -> list[Row]:
     """Both quantities for the attention block alone, at the tokens that reach it."""
     opened = open_model(SOURCE.format(seed=cell["seed"]))
     rows = []
@@ -78,7 +78,7 @@ EXPERIMENT = Experiment(
     "The growth near n^¼ reported for randomly initialised GPT-2 is that of the local Lipschitz constant.",
     "Random GPT-2, layer 6, attention block alone, dropout off, windows of Alice in Wonderland, n = 8 … 64.",
     cells,
-    measure,
+    run,
     draw,
     judge,
     (1, 3, 10),

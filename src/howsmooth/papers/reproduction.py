@@ -79,7 +79,7 @@ def reproduce(
         progress(number, len(cells))
         key = json.dumps(cell, sort_keys=True)
         if key not in done:
-            done[key] = experiment.measure(asked, cell)
+            done[key] = experiment.run(asked, cell)
             journal.append(cell, done[key])
         rows += done[key]
     progress(len(cells), len(cells))
