@@ -20,7 +20,7 @@ from evidence.tables import table
 from howsmooth import nn as layers
 from howsmooth.bounds import Setting, TokenSet
 from howsmooth.bounds.kim2021 import l2_weights
-from howsmooth.bounds.l2 import block_lip_2
+from howsmooth.bounds.own.l2 import block_lip_2
 from howsmooth.nn.layers.base import AttentionLayer
 from howsmooth.nn.layers.sight import Sight
 from howsmooth.norms.matrices import spectral

@@ -13,7 +13,7 @@ import torch
 
 from evidence.real_heads import shared_folder
 from evidence.tables import FOLDER, table
-from howsmooth.bounds.l2 import average_lip_2, lower_2
+from howsmooth.bounds.own.l2 import average_lip_2, lower_2
 from howsmooth.figures import new_figure, save_figure
 from howsmooth.models import alice
 from howsmooth.training import Corpus, Grid, Result, Settings, gap_closed, mean_bits, run_grid

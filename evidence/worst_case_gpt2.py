@@ -17,13 +17,13 @@ from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import TokenSet
 from howsmooth.bounds.castin2024 import real_eigenpairs
-from howsmooth.bounds.lower import two_cluster_input
-from howsmooth.bounds.tabulating import Row
+from howsmooth.bounds.own.lower import two_cluster_input
+from howsmooth.bounds.tables import Row
 from howsmooth.growth import Growth, growth
 from howsmooth.growth.laws import ROUNDING
 from howsmooth.weights import load_attention
 from howsmooth.worstcase import Ball, worst_case
-from howsmooth.worstcase.leading import evaluate
+from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.starts import constructions, two_poles
 from howsmooth.worstcase.upper_end import not_passed, tightest_upper
@@ -45,7 +45,7 @@ class Point:
 
     Attributes:
         branches: the larger σ of the inputs of Castin et al. 2024, both eigenvalue branches, the outlier first.
-        clusters: σ at the two clusters of `howsmooth.bounds.lower`, their pair and scale chosen for the head.
+        clusters: σ at the two clusters of `howsmooth.bounds.own.lower`, their pair and scale chosen for the head.
         poles: σ at `howsmooth.worstcase.starts.two_poles`.
         search: what the search reaches, which has all of these among its starts; start: the one that led there.
         upper: the smallest proved upper bound.

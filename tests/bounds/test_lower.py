@@ -9,7 +9,7 @@ import howsmooth as hs
 from evidence.point_rounding import Case, truth
 from howsmooth.bounds import TokenSet, get
 from howsmooth.bounds.castin2024 import large_radius_limit, lower_sqrt_n, real_eigenpairs
-from howsmooth.bounds.lower import two_cluster_input
+from howsmooth.bounds.own.lower import two_cluster_input
 
 EYE = torch.eye(2, dtype=torch.float64)
 

@@ -13,8 +13,8 @@ import howsmooth as hs
 from evidence.attention_cases import grid, tokens
 from evidence.point_rounding import CLUSTERS, LOGITS, far_clusters, large_logits, ratios, truth
 from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.bounds.own.three_path import three_path
 from howsmooth.bounds.paths import paths
-from howsmooth.bounds.three_path import three_path
 from howsmooth.meanfield import Measure, local_constant
 
 

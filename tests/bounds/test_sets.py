@@ -8,8 +8,8 @@ import torch
 import howsmooth as hs
 from howsmooth.bounds import TokenSet, get
 from howsmooth.bounds.castin2024 import mean_field as printed_mean_field
-from howsmooth.bounds.lower import two_cluster_input
-from howsmooth.bounds.sets import crossover
+from howsmooth.bounds.own.lower import two_cluster_input
+from howsmooth.bounds.own.sets import crossover
 
 WIDTH = 4
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, Bound, TokenSet
-from howsmooth.bounds.tabulating import ContradictedBound, Row, Table, table, with_witness
+from howsmooth.bounds.tables import ContradictedBound, Row, Table, table, with_witness
 from howsmooth.figures import save_figure
 from howsmooth.figures.bounds import bounds_against_n, spaced
 from howsmooth.testing import dense_jacobian

@@ -13,8 +13,7 @@ import howsmooth as hs
 from evidence.attention_cases import KINDS, MASKS, grid, tokens
 from howsmooth import models
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.paths import paths, query_blocks
-from howsmooth.bounds.three_path import (
+from howsmooth.bounds.own.three_path import (
     cross_norm,
     diagonal_norm,
     key_weights,
@@ -25,6 +24,7 @@ from howsmooth.bounds.three_path import (
     three_path_parts,
     value_gain,
 )
+from howsmooth.bounds.paths import paths, query_blocks
 from howsmooth.testing import dense_jacobian as dense
 
 STEP = 47

@@ -15,7 +15,7 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, TokenSet
-from howsmooth.bounds.tabulating import Table, table
+from howsmooth.bounds.tables import Table, table
 from howsmooth.cli.bounds import headline
 from howsmooth.cli.sources import random_tokens
 from tests.cli.command import Command

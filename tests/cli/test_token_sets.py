@@ -14,7 +14,7 @@ from howsmooth.cli.sources import Request, Settings
 from howsmooth.cli.token_sets import layer_tokens, positive_numbers, tokens_before
 from howsmooth.errors import InvalidInput
 from howsmooth.models import attention_inputs
-from howsmooth.worstcase.sets import Normalised
+from howsmooth.sets import Normalised
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 50}
 T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 64, "vocab_size": 50}

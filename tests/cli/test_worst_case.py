@@ -27,7 +27,7 @@ from howsmooth.cli.console import OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.worst_case import worst_case
 from howsmooth.testing import dense_jacobian
-from howsmooth.worstcase.sandwiching import sandwich
+from howsmooth.worstcase.sandwich_search import sandwich
 from howsmooth.worstcase.witness import Witness
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)

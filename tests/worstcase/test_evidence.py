@@ -17,11 +17,11 @@ from benchmarks.cases import block_function, random_case
 from evidence import worst_case_gpt2 as gpt2
 from evidence import worst_case_real as real
 from evidence import worst_case_references as references
-from howsmooth.bounds.lower import two_cluster_input
-from howsmooth.bounds.tabulating import Row
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.bounds.own.lower import two_cluster_input
+from howsmooth.bounds.tables import Row
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
+from howsmooth.sets import TokenSet
 from howsmooth.testing import dense_jacobian as dense
 from howsmooth.worstcase import Embeddings
 from howsmooth.worstcase.one_head import one_head

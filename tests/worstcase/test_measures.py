@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth import InvalidInput
 from howsmooth.meanfield import Measure, local_constant
+from howsmooth.sets import Embeddings, Neighbourhood, Normalised, Sphere
 from howsmooth.worstcase.measures import MeasureWitness, worst_measure
-from howsmooth.worstcase.sets import Embeddings, Neighbourhood, Normalised, Sphere
 from tests.meanfield.attention_on_measures import KINDS, build, by_hand
 
 SUPREMA = {1: 3.069, 2: 12.996, 3: 48.07, 4: 165.85, 5: 546.95}

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, TokenSet, table
-from howsmooth.bounds.tabulating import ContradictedBound
+from howsmooth.bounds.tables import ContradictedBound
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.sandwich import sandwich_figure
+from howsmooth.sets import Ball, InputSet, Neighbourhood, Normalised, Sphere
 from howsmooth.testing import dense_jacobian
 from howsmooth.worstcase.both_ends import in_words
-from howsmooth.worstcase.sandwiching import sandwich
-from howsmooth.worstcase.sets import Ball, InputSet, Neighbourhood, Normalised, Sphere
+from howsmooth.worstcase.sandwich_search import sandwich
 from howsmooth.worstcase.upper_end import not_passed, tightest_upper
 from howsmooth.worstcase.witness import Witness
 

@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.worstcase import slopes
-from howsmooth.worstcase.leading import evaluate, leading
+from howsmooth.worstcase.first_vectors import evaluate, leading
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, aligned, largest, unit
 
@@ -107,7 +107,7 @@ def test_a_slope_predicts_how_the_norm_grows() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "causal", "l2", "sigmoid"])
 def test_rows_of_large_jacobians_are_chosen_by_probes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.worstcase.leading._ALL_ROWS", 0)
+    monkeypatch.setattr("howsmooth.worstcase.first_vectors._ALL_ROWS", 0)
     f = maps()[name]
     check_leading(f, draw(3, 40, f.in_features, seed=5), math.inf, least=0.9)
 

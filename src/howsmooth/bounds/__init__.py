@@ -1,6 +1,6 @@
 """Theorems about the Lipschitz constant of attention, each knowing where it holds.
 
-One module per paper, this project's own in `sets`, `three_path`, … . Every entry of the catalogue is called with an
+One module per paper, this project's own in `own`. Every entry of the catalogue is called with an
 attention map and where to bound it, and refuses outside its assumptions.
 
 >>> import torch, howsmooth as hs
@@ -15,28 +15,21 @@ from howsmooth.bounds import (
     dasoulas2021,
     furuya2026,
     kim2021,
-    l2,
     layers,
-    local,
-    lower,
     nair2025,
-    neighbourhood,
-    normalised,
     qi2023,
     ramapuram2024,
-    sets,
-    sigmoid,
     stacks,
-    three_path,
     yudin2025,
 )
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
+from howsmooth.bounds.own import l2, local, lower, neighbourhood, normalised, sets, sigmoid, three_path
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.stacks import measured_variances, stack
-from howsmooth.bounds.tabulating import Row, Table, table
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.bounds.tables import Row, Table, table
+from howsmooth.sets import TokenSet
 
 __all__ = [
     "CATALOGUE",

@@ -19,9 +19,9 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.rounding import gamma
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import door
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import TokenSet
 
 _MOST_OFFSETS = 4096
 """Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""

@@ -18,11 +18,11 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import FINITE, LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import head_numbers, norm_rounding
+from howsmooth.bounds.own.three_path import nowhere_nan, value_gain, weights_norm
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nowhere_nan, value_gain, weights_norm
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import TokenSet
 
 REFERENCE = "Nair 2025"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from howsmooth.attention import CosineAttention
 from howsmooth.bounds.assumptions import FINITE, NO_ROTARY
 from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.normalised import POSITIVE_EPS, VALUES_NORMALISED
+from howsmooth.bounds.own.normalised import POSITIVE_EPS, VALUES_NORMALISED
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 
@@ -19,7 +19,7 @@ def cosine(query: Tensor, key: Tensor, value: Tensor, nu: float, tau: float, eps
     r"""For all inputs: :math:`n^2\nu\tau\varepsilon^{-1/2}\|K\| + n\nu\tau\varepsilon^{-1/2}\|Q\| +
     2n\nu\varepsilon^{-1/2}\|V\|`.
 
-    It follows, term by term, from `howsmooth.bounds.normalised`, which is never larger and needs no more: so it also
+    It follows, term by term, from `howsmooth.bounds.own.normalised`, never larger, which needs no more: so it also
     holds with biases (they are inside the normalisation) and under any mask. It needs normalised values: without, the
     score path grows with the tokens.
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import head_numbers, norm_rounding
+from howsmooth.bounds.own.three_path import nowhere_nan
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nowhere_nan
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.sets import TokenSet
 
 REFERENCE = "Ramapuram et al. 2024"
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
+from howsmooth.sets import TokenSet
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from howsmooth.bounds.catalogue import applicable
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layers import Activation, activation, mlp, normalisation
 from howsmooth.bounds.settings import setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
+from howsmooth.sets import TokenSet
 
 _BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
 _ON_SETS = ("ball", "global", "mean-field W2", "mean-field d2")

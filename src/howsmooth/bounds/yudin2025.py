@@ -25,10 +25,10 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.nair2025 import norms_at
+from howsmooth.bounds.own.three_path import nowhere_nan, value_gain, weights_norm
 from howsmooth.bounds.paths import Paths, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nowhere_nan, value_gain, weights_norm
 from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"

@@ -15,13 +15,13 @@ import typer
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.bounds.tabulating import Row, Table, table, with_witness
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.bounds.tables import Row, Table, table, with_witness
 from howsmooth.cli.console import NOT_CONVERGED, print_json, print_line, set_threads, stdout, step_progress
 from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.cli.token_sets import named_norm
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import bounds_against_n, check_figure_path, random_tokens, save_figure
+from howsmooth.sets import TokenSet
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",

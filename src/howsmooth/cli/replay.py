@@ -12,7 +12,7 @@ from howsmooth.checks import check_count, check_seed
 from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
 from howsmooth.small import digest, printable
-from howsmooth.worstcase.leading import evaluate
+from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.witness import Witness
 

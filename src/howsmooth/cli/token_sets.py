@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.norm_images import read_norm
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.cli.sources import Request, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.models.conventions import attention_site
 from howsmooth.models.listening import listening, record_calls
+from howsmooth.models.norm_images import read_norm
+from howsmooth.sets import Normalised, TokenSet
 from howsmooth.weights import find_blocks
-from howsmooth.worstcase.sets import Normalised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

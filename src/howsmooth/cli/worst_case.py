@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.cli.bounds import one_input, tokens_after
 from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stderr, stdout, written
 from howsmooth.cli.replay import remember
@@ -25,9 +24,9 @@ from howsmooth.cli.token_sets import layer_tokens, positive_numbers
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import save_figure
 from howsmooth.scanning.grammar import parse_lengths
+from howsmooth.sets import InputSet, TokenSet
 from howsmooth.worstcase.both_ends import Sandwich, size_of
-from howsmooth.worstcase.sandwiching import sandwich
-from howsmooth.worstcase.sets import InputSet
+from howsmooth.worstcase.sandwich_search import sandwich
 
 Norm = Enum("Norm", {"two": "2", "inf": "inf"})
 _LENGTHS = "8,16,32"

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from howsmooth.bounds.catalogue import SCOPES, get
-from howsmooth.bounds.sets import crossover
+from howsmooth.bounds.own.sets import crossover
 from howsmooth.bounds.settings import Setting, setting
-from howsmooth.bounds.tabulating import Table, measurements_at, table
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.bounds.tables import Table, measurements_at, table
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import axes, light_grid
+from howsmooth.sets import TokenSet
 
 _DECADES = 6
 """Curves that end this far above the smallest upper bound are named, not drawn: they would flatten all others."""

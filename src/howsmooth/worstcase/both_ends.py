@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, overload
 import rich.box
 import rich.table
 
-from howsmooth.bounds.tabulating import Row
+from howsmooth.bounds.tables import Row
+from howsmooth.sets import InputSet
 from howsmooth.small import rounded
-from howsmooth.worstcase.sets import InputSet
 from howsmooth.worstcase.witness import Witness
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Sandwich(Sequence[Cell]):
 def in_words(over: InputSet) -> str:
     """The set in a few characters.
 
-    >>> from howsmooth.worstcase.sets import Ball
+    >>> from howsmooth.sets import Ball
     >>> in_words(Ball(2.0))
     '|x| ≤ 2'
     """

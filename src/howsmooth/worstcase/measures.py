@@ -29,12 +29,11 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import Maps
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
-from howsmooth.worstcase.sets import Embeddings, InputSet, as_set
+from howsmooth.sets import Embeddings, InputSet, TokenSet, as_set
 from howsmooth.worstcase.slopes import unit
 
 _RATE, _MASS_RATE = 0.1, 0.3

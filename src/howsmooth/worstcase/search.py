@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Count, Positive, Seed, Size, check_callable, check_path, door, shown
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
-from howsmooth.worstcase.asking import Question, asked, resolved
-from howsmooth.worstcase.climbing import MILESTONES, Ascent, Climb, Found
-from howsmooth.worstcase.leading import evaluate, leading
+from howsmooth.sets import Embeddings, InputSet, TokenSet
+from howsmooth.worstcase.ascent import MILESTONES, Ascent, Climb, Found
+from howsmooth.worstcase.first_vectors import evaluate, leading
+from howsmooth.worstcase.question import Question, asked, resolved
 from howsmooth.worstcase.sequences import Exchange
-from howsmooth.worstcase.sets import Embeddings, InputSet
 from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, Roughness
 from howsmooth.worstcase.witness import Stopped, Witness
 from howsmooth.worstcase.witness_files import plain_json

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
+from howsmooth.sets import Ball, Embeddings
 from howsmooth.small import random_stream
-from howsmooth.worstcase.climbing import Climb, Found, Leading
-from howsmooth.worstcase.sets import Ball, Embeddings
+from howsmooth.worstcase.ascent import Climb, Found, Leading
 from howsmooth.worstcase.slopes import Roughness
 from howsmooth.worstcase.starts import Start, constructions
 

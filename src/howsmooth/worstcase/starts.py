@@ -18,13 +18,12 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds import get
 from howsmooth.bounds.castin2024 import real_eigenpairs
 from howsmooth.bounds.heads import query_key, value_matrices
-from howsmooth.bounds.l2 import tight_input
-from howsmooth.bounds.lower import two_cluster_input
+from howsmooth.bounds.own.l2 import tight_input
+from howsmooth.bounds.own.lower import two_cluster_input
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import Everywhere, InputSet, Neighbourhood, TokenSet
 from howsmooth.small import random_stream
-from howsmooth.worstcase.sets import Everywhere, InputSet, Neighbourhood
 
 _MOST_HEADS = 3
 """Heads of a block whose constructions are tried: those with the largest lower bounds, all only of the first."""
@@ -43,7 +42,7 @@ class Start:
 def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
     """The theorems' inputs for this map, brought into the set.
 
-    Two clusters (`howsmooth.bounds.lower`): one token at −Ru and the others at Ru, or one at Ru and the others at Ru/2,
+    Two clusters (`bounds.own.lower`): one token at −Ru and the others at Ru, or one at Ru and the others at Ru/2,
     u a real eigenvector of A (Castin et al. 2024), and the best pair and scale of this project's bound. One token in
     the middle of two clusters at ±Ru (Kim et al. 2021). Two poles (`two_poles`). For L2 attention the input that is
     tight in the ∞-norm. All tokens equal, where ‖J‖ ≥ ‖V‖. In a neighbourhood its centre.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from howsmooth.attention import map_of
 from howsmooth.bounds.catalogue import Bound, applicable
 from howsmooth.bounds.settings import Setting, setting
-from howsmooth.bounds.tabulating import Row, compared_with
-from howsmooth.worstcase.sets import InputSet, Neighbourhood
+from howsmooth.bounds.tables import Row, compared_with
+from howsmooth.sets import InputSet, Neighbourhood
 
 Function = Callable[[Tensor], Tensor]
 _ON_SETS = ("neighbourhood", "ball", "global", "mean-field W2", "mean-field d2")
@@ -21,7 +21,7 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     """The smallest upper bound of the catalogue that holds for n tokens on the whole set; None when none applies.
 
     >>> import howsmooth as hs, torch
-    >>> from howsmooth.worstcase.sets import Ball
+    >>> from howsmooth.sets import Ball
     >>> tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0)).written
     '≤ 6.437'
     """
@@ -58,11 +58,11 @@ def not_passed(upper: Row | None, reached: float) -> Row | None:
     """The upper end with its ratio to what a witness reaches, or `ContradictedBound` when the witness passes it.
 
     >>> import howsmooth as hs, torch
-    >>> from howsmooth.worstcase.sets import Ball
+    >>> from howsmooth.sets import Ball
     >>> upper = tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0))
     >>> not_passed(upper, 6.5)
     Traceback (most recent call last):
-    howsmooth.bounds.tabulating.ContradictedBound: howsmooth.mean_field says ... at most 6.43656, but the witness ...
+    howsmooth.bounds.tables.ContradictedBound: howsmooth.mean_field says ... at most 6.43656, but the witness ...
     """
     if upper is None:
         return None

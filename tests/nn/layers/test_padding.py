@@ -15,7 +15,7 @@ from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
 from howsmooth.attention.terms import Terms, as_mask
 from howsmooth.bounds import kim2021, l2
-from howsmooth.bounds.l2 import block_lip_2
+from howsmooth.bounds.own.l2 import block_lip_2
 from howsmooth.nn.layers.base import AttentionLayer
 from howsmooth.nn.layers.l2 import average_2
 from howsmooth.nn.layers.sight import Sight

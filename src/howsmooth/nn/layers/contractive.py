@@ -2,7 +2,7 @@ r"""L2 attention divided by its own Lipschitz bound: a layer with a constant of 
 
 The bound depends on the weights, on n and on the mask. In the 2-norm it is `block_lip_2`: two spectral norms times
 the constant κ(n) of the Gaussian average. In the ∞-norm, which Kim, Papamakarios and Mnih (2021) divide by, it is
-`howsmooth.bounds.l2.lip_inf` or the paper's own `howsmooth.bounds.kim2021.lip_inf`, a thousand times larger.
+`howsmooth.bounds.own.l2.lip_inf` or the paper's own `howsmooth.bounds.kim2021.lip_inf`, a thousand times larger.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from howsmooth.attention.terms import as_mask
 from howsmooth.bounds import get, kim2021, l2, setting
-from howsmooth.bounds.l2 import balanced, block_lip_2, mixing_matrix
+from howsmooth.bounds.own.l2 import balanced, block_lip_2, mixing_matrix
 from howsmooth.checks import check_count, check_positive, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.base import Mask, Norm, as_norm, check_length, without_autocast

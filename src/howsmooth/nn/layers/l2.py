@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from howsmooth.attention import L2SelfAttention, masks
 from howsmooth.attention.terms import as_mask
-from howsmooth.bounds.l2 import average_lip_2, block_lip_2, mixing_matrix
+from howsmooth.bounds.own.l2 import average_lip_2, block_lip_2, mixing_matrix
 from howsmooth.checks import door
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
 from howsmooth.nn.layers.sight import Sight

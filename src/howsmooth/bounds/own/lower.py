@@ -47,8 +47,8 @@ from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import query_key, value_matrices
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import TokenSet
 
 _LONGEST_SUM = 10**7
 """Terms of the masked sum that are added up; fewer terms only lower a lower bound."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.bounds import TokenSet
-from howsmooth.bounds.norm_images import read_norm
+from howsmooth.models.norm_images import read_norm
 
 WIDTH = 8
 FEW = {

@@ -44,11 +44,11 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.heads import head_numbers, norm_rounding
+from howsmooth.bounds.own.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm, three_path
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm, three_path
-from howsmooth.bounds.tokens import TokenSet
+from howsmooth.sets import TokenSet
 
 
 def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool = True) -> Tensor:

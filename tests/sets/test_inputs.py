@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import InvalidInput
+from howsmooth.sets import as_set
 from howsmooth.worstcase import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
-from howsmooth.worstcase.sets import as_set
 
 N, D = 4, 3
 

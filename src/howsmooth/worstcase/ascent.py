@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.sets import InputSet
 from howsmooth.small import random_stream
-from howsmooth.worstcase.sets import InputSet
 from howsmooth.worstcase.slopes import Roughness
 from howsmooth.worstcase.starts import Start
 

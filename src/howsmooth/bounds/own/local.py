@@ -13,7 +13,7 @@ the second by :math:`(1 + s_i\max_j|w_{ij}|)(\sum_jP_{ij}|y_j|^2)^{1/2}`, the ma
 summing squares over i brings the column sums. ∎
 
 It holds for any mask, query bias, rotary positions, q/k normalisation and soft-cap, as long as values are linear; also
-for L2 attention. At one input `howsmooth.bounds.three_path` is the sharper bound on trained heads.
+for L2 attention. At one input `howsmooth.bounds.own.three_path` is the sharper bound on trained heads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR_VALUES
 from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.own.three_path import TINY, largest_block, nowhere_nan, psd_norm, push_radii, value_gain
 from howsmooth.bounds.paths import Paths, distances, paths
 from howsmooth.bounds.settings import Setting
 from howsmooth.bounds.spreads import about_means, keys, product_slack
-from howsmooth.bounds.three_path import TINY, largest_block, nowhere_nan, psd_norm, push_radii, value_gain
 
 
 def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:

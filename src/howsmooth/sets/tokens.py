@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.norm_images import read_norm
 from howsmooth.checks import check_count, check_numbers, check_positive, check_weights, door
 from howsmooth.errors import InvalidInput
+from howsmooth.models.norm_images import read_norm
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TokenSet:
     def after(cls, norm: nn.Module, width: int | None = None) -> TokenSet:
         """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class.
 
-        What it does is read off its answers (`howsmooth.bounds.norm_images`), not its name: gains of 1 + weight and
+        What it does is read off its answers (`howsmooth.models.norm_images`), not its name: gains of 1 + weight and
         RMSNorms called LayerNorm are what they are, and what is neither is refused.
 
         Args:

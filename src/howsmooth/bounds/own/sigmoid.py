@@ -31,8 +31,8 @@ from howsmooth.attention.terms import Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import TokenSet
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import check_callable, check_finite, check_tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
+from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.sequences import sequence_starts
-from howsmooth.worstcase.sets import Embeddings, Everywhere, InputSet, as_set
 from howsmooth.worstcase.starts import Start, constructions, random_starts
 
 _NORMS: dict[float | str, float] = {2: 2, "2": 2, math.inf: math.inf, "inf": math.inf}

@@ -35,8 +35,8 @@ from howsmooth.bounds.assumptions import FINITE, LINEAR_VALUES, NO_PLACES
 from howsmooth.bounds.catalogue import Assumption, Bound, register
 from howsmooth.bounds.heads import value_matrices
 from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.norms.matrices import spectral
+from howsmooth.sets import TokenSet
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Positive, Seed, Size, door
 from howsmooth.errors import InvalidInput
-from howsmooth.worstcase.asking import check_resolution
+from howsmooth.sets import Ball, InputSet, Neighbourhood, TokenSet, as_set
 from howsmooth.worstcase.both_ends import Cell, Sandwich, in_words, size_of
-from howsmooth.worstcase.leading import evaluate
+from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.one_head import one_head
+from howsmooth.worstcase.question import check_resolution
 from howsmooth.worstcase.search import worst_case
-from howsmooth.worstcase.sets import Ball, InputSet, Neighbourhood, as_set
 from howsmooth.worstcase.upper_end import not_passed, tightest_upper
 
 Function = Callable[[Tensor], Tensor]

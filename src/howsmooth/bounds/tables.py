@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound
 from howsmooth.bounds.settings import Setting, setting
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
+from howsmooth.sets import TokenSet
 from howsmooth.small import rounded
 
 Kind = Literal["measured", "upper", "lower"]

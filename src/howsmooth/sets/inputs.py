@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.tokens import TokenSet
 from howsmooth.checks import Count, check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
+from howsmooth.sets.tokens import TokenSet
 
 Body = Literal["ball", "sphere", "all tokens", "everything"]
 
