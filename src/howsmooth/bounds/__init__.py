@@ -22,7 +22,16 @@ from howsmooth.bounds import (
     stacks,
     yudin2025,
 )
-from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get
+from howsmooth.bounds.catalogue import (
+    CATALOGUE,
+    SCOPES,
+    Assumption,
+    Bound,
+    applicable,
+    get,
+    least_upper_bound,
+    upper_bounds,
+)
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
 from howsmooth.bounds.own import l2, local, lower, neighbourhood, normalised, sets, sigmoid, three_path
@@ -53,6 +62,7 @@ __all__ = [
     "kim2021",
     "l2",
     "layers",
+    "least_upper_bound",
     "local",
     "lower",
     "measured_variances",
@@ -68,5 +78,6 @@ __all__ = [
     "stacks",
     "table",
     "three_path",
+    "upper_bounds",
     "yudin2025",
 ]

@@ -7,6 +7,7 @@ import math
 from howsmooth.attention import Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.catalogue import Assumption
+from howsmooth.bounds.rounding import known_rounding
 from howsmooth.bounds.settings import Setting
 
 
@@ -41,6 +42,9 @@ LINEAR = Assumption(
 )
 LINEAR_VALUES = Assumption(
     "values are linear in the tokens", lambda where: all(isinstance(stage, Scale) for stage in where.map.value_stages)
+)
+KNOWN_ROUNDING = Assumption(
+    "what rounding does in every stage of queries, keys and values is known", lambda where: known_rounding(where.map)
 )
 SEES_ITSELF = Assumption(
     "every token sees itself",

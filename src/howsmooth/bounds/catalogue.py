@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ SCOPES: dict[str, str] = {
     "mean-field W2": "on a set, every n (W₂)",
     "mean-field d2": "on a set, every n (d₂)",
 }
+ON_SETS: tuple[Scope, ...] = ("ball", "global", "mean-field W2", "mean-field d2")
+"""The scopes of what holds for n tokens of a set."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "point": ("x",),
     "neighbourhood": ("x", "eps"),
@@ -50,7 +52,8 @@ class Bound:
     """One statement of the literature or of this project.
 
     Calling it gives the bound for the whole block, or for every head with ``per_head=True``; outside its assumptions
-    it raises `DoesNotApply`.
+    it raises `DoesNotApply`. What overflows on the way (an `OverflowError`, 0·∞, ∞ − ∞) leaves +∞, which is still an
+    upper bound, or 0, which is still a lower one: no bound is ever NaN.
 
     Attributes:
         name: "module.statement".
@@ -96,11 +99,18 @@ class Bound:
         if reason is not None:
             raise DoesNotApply(f"{self.name} {reason}; {_nearest(self, where, per_head)}.")
         with torch.no_grad():
-            if self.combine == "block":
-                return self._number(self.evaluate(where))
-            if per_head:
-                return self._heads(where, True)
-            return self._block(where) if self.block is None else self._number(self.block(where))
+            try:
+                return self._evaluated(where, per_head)
+            except OverflowError:
+                shape = (where.heads,) if per_head and self.combine == "heads" else ()
+                return self._number(torch.full(shape, torch.nan))
+
+    def _evaluated(self, where: Setting, per_head: bool) -> Tensor:
+        if self.combine == "block":
+            return self._number(self.evaluate(where))
+        if per_head:
+            return self._heads(where, True)
+        return self._block(where) if self.block is None else self._number(self.block(where))
 
     def refusal(self, where: Setting, per_head: bool = False) -> str | None:
         """Why the bound cannot be had here, or None when it can."""
@@ -146,7 +156,7 @@ class Bound:
         return torch.where(silent.to(found.device), 0.0, found)
 
     def _number(self, found: Tensor) -> Tensor:
-        """What overflowed on the way (0·∞, ∞ − ∞): +∞ is still an upper bound, and 0 a lower bound."""
+        """In float64, and what overflowed on the way as +∞, or as 0 in a lower bound."""
         found = found.double()
         if self.side == "upper":
             return torch.where(found.isnan(), torch.inf, found)
@@ -182,6 +192,46 @@ def get(name: str) -> Bound:
 def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
     """Every bound whose assumptions hold."""
     return [bound for bound in CATALOGUE.values() if bound.refusal(where, per_head) is None]
+
+
+def upper_bounds(
+    where: Setting, norm: float = 2, *, per_head: bool = False, among: Iterable[Bound] | None = None
+) -> dict[str, Tensor]:
+    """Every upper bound that applies, by name: of the block, or ``(heads,)`` with ``per_head``.
+
+    Args:
+        among: only these, of whatever side and norm they are; all of the catalogue by default.
+    """
+    wanted = CATALOGUE.values() if among is None else among
+    upper = [bound for bound in wanted if bound.side == "upper" and bound.norm == norm]
+    return {bound.name: bound.at(where, per_head) for bound in upper if bound.refusal(where, per_head) is None}
+
+
+def least_upper_bound(
+    where: Setting, norm: float = 2, *, head: int | None = None, scopes: Container[str] = ON_SETS
+) -> tuple[Bound, Tensor] | None:
+    """The smallest upper bound that applies, and the theorem that gives it; None when no theorem applies.
+
+    It is a number or +∞, never NaN (`Bound.at`), and +∞ only where every theorem that applies overflows. Of equal
+    bounds the first by name counts.
+
+    Args:
+        head: of that head alone; of the whole block by default.
+        scopes: where bounds must hold to count; on the set that the setting names by default.
+
+    >>> import howsmooth as hs
+    >>> where = setting(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), n=100, radius=1.0)
+    >>> bound, value = least_upper_bound(where)
+    >>> bound.name, round(float(value), 3)
+    ('howsmooth.mean_field', 6.437)
+    """
+    among = [bound for bound in CATALOGUE.values() if bound.scope in scopes]
+    values = upper_bounds(where, norm, per_head=head is not None, among=among)
+    if not values:
+        return None
+    mine = {name: value.reshape(-1)[head or 0] for name, value in values.items()}
+    name = min(mine, key=lambda name: (float(mine[name]), name))
+    return CATALOGUE[name], mine[name]
 
 
 def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:

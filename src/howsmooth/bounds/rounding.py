@@ -100,6 +100,13 @@ def projected(attention: AttentionMap, tokens: Tensor, raw: Sequence[Tensor]) ->
     return found
 
 
+def known_rounding(attention: AttentionMap) -> bool:
+    """Whether `through` knows every stage of the map."""
+    query, key, _ = attention.project(torch.zeros(1, 1, attention.in_features, dtype=attention.dtype))
+    known = (Scale, Rotary, UnitNorm, _DistanceQuery, _DistanceKey)
+    return all(isinstance(stage, known) for part in attention.stages(query[0], key[0]) for stage in part)
+
+
 def through(stages: Sequence[TokenStage], traced: Traced) -> Traced:
     """The same after the stages; a stage whose rounding is not known here is refused."""
     for stage in stages:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention
-from howsmooth.bounds.catalogue import applicable
+from howsmooth.bounds.catalogue import least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layers import Activation, activation, mlp, normalisation
 from howsmooth.bounds.settings import setting
@@ -25,7 +25,6 @@ from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
 from howsmooth.sets import TokenSet
 
 _BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
-_ON_SETS = ("ball", "global", "mean-field W2", "mean-field d2")
 _PROBE_LENGTH = 8
 _TOLERANCE = 1e-3
 """Largest relative difference between the pieces and the model on a random input, in single precision."""
@@ -125,14 +124,11 @@ class _Attention:
 
     def stage(self, n: float, floors: Mapping[str, float]) -> Stage:
         where = setting(self.map, n=n, tokens=self.tokens)
-        found = {}
-        for bound in applicable(where):
-            if bound.side == "upper" and bound.norm == 2 and bound.scope in _ON_SETS:
-                value = float(bound.at(where))
-                found[bound.name] = value if math.isfinite(value) else math.inf
-        name = min(found, key=lambda name: found[name])
+        least = least_upper_bound(where)
+        if least is None:
+            raise DoesNotApply(f"{self.name}: no theorem bounds this {where.kind} attention on a set.")
         scope = f"{n:g} tokens, |x| ≤ {self.tokens.radius:.3g} ({self.tokens.origin})"
-        return Stage.of(self.name, found[name], scope=scope, note=name, kind="attention")
+        return Stage.of(self.name, float(least[1]), scope=scope, note=least[0].name, kind="attention")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import applicable, get, setting
+from howsmooth.bounds import CATALOGUE, get, setting, upper_bounds
 from howsmooth.explaining import explain
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
@@ -82,9 +82,9 @@ def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bo
     where = setting(attention, x=x)
     wanted = [] if settings.bounds == "none" else [get(PROVED)]
     if settings.bounds in ("cheap", "all"):
-        found = [b for b in applicable(where, per_head) if b.side == "upper" and b.norm == 2 and b.name != PROVED]
-        wanted += [b for b in found if settings.bounds == "all" or b.name not in COSTLY]
-    values = {bound.name: bound.at(where, per_head).double().reshape(-1).tolist() for bound in wanted}
+        wanted = [b for b in CATALOGUE.values() if settings.bounds == "all" or b.name not in COSTLY]
+    found = upper_bounds(where, per_head=per_head, among=wanted)
+    values = {name: bound.reshape(-1).tolist() for name, bound in found.items()}
     count = attention.heads if per_head else 1
     return [{name: of_map[place] for name, of_map in values.items()} for place in range(count)]
 

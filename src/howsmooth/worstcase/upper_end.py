@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from howsmooth.attention import map_of
-from howsmooth.bounds.catalogue import Bound, applicable
+from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.tables import Row, compared_with
 from howsmooth.sets import InputSet, Neighbourhood
 
 Function = Callable[[Tensor], Tensor]
-_ON_SETS = ("neighbourhood", "ball", "global", "mean-field W2", "mean-field d2")
 
 
 def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head: int | None = None) -> Row | None:
@@ -28,23 +26,11 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     attention = map_of(f, n) or f
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
         return None
-    where = _setting(attention, n, over)
-    rows = []
-    for bound in applicable(where, head is not None):
-        if bound.side == "upper" and bound.norm == norm and bound.scope in _ON_SETS:
-            value = _value(bound, where, head)
-            facts = (bound.norm, bound.scope, bound.reference, bound.statement)
-            rows.append(Row(bound.name, value, "upper", *facts, head=head))
-    return min(rows, key=lambda row: (row.value, row.name), default=None)
-
-
-def _value(bound: Bound, where: Setting, head: int | None) -> float:
-    """The bound as a number; infinite when a float64 cannot hold what leads to it."""
-    try:
-        value = float(bound.at(where, head is not None).double().reshape(-1)[0 if head is None else head])
-    except OverflowError:
-        return math.inf
-    return math.inf if math.isnan(value) else value  # 0·∞
+    least = least_upper_bound(_setting(attention, n, over), norm, head=head, scopes=("neighbourhood", *ON_SETS))
+    if least is None:
+        return None
+    bound, value = least
+    return Row(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
 
 
 def _setting(attention: nn.Module, n: int, over: InputSet) -> Setting:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import LINEAR_VALUES
+from howsmooth.bounds.assumptions import KNOWN_ROUNDING, LINEAR_VALUES
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.own.three_path import TINY, largest_block, nowhere_nan, psd_norm, push_radii, value_gain
 from howsmooth.bounds.paths import Paths, distances, paths
@@ -79,7 +79,7 @@ register(
         norm=2,
         scope="point",
         kinds=("dot_product", "l2"),
-        assumptions=(LINEAR_VALUES,),
+        assumptions=(LINEAR_VALUES, KNOWN_ROUNDING),
         evaluate=_evaluate,
     )
 )

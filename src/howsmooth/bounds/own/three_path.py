@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
+from howsmooth.bounds.assumptions import KNOWN_ROUNDING
 from howsmooth.bounds.catalogue import Bound, register
 from howsmooth.bounds.paths import Paths, cross_scatter, distances, paths, scatter
 from howsmooth.bounds.rounding import gamma
@@ -337,7 +338,7 @@ register(
         norm=2,
         scope="point",
         kinds=(),
-        assumptions=(),
+        assumptions=(KNOWN_ROUNDING,),
         evaluate=_evaluate,
     )
 )

@@ -15,12 +15,11 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, L2SelfAttention
 from howsmooth.attention.terms import as_mask
-from howsmooth.bounds import applicable, setting
+from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.checks import check_number, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
@@ -96,13 +95,13 @@ class Attending(Branch):
         if isinstance(self.attention, AttentionLayer):
             return self.attention.lipschitz_bound(n, norm=norm, mask=self.mask)
         where = setting(self.attention, n=n)
-        found = [bound.at(where) for bound in applicable(where) if bound.side == "upper" and bound.norm == norm]
-        if not found:
+        least = least_upper_bound(where, norm)
+        if least is None:
             raise DoesNotApply(
                 f"no theorem bounds this {where.kind.replace('_', '-')} attention on all inputs in the {norm:g}-norm: "
                 "use L2 attention with tied weights, in which every token sees itself."
             )
-        return torch.stack(found).amin()
+        return least[1]
 
     def reach_at(self, n: int) -> Reach:
         heads = self.attention.num_heads if isinstance(self.attention, AttentionLayer) else self.attention.heads

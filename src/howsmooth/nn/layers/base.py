@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.attention.offers import check_no_dropout
-from howsmooth.bounds import applicable, setting
+from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.checks import check_count, check_flag, check_number, check_weights, shown
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.mixing import Mixing
@@ -99,9 +99,9 @@ class AttentionLayer(nn.Module, ABC):
         """
         check_length(n)
         where, order = setting(self.map(mask, n), n=n, radius=radius), as_norm(norm)
-        found = [bound.at(where) for bound in applicable(where) if bound.side == "upper" and bound.norm == order]
-        if found:
-            return torch.stack(found).amin()
+        least = least_upper_bound(where, order)
+        if least is not None:
+            return least[1]
         if order != 2:
             raise DoesNotApply("no bound in the ∞-norm is known for this attention and mask: ask for norm=2.")
         raise DoesNotApply(f"{self.refusal}." if radius is None else "no bound is known for this attention and mask.")
