@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
+import howsmooth as hs
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import InvalidInput
-from howsmooth.sets import as_set
+from howsmooth.sets import as_set, check_inside
 from howsmooth.worstcase import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
 
 N, D = 4, 3
@@ -201,3 +205,39 @@ def test_sequences_are_rounded_to_the_nearest_embeddings() -> None:
     assert shifted.tokens is None
     with pytest.raises(InvalidInput, match="give ids"):
         shifted.project_(x)
+
+
+@pytest.mark.parametrize("ask", [hs.bounds.setting, hs.bounds.table])
+def test_an_input_outside_its_set_is_refused_by_whoever_is_asked(ask: Callable[..., object]) -> None:
+    attention, x = hs.SelfAttention.random(4, seed=1), torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
+    for tokens in (nn.LayerNorm(4), TokenSet.after_layer_norm(torch.ones(4))):
+        with pytest.raises(hs.InvalidInput, match="token 1 of the input lies outside the set"):
+            ask(attention, x=x, tokens=tokens)
+        ask(attention, x=x[:1], tokens=tokens)
+    for where in ({"radius": 1.9}, {"tokens": TokenSet.ball(1.9, 4)}):
+        with pytest.raises(hs.InvalidInput, match=r"its norm 2 is outside the radius 1\.9"):
+            ask(attention, x=x, **where)
+
+
+def test_the_rounding_of_an_input_does_not_put_it_outside_its_ball() -> None:
+    exact = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    radius = float(exact.norm(dim=-1).max())
+    rounded = exact.bfloat16()
+    assert float(rounded.double().norm(dim=-1).max()) > radius * (1 + 1e-5)
+    hs.bounds.setting(hs.SelfAttention.random(4), x=rounded, radius=radius)
+    with pytest.raises(hs.InvalidInput, match="outside the radius"):
+        hs.bounds.setting(hs.SelfAttention.random(4), x=rounded.double(), radius=radius)
+
+
+def test_a_token_set_and_its_input_set_agree_on_what_is_inside() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gain, shift = torch.rand(5, generator=generator) + 0.5, torch.randn(5, generator=generator)
+    tokens = TokenSet.after_layer_norm(gain, shift)
+    for size, inside in ((0.3, True), (1.0, True), (1.001, False)):
+        z = torch.randn(50, 5, generator=generator, dtype=torch.float64)
+        z = z - z.mean(-1, keepdim=True)
+        x = tokens.at(size * z / z.norm(dim=-1, keepdim=True))
+        assert (Normalised(tokens).excess(x) <= 1e-9) == inside
+        for i in range(len(x)):
+            with nullcontext() if inside else pytest.raises(hs.InvalidInput, match="outside the set"):
+                check_inside(x[i : i + 1], tokens)

@@ -13,7 +13,7 @@ from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, witho
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
-from howsmooth.sets import TokenSet
+from howsmooth.sets import TokenSet, check_inside
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,6 @@ def _tokens(
         return None if x is None or not bool(x.any()) else TokenSet.around(x)
     if found.width != width:
         raise InvalidInput(f"the set holds tokens of width {found.width}, but the attention takes {width}.")
-    if x is not None and radius is not None:
-        largest = float(x.double().norm(dim=-1).max())
-        if largest > found.radius * (1 + 1e-6):
-            raise InvalidInput(f"the input has a token of norm {largest:.6g}, outside the radius {found.radius:.6g}.")
+    if x is not None:
+        check_inside(x, found)
     return found

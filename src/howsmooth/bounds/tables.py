@@ -13,7 +13,6 @@ from typing import Any, Literal, overload
 import rich.box
 import rich.console
 import rich.table
-import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
@@ -223,8 +222,6 @@ def table(
     if norm not in (None, 2, math.inf):
         raise InvalidInput(f"bounds are known for the norms 2 and inf, got {norm}.")
     where = setting(attention, n=n, radius=radius, tokens=tokens, x=x, eps=eps)
-    if where.tokens is not None and where.x is not None:
-        _check_inside(where.tokens, where.x)
     rows: list[Row] = []
     refused: dict[str, str] = {}
     for bound in CATALOGUE.values():
@@ -327,22 +324,6 @@ def compared_with(row: Row, known: Iterable[Row]) -> Row:
             f"reaches {best.value:.6g}: please report this attention and input."
         )
     return replace(row, ratio=row.value / best.value)
-
-
-def _check_inside(tokens: TokenSet, x: Tensor) -> None:
-    """Refuse an input that does not lie in the set, up to the rounding of its dtype."""
-    shifted = x.double() - tokens.centre
-    z = shifted
-    if not tokens.is_ball:  # of all coordinates the smallest
-        z = torch.linalg.lstsq(tokens.axes, shifted.mT, driver="gelsd").solution.mT
-    z = z * (tokens.reach / z.norm(dim=-1, keepdim=True)).clamp(max=1.0)
-    distance = (shifted - z @ tokens.axes.mT).norm(dim=-1)
-    farthest = int(distance.argmax())
-    if float(distance[farthest]) > max(_ROUNDING, 4 * torch.finfo(x.dtype).eps) * tokens.radius:
-        raise InvalidInput(
-            f"token {farthest} of the input lies outside the set ({tokens.origin}): give the normalisation that this "
-            "input comes from, or leave it out."
-        )
 
 
 def _tightest_first(row: Row) -> tuple[float, int, int, float, str]:

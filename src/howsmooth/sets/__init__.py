@@ -1,6 +1,19 @@
-"""Where inputs live: balls and ellipsoids of tokens, spheres, neighbourhoods, sequences of embeddings."""
+"""Where inputs live: balls and ellipsoids of tokens, spheres, neighbourhoods, sequences of embeddings.
 
-from howsmooth.sets.inputs import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
+A `TokenSet` is what theorems know of single tokens; an `InputSet` holds whole inputs, to project onto and to search.
+"""
+
+from howsmooth.sets.embeddings import Embeddings
+from howsmooth.sets.inputs import (
+    Ball,
+    Everywhere,
+    InputSet,
+    Neighbourhood,
+    Normalised,
+    Sphere,
+    as_set,
+    check_inside,
+)
 from howsmooth.sets.tokens import TokenSet
 
 __all__ = [
@@ -13,4 +26,5 @@ __all__ = [
     "Sphere",
     "TokenSet",
     "as_set",
+    "check_inside",
 ]

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, check_finite, door
+from howsmooth.checks import Count, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
 from howsmooth.sets.tokens import TokenSet
 
 Body = Literal["ball", "sphere", "all tokens", "everything"]
+_ROUNDING = 1e-6
+"""By how much of its radius an input may miss a set and still be in it; more where its dtype is coarser."""
 
 
 class InputSet(ABC):
@@ -125,10 +126,14 @@ class InputSet(ABC):
         """Bring inputs ``(…, n, d)`` into the set, in place: to the nearest point, in the metric of the coordinates."""
         return x.copy_(self.at(self.restrict_(self.coordinates(x))))
 
-    def excess(self, x: Tensor) -> float:
-        """How far x, ``(…, n, d)``, lies outside: the largest distance of a token from where `project_` brings it."""
+    def outside(self, x: Tensor) -> Tensor:
+        """How far each token of x lies outside, ``(…, n, d)`` → ``(…, n)``: from where `project_` brings it."""
         x = x.double()
-        return float((x - self.project_(x.clone())).norm(dim=-1).max())
+        return (x - self.project_(x.clone())).norm(dim=-1)
+
+    def excess(self, x: Tensor) -> float:
+        """How far x lies outside: the largest of the distances of its tokens."""
+        return float(self.outside(x).max())
 
 
 class Ball(InputSet):
@@ -234,66 +239,6 @@ class Everywhere(InputSet):
         return {"set": "everywhere"}
 
 
-class Embeddings(InputSet):
-    """Sequences of tokens from a vocabulary: X = transform(E[ids]), each row of ``matrix`` a token.
-
-    Args:
-        matrix: E, ``(vocabulary, d)``, such as a language model's input embeddings.
-        transform: what happens between the embeddings ``(…, n, d)`` and the map, such as adding positions and the
-            first normalisation; differentiable, and given a batch of sequences at once.
-
-    >>> over = Embeddings(torch.eye(3))
-    >>> over.sequence(torch.tensor([2, 0]))
-    tensor([[0., 0., 1.],
-            [1., 0., 0.]], dtype=torch.float64)
-    """
-
-    @door
-    def __init__(self, matrix: Tensor, transform: Callable[[Tensor], Tensor] | None = None):
-        if matrix.dim() != 2 or 0 in matrix.shape or not matrix.is_floating_point():
-            raise InvalidInput(
-                f"embeddings are a floating (vocabulary, d) matrix with at least one row, got {matrix.dtype} of shape "
-                f"{tuple(matrix.shape)}."
-            )
-        check_finite(matrix, "the embedding matrix")
-        self.matrix, self.transform = matrix.detach().double().cpu(), transform
-        if transform is None:
-            self.width = matrix.shape[1]
-
-    def token_set(self, width: int) -> TokenSet | None:
-        radius = float(self.matrix.norm(dim=-1).max())
-        if self.transform is not None or radius == 0:
-            return None
-        return TokenSet.ball(radius, width, "largest embedding")
-
-    def describe(self) -> dict[str, Any]:
-        return {"set": "embeddings", "vocabulary": len(self.matrix), "transformed": self.transform is not None}
-
-    def sequence(self, ids: Tensor) -> Tensor:
-        """The input of these token ids, ``(…, n)`` → ``(…, n, d)``."""
-        return self.transformed(self.matrix[ids])
-
-    def at(self, z: Tensor) -> Tensor:
-        """The input of token ids, which are the coordinates of this set."""
-        return self.sequence(z)
-
-    def transformed(self, embedded: Tensor) -> Tensor:
-        """What the map is given for these embeddings."""
-        return embedded if self.transform is None else self.transform(embedded)
-
-    def nearest(self, x: Tensor) -> Tensor:
-        """The ids of the embeddings nearest to the tokens of x, ``(…, n, d)`` → ``(…, n)``."""
-        return (self.matrix.square().sum(-1) - 2 * x.double() @ self.matrix.mT).argmin(-1)
-
-    def random(self, generator: torch.Generator, n: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return self.sequence(torch.randint(len(self.matrix), (n,), generator=generator)).to(dtype)
-
-    def project_(self, x: Tensor) -> Tensor:
-        if self.transform is not None:
-            raise InvalidInput("inputs cannot be brought back through the transform of embeddings: give ids instead.")
-        return x.copy_(self.matrix[self.nearest(x)])
-
-
 def as_set(over: InputSet | TokenSet | nn.Module | None, radius: float | None) -> InputSet:
     """The set meant by ``over`` and ``radius``: at most one of them is given."""
     if radius is not None:
@@ -309,6 +254,24 @@ def as_set(over: InputSet | TokenSet | nn.Module | None, radius: float | None) -
             f"over is one of the sets in howsmooth.worstcase (Ball, Sphere, Normalised, …), got {type(over).__name__}."
         )
     return over
+
+
+def check_inside(x: Tensor, tokens: TokenSet) -> None:
+    """Refuse an input ``(n, d)`` with a token outside the set, beyond the rounding of its dtype.
+
+    >>> check_inside(torch.tensor([[1.0, 0.0], [3.0, 4.0]]), TokenSet.ball(2.0, width=2))
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: token 1 of the input lies outside the set: its norm 5 is outside the radius 2.
+    """
+    distances = (Ball(tokens.radius) if tokens.is_ball else Normalised(tokens)).outside(x)
+    farthest = int(distances.argmax())
+    if float(distances[farthest]) <= max(_ROUNDING, 4 * torch.finfo(x.dtype).eps) * tokens.radius:
+        return
+    if tokens.is_ball:
+        why = f": its norm {float(x[farthest].double().norm()):.6g} is outside the radius {tokens.radius:.6g}."
+    else:
+        why = f" ({tokens.origin}): give the normalisation that this input comes from, or leave it out."
+    raise InvalidInput(f"token {farthest} of the input lies outside the set{why}")
 
 
 def _size(name: str, value: float) -> float:
