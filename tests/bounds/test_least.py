@@ -72,6 +72,14 @@ def test_a_theorem_that_overflows_is_infinite_in_every_head() -> None:
     assert bound(attention, n=10**200, per_head=True).tolist() == [math.inf, math.inf]
 
 
+def test_a_neighbourhood_beyond_all_numbers_has_an_infinite_bound_beside_finite_ones() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    table = hs.bounds.table(hs.SelfAttention.random(4), x=x, eps=1e200)
+    values = {row.name: row.value for row in table}
+    assert values["howsmooth.three_path_ball"] == math.inf
+    assert math.isfinite(values["howsmooth.three_path"])
+
+
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, OverflowError("too large")])
 def test_what_says_nothing_is_chosen_only_where_all_say_nothing(
     nothing: object, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, Bound, TokenSet
+from howsmooth.bounds import CATALOGUE, Bound, TokenSet, paths
 from howsmooth.bounds.tables import ContradictedBound, Row, Table, table, with_witness
 from howsmooth.figures import save_figure
 from howsmooth.figures.bounds import bounds_against_n, spaced
@@ -439,3 +439,34 @@ def test_labels_keep_their_distance() -> None:
 def test_a_token_set_can_be_given_itself() -> None:
     ball = TokenSet.ball(1.0, width=2)
     assert [r.value for r in table(HEAD, n=5, tokens=ball)] == [r.value for r in table(HEAD, n=5, radius=1.0)]
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("options", [{}, {"eps": 0.1}])
+def test_the_weights_of_all_heads_are_computed_once_for_all_bounds(
+    per_head: bool, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+    compute = paths._weights
+
+    def counting(attention: hs.SelfAttention, query: Tensor, *rest: object) -> object:
+        counted.append(len(query))
+        return compute(attention, query, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(paths, "_weights", counting)
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    found = table(hs.SelfAttention.random(8, heads=4), x=x, per_head=per_head, **options)
+    at_input = {row.name for row in found if row.scope in ("point", "neighbourhood") and row.kind == "upper"}
+    assert len(at_input) == 5 + len(options)
+    assert counted == [4]
+
+
+def test_heads_that_do_not_fit_together_are_walked_in_groups_to_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    together = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
+    monkeypatch.setattr(paths, "GROUP_SIZE", 1)
+    alone = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
+    assert [row.name for row in together] == [row.name for row in alone]
+    assert [row.value for row in together] == pytest.approx([row.value for row in alone], rel=1e-12)

@@ -34,7 +34,19 @@ from howsmooth.bounds.catalogue import (
 )
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
-from howsmooth.bounds.own import l2, local, lower, neighbourhood, normalised, sets, sigmoid, three_path
+from howsmooth.bounds.own import (
+    gradient_step,
+    l2,
+    lipschitz_norm,
+    local,
+    lower,
+    neighbourhood,
+    normalised,
+    sets,
+    sigmoid,
+    softmax_jacobian,
+    three_path,
+)
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.stacks import measured_variances, stack
 from howsmooth.bounds.tables import Row, Table, table
@@ -58,11 +70,13 @@ __all__ = [
     "dasoulas2021",
     "furuya2026",
     "get",
+    "gradient_step",
     "head_numbers",
     "kim2021",
     "l2",
     "layers",
     "least_upper_bound",
+    "lipschitz_norm",
     "local",
     "lower",
     "measured_variances",
@@ -74,6 +88,7 @@ __all__ = [
     "sets",
     "setting",
     "sigmoid",
+    "softmax_jacobian",
     "stack",
     "stacks",
     "table",

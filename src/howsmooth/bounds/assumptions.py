@@ -40,6 +40,8 @@ NO_SOFTCAP = Assumption("logits are not soft-capped", lambda where: where.map.so
 LINEAR = Assumption(
     "queries, keys and values are linear in the tokens (no q/k normalisation)", _linear_queries_and_keys
 )
+PLAIN = (LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP)
+"""Logits x_jᵀAx_i and whatever a mask adds: what papers mean by attention."""
 LINEAR_VALUES = Assumption(
     "values are linear in the tokens", lambda where: all(isinstance(stage, Scale) for stage in where.map.value_stages)
 )

@@ -17,11 +17,11 @@ from howsmooth.bounds.assumptions import (
     LINEAR,
     NO_PLACES,
     NO_QUERY_BIAS,
-    NO_ROTARY,
     NO_SOFTCAP,
+    PLAIN,
     UNMASKED_OR_CAUSAL,
 )
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.heads import query_key, value_matrices
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
@@ -114,60 +114,41 @@ def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
     return torch.where(real, values.real, torch.nan), lifted
 
 
+@theorem(
+    "castin2024.sqrt_n",
+    r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
+    reference=f"{REFERENCE}, Theorem 3.3",
+    scope="ball",
+    assumptions=PLAIN,
+)
 def _sqrt_n(where: Setting, folded: bool) -> Tensor:
     numbers = where.numbers(folded)
     return sqrt_n(numbers.value, numbers.score, where.radius, where.count)
 
 
+@theorem(
+    "castin2024.mean_field",
+    r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
+    reference=f"{REFERENCE}, Theorem 3.5",
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
+)
+def _mean_field(where: Setting, folded: bool) -> Tensor:
+    numbers = where.numbers(folded)
+    return mean_field(numbers.value, numbers.score, where.radius)
+
+
+@theorem(
+    "castin2024.lower_sqrt_n",
+    r"\tfrac12\|Vu\|\sqrt{n-1},\ n\le 1+e^{2\gamma R^2},\ \gamma=\max(-\gamma_{\min},\gamma_{\max}/8)",
+    reference=f"{REFERENCE}, Proposition 3.4",
+    side="lower",
+    scope="ball",
+    assumptions=(*PLAIN, UNMASKED_OR_CAUSAL, BALL, FINITE, AT_LEAST_TWO),
+)
 def _lower_sqrt_n(where: Setting, folded: bool) -> Tensor:
     values, vectors = real_eigenpairs(where.map)
     gamma = torch.maximum(-values, values / 8)
     response = (value_matrices(where.map, folded) @ vectors.mT).norm(dim=-2)
     found = lower_sqrt_n(response, gamma, where.radius, where.count)
     return found.nan_to_num(nan=0.0).amax(-1) * (1 - 1e-9)  # the eigenvector is known to that accuracy
-
-
-def _mean_field(where: Setting, folded: bool) -> Tensor:
-    numbers = where.numbers(folded)
-    return mean_field(numbers.value, numbers.score, where.radius)
-
-
-register(
-    Bound(
-        name="castin2024.sqrt_n",
-        statement=r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
-        reference=f"{REFERENCE}, Theorem 3.3",
-        side="upper",
-        norm=2,
-        scope="ball",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP),
-        evaluate=_sqrt_n,
-    )
-)
-register(
-    Bound(
-        name="castin2024.mean_field",
-        statement=r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
-        reference=f"{REFERENCE}, Theorem 3.5",
-        side="upper",
-        norm=2,
-        scope="mean-field W2",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
-        evaluate=_mean_field,
-    )
-)
-register(
-    Bound(
-        name="castin2024.lower_sqrt_n",
-        statement=r"\tfrac12\|Vu\|\sqrt{n-1},\ n\le 1+e^{2\gamma R^2},\ \gamma=\max(-\gamma_{\min},\gamma_{\max}/8)",
-        reference=f"{REFERENCE}, Proposition 3.4",
-        side="lower",
-        norm=2,
-        scope="ball",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_QUERY_BIAS, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, BALL, FINITE, AT_LEAST_TWO),
-        evaluate=_lower_sqrt_n,
-    )
-)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.settings import Setting, setting
+from howsmooth.bounds.settings import PathNumber, Setting, setting
 from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput
 
+Evaluate = TypeVar("Evaluate", bound=Callable[..., Tensor])
 Side = Literal["upper", "lower"]
 Scope = Literal["point", "neighbourhood", "ball", "global", "mean-field W2", "mean-field d2"]
 Combine = Literal["heads", "block"]
@@ -69,6 +70,7 @@ class Bound:
         combine: how heads become a block.
         block: the block's own bound, where it is not made from those of the heads.
         needs: what must be given; by default what the scope asks for.
+        on_paths: the number that ``evaluate`` takes from the paths at x, when it does; one pass serves all bounds.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Bound:
     combine: Combine = "heads"
     block: Callable[[Setting], Tensor] | None = None
     needs: tuple[str, ...] | None = None
+    on_paths: PathNumber | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -98,16 +101,20 @@ class Bound:
         reason = self.refusal(where, per_head)
         if reason is not None:
             raise DoesNotApply(f"{self.name} {reason}; {_nearest(self, where, per_head)}.")
-        with torch.no_grad():
-            try:
+        return self.value(where, per_head)
+
+    def value(self, where: Setting, per_head: bool = False) -> Tensor:
+        """The bound in a setting in which it is known to apply."""
+        try:
+            with torch.no_grad():
                 return self._evaluated(where, per_head)
-            except OverflowError:
-                shape = (where.heads,) if per_head and self.combine == "heads" else ()
-                return self._number(torch.full(shape, torch.nan))
+        except OverflowError:
+            return self._number(torch.full((where.heads,) if per_head and self.combine == "heads" else (), torch.nan))
 
     def _evaluated(self, where: Setting, per_head: bool) -> Tensor:
         if self.combine == "block":
             return self._number(self.evaluate(where))
+        where.walk([] if self.on_paths is None else [self.on_paths], (True,) if per_head else (True, False))
         if per_head:
             return self._heads(where, True)
         return self._block(where) if self.block is None else self._number(self.block(where))
@@ -175,6 +182,24 @@ def register(bound: Bound) -> Bound:
     return bound
 
 
+def theorem(name: str, statement: str, *, on_paths: bool = False, **facts: Any) -> Callable[[Evaluate], Evaluate]:
+    """A decorator that enters what a function evaluates as a `Bound` with these facts.
+
+    Unless they say otherwise it is an upper bound in the 2-norm, of this project, for dot-product attention. With
+    ``on_paths`` the function takes a group of `Paths` at x and the setting, and gives the bounds of that group.
+    """
+    usual = {"reference": "howsmooth", "side": "upper", "norm": 2, "kinds": ("dot_product",), "assumptions": ()}
+
+    def enter(evaluate: Evaluate) -> Evaluate:
+        kept: dict[str, Any] = {"evaluate": evaluate}
+        if on_paths:
+            kept = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
+        register(Bound(name, statement, **usual | facts | kept))  # type: ignore[arg-type]
+        return evaluate
+
+    return enter
+
+
 @door
 def get(name: str) -> Bound:
     """The bound of that name.
@@ -194,6 +219,15 @@ def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
     return [bound for bound in CATALOGUE.values() if bound.refusal(where, per_head) is None]
 
 
+@torch.no_grad()
+def evaluated(bounds: Iterable[Bound], where: Setting, per_head: bool = False) -> dict[str, Tensor]:
+    """Those of the bounds that apply, by name; one pass over the paths at x serves them all."""
+    fitting = [bound for bound in bounds if bound.refusal(where, per_head) is None]
+    numbers = [bound.on_paths for bound in fitting if bound.on_paths is not None]
+    where.walk(numbers, (True,) if per_head else (True, False))
+    return {bound.name: bound.value(where, per_head) for bound in fitting}
+
+
 def upper_bounds(
     where: Setting, norm: float = 2, *, per_head: bool = False, among: Iterable[Bound] | None = None
 ) -> dict[str, Tensor]:
@@ -203,8 +237,7 @@ def upper_bounds(
         among: only these, of whatever side and norm they are; all of the catalogue by default.
     """
     wanted = CATALOGUE.values() if among is None else among
-    upper = [bound for bound in wanted if bound.side == "upper" and bound.norm == norm]
-    return {bound.name: bound.at(where, per_head) for bound in upper if bound.refusal(where, per_head) is None}
+    return evaluated([bound for bound in wanted if bound.side == "upper" and bound.norm == norm], where, per_head)
 
 
 def least_upper_bound(

@@ -1,30 +1,8 @@
 r"""LipschitzNorm attention: Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers*, ICML 2021
 (arXiv 2103.04886).
 
-The paper introduces the divisor c and bounds the map (Q, K, V) ↦ softmax(QKᵀ/c)V; the statement here is this
-project's own, in terms of the weights, and proved below. It holds for all inputs of all lengths.
-
-Proof, for one head. Write :math:`u = \|Q\|_F`, κ and ω for the largest key and value, :math:`s_{ij} = q_i\cdot k_j/c`.
-
-1. *Value path.* :math:`|s_{ij}| \le t_i := |q_i|/u \le 1` and :math:`\sum_i t_i^2 = 1`, so by
-   :math:`e^t + (n-1)e^{-t} \ge 2\sqrt{n-1}` and the convexity of sinh
-
-   .. math:: P_{ij} \le \frac{e^{t_i}}{e^{t_i} + (n-1)e^{-t_i}} = \frac1n + \frac{n-1}{n}\,
-             \frac{2\sinh t_i}{e^{t_i} + (n-1)e^{-t_i}} \le \frac1n + \frac{\sqrt{n-1}}{n}\,\sinh(1)\,t_i.
-
-   Since :math:`\sum_i t_i \le \sqrt n`, columns of P sum to at most 1 + sinh 1, and ‖P‖ ≤ √(1 + sinh 1).
-2. *Score path.* Row i moves by at most :math:`\omega\,(\sum_j P_{ij}\,ds_{ij}^2)^{1/2}`. Distribute c over the factors:
-   :math:`s_{ij} = (q_i/u)\cdot(k_j/\kappa)`, :math:`(q_i/u)\cdot(k_j/\omega)` or
-   :math:`(q_i/\omega)\cdot(k_j/\kappa)` in the three branches of the maximum. In each, the one of u, κ, ω that is not
-   divided by is the smallest of the three.
-   dQ: :math:`Q/\|Q\|_F` has a derivative of norm at most 1/u, so this part is at most ‖dQ‖.
-   dK: :math:`\sum_i |q_i|^2P_{ij}/u^2 =: a_j` sum to one; dividing by the largest key, number \*, moves key j by
-   at most :math:`(|dk_j| + |dk_*|)/\kappa` (the key \* itself by :math:`|dk_*|/\kappa`), and
-   :math:`\sum_{j\ne *} a_j(|dk_j| + |dk_*|)^2 + a_*|dk_*|^2 \le 2\|dK\|^2`: at most √2·‖dK‖.
-   dω, in the branches that divide by it: :math:`\omega\,(\sum_i t_i^2)^{1/2}|d\omega|/\omega \le \|dV\|`. ∎
-
-As a map of (Q, K, V) the constant is thus at most ((1 + √(1 + sinh 1))² + 3)^{1/2} < 3.03, which implies the constant
-e√3 + 2√6 ≈ 9.61 that the paper is cited for.
+The paper introduces the divisor c and bounds the map (Q, K, V) ↦ softmax(QKᵀ/c)V by the constant e√3 + 2√6 ≈ 9.61, for
+all inputs of all lengths. It follows from the smaller one of `howsmooth.bounds.own.lipschitz_norm`.
 """
 
 from __future__ import annotations
@@ -35,27 +13,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
-
-REFERENCE = "howsmooth, for the attention of Dasoulas, Scaman, Virmaux 2021"
-MIXING = math.sqrt(1 + math.sinh(1))
-"""‖P‖ ≤ √(1 + sinh 1) ≈ 1.475, whatever the tokens."""
-
-
-def lipschitz_norm(mixed: Tensor, output: Tensor | float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    r""":math:`\sqrt{1+\sinh1}\,\|WW_V\| + \|W\|(\|W_V\| + \|W_Q\| + \sqrt2\,\|W_K\|)`, for every input and every n.
-
-    Args:
-        mixed: ‖WW_V‖. output, query, key, value: ‖W‖, ‖W_Q‖, ‖W_K‖, ‖W_V‖. All of each head.
-
-    >>> import howsmooth as hs
-    >>> attention = LipschitzNormAttention(*torch.eye(2).repeat(3, 1, 1))
-    >>> round(float(hs.bounds.get("howsmooth.lipschitz_norm")(attention)), 3)
-    4.889
-    """
-    return MIXING * mixed + output * (value + query + 2**0.5 * key)
 
 
 def joint(output: Tensor | float, stacked: Tensor) -> Tensor:
@@ -70,50 +30,17 @@ def joint(output: Tensor | float, stacked: Tensor) -> Tensor:
     return (math.e * 3**0.5 + 2 * 6**0.5) * output * stacked
 
 
+@theorem(
+    "dasoulas2021.joint",
+    r"(e\sqrt3+2\sqrt6)\,\|W\|\,\|(W_Q,W_K,W_V)\|",
+    reference="after Dasoulas, Scaman, Virmaux 2021",
+    scope="global",
+    kinds=("lipschitz_norm",),
+    needs=(),
+)
 def _joint(where: Setting, folded: bool) -> Tensor:
     assert isinstance(where.attention, LipschitzNormAttention)
     maps = where.attention.projections
     stacked = torch.cat([maps.query_weight, maps.key_weight, maps.value_weight], dim=1).double()
     output = spectral(maps.output_weight.double()) if folded else 1.0
     return joint(output, spectral(stacked))
-
-
-def _lipschitz_norm(where: Setting, folded: bool) -> Tensor:
-    assert isinstance(where.attention, LipschitzNormAttention)
-    maps = where.attention.projections
-    query, key, value = (spectral(w.double()) for w in (maps.query_weight, maps.key_weight, maps.value_weight))
-    if not folded:
-        return lipschitz_norm(value, 1.0, query, key, value)
-    triangle = torch.linalg.qr(maps.output_weight.double().mT).R  # W = UR with orthonormal columns in U
-    mixed = spectral(triangle @ maps.value_weight.double())
-    return lipschitz_norm(mixed, spectral(triangle), query, key, value)
-
-
-register(
-    Bound(
-        name="howsmooth.lipschitz_norm",
-        statement=r"\sqrt{1+\sinh 1}\,\|WW_V\|+\|W\|\bigl(\|W_V\|+\|W_Q\|+\sqrt2\,\|W_K\|\bigr)",
-        reference=REFERENCE,
-        side="upper",
-        norm=2,
-        scope="global",
-        kinds=("lipschitz_norm",),
-        assumptions=(),
-        evaluate=_lipschitz_norm,
-        needs=(),
-    )
-)
-register(
-    Bound(
-        name="dasoulas2021.joint",
-        statement=r"(e\sqrt3+2\sqrt6)\,\|W\|\,\|(W_Q,W_K,W_V)\|",
-        reference="after Dasoulas, Scaman, Virmaux 2021",
-        side="upper",
-        norm=2,
-        scope="global",
-        kinds=("lipschitz_norm",),
-        assumptions=(),
-        evaluate=_joint,
-        needs=(),
-    )
-)

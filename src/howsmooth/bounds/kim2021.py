@@ -10,7 +10,7 @@ A_h), output = W^O_h ``(heads, v, d_out)``; s = √k.
 from __future__ import annotations
 
 import math
-from functools import partial
+from typing import Any
 
 import torch
 from scipy.special import lambertw
@@ -19,7 +19,7 @@ from torch.linalg import matrix_norm
 
 from howsmooth.attention import L2SelfAttention
 from howsmooth.bounds.assumptions import FINITE, SEES_ITSELF
-from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.settings import Setting
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.matrices import spectral
@@ -117,26 +117,30 @@ def l2_weights(where: Setting) -> tuple[Tensor, Tensor, Tensor]:
     return attention.query_weight.double(), attention.plain_value.double(), attention.output_weight.double()
 
 
-_entry = partial(
-    Bound, side="upper", scope="global", kinds=("l2",), assumptions=L2_ASSUMPTIONS, combine="block", needs=("n",)
+_entry: dict[str, Any] = {
+    "reference": f"{REFERENCE}, Theorem 3.2",
+    "scope": "global",
+    "kinds": ("l2",),
+    "assumptions": L2_ASSUMPTIONS,
+    "combine": "block",
+}
+
+
+@theorem(
+    "kim2021.lip_inf",
+    r"\Bigl(4\varphi^{-1}(N-1)+\tfrac1s\Bigr)\|W^{O\top}\|_\infty"
+    r"\max_h\|W_h\|_\infty\|W_h^\top\|_\infty\max_h\|W_h^{V\top}\|_\infty",
+    norm=math.inf,
+    **_entry,
 )
-register(
-    _entry(
-        name="kim2021.lip_inf",
-        statement=r"\Bigl(4\varphi^{-1}(N-1)+\tfrac1s\Bigr)\|W^{O\top}\|_\infty"
-        r"\max_h\|W_h\|_\infty\|W_h^\top\|_\infty\max_h\|W_h^{V\top}\|_\infty",
-        reference=f"{REFERENCE}, Theorem 3.2",
-        norm=math.inf,
-        evaluate=lambda where: lip_inf(*l2_weights(where), where.count),
-    )
+def _lip_inf(where: Setting) -> Tensor:
+    return lip_inf(*l2_weights(where), where.count)
+
+
+@theorem(
+    "kim2021.lip_2",
+    r"\tfrac{\sqrt N}{s}\bigl(4\varphi^{-1}(N-1)+1\bigr)\Bigl(\sum_h\|W_h\|_2^4\|W_h^V\|_2^2\Bigr)^{1/2}\|W^O\|_2",
+    **_entry | {"reference": f"{REFERENCE}, Theorem 3.2, corrected"},
 )
-register(
-    _entry(
-        name="kim2021.lip_2",
-        statement=r"\tfrac{\sqrt N}{s}\bigl(4\varphi^{-1}(N-1)+1\bigr)"
-        r"\Bigl(\sum_h\|W_h\|_2^4\|W_h^V\|_2^2\Bigr)^{1/2}\|W^O\|_2",
-        reference=f"{REFERENCE}, Theorem 3.2, corrected",
-        norm=2,
-        evaluate=lambda where: lip_2(*l2_weights(where), where.count),
-    )
-)
+def _lip_2(where: Setting) -> Tensor:
+    return lip_2(*l2_weights(where), where.count)

@@ -26,7 +26,7 @@ x. How far rounding may have moved each part is kept beside it (`howsmooth.bound
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -73,6 +73,7 @@ class Paths:
         push, push_map: what a key feels of each query, likewise.
         radii: how far all of this may be from what it stands for.
         softmax: whether the weights of a row sum to one. shiftable: whether a common shift of all keys changes nothing.
+        heads: which head each map is, ``(g,)``. folded: whether W is the output matrix, and not the identity.
     """
 
     scores: Tensor
@@ -89,6 +90,8 @@ class Paths:
     radii: Radii
     softmax: bool
     shiftable: bool
+    heads: Tensor
+    folded: bool
 
     @cached_property
     def seen(self) -> Tensor:
@@ -157,6 +160,14 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
     >>> [part.weights.shape for part in paths(head, torch.ones(3, 6))]
     [torch.Size([2, 3, 3])]
     """
+    for (part,) in both_paths(attention, x, (folded,), reduced):
+        yield part
+
+
+def both_paths(
+    attention: AttentionMap, x: Tensor, foldings: Sequence[bool], reduced: bool = True
+) -> Iterator[tuple[Paths, ...]]:
+    """The `paths` with and without the output matrix, as ``foldings`` asks, on weights that are computed once."""
     check_tokens(x)
     if x.shape[-1] != attention.in_features:
         raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}.")
@@ -185,21 +196,17 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
             part.map_radius(weight, _factoring(attention.in_features, weight.shape[-2], reduced))
             for part, weight in zip(traced, inner, strict=True)
         ]
-    off, value_lean = traced[2].radius, leans[2]
-    if folded:
-        output = _per_map(attention.output_weight.mT, len(value), batch, reduced)
-        off, value_lean = _after_output(output, value, value_map, off, value_lean, attention.out_features, reduced)
-        value, value_map = value @ output.mT, output[:, None] @ value_map
     softmax = attention.weighting == "softmax"
     shiftable = softmax and attention.softcap is None
+    plain = _Values(value, value_map, traced[2].radius, leans[2])
+    sides = [plain.behind(attention, batch, reduced) if folded else plain for folded in foldings]
     if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
-        value = value - value.mean(-2, keepdim=True)
-        off = off + UNIT * value.detach().norm(dim=-1)
+        sides = [side.centred() for side in sides]
     centred = key - key.mean(-2, keepdim=True) if shiftable else key
     pull, pull_map, pull_radius, pull_lean = _felt(centred, query_map, traced[1].radius, leans[0])
     push, push_map, push_radius, push_lean = _felt(query, key_map, traced[0].radius, leans[1])
     every = Maps.every(batch, attention.heads, n, query)
-    widest = max(pull.shape[-1], push.shape[-1], value.shape[-1])
+    widest = max(pull.shape[-1], push.shape[-1], *(side.vectors.shape[-1] for side in sides))
     step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
     for first in range(0, len(query), step):
         own = slice(first, first + step)
@@ -207,42 +214,61 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
         with torch.no_grad():
             logits = logit_radius(_some(traced[0], own), _some(traced[1], own), dots, scores)
             omega = weight_radii(logits, n, softmax, attention.softcap)
-        yield Paths(
-            scores,
-            weights,
-            slopes,
-            tokens[every.batch[own]],
-            value[own],
-            weights @ value[own] if softmax else torch.zeros_like(value[own]),
-            value_map[own],
-            pull[own],
-            None if pull_map is None else pull_map[own],
-            push[own],
-            None if push_map is None else push_map[own],
-            Radii(
-                *omega,
-                off[own],
-                pull_radius[own],
-                push_radius[own],
-                value_lean[own],
-                pull_lean[own],
-                push_lean[own],
-            ),
-            softmax,
-            shiftable,
+        yield tuple(
+            Paths(
+                scores,
+                weights,
+                slopes,
+                tokens[every.batch[own]],
+                side.vectors[own],
+                weights @ side.vectors[own] if softmax else torch.zeros_like(side.vectors[own]),
+                side.maps[own],
+                pull[own],
+                None if pull_map is None else pull_map[own],
+                push[own],
+                None if push_map is None else push_map[own],
+                Radii(
+                    *omega,
+                    side.radius[own],
+                    pull_radius[own],
+                    push_radius[own],
+                    side.lean[own],
+                    pull_lean[own],
+                    push_lean[own],
+                ),
+                softmax,
+                shiftable,
+                every.heads[own],
+                folded,
+            )
+            for side, folded in zip(sides, foldings, strict=True)
         )
 
 
-@torch.no_grad()
-def _after_output(
-    output: Tensor, value: Tensor, value_map: Tensor, radius: Tensor, lean: Tensor, wide: int, reduced: bool
-) -> tuple[Tensor, Tensor]:
-    """The radii of values and of their derivative behind the output matrix, ``(g, n)`` each."""
-    size, k = output.norm(dim=(-2, -1))[:, None], value.shape[-1]
-    factored = _factoring(wide, k, reduced)
-    rounded = gamma(k) * (value.abs() @ output.abs().mT).norm(dim=-1) + factored * size * value.norm(dim=-1)
-    steep = value_map.norm(dim=(-2, -1))
-    return size * radius + rounded, size * (lean + (gamma(k) + factored) * steep)
+@dataclass(frozen=True)
+class _Values:
+    """Values and the derivative that leads to them, with the radii of both, ``(g, n)``."""
+
+    vectors: Tensor
+    maps: Tensor
+    radius: Tensor
+    lean: Tensor
+
+    def behind(self, attention: AttentionMap, batch: int, reduced: bool) -> _Values:
+        """The same behind the output matrix."""
+        output = _per_map(attention.output_weight.mT, len(self.vectors), batch, reduced)
+        with torch.no_grad():
+            size, k = output.norm(dim=(-2, -1))[:, None], self.vectors.shape[-1]
+            factored = _factoring(attention.out_features, k, reduced)
+            lost = gamma(k) * (self.vectors.abs() @ output.abs().mT).norm(dim=-1)
+            lost = lost + factored * size * self.vectors.norm(dim=-1)
+            lean = size * (self.lean + (gamma(k) + factored) * self.maps.norm(dim=(-2, -1)))
+        return _Values(self.vectors @ output.mT, output[:, None] @ self.maps, size * self.radius + lost, lean)
+
+    def centred(self) -> _Values:
+        """The same less the mean value of each map."""
+        vectors = self.vectors - self.vectors.mean(-2, keepdim=True)
+        return replace(self, vectors=vectors, radius=self.radius + UNIT * vectors.detach().norm(dim=-1))
 
 
 def _felt(vectors: Tensor, maps: Tensor, radius: Tensor, lean: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from howsmooth.attention import CosineAttention
 from howsmooth.bounds.assumptions import FINITE, NO_ROTARY
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.own.normalised import POSITIVE_EPS, VALUES_NORMALISED
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
@@ -34,6 +34,14 @@ def cosine(query: Tensor, key: Tensor, value: Tensor, nu: float, tau: float, eps
     return nu * eps**-0.5 * (n**2 * tau * key + n * tau * query + 2 * n * value)
 
 
+@theorem(
+    "qi2023.cosine",
+    r"n^2\nu\tau\varepsilon^{-1/2}\|K\|+n\nu\tau\varepsilon^{-1/2}\|Q\|+2n\nu\varepsilon^{-1/2}\|V\|",
+    reference=REFERENCE,
+    scope="global",
+    kinds=("cosine",),
+    assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS, NO_ROTARY),
+)
 def _cosine(where: Setting, folded: bool) -> Tensor:
     attention = where.map
     assert isinstance(attention, CosineAttention)
@@ -44,18 +52,3 @@ def _cosine(where: Setting, folded: bool) -> Tensor:
     output = spectral(attention.output_weight.double()) if folded else 1.0
     nu, tau = abs(attention.value_scale), abs(attention.temperature)
     return output * cosine(spectral(attention.query_weight.double()), key, value, nu, tau, attention.eps, where.count)
-
-
-register(
-    Bound(
-        name="qi2023.cosine",
-        statement=r"n^2\nu\tau\varepsilon^{-1/2}\|K\|+n\nu\tau\varepsilon^{-1/2}\|Q\|+2n\nu\varepsilon^{-1/2}\|V\|",
-        reference=REFERENCE,
-        side="upper",
-        norm=2,
-        scope="global",
-        kinds=("cosine",),
-        assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS, NO_ROTARY),
-        evaluate=_cosine,
-    )
-)

@@ -3,16 +3,12 @@ r"""Sigmoid attention: Ramapuram et al., *Theory, Analysis, and Best Practices f
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
-from howsmooth.bounds.catalogue import Assumption, Bound, register
-from howsmooth.bounds.heads import head_numbers, norm_rounding
-from howsmooth.bounds.own.three_path import nowhere_nan
-from howsmooth.bounds.paths import paths
+from howsmooth.bounds.catalogue import Assumption, theorem
+from howsmooth.bounds.paths import Paths
 from howsmooth.bounds.settings import Setting
-from howsmooth.sets import TokenSet
 
 REFERENCE = "Ramapuram et al. 2024"
 
@@ -41,21 +37,6 @@ def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tens
     return value * (len(x) * largest + 2 * slope * score * x.square().sum())
 
 
-def _local(where: Setting, folded: bool) -> Tensor:
-    x = where.point
-    anywhere = TokenSet.ball(1.0, where.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
-    numbers = head_numbers(where.map, anywhere, where.count, folded)
-    parts = list(paths(where.map, x, folded))
-    weights, slopes = (
-        torch.cat(raised) for raised in zip(*((part.upper_weights, part.upper_slopes) for part in parts), strict=True)
-    )
-    allowance = max(part.allowance for part in parts)
-    value, score = (
-        norm + lost for norm, lost in zip((numbers.value, numbers.score), norm_rounding(where.map, folded), strict=True)
-    )
-    return nowhere_nan(local(value, score, weights, x, slopes) * allowance)
-
-
 def _is_zero(bias: Tensor | None) -> bool:
     return bias is None or not bool(bias.any())
 
@@ -64,16 +45,16 @@ NO_KEY_OR_VALUE_BIAS = Assumption(
     "keys and values have no bias (weights that do not sum to one let both through)",
     lambda where: _is_zero(where.map.key_bias) and _is_zero(where.map.value_bias),
 )
-register(
-    Bound(
-        name="ramapuram2024.local",
-        statement=r"\|V\|\,\bigl(n\sup\sigma+2n\sup\sigma'\,\|A\|\,\tfrac1n\textstyle\sum_i|x_i|^2\bigr)",
-        reference=REFERENCE,
-        side="upper",
-        norm=2,
-        scope="point",
-        kinds=("sigmoid",),
-        assumptions=(LINEAR, NO_QUERY_BIAS, NO_KEY_OR_VALUE_BIAS, NO_ROTARY),
-        evaluate=_local,
-    )
+
+
+@theorem(
+    "ramapuram2024.local",
+    r"\|V\|\,\bigl(n\sup\sigma+2n\sup\sigma'\,\|A\|\,\tfrac1n\textstyle\sum_i|x_i|^2\bigr)",
+    reference=REFERENCE,
+    scope="point",
+    kinds=("sigmoid",),
+    assumptions=(LINEAR, NO_QUERY_BIAS, NO_KEY_OR_VALUE_BIAS, NO_ROTARY),
+    on_paths=True,
 )
+def _local(part: Paths, where: Setting) -> Tensor:
+    return local(*where.norms(part), part.upper_weights, where.point, part.upper_slopes) * part.allowance

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.bounds.heads import HeadNumbers, head_numbers, output_norm, without_output
+from howsmooth.bounds.heads import HeadNumbers, head_numbers, norm_rounding, output_norm, without_output
+from howsmooth.bounds.paths import Paths, both_paths
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
 from howsmooth.sets import TokenSet, check_inside
+
+PathNumber = Callable[[Paths, "Setting"], Tensor]
+"""A number of each map of a group of `Paths`, ``(g,)``."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Setting:
     tokens: TokenSet | None = None
     x: Tensor | None = None
     eps: float | None = None
+    _known: dict[tuple[PathNumber, bool], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def kind(self) -> str:
@@ -79,6 +86,40 @@ class Setting:
     def output_norm(self) -> float:
         """‖W^O‖ of the whole output matrix."""
         return output_norm(self.map)
+
+    @cached_property
+    def _norms(self) -> dict[bool, tuple[Tensor, Tensor]]:
+        unit = TokenSet.ball(1.0, self.map.in_features)
+        numbers = head_numbers(self.map, unit, math.inf if self.n is None else self.n)
+        both = {True: numbers, False: without_output(numbers, self.map, unit)}
+        lost = {folded: norm_rounding(self.map, folded) for folded in both}
+        return {folded: (of.value + lost[folded][0], of.score + lost[folded][1]) for folded, of in both.items()}
+
+    def norms(self, part: Paths) -> tuple[Tensor, Tensor]:
+        """‖V‖ and max ‖A_ij‖ of each map of a group, ``(g,)``, with what rounding may have taken from them."""
+        value, score = self._norms[part.folded]
+        return value[part.heads], score[part.heads]
+
+    def on_paths(self, number: PathNumber, folded: bool) -> Tensor:
+        """A number of every head at x, ``(heads,)``, from its paths; NaN where it overflows."""
+        self.walk([number], (folded,))
+        return self._known[number, folded]
+
+    def walk(self, numbers: Iterable[PathNumber], foldings: Sequence[bool]) -> None:
+        """Find several numbers of every head, with and without the output matrix, in one pass over the paths at x."""
+        wanted = [(one, folded) for one in numbers for folded in foldings if (one, folded) not in self._known]
+        if not wanted:
+            return
+        sides = sorted({folded for _, folded in wanted})
+        found: dict[tuple[PathNumber, bool], list[Tensor]] = {key: [] for key in wanted}
+        for parts in both_paths(self.map, self.point, sides):
+            for one, folded in wanted:
+                part = parts[sides.index(folded)]
+                try:
+                    found[one, folded].append(one(part, self))
+                except OverflowError:
+                    found[one, folded].append(torch.full_like(part.weights[:, 0, 0], torch.nan))
+        self._known.update({key: torch.cat(values) for key, values in found.items()})
 
     def numbers(self, folded: bool) -> HeadNumbers:
         """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""

@@ -16,7 +16,7 @@ import rich.table
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound
+from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound, evaluated
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
@@ -211,6 +211,7 @@ def table(
 
     A lower bound that says nothing here is left out, and an upper bound that overflows is +inf.
 
+    >>> import torch
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
     >>> for row in table(head, n=100, radius=1.0):
@@ -222,15 +223,10 @@ def table(
     if norm not in (None, 2, math.inf):
         raise InvalidInput(f"bounds are known for the norms 2 and inf, got {norm}.")
     where = setting(attention, n=n, radius=radius, tokens=tokens, x=x, eps=eps)
-    rows: list[Row] = []
-    refused: dict[str, str] = {}
-    for bound in CATALOGUE.values():
-        if norm is None or bound.norm == norm:
-            reason = bound.refusal(where, per_head)
-            if reason is None:
-                rows += _bound_rows(bound, where, per_head)
-            else:
-                refused[bound.name] = reason
+    asked = [bound for bound in CATALOGUE.values() if norm is None or bound.norm == norm]
+    refused = {bound.name: reason for bound in asked if (reason := bound.refusal(where, per_head)) is not None}
+    values = evaluated([bound for bound in asked if bound.name not in refused], where, per_head)
+    rows = [row for name, value in values.items() for row in _bound_rows(CATALOGUE[name], value, per_head)]
     if not rows and where.tokens is None and where.x is None:
         given = "the weights" if where.n is None else "n"
         raise InvalidInput(
@@ -265,12 +261,11 @@ def with_witness(
     return replace(found, rows=tuple(compared))
 
 
-def _bound_rows(bound: Bound, where: Setting, per_head: bool) -> list[Row]:
-    values = bound.at(where, per_head).reshape(-1).tolist()
+def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[Row]:
     facts = (bound.side, bound.norm, bound.scope, bound.reference, bound.statement)
     return [
         Row(bound.name, value, *facts, head=head if per_head else None)
-        for head, value in enumerate(values)
+        for head, value in enumerate(values.reshape(-1).tolist())
         if bound.side == "upper" or value > 0
     ]
 

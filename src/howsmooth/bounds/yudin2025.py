@@ -10,10 +10,9 @@ secular equation :math:`p_1^2/(p_1-\mu) - \sum_{j\ge2}p_j^2/(\mu-p_j) = 1`, whos
 first term is :math:`p_1/(p_1-p_2)`, and the sum is at most :math:`(1-p_1)p_2/(g-p_2) = p_2/(p_1-p_2)`, as :math:`g -
 p_2 = (1-p_1)(p_1-p_2)`. So the left side is at least 1 there, and the root is not beyond g. ∎
 
-For attention :math:`f_i = VX^\top p_i`, :math:`p_i = \mathrm{softmax}(XAx_i + Xb)`, the score paths of the Jacobian are
-:math:`VX^\top S_iXA\,y_i` and :math:`VX^\top S_iYw_i`, :math:`w_i = Ax_i + b`, for any mask. Since :math:`S_i1 = 0`,
-tokens may be centred, :math:`X_c = X - 1\bar x^\top`, wherever they meet :math:`S_i`; and :math:`\sum_i|Yw_i|^2 \le
-\|Y\|_F^2\|[w_i]\|^2`.
+For attention :math:`f_i = VX^\top p_i`, :math:`p_i = \mathrm{softmax}(XAx_i)`, the score paths of the Jacobian are
+:math:`VX^\top S_iXA\,y_i` and :math:`VX^\top S_iY\,Ax_i`, as in `howsmooth.bounds.nair2025`, with g in the place of ½;
+`howsmooth.bounds.own.softmax_jacobian` is never larger.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
-from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.assumptions import PLAIN
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.nair2025 import norms_at
-from howsmooth.bounds.own.three_path import nowhere_nan, value_gain, weights_norm
-from howsmooth.bounds.paths import Paths, paths
+from howsmooth.bounds.paths import Paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
 
 REFERENCE = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"
 
@@ -51,30 +47,7 @@ def at_point(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, shar
     return value * (weights + 2 * tokens.square() * score * sharpness)
 
 
-def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
-    r""":math:`\|P\|\|V\| + \max_ig(P_i)\,\|VX_c^\top\|\,(\|X_cA\| + \|[Ax_i+b]_i\|)`, ``(heads,)``; linear, no
-    positions.
-
-    Never above `at_point`, and it takes a query bias.
-
-    >>> import howsmooth as hs
-    >>> softmax_jacobian(hs.SelfAttention.random(4), torch.ones(3, 4)) > 0
-    tensor([True])
-    """
-    return torch.cat([_softmax_jacobian(part) for part in paths(attention, x, folded)])
-
-
-def _softmax_jacobian(part: Paths) -> Tensor:
-    radii = part.radii
-    value, pull, push = (
-        spectral(vectors) + radius.norm(dim=-1)
-        for vectors, radius in ((part.value, radii.value), (part.pull, radii.pull), (part.push, radii.push))
-    )
-    bound = weights_norm(part) * value_gain(part) + _sharpness(part) * value * (pull + push)
-    return nowhere_nan(bound * part.allowance)
-
-
-def _sharpness(part: Paths) -> Tensor:
+def sharpness(part: Paths) -> Tensor:
     r"""max_i g(P_i) from above: :math:`p_1^+(\sum_{j\ne1}p_j^+ + p_2^+)` of the raised weights, at most ½.
 
     g grows with every weight when :math:`1-p_1` is written as the sum of the others, and if another weight is the
@@ -88,38 +61,13 @@ def _sharpness(part: Paths) -> Tensor:
     return (first[..., 0] * (others.sum(-1) + others.amax(-1))).clamp(max=0.5).amax(-1)
 
 
-def _yudin(where: Setting, folded: bool) -> Tensor:
-    sharpness = torch.cat([_sharpness(part) for part in paths(where.map, where.point, folded)])
-    return nowhere_nan(at_point(*norms_at(where.map, where.point, folded), sharpness) * (1 + gamma(8)))
-
-
-def _own(where: Setting, folded: bool) -> Tensor:
-    return softmax_jacobian(where.map, where.point, folded)
-
-
-register(
-    Bound(
-        name="yudin2025.softmax_jacobian",
-        statement=r"\|V\|\,\bigl(\|P\|+2\|X\|^2\|A\|\max_ig(P_i)\bigr),\quad g(p)=p_1(1-p_1+p_2)",
-        reference=REFERENCE,
-        side="upper",
-        norm=2,
-        scope="point",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP),
-        evaluate=_yudin,
-    )
+@theorem(
+    "yudin2025.softmax_jacobian",
+    r"\|V\|\,\bigl(\|P\|+2\|X\|^2\|A\|\max_ig(P_i)\bigr),\quad g(p)=p_1(1-p_1+p_2)",
+    reference=REFERENCE,
+    scope="point",
+    assumptions=PLAIN,
+    on_paths=True,
 )
-register(
-    Bound(
-        name="howsmooth.softmax_jacobian",
-        statement=r"\|P\|\,\|V\|+\max_ig(P_i)\,\|VX_c^\top\|\,\bigl(\|X_cA\|+\|XA^\top+1b^\top\|\bigr)",
-        reference="howsmooth",
-        side="upper",
-        norm=2,
-        scope="point",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_ROTARY, NO_SOFTCAP),
-        evaluate=_own,
-    )
-)
+def _at_point(part: Paths, where: Setting) -> Tensor:
+    return at_point(*norms_at(part, where), sharpness(part)) * (1 + gamma(8))

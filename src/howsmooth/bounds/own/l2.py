@@ -14,7 +14,8 @@ by the key lemma (`howsmooth.bounds.kim2021.phi_inverse`). Weights are laid out 
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 import torch
 from scipy.optimize import minimize_scalar
@@ -23,13 +24,11 @@ from torch.linalg import matrix_norm, vector_norm
 
 from howsmooth.attention.masks import Sight
 from howsmooth.bounds.assumptions import UNMASKED_OR_CAUSAL
-from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.kim2021 import L2_ASSUMPTIONS, l2_weights, phi_inverse
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
-
-REFERENCE = "howsmooth"
 
 
 def largest_column(n: float, sight: Sight, weight: float = 0.0) -> float:
@@ -238,11 +237,41 @@ def _odd_phi(n: float) -> float:
     return phi_inverse((n - 1) // 2 * 2)
 
 
+_entry: dict[str, Any] = {"scope": "global", "kinds": ("l2",)}
+_lower: dict[str, Any] = _entry | {"side": "lower"}
+
+
+@theorem(
+    "howsmooth.l2_lip_2",
+    r"\bigl(2c+\min_\lambda\sqrt{(1+4c/\lambda)\,q_\lambda}\bigr)\,\|W_h\|\,\|W_h^\top W_h^VW_h^O\|/s,"
+    r"\quad c=\varphi^{-1}(N-1)",
+    assumptions=L2_ASSUMPTIONS,
+    **_entry,
+)
 def _lip_2(where: Setting, folded: bool) -> Tensor:
     (query, value, output), terms = l2_weights(where), where.map.terms
     return lip_2(query, value, terms.most_seen(where.count), terms.sight, output if folded else None)
 
 
+@theorem(
+    "howsmooth.l2_lip_inf",
+    r"\bigl((2+\tfrac2s)c+\tfrac1s\bigr)\max_o\sum_h\|W_h^\top\|_\infty"
+    r"\sum_a|(W_h^\top W_h^VW_h^O)_{ao}|,\quad c=\varphi^{-1}(N-1)",
+    norm=math.inf,
+    assumptions=L2_ASSUMPTIONS,
+    combine="block",
+    **_entry,
+)
+def _lip_inf(where: Setting) -> Tensor:
+    return lip_inf(*l2_weights(where), where.map.terms.most_seen(where.count))
+
+
+@theorem(
+    "howsmooth.l2_lower_2",
+    r"\bigl(2c+\tfrac1{1+c}\bigr)\,\|A_hW_h^VW_h^O\|,\quad c=\varphi^{-1}(2\lfloor(N-1)/2\rfloor)",
+    assumptions=(*L2_ASSUMPTIONS, UNMASKED_OR_CAUSAL),
+    **_lower,
+)
 def _lower_2(where: Setting, folded: bool) -> Tensor:
     """With the values as the map holds them, A_hW^V_h rounded: the proof asks no more of them."""
     c, value = _odd_phi(where.count), where.map.value_weight.double()
@@ -253,58 +282,20 @@ def _lower_2(where: Setting, folded: bool) -> Tensor:
     return (2 * c + 1 / (1 + c)) * (spectral(inner) * (1 - 1e-12) - lost).clamp(min=0)
 
 
-def _lower_inf(where: Setting) -> Tensor:
-    scale = matrix_norm((where.map.value_weight.double().mT @ where.map.output_weight.double()).sum(0), 1)
-    return average_lower_inf(where.count) * scale * (1 - 1e-12)
-
-
 _LINE = Assumption(
     "there is one head, and it and the tokens have width one",
     lambda where: where.map.query_weight.numel() == 1,
 )
-_entry = partial(Bound, reference=REFERENCE, scope="global", kinds=("l2",), needs=("n",))
-register(
-    _entry(
-        name="howsmooth.l2_lip_2",
-        statement=r"\bigl(2c+\min_\lambda\sqrt{(1+4c/\lambda)\,q_\lambda}\bigr)\,\|W_h\|\,\|W_h^\top W_h^VW_h^O\|/s,"
-        r"\quad c=\varphi^{-1}(N-1)",
-        side="upper",
-        norm=2,
-        assumptions=L2_ASSUMPTIONS,
-        evaluate=_lip_2,
-    )
+
+
+@theorem(
+    "howsmooth.l2_tight_lower",
+    r"\bigl(4c-1+\tfrac2{1+c}\bigr)\,|W|\,\|(WW^VW^O)^\top\|_\infty,\quad c=\varphi^{-1}(2\lfloor(N-1)/2\rfloor)",
+    norm=math.inf,
+    assumptions=(*L2_ASSUMPTIONS, UNMASKED_OR_CAUSAL, _LINE),
+    combine="block",
+    **_lower,
 )
-register(
-    _entry(
-        name="howsmooth.l2_lip_inf",
-        statement=r"\bigl((2+\tfrac2s)c+\tfrac1s\bigr)\max_o\sum_h\|W_h^\top\|_\infty"
-        r"\sum_a|(W_h^\top W_h^VW_h^O)_{ao}|,\quad c=\varphi^{-1}(N-1)",
-        side="upper",
-        norm=math.inf,
-        assumptions=L2_ASSUMPTIONS,
-        evaluate=lambda where: lip_inf(*l2_weights(where), where.map.terms.most_seen(where.count)),
-        combine="block",
-    )
-)
-register(
-    _entry(
-        name="howsmooth.l2_lower_2",
-        statement=r"\bigl(2c+\tfrac1{1+c}\bigr)\,\|A_hW_h^VW_h^O\|,\quad c=\varphi^{-1}(2\lfloor(N-1)/2\rfloor)",
-        side="lower",
-        norm=2,
-        assumptions=(*L2_ASSUMPTIONS, UNMASKED_OR_CAUSAL),
-        evaluate=_lower_2,
-    )
-)
-register(
-    _entry(
-        name="howsmooth.l2_tight_lower",
-        statement=r"\bigl(4c-1+\tfrac2{1+c}\bigr)\,|W|\,\|(WW^VW^O)^\top\|_\infty,"
-        r"\quad c=\varphi^{-1}(2\lfloor(N-1)/2\rfloor)",
-        side="lower",
-        norm=math.inf,
-        assumptions=(*L2_ASSUMPTIONS, UNMASKED_OR_CAUSAL, _LINE),
-        evaluate=_lower_inf,
-        combine="block",
-    )
-)
+def _lower_inf(where: Setting) -> Tensor:
+    scale = matrix_norm((where.map.value_weight.double().mT @ where.map.output_weight.double()).sum(0), 1)
+    return average_lower_inf(where.count) * scale * (1 - 1e-12)

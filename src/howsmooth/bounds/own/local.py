@@ -23,7 +23,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import KNOWN_ROUNDING, LINEAR_VALUES
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.own.three_path import TINY, largest_block, nowhere_nan, psd_norm, push_radii, value_gain
 from howsmooth.bounds.paths import Paths, distances, paths
 from howsmooth.bounds.settings import Setting
@@ -66,20 +66,13 @@ def _gain(maps: Tensor | None) -> Tensor | float:
     return 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
 
 
-def _evaluate(where: Setting, folded: bool) -> Tensor:
-    return local(where.map, where.point, folded)
-
-
-register(
-    Bound(
-        name="howsmooth.local",
-        statement=r"\|V\|\bigl[\max_i\|C_iA\|+\max_i(1+|Ax_i+b|\,s_i)\,(\max_j\textstyle\sum_iP_{ij})^{1/2}\bigr]",
-        reference="howsmooth",
-        side="upper",
-        norm=2,
-        scope="point",
-        kinds=("dot_product", "l2"),
-        assumptions=(LINEAR_VALUES, KNOWN_ROUNDING),
-        evaluate=_evaluate,
-    )
+@theorem(
+    "howsmooth.local",
+    r"\|V\|\bigl[\max_i\|C_iA\|+\max_i(1+|Ax_i+b|\,s_i)\,(\max_j\textstyle\sum_iP_{ij})^{1/2}\bigr]",
+    scope="point",
+    kinds=("dot_product", "l2"),
+    assumptions=(LINEAR_VALUES, KNOWN_ROUNDING),
+    on_paths=True,
 )
+def _evaluate(part: Paths, where: Setting) -> Tensor:
+    return _local(part)

@@ -25,8 +25,10 @@ Measures allow m to be any real number. Unmasked, with mass ratio :math:`m = sE`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +45,15 @@ from howsmooth.bounds.assumptions import (
     NO_SOFTCAP,
     UNMASKED_OR_CAUSAL,
 )
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.heads import query_key, value_matrices
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 from howsmooth.sets import TokenSet
 
+Sums = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""From the exponents δ·w to c_0, c_1, c_2."""
 _LONGEST_SUM = 10**7
 """Terms of the masked sum that are added up; fewer terms only lower a lower bound."""
 _LARGEST_EXPONENT = 600.0
@@ -164,12 +168,12 @@ def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: i
     return torch.cat(parts)
 
 
-def _evaluate(attention: AttentionMap, at: Clusters, sums: object, folded: bool) -> Tensor:
+def _evaluate(attention: AttentionMap, at: Clusters, sums: Sums, folded: bool) -> Tensor:
     """The bound for every candidate, (heads, candidates), or (heads, candidates, mass ratios), rounding taken off."""
     query, key, bias = query_key(attention)
     push = (at.others @ query.mT + bias[:, None]) @ key  # w = Kᵀ(Qx_o + b_q)
     delta = at.outlier - at.others
-    found = sums((delta * push).sum(-1))  # type: ignore[operator]
+    found = sums((delta * push).sum(-1))
     value = value_matrices(attention, folded)[:, None]
     lost = _rounding(attention, at, delta, push, value, found[0].dim() == 3)
     sizes = found[0].sqrt() * lost[0] + found[2].sqrt() * lost[1]
@@ -212,25 +216,45 @@ def _powers(first: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, first * factor, first * factor.square()
 
 
+_AFTER_CASTIN: dict[str, Any] = {"reference": "howsmooth, after Castin et al. 2024", "side": "lower"}
+
+
+@theorem(
+    "howsmooth.two_cluster",
+    r"\max_m\|Vu\|\sqrt m\,p\,(1+2(1-p)\gamma R^2),\quad p=\frac{e^{2\gamma R^2}}{e^{2\gamma R^2}+m}",
+    **_AFTER_CASTIN,
+    scope="ball",
+    assumptions=(LINEAR, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, FINITE, AT_LEAST_TWO),
+)
 def _finite(where: Setting, folded: bool) -> Tensor:
+    return _best(where, folded, partial(sums_for, n=where.count, causal=where.map.terms.is_causal))
+
+
+@theorem(
+    "howsmooth.two_atom",
+    r"\sup_s \|Vu\|\,e^{\gamma R^2}\,\frac{\sqrt s}{1+s}\Bigl(1+\frac{2s}{1+s}\gamma R^2\Bigr)",
+    **_AFTER_CASTIN,
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES, NO_SOFTCAP),
+)
+def _measure(where: Setting, folded: bool) -> Tensor:
+    return _best(where, folded, partial(mean_field_sums, causal=False))
+
+
+@theorem(
+    "howsmooth.masked_two_atom",
+    r"\|Vu\|\,e^{\gamma R^2}\sqrt{1+2\gamma R^2+\tfrac43\gamma^2R^4}",
+    **_AFTER_CASTIN,
+    scope="mean-field d2",
+    assumptions=(LINEAR, CAUSAL, NO_ROTARY, NO_SOFTCAP),
+)
+def _masked_measure(where: Setting, folded: bool) -> Tensor:
+    return _best(where, folded, partial(mean_field_sums, causal=True))
+
+
+def _best(where: Setting, folded: bool, sums: Sums) -> Tensor:
     assert where.tokens is not None
-    causal = where.map.terms.is_causal
-    found = clusters(where.map, where.tokens)
-    return _evaluate(where.map, found, lambda e: sums_for(e, where.count, causal), folded).flatten(1).amax(1)
-
-
-def _measure(causal: bool, where: Setting, folded: bool) -> Tensor:
-    assert where.tokens is not None
-    found = clusters(where.map, where.tokens)
-    values = _evaluate(where.map, found, lambda e: mean_field_sums(e, causal), folded)
-    return values.flatten(1).amax(1)
-
-
-def _equal_tokens(where: Setting, folded: bool) -> Tensor:
-    found, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
-    outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
-    lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
-    return (equal_tokens(found) * (1 - _SOLVER) - lost).clamp(min=0)
+    return _evaluate(where.map, clusters(where.map, where.tokens), sums, folded).flatten(1).amax(1)
 
 
 def _equal_tokens_block(where: Setting) -> Tensor:
@@ -239,46 +263,18 @@ def _equal_tokens_block(where: Setting) -> Tensor:
     return (equal_tokens((weights.mT @ values).sum(0)) * (1 - _SOLVER) - lost).clamp(min=0)
 
 
-register(
-    Bound(
-        name="howsmooth.equal_tokens",
-        statement=r"\bigl\|\sum_h W_hV_h\bigr\|",
-        reference="howsmooth",
-        side="lower",
-        norm=2,
-        scope="ball",
-        kinds=("dot_product", "l2"),
-        assumptions=(LINEAR_VALUES,),
-        evaluate=_equal_tokens,
-        block=_equal_tokens_block,
-        needs=("tokens",),
-    )
+@theorem(
+    "howsmooth.equal_tokens",
+    r"\bigl\|\sum_h W_hV_h\bigr\|",
+    side="lower",
+    scope="ball",
+    kinds=("dot_product", "l2"),
+    assumptions=(LINEAR_VALUES,),
+    block=_equal_tokens_block,
+    needs=("tokens",),
 )
-_entry = partial(Bound, reference="howsmooth, after Castin et al. 2024", side="lower", norm=2, kinds=("dot_product",))
-register(
-    _entry(
-        name="howsmooth.two_cluster",
-        statement=r"\max_m\|Vu\|\sqrt m\,p\,(1+2(1-p)\gamma R^2),\quad p=\frac{e^{2\gamma R^2}}{e^{2\gamma R^2}+m}",
-        scope="ball",
-        assumptions=(LINEAR, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, FINITE, AT_LEAST_TWO),
-        evaluate=_finite,
-    )
-)
-register(
-    _entry(
-        name="howsmooth.two_atom",
-        statement=r"\sup_s \|Vu\|\,e^{\gamma R^2}\,\frac{\sqrt s}{1+s}\Bigl(1+\frac{2s}{1+s}\gamma R^2\Bigr)",
-        scope="mean-field W2",
-        assumptions=(LINEAR, NO_PLACES, NO_SOFTCAP),
-        evaluate=partial(_measure, False),
-    )
-)
-register(
-    _entry(
-        name="howsmooth.masked_two_atom",
-        statement=r"\|Vu\|\,e^{\gamma R^2}\sqrt{1+2\gamma R^2+\tfrac43\gamma^2R^4}",
-        scope="mean-field d2",
-        assumptions=(LINEAR, CAUSAL, NO_ROTARY, NO_SOFTCAP),
-        evaluate=partial(_measure, True),
-    )
-)
+def _equal_tokens(where: Setting, folded: bool) -> Tensor:
+    found, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
+    outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
+    lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
+    return (equal_tokens(found) * (1 - _SOLVER) - lost).clamp(min=0)

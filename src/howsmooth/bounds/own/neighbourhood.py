@@ -42,13 +42,18 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR, NO_SOFTCAP
-from howsmooth.bounds.catalogue import Bound, register
-from howsmooth.bounds.heads import head_numbers, norm_rounding
-from howsmooth.bounds.own.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm, three_path
-from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
+from howsmooth.bounds.catalogue import theorem
+from howsmooth.bounds.own.three_path import (
+    nonnegative_norm,
+    nowhere_nan,
+    psd_norm,
+    push_radii,
+    spread_norm,
+    three_path_of,
+)
+from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
-from howsmooth.sets import TokenSet
 
 
 def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool = True) -> Tensor:
@@ -62,15 +67,7 @@ def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool
     >>> bool((near < far).all() and (near > hs.measure_heads(head, x).value).all())
     True
     """
-    unit = TokenSet.ball(1.0, attention.in_features)
-    numbers = head_numbers(attention, unit, n=len(x), folded=folded)
-    lost = norm_rounding(attention, folded)
-    value, score = numbers.value + lost[0], numbers.score + lost[1]
-    found, first = [], 0
-    for part in paths(attention, x, folded):
-        own = slice(first, first := first + len(part.value))
-        found.append(_ball(part, eps, value[own], score[own]))
-    return torch.maximum(torch.cat(found), three_path(attention, x, folded))
+    return Setting(attention, len(x), None, x, eps).on_paths(_evaluate, folded)
 
 
 def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
@@ -124,23 +121,15 @@ def _ball(part: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
     return nowhere_nan(bound * part.allowance)
 
 
-def _evaluate(where: Setting, folded: bool) -> Tensor:
-    assert where.eps is not None
-    return three_path_ball(where.map, where.point, where.eps, folded)
-
-
-register(
-    Bound(
-        name="howsmooth.three_path_ball",
-        statement=r"\|\hat P\|\,\|V\|+\max_i\ell_i\alpha_i"
-        r"+\max_j\bigl[\|\textstyle\sum_i\hat P_{ij}\ell_i^2w_iw_i^\top\|^{1/2}"
-        r"+\|A\|\varepsilon(\sum_i\hat P_{ij}\ell_i^2)^{1/2}\bigr]",
-        reference="howsmooth",
-        side="upper",
-        norm=2,
-        scope="neighbourhood",
-        kinds=("dot_product",),
-        assumptions=(LINEAR, NO_SOFTCAP),
-        evaluate=_evaluate,
-    )
+@theorem(
+    "howsmooth.three_path_ball",
+    r"\|\hat P\|\,\|V\|+\max_i\ell_i\alpha_i"
+    r"+\max_j\bigl[\|\textstyle\sum_i\hat P_{ij}\ell_i^2w_iw_i^\top\|^{1/2}"
+    r"+\|A\|\varepsilon(\sum_i\hat P_{ij}\ell_i^2)^{1/2}\bigr]",
+    scope="neighbourhood",
+    assumptions=(LINEAR, NO_SOFTCAP),
+    on_paths=True,
 )
+def _evaluate(part: Paths, where: Setting) -> Tensor:
+    assert where.eps is not None
+    return torch.maximum(_ball(part, where.eps, *where.norms(part)), three_path_of(part))

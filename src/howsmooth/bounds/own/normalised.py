@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap, Rotary, UnitNorm
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.assumptions import FINITE, LINEAR_VALUES, NO_PLACES
-from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.heads import value_matrices
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
@@ -104,28 +103,6 @@ def queries_and_keys(attention: AttentionMap, tokens: TokenSet | None) -> tuple[
     )
 
 
-def _cosine(every_n: bool, where: Setting, folded: bool) -> Tensor:
-    attention = where.map
-    query, key = queries_and_keys(attention, None)
-    value = Reach.of(
-        attention.value_weight.repeat_interleave(attention.heads // attention.kv_heads, dim=0),
-        None,
-        attention.value_stages,
-        None,
-    )
-    output = spectral(attention.output_weight.double()) if folded else 1.0
-    growth = torch.exp(query.most * key.most) if every_n else where.count**0.5
-    return normalised(output * value.slope, output * value.most, query, key, growth)
-
-
-def _qk_norm(where: Setting, folded: bool) -> Tensor:
-    assert where.tokens is not None
-    query, key = queries_and_keys(where.map, where.tokens)
-    value = value_matrices(where.map, folded)
-    spread = where.tokens.reach * spectral(value @ where.tokens.axes)
-    return normalised(spectral(value), spread, query, key, where.count**0.5)
-
-
 def _norms(stages: Iterable[nn.Module]) -> list[UnitNorm]:
     return [stage for stage in stages if isinstance(stage, UnitNorm)]
 
@@ -143,35 +120,50 @@ QK_NORMALISED = Assumption("queries and keys are normalised", _queries_and_keys_
 VALUES_NORMALISED = Assumption("values are normalised too", lambda where: bool(_norms(where.map.value_stages)))
 POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)
 
-_entry = partial(Bound, reference="howsmooth", side="upper", norm=2)
-register(
-    _entry(
-        name="howsmooth.cosine",
-        statement=r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(\sqrt n\,\|V\|+\tau\|Q\|+\tau\sqrt n\,\|K\|\bigr)",
-        scope="global",
-        kinds=("cosine",),
-        assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS),
-        evaluate=partial(_cosine, False),
-    )
+
+@theorem(
+    "howsmooth.cosine",
+    r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(\sqrt n\,\|V\|+\tau\|Q\|+\tau\sqrt n\,\|K\|\bigr)",
+    scope="global",
+    kinds=("cosine",),
+    assumptions=(FINITE, VALUES_NORMALISED, POSITIVE_EPS),
 )
-register(
-    _entry(
-        name="howsmooth.cosine_mean_field",
-        statement=r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(e^{\tau}\|V\|+\tau\|Q\|+\tau e^{\tau}\|K\|\bigr)",
-        scope="mean-field W2",
-        kinds=("cosine",),
-        assumptions=(NO_PLACES, VALUES_NORMALISED, POSITIVE_EPS),
-        evaluate=partial(_cosine, True),
-        needs=(),
+def _cosine(where: Setting, folded: bool, every_n: bool = False) -> Tensor:
+    attention = where.map
+    query, key = queries_and_keys(attention, None)
+    value = Reach.of(
+        attention.value_weight.repeat_interleave(attention.heads // attention.kv_heads, dim=0),
+        None,
+        attention.value_stages,
+        None,
     )
+    output = spectral(attention.output_weight.double()) if folded else 1.0
+    growth = torch.exp(query.most * key.most) if every_n else where.count**0.5
+    return normalised(output * value.slope, output * value.most, query, key, growth)
+
+
+@theorem(
+    "howsmooth.cosine_mean_field",
+    r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(e^{\tau}\|V\|+\tau\|Q\|+\tau e^{\tau}\|K\|\bigr)",
+    scope="mean-field W2",
+    kinds=("cosine",),
+    assumptions=(NO_PLACES, VALUES_NORMALISED, POSITIVE_EPS),
+    needs=(),
 )
-register(
-    _entry(
-        name="howsmooth.qk_norm",
-        statement=r"\sqrt n\,\|V\|+\rho\|V\Gamma\|\,\bigl(\ell_km_q+\sqrt n\,\ell_qm_k\bigr)",
-        scope="ball",
-        kinds=("dot_product", "cosine"),
-        assumptions=(FINITE, QK_NORMALISED, LINEAR_VALUES, POSITIVE_EPS),
-        evaluate=_qk_norm,
-    )
+def _cosine_mean_field(where: Setting, folded: bool) -> Tensor:
+    return _cosine(where, folded, every_n=True)
+
+
+@theorem(
+    "howsmooth.qk_norm",
+    r"\sqrt n\,\|V\|+\rho\|V\Gamma\|\,\bigl(\ell_km_q+\sqrt n\,\ell_qm_k\bigr)",
+    scope="ball",
+    kinds=("dot_product", "cosine"),
+    assumptions=(FINITE, QK_NORMALISED, LINEAR_VALUES, POSITIVE_EPS),
 )
+def _qk_norm(where: Setting, folded: bool) -> Tensor:
+    assert where.tokens is not None
+    query, key = queries_and_keys(where.map, where.tokens)
+    value = value_matrices(where.map, folded)
+    spread = where.tokens.reach * spectral(value @ where.tokens.axes)
+    return normalised(spectral(value), spread, query, key, where.count**0.5)

@@ -16,17 +16,13 @@ On the ball of radius R: value = ‖V‖, spread = ‖V‖R, pull = ‖A‖R, pu
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.assumptions import CAUSAL, LINEAR, NO_PLACES, NO_ROTARY
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.heads import HeadNumbers
 from howsmooth.bounds.settings import Setting
-
-REFERENCE = "howsmooth"
 
 
 def sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
@@ -71,48 +67,41 @@ def _bound(numbers: HeadNumbers, growth: Tensor | float) -> Tensor:
     return numbers.spread * numbers.pull + (numbers.value + numbers.spread * numbers.push) * growth
 
 
-def _with_n(form: object, where: Setting, folded: bool) -> Tensor:
-    return form(where.numbers(folded), where.count)  # type: ignore[operator]
+@theorem(
+    "howsmooth.sqrt_n",
+    r"\|V\|\,\bigl(a+(1+a+|b|R)\sqrt n\bigr),\quad a=R^2\max_{ij}\|A_{ij}\|",
+    scope="ball",
+    assumptions=(LINEAR,),
+)
+def _sqrt_n(where: Setting, folded: bool) -> Tensor:
+    return sqrt_n(where.numbers(folded), where.count)
 
 
-def _without_n(form: object, where: Setting, folded: bool) -> Tensor:
-    return form(where.numbers(folded))  # type: ignore[operator]
+@theorem(
+    "howsmooth.mean_field",
+    r"\|V\|\,\bigl(a+(1+a+|b|R)\,e^{a+|b|R}\bigr)",
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES),
+)
+def _mean_field(where: Setting, folded: bool) -> Tensor:
+    return mean_field(where.numbers(folded))
 
 
-_entry = partial(Bound, reference=REFERENCE, side="upper", norm=2, kinds=("dot_product",))
-register(
-    _entry(
-        name="howsmooth.sqrt_n",
-        statement=r"\|V\|\,\bigl(a+(1+a+|b|R)\sqrt n\bigr),\quad a=R^2\max_{ij}\|A_{ij}\|",
-        scope="ball",
-        assumptions=(LINEAR,),
-        evaluate=partial(_with_n, sqrt_n),
-    )
+@theorem(
+    "howsmooth.unified",
+    r"\|V\|\,\bigl[a+(1+a+|b|R)\min(\sqrt n,\,e^{a+|b|R})\bigr]",
+    scope="ball",
+    assumptions=(LINEAR, NO_PLACES),
 )
-register(
-    _entry(
-        name="howsmooth.mean_field",
-        statement=r"\|V\|\,\bigl(a+(1+a+|b|R)\,e^{a+|b|R}\bigr)",
-        scope="mean-field W2",
-        assumptions=(LINEAR, NO_PLACES),
-        evaluate=partial(_without_n, mean_field),
-    )
+def _unified(where: Setting, folded: bool) -> Tensor:
+    return unified(where.numbers(folded), where.count)
+
+
+@theorem(
+    "howsmooth.masked_mean_field",
+    r"\|V\|\,\bigl(a+2(1+2a)\,e^{2a}\bigr)",
+    scope="mean-field d2",
+    assumptions=(LINEAR, CAUSAL, NO_ROTARY),
 )
-register(
-    _entry(
-        name="howsmooth.unified",
-        statement=r"\|V\|\,\bigl[a+(1+a+|b|R)\min(\sqrt n,\,e^{a+|b|R})\bigr]",
-        scope="ball",
-        assumptions=(LINEAR, NO_PLACES),
-        evaluate=partial(_with_n, unified),
-    )
-)
-register(
-    _entry(
-        name="howsmooth.masked_mean_field",
-        statement=r"\|V\|\,\bigl(a+2(1+2a)\,e^{2a}\bigr)",
-        scope="mean-field d2",
-        assumptions=(LINEAR, CAUSAL, NO_ROTARY),
-        evaluate=partial(_without_n, masked_mean_field),
-    )
-)
+def _masked_mean_field(where: Setting, folded: bool) -> Tensor:
+    return masked_mean_field(where.numbers(folded))

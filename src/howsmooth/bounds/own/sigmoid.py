@@ -29,7 +29,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Scale
 from howsmooth.attention.terms import Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
-from howsmooth.bounds.catalogue import Assumption, Bound, register
+from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 from howsmooth.sets import TokenSet
@@ -144,22 +144,16 @@ def _only_masked(where: Setting) -> bool:
     return Terms(list(where.map.terms)[:-1]).hides_only
 
 
+ONLY_MASKED = Assumption("nothing but a mask and the shift is added to the logits", _only_masked)
+
+
+@theorem(
+    "howsmooth.sigmoid",
+    r"n\bigl[\max_p\bigl(p\|V\|+p(1-p)\|v\|\,|w|\bigr)+\max_p p(1-p)\,\|v\|\,|g|\bigr]",
+    scope="ball",
+    kinds=("sigmoid",),
+    assumptions=(LINEAR, FINITE, ONLY_MASKED),
+)
 def _sigmoid(where: Setting, folded: bool) -> Tensor:
     assert where.tokens is not None
     return sigmoid(sigmoid_numbers(where.map, where.tokens, int(where.count), folded), where.count)
-
-
-ONLY_MASKED = Assumption("nothing but a mask and the shift is added to the logits", _only_masked)
-register(
-    Bound(
-        name="howsmooth.sigmoid",
-        statement=r"n\bigl[\max_p\bigl(p\|V\|+p(1-p)\|v\|\,|w|\bigr)+\max_p p(1-p)\,\|v\|\,|g|\bigr]",
-        reference="howsmooth",
-        side="upper",
-        norm=2,
-        scope="ball",
-        kinds=("sigmoid",),
-        assumptions=(LINEAR, FINITE, ONLY_MASKED),
-        evaluate=_sigmoid,
-    )
-)

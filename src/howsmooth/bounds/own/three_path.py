@@ -33,7 +33,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import KNOWN_ROUNDING
-from howsmooth.bounds.catalogue import Bound, register
+from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.paths import Paths, cross_scatter, distances, paths, scatter
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
@@ -75,17 +75,7 @@ def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> [round(float(part), 3) for part in (parts.value, parts.diagonal, parts.cross)]
     [1.008, 0.667, 0.556]
     """
-    found = [
-        tuple(
-            nowhere_nan(one * part.allowance)
-            for one in (
-                weights_norm(part) * value_gain(part),
-                diagonal_norm(part),
-                cross_norm(part, key_weights(part)),
-            )
-        )
-        for part in paths(attention, x, folded)
-    ]
+    found = [_parts(part) for part in paths(attention, x, folded)]
     shape = (*x.shape[:-2], attention.heads)
     return ThreePath(*(torch.cat(parts).reshape(shape) for parts in zip(*found, strict=True)))
 
@@ -106,6 +96,16 @@ def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tenso
     True
     """
     return three_path_parts(attention, x, folded).total
+
+
+def three_path_of(part: Paths) -> Tensor:
+    """The bound of each map of a group, ``(g,)``."""
+    return ThreePath(*_parts(part)).total
+
+
+def _parts(part: Paths) -> tuple[Tensor, ...]:
+    value, cross = weights_norm(part) * value_gain(part), cross_norm(part, key_weights(part))
+    return tuple(nowhere_nan(one * part.allowance) for one in (value, diagonal_norm(part), cross))
 
 
 def nowhere_nan(bound: Tensor) -> Tensor:
@@ -324,21 +324,14 @@ def top(matrices: Tensor) -> Tensor:
     return torch.where(finite, kept.clamp_min(TINY), torch.inf)
 
 
-def _evaluate(where: Setting, folded: bool) -> Tensor:
-    return three_path(where.map, where.point, folded)
-
-
-register(
-    Bound(
-        name="howsmooth.three_path",
-        statement=r"\|P\|\,\|WM^v\|+\max_i\|W\,\mathrm{Cov}_i(v,k)M^q_i\|"
-        r"+\bigl(\max_j\|M^{k\top}_j\textstyle\sum_iP_{ij}\lambda_iq_iq_i^\top M^k_j\|\bigr)^{1/2}",
-        reference="howsmooth",
-        side="upper",
-        norm=2,
-        scope="point",
-        kinds=(),
-        assumptions=(KNOWN_ROUNDING,),
-        evaluate=_evaluate,
-    )
+@theorem(
+    "howsmooth.three_path",
+    r"\|P\|\,\|WM^v\|+\max_i\|W\,\mathrm{Cov}_i(v,k)M^q_i\|"
+    r"+\bigl(\max_j\|M^{k\top}_j\textstyle\sum_iP_{ij}\lambda_iq_iq_i^\top M^k_j\|\bigr)^{1/2}",
+    scope="point",
+    kinds=(),
+    assumptions=(KNOWN_ROUNDING,),
+    on_paths=True,
 )
+def _evaluate(part: Paths, where: Setting) -> Tensor:
+    return three_path_of(part)
