@@ -12,7 +12,8 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.worstcase import slopes
-from howsmooth.worstcase.first_vectors import evaluate, leading
+from howsmooth.worstcase.first_vectors import evaluate
+from howsmooth.worstcase.first_vectors import first_vectors as leading
 from howsmooth.worstcase.one_head import one_head
 from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, aligned, largest, unit
 

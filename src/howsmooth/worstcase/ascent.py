@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from howsmooth.sets import InputSet
 from howsmooth.small import random_stream
+from howsmooth.worstcase.first_vectors import first_vectors
 from howsmooth.worstcase.slopes import Roughness
 from howsmooth.worstcase.starts import Start
 
@@ -39,9 +39,6 @@ _FIRST, _SECOND = 0.9, 0.99
 _JITTER = 1e-3
 _TINY = 1e-140
 """Gradients of log ‖J‖ below this are nothing: their squares underflow."""
-
-Leading = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""‖J‖ at every x, ``(starts, n, d)``, and the vectors that attain it."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,10 @@ class Climb(ABC):
 class Ascent(Climb):
     """Gradient ascent in the coordinates of a set."""
 
-    def __init__(self, roughness: Roughness, leading: Leading, over: InputSet, starts: list[Start], seed: int):
-        self.roughness, self.leading, self.over = roughness, leading, over
+    def __init__(self, roughness: Roughness, over: InputSet, starts: list[Start], seed: int):
+        self.roughness, self.over = roughness, over
         self.z = over.restrict_(over.coordinates(torch.stack([start.x for start in starts])))
-        values, self.vectors = leading(over.at(self.z))
+        values, self.vectors = first_vectors(over.at(self.z), roughness)
         super().__init__(self.z, values, starts)
         self.stride = over.stride(self.z)
         self.fallen = [False] * len(starts)
@@ -130,7 +127,7 @@ class Ascent(Climb):
         kept = self.better_half()
         self.stride = torch.stack([self.stride[i] * (SHORTER if self.fallen[i] else 1.0) for i in kept])
         self.z = torch.stack([found.z for found in self.best])
-        values, self.vectors = self.leading(self.over.at(self.z))
+        values, self.vectors = first_vectors(self.over.at(self.z), self.roughness)
         self.best = [
             Found(found.z, max(found.value, float(value)), found.name)
             for found, value in zip(self.best, values, strict=True)

@@ -29,7 +29,7 @@ def evaluate(f: Callable[[Tensor], Any], x: Tensor, norm: float) -> Measurement:
     return measure(f, x.double(), norm=norm)
 
 
-def leading(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
+def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
     """A lower bound on ‖J‖ at every x, ``(starts, n, d)``, and vectors that attain it, for the roughness to follow.
 
     For attention maps by Golub–Kahan–Lanczos, in the ∞-norm from the rows that are largest on random probes. For
@@ -44,7 +44,7 @@ def leading(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
         if x[0].numel() * roughness.out_shape(x[0]).numel() <= _ALL_ROWS:
             rows = [_largest_row(jacobian(roughness.map, one)) for one in x]
             return torch.stack([value for value, _ in rows]), torch.stack([signs for _, signs in rows])
-        return _leading_row(jacobian(roughness.map, x))
+        return _best_row(jacobian(roughness.map, x))
     found = measure(roughness.map, x, rtol=ROUGH)
     assert found.right is not None
     return found.value, found.right
@@ -65,7 +65,7 @@ def _largest_row(op: JacobianOperator) -> tuple[Tensor, Tensor]:
     return sums.amax(), rows[int(sums.argmax())].sign()
 
 
-def _leading_row(op: JacobianOperator) -> tuple[Tensor, Tensor]:
+def _best_row(op: JacobianOperator) -> tuple[Tensor, Tensor]:
     """The largest sum of |J| over a row that was looked at, and the signs of that row.
 
     Those that are largest on probes, and then by Boyd's iteration that of the largest entry of J·(signs of the best).

@@ -4,95 +4,115 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.checks import check_callable, check_finite, check_tensor
+from howsmooth.checks import check_callable, check_finite, check_path, check_tensor, shown
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.checks import check_tokens
 from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
 from howsmooth.worstcase.one_head import one_head
-from howsmooth.worstcase.sequences import sequence_starts
-from howsmooth.worstcase.starts import Start, constructions, random_starts
+from howsmooth.worstcase.witness_files import plain_json
 
 _NORMS: dict[float | str, float] = {2: 2, "2": 2, math.inf: math.inf, "inf": math.inf}
+Progress = Callable[[int, int, float], None]
+_CONSTRUCTIONS = 12
+"""More starts than theorems have ever given."""
 _RESOLUTION = 1e-3
 """Rounding of logits above which weights, and with them every number of the search, mean nothing."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A checked question; ``f`` is the map itself, of one head when a head was asked for."""
+    """What `howsmooth.worst_case` was asked, checked; nothing is searched or drawn yet.
+
+    Attributes:
+        f: the map itself, of one head when a head was asked for.
+        over: the set. n, d: number of tokens and their width.
+        given: inputs to set out from, as they were given.
+        starts: how many more are drawn. constructions: whether the theorems' own are among them.
+        norm, head, steps, seconds, seed, save, source, progress: as asked.
+    """
 
     f: Callable[[Tensor], Any]
     over: InputSet
-    starts: list[Start]
+    n: int
+    d: int
+    given: tuple[Tensor, ...]
+    starts: int
+    constructions: bool
     norm: float
     head: int | None
     steps: int
     seconds: float | None
     seed: int
-    notes: tuple[str, ...]
+    save: Path | None
+    source: dict[str, Any]
+    progress: Progress | None
 
-
-def asked(
-    f: Callable[[Tensor], Any],
-    n: int | None,
-    radius: float | None,
-    over: InputSet | TokenSet | nn.Module | None,
-    start: Tensor | Sequence[Tensor] | None,
-    norm: float | str,
-    head: int | None,
-    starts: int,
-    with_constructions: bool,
-    steps: int,
-    seconds: float | None,
-    seed: int,
-) -> Question:
-    """The arguments of `howsmooth.worst_case` as a question."""
-    if norm not in _NORMS:
-        raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
-    for name, count in (("starts", starts), ("steps", steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InvalidInput(f"{name} must be a whole number, not negative, got {count!r}.")
-    if seconds is not None and not seconds > 0:
-        raise InvalidInput(f"seconds must be positive, got {seconds}.")
-    region = as_set(over, radius)
-    given = _given(start)
-    n = _length(region, given, n)
-    f = map_of(check_callable(f, "f"), n) or f
-    attention = f if isinstance(f, AttentionMap) else None
-    if attention is not None:
-        f = attention = attention if head is None else one_head(attention, head)
-        _check_map(attention, region)
-    elif head is not None:
-        raise InvalidInput(f"head={head} needs an attention map with heads, got {type(f).__name__}.")
-    d = _width(f, region, given, n)
-    region.check(n, d)
-    count = starts + len(given) + 12
-    _check_memory(attention, n, d, count)
-    if attention is not None:
-        attention.terms.check(n, attention.heads, 1)
-        if not isinstance(region, Everywhere):
-            check_resolution(attention, region.random(torch.Generator().manual_seed(0), n, d))
-    chosen, notes = _own_starts(given, region, n, d)
-    if isinstance(region, Embeddings):
-        chosen += sequence_starts(attention if with_constructions else None, region, n, starts, seed)
-    else:
-        if with_constructions:
-            chosen += constructions(f, region, n, d)
-        chosen += random_starts(f, region, n, d, starts, seed)
-    if not chosen:
-        raise InvalidInput("there is nothing to set out from: ask for starts, or allow constructions.")
-    if attention is not None:
-        for s in chosen:
-            check_resolution(attention, region.sequence(s.x) if isinstance(region, Embeddings) else s.x)
-    return Question(f, region, chosen, _NORMS[norm], head, steps, seconds, seed, notes)
+    @classmethod
+    def of(
+        cls,
+        f: Callable[[Tensor], Any],
+        n: int | None,
+        radius: float | None,
+        over: InputSet | TokenSet | nn.Module | None,
+        start: Tensor | Sequence[Tensor] | None,
+        *,
+        norm: float | str,
+        head: int | None,
+        save: str | os.PathLike[str] | None,
+        source: Mapping[str, Any] | None,
+        progress: Progress | None,
+        **rest: Any,
+    ) -> Question:
+        """The arguments of `howsmooth.worst_case` as a question, or one sentence on why they have no answer."""
+        if norm not in _NORMS:
+            raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
+        if source is not None and not isinstance(source, Mapping):
+            raise InvalidInput(f"source must be a dictionary, got {shown(source)}.")
+        plain_json(source or {}, "source")
+        if progress is not None:
+            check_callable(progress, "progress")
+        path = None if save is None else check_path(save, "save")
+        region = as_set(over, radius)
+        given = _given(start)
+        n = _length(region, given, n)
+        f = map_of(check_callable(f, "f"), n) or f
+        attention = f if isinstance(f, AttentionMap) else None
+        if attention is not None:
+            f = attention = attention if head is None else one_head(attention, head)
+            _check_map(attention, region)
+        elif head is not None:
+            raise InvalidInput(f"head={head} needs an attention map with heads, got {type(f).__name__}.")
+        d = _width(f, region, given, n)
+        region.check(n, d)
+        asked = cls(
+            f,
+            region,
+            n,
+            d,
+            given,
+            norm=_NORMS[norm],
+            head=head,
+            save=path,
+            source=dict(source or {}),
+            progress=progress,
+            **rest,
+        )
+        if not (given or asked.starts or asked.constructions):
+            raise InvalidInput("there is nothing to set out from: ask for starts, or allow constructions.")
+        _check_memory(asked)
+        if attention is not None:
+            attention.terms.check(n, attention.heads, 1)
+            if not isinstance(region, Everywhere):
+                check_resolution(attention, region.random(torch.Generator().manual_seed(0), n, d))
+        return asked
 
 
 def largest_logit(f: object, x: Tensor) -> float:
@@ -132,27 +152,25 @@ def _check_map(attention: AttentionMap, region: InputSet) -> None:
         )
 
 
-def _given(start: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+def _given(start: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
     if start is None:
-        return []
-    given = [start] if isinstance(start, Tensor) else list(start)
+        return ()
+    given = (start,) if isinstance(start, Tensor) else tuple(start)
     for x in given:
         check_tensor(x, "the start", dims=(1, 2), floating=False)
     return given
 
 
-def _length(region: InputSet, given: list[Tensor], n: int | None) -> int:
+def _length(region: InputSet, given: tuple[Tensor, ...], n: int | None) -> int:
     """n, from whoever knows it."""
     if n is None:
         n = region.length if region.length is not None else len(given[0]) if given else None
     if n is None:
         raise InvalidInput("how many tokens? Give n, a start, or a set that knows it.")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InvalidInput(f"n must be a whole number of tokens, at least 1, got {n!r}.")
     return n
 
 
-def _width(f: object, region: InputSet, given: list[Tensor], n: int) -> int:
+def _width(f: object, region: InputSet, given: tuple[Tensor, ...], n: int) -> int:
     """d, from whoever knows it."""
     d = getattr(f, "in_features", None)
     d = d if isinstance(d, int) else region.width
@@ -165,39 +183,13 @@ def _width(f: object, region: InputSet, given: list[Tensor], n: int) -> int:
     return d
 
 
-def _own_starts(given: list[Tensor], region: InputSet, n: int, d: int) -> tuple[list[Start], tuple[str, ...]]:
-    found, notes = [], []
-    for i, x in enumerate(given):
-        name = "given" if len(given) == 1 else f"given {i}"
-        if isinstance(region, Embeddings):
-            found.append(Start(name, _ids(x, region, n)))
-            continue
-        check_tokens(x, "the start")
-        if x.shape != (n, d):
-            raise InvalidInput(f"a start must have shape ({n}, {d}), got {tuple(x.shape)}.")
-        x = x.detach().double().cpu().clone()
-        outside = region.excess(x)
-        if outside > 1e-9 * max(1.0, float(x.norm(dim=-1).max())):
-            name = f"{name}, brought into the set"
-            notes.append(f"a token of the start {name.split(',')[0]!r} lay {outside:.3g} outside the set")
-        found.append(Start(name, region.project_(x)))
-    return found, tuple(notes)
-
-
-def _ids(ids: Tensor, region: Embeddings, n: int) -> Tensor:
-    if ids.shape != (n,) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InvalidInput(f"a start among embeddings is a vector of {n} token ids, got shape {tuple(ids.shape)}.")
-    if not bool(((ids >= 0) & (ids < len(region.matrix))).all()):
-        raise InvalidInput(f"token ids must lie between 0 and {len(region.matrix) - 1}.")
-    return ids.detach().long().cpu()
-
-
-def _check_memory(attention: AttentionMap | None, n: int, d: int, starts: int) -> None:
+def _check_memory(asked: Question) -> None:
     """Refuse what cannot fit: the tokens of all starts, their projections, and the bases of the last measurement."""
-    numbers = n * d * (20 * starts + 100)
-    if attention is not None:
-        widths = 2 * attention.query_weight.shape[1] + attention.value_weight.shape[1]
-        numbers += 16 * starts * n * attention.heads * widths
+    n, starts = asked.n, asked.starts + len(asked.given) + _CONSTRUCTIONS
+    numbers = n * asked.d * (20 * starts + 100)
+    if isinstance(asked.f, AttentionMap):
+        widths = 2 * asked.f.query_weight.shape[1] + asked.f.value_weight.shape[1]
+        numbers += 16 * starts * n * asked.f.heads * widths
     needed, there = 8 * numbers, _memory()
     if needed > there / 2:
         raise InvalidInput(

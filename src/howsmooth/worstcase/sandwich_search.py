@@ -21,7 +21,6 @@ from howsmooth.sets import Ball, InputSet, Neighbourhood, TokenSet, as_set
 from howsmooth.worstcase.both_ends import Cell, Sandwich, in_words, size_of
 from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.one_head import one_head
-from howsmooth.worstcase.question import check_resolution
 from howsmooth.worstcase.search import worst_case
 from howsmooth.worstcase.upper_end import not_passed, tightest_upper
 
@@ -89,9 +88,6 @@ def sandwich(
                     progress(label, done + step / max(steps, 1), len(places), best)
 
             show(0, 1, 0.0)
-            if isinstance(alone, AttentionMap) and place.length is None:  # before theorems and constructions overflow
-                place.check(n, alone.in_features)
-                check_resolution(alone, place.random(torch.Generator().manual_seed(seed), 1, alone.in_features))
             upper = tightest_upper(f, n, place, norm=norm, head=head)
             left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(places) - done)
             file = None if files is None else files(n, place)

@@ -8,26 +8,24 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.checks import Count, Positive, Seed, Size, check_callable, check_path, door, shown
+from howsmooth.checks import Count, Positive, Seed, Size, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
 from howsmooth.sets import Embeddings, InputSet, TokenSet
 from howsmooth.worstcase.ascent import MILESTONES, Ascent, Climb, Found
-from howsmooth.worstcase.first_vectors import evaluate, leading
-from howsmooth.worstcase.question import Question, asked, resolved
+from howsmooth.worstcase.first_vectors import evaluate
+from howsmooth.worstcase.question import Progress, Question, resolved
 from howsmooth.worstcase.sequences import Exchange
 from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, Roughness
+from howsmooth.worstcase.starts import starts_for
 from howsmooth.worstcase.witness import Stopped, Witness
-from howsmooth.worstcase.witness_files import plain_json
 
-Progress = Callable[[int, int, float], None]
 _SAVE_EVERY = 2.0
 _CONTENDERS, _MOST_CONTENDERS = 0.98, 4
 """Best points this near to the best of all are measured at the end, at most so many: a climb has lower bounds only."""
@@ -91,30 +89,36 @@ def worst_case(
     (16.1, 'two poles')
     """
     began = time.perf_counter()
-    if source is not None:
-        if not isinstance(source, Mapping):
-            raise InvalidInput(f"source must be a dictionary, got {shown(source)}.")
-        plain_json(source, "source")
-    if progress is not None:
-        check_callable(progress, "progress")
-    path = None if save is None else check_path(save, "save")
-    question = asked(f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed)
-    search = _Search(question, path, dict(source or {}), progress, began)
-    return search.run()
+    question = Question.of(
+        f,
+        n,
+        radius,
+        over,
+        start,
+        norm=norm,
+        head=head,
+        starts=starts,
+        constructions=constructions,
+        steps=steps,
+        seconds=seconds,
+        seed=seed,
+        save=save,
+        source=source,
+        progress=progress,
+    )
+    return _Search(question, began).run()
 
 
 class _Search:
     """One search: the climb, its budget, and the file that keeps its best."""
 
-    def __init__(
-        self, question: Question, save: Path | None, source: dict[str, Any], progress: Progress | None, began: float
-    ):
-        self.asked, self.save, self.source, self.progress, self.began = question, save, source, progress, began
+    def __init__(self, question: Question, began: float):
+        self.asked, self.save, self.began = question, question.save, began
+        self.starts, self.notes = starts_for(question)
         self.stopped: Stopped = "steps"
         self.saved_at, self.unsaved = -math.inf, False
 
     def run(self) -> Witness:
-        asked = self.asked
         climb = self._climb()
         if self.save is not None and math.isfinite(climb.leader.value):
             self._interim(climb).save(self.save)  # a file that cannot be written is an error now, not after the search
@@ -123,8 +127,7 @@ class _Search:
         except KeyboardInterrupt:
             self.stopped = "interrupted"
         found, measurement = self._best(climb)
-        if asked.notes:
-            measurement = replace(measurement, notes=(*measurement.notes, *asked.notes))
+        measurement = replace(measurement, notes=(*measurement.notes, *self.notes))
         witness = self._witness(climb, found, measurement, self.stopped)
         if self.save is not None:
             self._keep(witness)
@@ -138,12 +141,9 @@ class _Search:
         else:
             roughness = FunctionRoughness(asked.f, asked.norm)
 
-        def find(x: Tensor) -> tuple[Tensor, Tensor]:
-            return leading(x, roughness)
-
         if isinstance(asked.over, Embeddings):
-            return Exchange(roughness, find, asked.over, asked.starts, asked.seed)
-        return Ascent(roughness, find, asked.over, asked.starts, asked.seed)
+            return Exchange(roughness, asked.over, self.starts, asked.seed)
+        return Ascent(roughness, asked.over, self.starts, asked.seed)
 
     def _go(self, climb: Climb) -> None:
         asked, ahead, begun = self.asked, list(MILESTONES), 0
@@ -164,8 +164,8 @@ class _Search:
             due = time.perf_counter() - self.saved_at > _SAVE_EVERY
             if self.save is not None and due and math.isfinite(climb.leader.value):
                 self._keep(self._interim(climb))
-            if self.progress is not None:
-                self.progress(step + 1, asked.steps, climb.leader.value)
+            if asked.progress is not None:
+                asked.progress(step + 1, asked.steps, climb.leader.value)
             last = max(_LAST_STEPS, asked.steps // 8)
             if not ahead and step - begun >= last and climb.settled(last):
                 self.stopped = "settled"
@@ -229,7 +229,7 @@ class _Search:
             seconds=time.perf_counter() - self.began,
             stopped=stopped,
             ids=found.z if isinstance(asked.over, Embeddings) else None,
-            source=self.source,
+            source=asked.source,
         )
 
     def _keep(self, witness: Witness) -> None:

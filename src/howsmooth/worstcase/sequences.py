@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
-from howsmooth.sets import Ball, Embeddings
+from howsmooth.sets import Embeddings
 from howsmooth.small import random_stream
-from howsmooth.worstcase.ascent import Climb, Found, Leading
+from howsmooth.worstcase.ascent import Climb, Found
+from howsmooth.worstcase.first_vectors import first_vectors
 from howsmooth.worstcase.slopes import Roughness
-from howsmooth.worstcase.starts import Start, constructions
+from howsmooth.worstcase.starts import Start
 
 TRIED = 16
 """Exchanges of one token that are tried in a step."""
@@ -32,11 +32,11 @@ _BETTER = 1 + 1e-9
 class Exchange(Climb):
     """Sequences ``(starts, n)`` of token ids, improved by exchanges."""
 
-    def __init__(self, roughness: Roughness, leading: Leading, over: Embeddings, starts: list[Start], seed: int):
-        self.roughness, self.leading, self.over = roughness, leading, over
+    def __init__(self, roughness: Roughness, over: Embeddings, starts: list[Start], seed: int):
+        self.roughness, self.over = roughness, over
         self.generator = random_stream(seed, "exchanges")
         self.ids = torch.stack([start.x for start in starts])
-        values, self.vectors = leading(over.sequence(self.ids))
+        values, self.vectors = first_vectors(over.sequence(self.ids), roughness)
         super().__init__(self.ids, values, starts)
         self.values = values.tolist()
         self.stuck = [0] * len(starts)
@@ -52,7 +52,7 @@ class Exchange(Climb):
         ]
         counts = [len(candidates) for candidates in chosen]
         if sum(counts):
-            values, vectors = self.leading(self.over.sequence(torch.cat(chosen)))
+            values, vectors = first_vectors(self.over.sequence(torch.cat(chosen)), self.roughness)
             for i, part in enumerate(zip(chosen, values.split(counts), vectors.split(counts), strict=True)):
                 self._decide(i, *part)
         self.history.append(self.leader.value)
@@ -127,24 +127,5 @@ class Exchange(Climb):
         n, vocabulary = len(ids), len(self.over.matrix)
         place = torch.randperm(n, generator=self.generator)[: 1 + n // 8]
         ids[place] = torch.randint(vocabulary, (len(place),), generator=self.generator)
-        value, vectors = self.leading(self.over.sequence(ids[None]))
+        value, vectors = first_vectors(self.over.sequence(ids[None]), self.roughness)
         self._take(i, ids, float(value[0]), vectors[0])
-
-
-def sequence_starts(attention: AttentionMap | None, over: Embeddings, n: int, count: int, seed: int) -> list[Start]:
-    """Token ids to set out from: the theorems' inputs rounded to the nearest embeddings, and random sequences.
-
-    Random sequences are in turn drawn token by token, and made of one token throughout but for a rare one in front.
-    """
-    found = []
-    if attention is not None and over.transform is None:
-        radius = float(over.matrix.norm(dim=-1).max())
-        for start in constructions(attention, Ball(radius), n, over.matrix.shape[1]):
-            found.append(Start(f"{start.name}, nearest tokens", over.nearest(start.x)))
-    for i in range(count):
-        generator = random_stream(seed, f"worst-case sequence {i}")
-        ids = torch.randint(len(over.matrix), (n,), generator=generator)
-        if i % 2:
-            ids[1:] = ids[-1].clone()
-        found.append(Start(f"random {i}", ids, exact=False))
-    return found

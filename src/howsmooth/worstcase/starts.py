@@ -21,9 +21,12 @@ from howsmooth.bounds.heads import query_key, value_matrices
 from howsmooth.bounds.own.l2 import tight_input
 from howsmooth.bounds.own.lower import two_cluster_input
 from howsmooth.bounds.settings import Setting
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.checks import check_tokens
 from howsmooth.norms.matrices import spectral
-from howsmooth.sets import Everywhere, InputSet, Neighbourhood, TokenSet
+from howsmooth.sets import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, TokenSet
 from howsmooth.small import random_stream
+from howsmooth.worstcase.question import Question, check_resolution
 
 _MOST_HEADS = 3
 """Heads of a block whose constructions are tried: those with the largest lower bounds, all only of the first."""
@@ -37,6 +40,49 @@ class Start:
     name: str
     x: Tensor
     exact: bool = True
+
+
+def starts_for(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
+    """Where to set out from: inputs given, the theorems' own and random ones, and what is to be noted about them."""
+    f, over, n, d = asked.f, asked.over, asked.n, asked.d
+    found, notes = _given(asked)
+    if isinstance(over, Embeddings):
+        attention = f if asked.constructions and isinstance(f, AttentionMap) else None
+        found += _sequences(attention, over, n, asked.starts, asked.seed)
+    else:
+        if asked.constructions:
+            found += constructions(f, over, n, d)
+        found += random_starts(f, over, n, d, asked.starts, asked.seed)
+    for start in found:
+        check_resolution(f, over.sequence(start.x) if isinstance(over, Embeddings) else start.x)
+    return found, notes
+
+
+def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
+    found, notes, over = [], [], asked.over
+    for i, x in enumerate(asked.given):
+        name = "given" if len(asked.given) == 1 else f"given {i}"
+        if isinstance(over, Embeddings):
+            found.append(Start(name, _ids(x, over, asked.n)))
+            continue
+        check_tokens(x, "the start")
+        if x.shape != (asked.n, asked.d):
+            raise InvalidInput(f"a start must have shape ({asked.n}, {asked.d}), got {tuple(x.shape)}.")
+        x = x.detach().double().cpu().clone()
+        outside = over.excess(x)
+        if outside > 1e-9 * max(1.0, float(x.norm(dim=-1).max())):
+            notes.append(f"a token of the start {name!r} lay {outside:.3g} outside the set")
+            name = f"{name}, brought into the set"
+        found.append(Start(name, over.project_(x)))
+    return found, tuple(notes)
+
+
+def _ids(ids: Tensor, region: Embeddings, n: int) -> Tensor:
+    if ids.shape != (n,) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InvalidInput(f"a start among embeddings is a vector of {n} token ids, got shape {tuple(ids.shape)}.")
+    if not bool(((ids >= 0) & (ids < len(region.matrix))).all()):
+        raise InvalidInput(f"token ids must lie between 0 and {len(region.matrix) - 1}.")
+    return ids.detach().long().cpu()
 
 
 def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
@@ -156,6 +202,25 @@ def random_starts(f: object, over: InputSet, n: int, d: int, count: int, seed: i
         if over.body == "all tokens":
             z /= z.norm()
         found.append(Start(f"random {i}, {kind}", over.at(over.restrict_(size * z)), exact=False))
+    return found
+
+
+def _sequences(attention: AttentionMap | None, over: Embeddings, n: int, count: int, seed: int) -> list[Start]:
+    """Token ids to set out from: the theorems' inputs rounded to the nearest embeddings, and random sequences.
+
+    Random sequences are in turn drawn token by token, and made of one token throughout but for a rare one in front.
+    """
+    found = []
+    if attention is not None and over.transform is None:
+        radius = float(over.matrix.norm(dim=-1).max())
+        for start in constructions(attention, Ball(radius), n, over.matrix.shape[1]):
+            found.append(Start(f"{start.name}, nearest tokens", over.nearest(start.x)))
+    for i in range(count):
+        generator = random_stream(seed, f"worst-case sequence {i}")
+        ids = torch.randint(len(over.matrix), (n,), generator=generator)
+        if i % 2:
+            ids[1:] = ids[-1].clone()
+        found.append(Start(f"random {i}", ids, exact=False))
     return found
 
 
