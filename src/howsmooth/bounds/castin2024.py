@@ -29,6 +29,14 @@ from howsmooth.norms.matrices import spectral
 REFERENCE = "Castin, Ablin, Peyré 2024"
 
 
+@theorem(
+    "castin2024.sqrt_n",
+    r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
+    reference=f"{REFERENCE}, Theorem 3.3",
+    scope="ball",
+    assumptions=PLAIN,
+    given=lambda where, folded: (*where.on_ball(folded), where.count),
+)
 def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     r"""Theorem 3.3: :math:`\mathrm{Lip}(f|_{B_R^n}) \le \sqrt3\,\|V\|\,(\|A\|^2R^4(4n+1) + n)^{1/2}`, masked or not.
 
@@ -45,6 +53,14 @@ def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     return 3**0.5 * value * (a.square() * (4 * n + 1) + n).sqrt()
 
 
+@theorem(
+    "castin2024.mean_field",
+    r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
+    reference=f"{REFERENCE}, Theorem 3.5",
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
+    given=lambda where, folded: where.on_ball(folded),
+)
 def mean_field(value: Tensor, score: Tensor, radius: float) -> Tensor:
     r"""Theorem 3.5: :math:`\mathrm{Lip}_{W_2}(F|_{\mathcal P(B_R)}) \le \|V\|(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}`, unmasked.
 
@@ -112,30 +128,6 @@ def real_eigenpairs(attention: AttentionMap) -> tuple[Tensor, Tensor]:
     missed = (lifted @ query.mT @ key - values.real[..., None] * lifted).norm(dim=-1)
     real &= (size[..., 0] > 0) & (missed <= 1e-9 * values.abs())
     return torch.where(real, values.real, torch.nan), lifted
-
-
-@theorem(
-    "castin2024.sqrt_n",
-    r"\sqrt3\,\|V\|\,\bigl(\|A\|^2R^4(4n+1)+n\bigr)^{1/2}",
-    reference=f"{REFERENCE}, Theorem 3.3",
-    scope="ball",
-    assumptions=PLAIN,
-)
-def _sqrt_n(where: Setting, folded: bool) -> Tensor:
-    numbers = where.numbers(folded)
-    return sqrt_n(numbers.value, numbers.score, where.radius, where.count)
-
-
-@theorem(
-    "castin2024.mean_field",
-    r"\|V\|\,(1+3\|A\|R^2)\,e^{2\|A\|R^2}",
-    reference=f"{REFERENCE}, Theorem 3.5",
-    scope="mean-field W2",
-    assumptions=(LINEAR, NO_PLACES, NO_QUERY_BIAS, NO_SOFTCAP),
-)
-def _mean_field(where: Setting, folded: bool) -> Tensor:
-    numbers = where.numbers(folded)
-    return mean_field(numbers.value, numbers.score, where.radius)
 
 
 @theorem(

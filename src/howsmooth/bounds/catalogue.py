@@ -15,6 +15,7 @@ from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput
 
 Evaluate = TypeVar("Evaluate", bound=Callable[..., Tensor])
+Given = Callable[[Setting, bool], tuple[Any, ...]]
 Side = Literal["upper", "lower"]
 Scope = Literal["point", "neighbourhood", "ball", "global", "mean-field W2", "mean-field d2"]
 Combine = Literal["heads", "block"]
@@ -182,16 +183,23 @@ def register(bound: Bound) -> Bound:
     return bound
 
 
-def theorem(name: str, statement: str, *, on_paths: bool = False, **facts: Any) -> Callable[[Evaluate], Evaluate]:
+def theorem(
+    name: str, statement: str, *, given: Given | None = None, on_paths: bool = False, **facts: Any
+) -> Callable[[Evaluate], Evaluate]:
     """A decorator that enters what a function evaluates as a `Bound` with these facts.
 
-    Unless they say otherwise it is an upper bound in the 2-norm, of this project, for dot-product attention. With
-    ``on_paths`` the function takes a group of `Paths` at x and the setting, and gives the bounds of that group.
+    Unless they say otherwise it is an upper bound in the 2-norm, of this project, for dot-product attention.
+
+    Args:
+        given: the arguments of the function, from (setting, folded), when it does not take just these.
+        on_paths: the function takes a group of `Paths` at x and the setting, and gives the bounds of that group.
     """
     usual = {"reference": "howsmooth", "side": "upper", "norm": 2, "kinds": ("dot_product",), "assumptions": ()}
 
     def enter(evaluate: Evaluate) -> Evaluate:
         kept: dict[str, Any] = {"evaluate": evaluate}
+        if given is not None:
+            kept = {"evaluate": lambda where, folded: evaluate(*given(where, folded))}
         if on_paths:
             kept = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
         register(Bound(name, statement, **usual | facts | kept))  # type: ignore[arg-type]

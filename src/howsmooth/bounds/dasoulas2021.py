@@ -8,10 +8,12 @@ all inputs of all lengths. It follows from the smaller one of `howsmooth.bounds.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from howsmooth.attention import AttentionMap
 from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.settings import Setting
@@ -30,17 +32,22 @@ def joint(output: Tensor | float, stacked: Tensor) -> Tensor:
     return (math.e * 3**0.5 + 2 * 6**0.5) * output * stacked
 
 
+def projections_of(where: Setting) -> AttentionMap:
+    """The attention map whose projections this attention takes."""
+    assert isinstance(where.attention, LipschitzNormAttention)
+    return where.attention.projections
+
+
+KIND: dict[str, Any] = {"scope": "global", "kinds": ("lipschitz_norm",), "needs": ()}
+
+
 @theorem(
     "dasoulas2021.joint",
     r"(e\sqrt3+2\sqrt6)\,\|W\|\,\|(W_Q,W_K,W_V)\|",
     reference="after Dasoulas, Scaman, Virmaux 2021",
-    scope="global",
-    kinds=("lipschitz_norm",),
-    needs=(),
+    **KIND,
 )
 def _joint(where: Setting, folded: bool) -> Tensor:
-    assert isinstance(where.attention, LipschitzNormAttention)
-    maps = where.attention.projections
+    maps = projections_of(where)
     stacked = torch.cat([maps.query_weight, maps.key_weight, maps.value_weight], dim=1).double()
-    output = spectral(maps.output_weight.double()) if folded else 1.0
-    return joint(output, spectral(stacked))
+    return joint(spectral(maps.output_weight.double()) if folded else 1.0, spectral(stacked))

@@ -38,6 +38,14 @@ def at_point(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor) -> T
     return value * (weights + tokens.square() * score)
 
 
+@theorem(
+    "nair2025.ball",
+    r"\|V\|\,\bigl(\sqrt n+nR^2\|A\|\bigr)",
+    reference=REFERENCE,
+    scope="ball",
+    assumptions=(FINITE, *PLAIN),
+    given=lambda where, folded: (*where.on_ball(folded), where.count),
+)
 def on_ball(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     """‖V‖(√n + nR²‖A‖), as ‖P‖ ≤ √n and ‖X‖ ≤ √n·R on the ball.
 
@@ -65,15 +73,3 @@ def norms_at(part: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tenso
 )
 def _at_point(part: Paths, where: Setting) -> Tensor:
     return at_point(*norms_at(part, where))
-
-
-@theorem(
-    "nair2025.ball",
-    r"\|V\|\,\bigl(\sqrt n+nR^2\|A\|\bigr)",
-    reference=REFERENCE,
-    scope="ball",
-    assumptions=(FINITE, *PLAIN),
-)
-def _on_ball(where: Setting, folded: bool) -> Tensor:
-    numbers = where.numbers(folded)
-    return on_ball(numbers.value, numbers.score, where.radius, where.count)

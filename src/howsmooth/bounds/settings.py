@@ -77,28 +77,27 @@ class Setting:
 
     @cached_property
     def _numbers(self) -> dict[bool, HeadNumbers]:
-        assert self.tokens is not None
-        n = math.inf if self.n is None else self.n
-        numbers = head_numbers(self.map, self.tokens, n)
-        return {True: numbers, False: without_output(numbers, self.map, self.tokens)}
+        tokens = self.tokens or TokenSet.ball(1.0, self.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
+        numbers = head_numbers(self.map, tokens, math.inf if self.n is None else self.n)
+        return {True: numbers, False: without_output(numbers, self.map, tokens)}
 
     @cached_property
     def output_norm(self) -> float:
         """‖W^O‖ of the whole output matrix."""
         return output_norm(self.map)
 
-    @cached_property
-    def _norms(self) -> dict[bool, tuple[Tensor, Tensor]]:
-        unit = TokenSet.ball(1.0, self.map.in_features)
-        numbers = head_numbers(self.map, unit, math.inf if self.n is None else self.n)
-        both = {True: numbers, False: without_output(numbers, self.map, unit)}
-        lost = {folded: norm_rounding(self.map, folded) for folded in both}
-        return {folded: (of.value + lost[folded][0], of.score + lost[folded][1]) for folded, of in both.items()}
+    def numbers(self, folded: bool) -> HeadNumbers:
+        """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""
+        return self._numbers[folded]
+
+    def on_ball(self, folded: bool) -> tuple[Tensor, Tensor, float]:
+        """‖V‖ and ‖A‖ of each head, ``(heads,)``, and R: what theorems on balls are made of."""
+        return self.numbers(folded).value, self.numbers(folded).score, self.radius
 
     def norms(self, part: Paths) -> tuple[Tensor, Tensor]:
         """‖V‖ and max ‖A_ij‖ of each map of a group, ``(g,)``, with what rounding may have taken from them."""
-        value, score = self._norms[part.folded]
-        return value[part.heads], score[part.heads]
+        numbers, lost = self.numbers(part.folded), norm_rounding(self.map, part.folded)
+        return (numbers.value + lost[0])[part.heads], (numbers.score + lost[1])[part.heads]
 
     def on_paths(self, number: PathNumber, folded: bool) -> Tensor:
         """A number of every head at x, ``(heads,)``, from its paths; NaN where it overflows."""
@@ -120,10 +119,6 @@ class Setting:
                 except OverflowError:
                     found[one, folded].append(torch.full_like(part.weights[:, 0, 0], torch.nan))
         self._known.update({key: torch.cat(values) for key, values in found.items()})
-
-    def numbers(self, folded: bool) -> HeadNumbers:
-        """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""
-        return self._numbers[folded]
 
 
 @door

@@ -32,8 +32,8 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.bounds.catalogue import theorem
+from howsmooth.bounds.dasoulas2021 import KIND, projections_of
 from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
 
@@ -48,7 +48,7 @@ def lipschitz_norm(mixed: Tensor, output: Tensor | float, query: Tensor, key: Te
         mixed: ‖WW_V‖. output, query, key, value: ‖W‖, ‖W_Q‖, ‖W_K‖, ‖W_V‖. All of each head.
 
     >>> import howsmooth as hs
-    >>> attention = LipschitzNormAttention(*torch.eye(2).repeat(3, 1, 1))
+    >>> attention = hs.LipschitzNormAttention(*torch.eye(2).repeat(3, 1, 1))
     >>> round(float(hs.bounds.get("howsmooth.lipschitz_norm")(attention)), 3)
     4.889
     """
@@ -59,13 +59,10 @@ def lipschitz_norm(mixed: Tensor, output: Tensor | float, query: Tensor, key: Te
     "howsmooth.lipschitz_norm",
     r"\sqrt{1+\sinh 1}\,\|WW_V\|+\|W\|\bigl(\|W_V\|+\|W_Q\|+\sqrt2\,\|W_K\|\bigr)",
     reference="howsmooth, for the attention of Dasoulas, Scaman, Virmaux 2021",
-    scope="global",
-    kinds=("lipschitz_norm",),
-    needs=(),
+    **KIND,
 )
 def _lipschitz_norm(where: Setting, folded: bool) -> Tensor:
-    assert isinstance(where.attention, LipschitzNormAttention)
-    maps = where.attention.projections
+    maps = projections_of(where)
     query, key, value = (spectral(w.double()) for w in (maps.query_weight, maps.key_weight, maps.value_weight))
     if not folded:
         return lipschitz_norm(value, 1.0, query, key, value)

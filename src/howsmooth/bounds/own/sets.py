@@ -22,19 +22,39 @@ from torch import Tensor
 from howsmooth.bounds.assumptions import CAUSAL, LINEAR, NO_PLACES, NO_ROTARY
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.heads import HeadNumbers
-from howsmooth.bounds.settings import Setting
 
 
+@theorem(
+    "howsmooth.sqrt_n",
+    r"\|V\|\,\bigl(a+(1+a+|b|R)\sqrt n\bigr),\quad a=R^2\max_{ij}\|A_{ij}\|",
+    scope="ball",
+    assumptions=(LINEAR,),
+    given=lambda where, folded: (where.numbers(folded), where.count),
+)
 def sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\sqrt n)`, for any mask, additive logit bias and rotary positions."""
     return _bound(numbers, n**0.5)
 
 
+@theorem(
+    "howsmooth.mean_field",
+    r"\|V\|\,\bigl(a+(1+a+|b|R)\,e^{a+|b|R}\bigr)",
+    scope="mean-field W2",
+    assumptions=(LINEAR, NO_PLACES),
+    given=lambda where, folded: (where.numbers(folded),),
+)
 def mean_field(numbers: HeadNumbers) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\,e^{a+|b|R})` in W₂, unmasked, without positions: every n at once."""
     return _bound(numbers, torch.exp(numbers.swing))
 
 
+@theorem(
+    "howsmooth.unified",
+    r"\|V\|\,\bigl[a+(1+a+|b|R)\min(\sqrt n,\,e^{a+|b|R})\bigr]",
+    scope="ball",
+    assumptions=(LINEAR, NO_PLACES),
+    given=lambda where, folded: (where.numbers(folded), where.count),
+)
 def unified(numbers: HeadNumbers, n: float) -> Tensor:
     r"""On the ball :math:`\|V\|\,[a + (1+a+|b|R)\min(\sqrt n, e^{a+|b|R})]`: both regimes, crossing at n = e^{2a}.
 
@@ -51,6 +71,13 @@ def crossover(numbers: HeadNumbers) -> Tensor:
     return torch.exp(2 * numbers.swing)
 
 
+@theorem(
+    "howsmooth.masked_mean_field",
+    r"\|V\|\,\bigl(a+2(1+2a)\,e^{2a}\bigr)",
+    scope="mean-field d2",
+    assumptions=(LINEAR, CAUSAL, NO_ROTARY),
+    given=lambda where, folded: (where.numbers(folded),),
+)
 def masked_mean_field(numbers: HeadNumbers) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + 2(1+2a)\,e^{2a})` in the conditional distance d₂, causal mask, every n.
 
@@ -65,43 +92,3 @@ def masked_mean_field(numbers: HeadNumbers) -> Tensor:
 
 def _bound(numbers: HeadNumbers, growth: Tensor | float) -> Tensor:
     return numbers.spread * numbers.pull + (numbers.value + numbers.spread * numbers.push) * growth
-
-
-@theorem(
-    "howsmooth.sqrt_n",
-    r"\|V\|\,\bigl(a+(1+a+|b|R)\sqrt n\bigr),\quad a=R^2\max_{ij}\|A_{ij}\|",
-    scope="ball",
-    assumptions=(LINEAR,),
-)
-def _sqrt_n(where: Setting, folded: bool) -> Tensor:
-    return sqrt_n(where.numbers(folded), where.count)
-
-
-@theorem(
-    "howsmooth.mean_field",
-    r"\|V\|\,\bigl(a+(1+a+|b|R)\,e^{a+|b|R}\bigr)",
-    scope="mean-field W2",
-    assumptions=(LINEAR, NO_PLACES),
-)
-def _mean_field(where: Setting, folded: bool) -> Tensor:
-    return mean_field(where.numbers(folded))
-
-
-@theorem(
-    "howsmooth.unified",
-    r"\|V\|\,\bigl[a+(1+a+|b|R)\min(\sqrt n,\,e^{a+|b|R})\bigr]",
-    scope="ball",
-    assumptions=(LINEAR, NO_PLACES),
-)
-def _unified(where: Setting, folded: bool) -> Tensor:
-    return unified(where.numbers(folded), where.count)
-
-
-@theorem(
-    "howsmooth.masked_mean_field",
-    r"\|V\|\,\bigl(a+2(1+2a)\,e^{2a}\bigr)",
-    scope="mean-field d2",
-    assumptions=(LINEAR, CAUSAL, NO_ROTARY),
-)
-def _masked_mean_field(where: Setting, folded: bool) -> Tensor:
-    return masked_mean_field(where.numbers(folded))
