@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.bounds import CATALOGUE, Bound, least_upper_bound, setting, upper_bounds
+from howsmooth.bounds import CATALOGUE, Bound, least_upper_bound, setting
+from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.bounds.settings import Setting
 from howsmooth.nn import Attending, CosineAttention
 from howsmooth.scanning.cells import head_numbers
@@ -113,6 +114,8 @@ def test_a_head_has_its_own_least_bound() -> None:
         assert row is not None
         smallest = min(float(values[head]) for values in upper_bounds(where, per_head=True).values())
         assert float(least[1]) == row.value == smallest
+    with pytest.raises(hs.InvalidInput, match="there is no head 2: choose from 0 to 1"):
+        tightest_upper(attention, 6, Ball(2.0), head=2)
 
 
 class Doubled(TokenStage, TokenDerivative):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.pieces import Attention, read_pieces
+from howsmooth.models.pieces import AttentionPiece, read_pieces
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -29,7 +29,7 @@ def test_the_pieces_of_an_encoder_compute_its_output(norm_first: bool, causal: b
 def test_an_attention_knows_the_normalisation_that_feeds_it() -> None:
     first = read_pieces(nn.TransformerEncoderLayer(8, 2, 16, norm_first=False)).pieces[0]
     (attention,) = first.branch  # type: ignore[union-attr]
-    assert isinstance(attention, Attention)
+    assert isinstance(attention, AttentionPiece)
     assert attention.norm is None
     norm, attention = read_pieces(nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)).pieces[0].branch  # type: ignore[union-attr]
     assert attention.norm is norm.module

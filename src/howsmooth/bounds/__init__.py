@@ -30,7 +30,6 @@ from howsmooth.bounds.catalogue import (
     applicable,
     get,
     least_upper_bound,
-    upper_bounds,
 )
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
@@ -93,6 +92,5 @@ __all__ = [
     "stacks",
     "table",
     "three_path",
-    "upper_bounds",
     "yudin2025",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.settings import PathNumber, Setting, setting
-from howsmooth.checks import door
+from howsmooth.checks import Size, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 
 Evaluate = TypeVar("Evaluate", bound=Callable[..., Tensor])
@@ -248,8 +248,9 @@ def upper_bounds(
     return evaluated([bound for bound in wanted if bound.side == "upper" and bound.norm == norm], where, per_head)
 
 
+@door
 def least_upper_bound(
-    where: Setting, norm: float = 2, *, head: int | None = None, scopes: Container[str] = ON_SETS
+    where: Setting, norm: float = 2, *, head: Size | None = None, scopes: Sequence[str] = ON_SETS
 ) -> tuple[Bound, Tensor] | None:
     """The smallest upper bound that applies, and the theorem that gives it; None when no theorem applies.
 
@@ -266,6 +267,8 @@ def least_upper_bound(
     >>> bound.name, round(float(value), 3)
     ('howsmooth.mean_field', 6.437)
     """
+    if head is not None and head >= where.heads:
+        raise InvalidInput(f"there is no head {head}: choose from 0 to {where.heads - 1}.")
     among = [bound for bound in CATALOGUE.values() if bound.scope in scopes]
     values = upper_bounds(where, norm, per_head=head is not None, among=among)
     if not values:

@@ -38,14 +38,14 @@ def projections_of(where: Setting) -> AttentionMap:
     return where.attention.projections
 
 
-KIND: dict[str, Any] = {"scope": "global", "kinds": ("lipschitz_norm",), "needs": ()}
+LIPSCHITZ_NORM: dict[str, Any] = {"scope": "global", "kinds": ("lipschitz_norm",), "needs": ()}
 
 
 @theorem(
     "dasoulas2021.joint",
     r"(e\sqrt3+2\sqrt6)\,\|W\|\,\|(W_Q,W_K,W_V)\|",
     reference="after Dasoulas, Scaman, Virmaux 2021",
-    **KIND,
+    **LIPSCHITZ_NORM,
 )
 def _joint(where: Setting, folded: bool) -> Tensor:
     maps = projections_of(where)

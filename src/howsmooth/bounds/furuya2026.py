@@ -36,7 +36,7 @@ def steps_of(where: Setting) -> list[GradientStepAttention]:
     return [step for step in steps if isinstance(step, GradientStepAttention)]
 
 
-KIND: dict[str, Any] = {"scope": "global", "kinds": ("gradient_step",), "combine": "block", "needs": ()}
+GRADIENT_STEP: dict[str, Any] = {"scope": "global", "kinds": ("gradient_step",), "combine": "block", "needs": ()}
 SHORT_STEP = Assumption(
     "the step is at most 2/max|Ay_j|²",
     lambda where: all(head.step <= float(longest_step(head.points)) for head in steps_of(where)),
@@ -48,7 +48,7 @@ SHORT_STEP = Assumption(
     r"1\quad\text{for}\ 0\le\eta\le 2/\max_j|Ay_j|^2",
     reference=REFERENCE,
     assumptions=(SHORT_STEP,),
-    **KIND,
+    **GRADIENT_STEP,
 )
 def _nonexpansive(where: Setting) -> Tensor:
     return torch.ones((), dtype=torch.float64)

@@ -13,7 +13,7 @@ from howsmooth.bounds.layers import activation, mlp, normalisation
 from howsmooth.bounds.settings import setting
 from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
-from howsmooth.models.pieces import MLP, Attention, Norm, Piece, Residual, read_pieces
+from howsmooth.models.pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
 from howsmooth.sets import TokenSet
 
 
@@ -88,24 +88,24 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
 def _stage(piece: Piece, n: float, floors: Mapping[str, float], radius: float | None) -> Stage:
     """The constant of a piece wherever the model can feed it."""
     match piece:
-        case Residual(name, branch):
+        case ResidualPiece(name, branch):
             return Stage.around(name, [_stage(inner, n, floors, radius) for inner in branch])
-        case Norm(name, module):
+        case NormPiece(name, module):
             floor, eps = floors.get(name), getattr(module, "eps", None)
             scope = "everywhere" if floor is None else f"token variance ≥ {floor:.3g}"
             note = f"ε = {eps:g}" if eps else ""
             return Stage.of(name, normalisation(module, floor), scope=scope, note=note, kind="normalisation")
-        case MLP(name, _, weights, act):
+        case MLPPiece(name, _, weights, act):
             try:
                 known = activation(act)
             except InvalidInput as error:
                 raise UnsupportedModel(f"{name}: {error}") from error
             return Stage.of(name, mlp(weights, known), note=f"‖W₂‖·Lip({known.name})·‖W₁‖", kind="MLP")
-        case Attention():
+        case AttentionPiece():
             return _attention(piece, n, radius)
 
 
-def _attention(piece: Attention, n: float, radius: float | None) -> Stage:
+def _attention(piece: AttentionPiece, n: float, radius: float | None) -> Stage:
     if piece.norm is None and radius is None:
         raise DoesNotApply(
             "the first attention of this encoder sees the tokens as they come (norm_first=False), and dot-product "

@@ -24,7 +24,7 @@ _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormPiece:
     """x ↦ module(x), a normalisation of single tokens."""
 
     name: str
@@ -35,7 +35,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionPiece:
     """An attention map, and the normalisation whose output it sees; None where it sees the tokens as they come."""
 
     name: str
@@ -47,7 +47,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLPPiece:
     """x ↦ W₂ act(W₁x + b₁) + b₂; the weights as in `torch.nn.Linear`."""
 
     name: str
@@ -60,7 +60,7 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Residual:
+class ResidualPiece:
     """x ↦ x + branch(x)."""
 
     name: str
@@ -70,7 +70,7 @@ class Residual:
         return x + _run(self.branch, x)
 
 
-Piece = Norm | Attention | MLP | Residual
+Piece = NormPiece | AttentionPiece | MLPPiece | ResidualPiece
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Reading:
     entry: nn.Module | None = None
 
     @property
-    def norms(self) -> list[Norm]:
+    def norms(self) -> list[NormPiece]:
         """Every normalisation, in order."""
         return list(_norms(self.pieces))
 
@@ -178,13 +178,13 @@ def _torch_encoder(model: Any, causal: bool) -> tuple[Reading, int]:
         pieces += _layer(index, attention, fed, parts, (layer.norm1, layer.norm2), layer.norm_first)
         last = None if layer.norm_first else layer.norm2
     if getattr(model, "norm", None) is not None:
-        pieces.append(Norm("end: norm", model.norm))
+        pieces.append(NormPiece("end: norm", model.norm))
     return Reading(model, tuple(pieces), causal), width
 
 
 def _bert(model: Any) -> tuple[Reading, int]:
     last = model.embeddings.LayerNorm
-    pieces: list[Piece] = [Norm("embeddings: norm", last)]
+    pieces: list[Piece] = [NormPiece("embeddings: norm", last)]
     for index, layer in enumerate(model.encoder.layer):
         norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
         inner, outer = layer.intermediate.dense, layer.output.dense
@@ -202,7 +202,7 @@ def _gpt2(model: Any) -> tuple[Reading, int]:
         parts = (inner, outer), (inner.weight.T, outer.weight.T), block.mlp.act
         attention = SelfAttention.from_transformers(model, index)
         pieces += _layer(index, attention, block.ln_1, parts, (block.ln_1, block.ln_2), norm_first=True)
-    pieces.append(Norm("end: norm", model.ln_f))
+    pieces.append(NormPiece("end: norm", model.ln_f))
     return Reading(model, tuple(pieces), entry=model.h[0].ln_1), model.config.hidden_size
 
 
@@ -217,14 +217,14 @@ def _layer(
     """One layer: x + f(norm(x)) twice, or norm(x + f(x)) twice."""
     found: list[Piece] = []
     maps: tuple[tuple[str, Piece], ...] = (
-        ("attention", Attention(f"layer {index}: attention", attention, fed)),
-        ("MLP", MLP(f"layer {index}: MLP", *parts)),
+        ("attention", AttentionPiece(f"layer {index}: attention", attention, fed)),
+        ("MLP", MLPPiece(f"layer {index}: MLP", *parts)),
     )
     for (name, piece), norm in zip(maps, norms, strict=True):
         order = "before" if norm_first else "after"
-        normed = Norm(f"layer {index}: norm {order} {name}", norm)
+        normed = NormPiece(f"layer {index}: norm {order} {name}", norm)
         skip = f"layer {index}: x + {name}"
-        found += [Residual(skip, (normed, piece))] if norm_first else [Residual(skip, (piece,)), normed]
+        found += [ResidualPiece(skip, (normed, piece))] if norm_first else [ResidualPiece(skip, (piece,)), normed]
     return found
 
 
@@ -234,9 +234,9 @@ def _run(pieces: Iterable[Piece], x: Tensor) -> Tensor:
     return x
 
 
-def _norms(pieces: Iterable[Piece]) -> Iterator[Norm]:
+def _norms(pieces: Iterable[Piece]) -> Iterator[NormPiece]:
     for piece in pieces:
-        if isinstance(piece, Norm):
+        if isinstance(piece, NormPiece):
             yield piece
-        elif isinstance(piece, Residual):
+        elif isinstance(piece, ResidualPiece):
             yield from _norms(piece.branch)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import CATALOGUE, get, setting, upper_bounds
+from howsmooth.bounds import CATALOGUE, get, setting
+from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.explaining import explain
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement

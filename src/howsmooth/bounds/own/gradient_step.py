@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.furuya2026 import KIND, steps_of
+from howsmooth.bounds.furuya2026 import GRADIENT_STEP, steps_of
 from howsmooth.bounds.settings import Setting
 
 
@@ -28,6 +28,10 @@ def gradient_step(points: Tensor, step: float) -> Tensor:
     return (step * apart / 4 - 1).clamp(min=1.0)
 
 
-@theorem("howsmooth.gradient_step", r"\max\bigl(1,\ \eta\rho^2-1\bigr),\quad \rho=\tfrac12\max_{jk}|Ay_j-Ay_k|", **KIND)
+@theorem(
+    "howsmooth.gradient_step",
+    r"\max\bigl(1,\ \eta\rho^2-1\bigr),\quad \rho=\tfrac12\max_{jk}|Ay_j-Ay_k|",
+    **GRADIENT_STEP,
+)
 def _evaluate(where: Setting) -> Tensor:
     return torch.stack([gradient_step(head.points, head.step) for head in steps_of(where)]).mean()

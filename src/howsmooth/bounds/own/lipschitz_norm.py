@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.dasoulas2021 import KIND, projections_of
+from howsmooth.bounds.dasoulas2021 import LIPSCHITZ_NORM, projections_of
 from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
 
@@ -59,7 +59,7 @@ def lipschitz_norm(mixed: Tensor, output: Tensor | float, query: Tensor, key: Te
     "howsmooth.lipschitz_norm",
     r"\sqrt{1+\sinh 1}\,\|WW_V\|+\|W\|\bigl(\|W_V\|+\|W_Q\|+\sqrt2\,\|W_K\|\bigr)",
     reference="howsmooth, for the attention of Dasoulas, Scaman, Virmaux 2021",
-    **KIND,
+    **LIPSCHITZ_NORM,
 )
 def _lipschitz_norm(where: Setting, folded: bool) -> Tensor:
     maps = projections_of(where)

@@ -103,26 +103,26 @@ def outliers(n: float) -> Tensor:
 
 
 def sums_for(exponent: Tensor, n: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """c_0, c_1, c_2 for n tokens, with E = e^{exponent}; without a mask one more axis, over `outliers`."""
+    """c_0, c_1, c_2 for n tokens, with E = e^{exponent}; one more axis over `outliers`, a single one under a mask."""
     if not causal:
         k = outliers(n)
         p = torch.sigmoid(exponent[..., None] - torch.log((n - k) / k))
         return _powers((n - k) / k * p.square(), 1 - p)
-    parts = [torch.zeros_like(exponent) for _ in range(3)]
+    parts = [torch.zeros_like(exponent[..., None]) for _ in range(3)]
     last = int(min(n - 1, _LONGEST_SUM))
     for first in range(1, last + 1, 2**16):
         m = torch.arange(first, min(first + 2**16, last + 1), dtype=exponent.dtype)
         p = torch.sigmoid(exponent[..., None] - m.log())
-        parts = [part + c.sum(-1) for part, c in zip(parts, _powers(p.square(), 1 - p), strict=True)]
+        parts = [part + c.sum(-1, keepdim=True) for part, c in zip(parts, _powers(p.square(), 1 - p), strict=True)]
     return parts[0], parts[1], parts[2]
 
 
 def mean_field_sums(exponent: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for measures: the limit under a mask; one more axis, over mass ratios, without."""
-    scale = exponent.clamp(max=_LARGEST_EXPONENT).exp()
+    """The same for measures: one more axis over mass ratios, under a mask their limit alone."""
+    scale = exponent.clamp(max=_LARGEST_EXPONENT).exp()[..., None]
     if causal:
         return scale, scale / 2, scale / 3
-    return _powers(scale[..., None] * _RATIOS / (1 + _RATIOS).square(), _RATIOS / (1 + _RATIOS))
+    return _powers(scale * _RATIOS / (1 + _RATIOS).square(), _RATIOS / (1 + _RATIOS))
 
 
 def equal_tokens(value: Tensor) -> Tensor:
@@ -158,34 +158,28 @@ def clusters(attention: AttentionMap, tokens: TokenSet) -> Clusters:
 
 def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: int = 0) -> Tensor:
     """The input that attains the bound for one head: the outliers first, then the others, ``(n, d)``."""
-    found = clusters(attention, tokens)
-    values = _evaluate(attention, found, lambda e: sums_for(e, n, attention.terms.is_causal), folded=True)[head]
-    best, count = int(values.argmax()), 1
-    if values.dim() == 2:
-        best, place = divmod(best, values.shape[1])
-        count = int(outliers(n)[place])
+    found, causal = clusters(attention, tokens), attention.terms.is_causal
+    values = _evaluate(attention, found, partial(sums_for, n=n, causal=causal), folded=True)[head]
+    best, place = divmod(int(values.argmax()), values.shape[1])
+    count = 1 if causal else int(outliers(n)[place])
     parts = (found.outlier[head, best].expand(count, -1), found.others[head, best].expand(n - count, -1))
     return torch.cat(parts)
 
 
 def _evaluate(attention: AttentionMap, at: Clusters, sums: Sums, folded: bool) -> Tensor:
-    """The bound for every candidate, (heads, candidates), or (heads, candidates, mass ratios), rounding taken off."""
+    """The bound for every candidate and mass ratio, (heads, candidates, ratios), rounding taken off."""
     query, key, bias = query_key(attention)
     push = (at.others @ query.mT + bias[:, None]) @ key  # w = Kᵀ(Qx_o + b_q)
     delta = at.outlier - at.others
-    found = sums((delta * push).sum(-1))
+    c = sums((delta * push).sum(-1))
     value = value_matrices(attention, folded)[:, None]
-    lost = _rounding(attention, at, delta, push, value, found[0].dim() == 3)
-    sizes = found[0].sqrt() * lost[0] + found[2].sqrt() * lost[1]
-    if found[0].dim() == 3:
-        bound = two_cluster(value[:, None], delta[:, :, None], push[:, :, None], found)
-    else:
-        bound = two_cluster(value, delta, push, found)
-    return (bound - sizes).clamp(min=0)
+    first, second = _rounding(attention, at, delta, push, value)
+    lost = c[0].sqrt() * first[..., None] + c[2].sqrt() * second[..., None]
+    return (two_cluster(value[:, None], delta[:, :, None], push[:, :, None], c) - lost).clamp(min=0)
 
 
 def _rounding(
-    attention: AttentionMap, at: Clusters, delta: Tensor, push: Tensor, value: Tensor, wide: bool
+    attention: AttentionMap, at: Clusters, delta: Tensor, push: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     r"""What rounding may add to the bound: :math:`\sqrt{c_0}\,e_0 + \sqrt{c_2}\,e_2`.
 
@@ -200,16 +194,12 @@ def _rounding(
     far = delta.norm(dim=-1)
     exponent = far * (push_error + steps * push.norm(dim=-1)) + steps
     size = value.norm(dim=(-2, -1))  # (heads, 1)
-    inner = (
-        attention.value_weight.double()
-        .norm(dim=(-2, -1))
-        .repeat_interleave(attention.heads // attention.kv_heads)[:, None]
-    )
+    inner = value_matrices(attention, folded=False).norm(dim=(-2, -1))[:, None]
     outer = attention.output_weight.double().norm(dim=(-2, -1))[:, None].clamp(min=1.0)
     value_error = gamma(8 * sum(attention.output_weight.shape[1:])) * inner * outer
     first = exponent * size + value_error
     second = far * (size * (exponent * push.norm(dim=-1) + push_error) + value_error * push.norm(dim=-1))
-    return (first[..., None], second[..., None]) if wide else (first, second)
+    return first, second
 
 
 def _powers(first: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
