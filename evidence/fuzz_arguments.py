@@ -336,7 +336,7 @@ BY_NAME: dict[str, list[str]] = {
 SPECIAL: dict[str, list[str]] = {
     "attention.ALiBi.standard.heads": ["two"],
     "attention.GradientStepAttention.step": ["half"],
-    "bounds.TokenSet.after.norm": ["layer norm"],
+    "sets.TokenSet.after.norm": ["layer norm"],
     "bounds.measured_variances.model": ["encoder"],
     "bounds.stack.model": ["encoder"],
     "meanfield.LogMass.weights": ["slopes"],
@@ -374,8 +374,8 @@ SPECIAL: dict[str, list[str]] = {
     "worstcase.sandwich.lengths": ["numbers"],
     "worstcase.sandwich.eps": ["radii"],
     "worstcase.worst_measure.atoms": ["two"],
-    "worstcase.Normalised.tokens": ["layer norm", "token set"],
-    "worstcase.Embeddings.matrix": ["square"],
+    "sets.Normalised.tokens": ["layer norm", "token set"],
+    "sets.Embeddings.matrix": ["square"],
 }
 """The same for one parameter of one function."""
 ALWAYS = {"steps", "starts", "resamples", "lengths", "windows", "what"}

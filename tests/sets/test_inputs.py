@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import InvalidInput
-from howsmooth.sets import as_set, check_inside
+from howsmooth.sets import as_set
+from howsmooth.sets.inputs import check_inside
 from howsmooth.worstcase import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
 
 N, D = 4, 3

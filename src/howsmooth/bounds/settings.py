@@ -16,7 +16,8 @@ from howsmooth.bounds.paths import Paths, both_paths
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
-from howsmooth.sets import TokenSet, check_inside
+from howsmooth.sets import TokenSet
+from howsmooth.sets.inputs import check_inside
 
 PathNumber = Callable[[Paths, "Setting"], Tensor]
 """A number of each map of a group of `Paths`, ``(g,)``."""

@@ -4,16 +4,7 @@ A `TokenSet` is what theorems know of single tokens; an `InputSet` holds whole i
 """
 
 from howsmooth.sets.embeddings import Embeddings
-from howsmooth.sets.inputs import (
-    Ball,
-    Everywhere,
-    InputSet,
-    Neighbourhood,
-    Normalised,
-    Sphere,
-    as_set,
-    check_inside,
-)
+from howsmooth.sets.inputs import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
 from howsmooth.sets.tokens import TokenSet
 
 __all__ = [
@@ -26,5 +17,4 @@ __all__ = [
     "Sphere",
     "TokenSet",
     "as_set",
-    "check_inside",
 ]
