@@ -119,7 +119,11 @@ def attention_site(model: PreTrainedModel, layer: int) -> Site:
     """The self-attention block of one layer, counted from 0."""
     sites = attention_sites(model)
     if not 0 <= layer < len(sites):
-        raise InvalidInput(
-            f"layer {layer} does not exist: this {type(model).__name__} has {len(sites)} layers, 0 to {len(sites) - 1}."
-        )
+        raise no_such_layer(model, layer, len(sites))
     return sites[layer]
+
+
+def no_such_layer(model: nn.Module, layer: int | None, count: int) -> InvalidInput:
+    """The error for a layer that a model does not have."""
+    said = f"this {type(model).__name__} has {count} layers, 0 to {count - 1}"
+    return InvalidInput(f"layer {layer} does not exist: {said}.")

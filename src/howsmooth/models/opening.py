@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 UNLIMITED = 2**31
+_USUAL = 128
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 _MODALITIES = {"input_ids": "text", "pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 
@@ -62,7 +63,8 @@ class OpenModel:
             source: the text itself, or the path of a .wav or image file.
             length: tokens of each piece, special ones included; None for the model's fixed number (images, Whisper).
             count: how many different pieces.
-            seed: draws where they begin, one in each of ``count`` equal parts of the text; None spreads them evenly.
+            seed: draws where all but the first begin, one in each of ``count`` equal parts of the text; None spreads
+                them evenly. The first begins where the text does.
         """
         if length is not None and length > self.limit:
             raise InvalidInput(
@@ -74,9 +76,18 @@ class OpenModel:
             return self._sounds(source, length, count, seed)
         if length is None:
             raise InvalidInput("a window of text needs a length: say how many tokens.")
+        return self._text(source).windows(length, count, seed)
+
+    def usual_length(self, source: str | Path) -> int:
+        """How much is read when nothing is said: 128 tokens, or a shorter text, or an image or sound of fixed size."""
+        if self.modality == "text":
+            return min(_USUAL, self.limit, len(self._text(source)))
+        return self.limit if self.limit < UNLIMITED else _USUAL
+
+    def _text(self, source: str | Path) -> Tokens:
         if self.processor is None and not is_random(self.name):
             raise InvalidInput(f"{self.name} has no tokenizer beside its weights: add one, or capture token ids.")
-        return Tokens(str(source), self.processor).windows(length, count, seed)
+        return Tokens(str(source), self.processor)
 
     def inputs(self, window: Window) -> dict[str, Tensor]:
         """The keyword arguments of the model for a window."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
-from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
+from howsmooth.models.conventions import CONVENTIONS, Site, attention_site, attention_sites, no_such_layer
 from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.reading import read_attention
 from howsmooth.models.socket import AttentionCall, attention_calls
@@ -73,31 +73,30 @@ def capture(
     h.1.attn (3, 32) True
     """
     _check_request(model, inputs)
+    wanted = None if layers is None else list(layers)
     if model.config.model_type in CONVENTIONS:
-        found = _capture_by_name(model, inputs)
+        sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
+        found = _capture_by_name(model, inputs, sites)
     else:
-        found = [
-            _compared(
-                model, number, each.name, each.attention, each.x, each.output, each.call, RealTokens.of(inputs).keep
-            )
+        keep = RealTokens.of(inputs).keep
+        found = {
+            number: _compared(model, number, each.name, each.attention, each.x, each.output, each.call, keep)
             for number, each in enumerate(find_attention(model, inputs))
-        ]
-    if layers is None:
-        return found
-    missing = sorted(set(layers := list(layers)) - {each.layer for each in found})
-    if missing:
-        raise InvalidInput(
-            f"layer {missing[0]} does not exist: this {type(model).__name__} has {len(found)} layers, 0 to "
-            f"{len(found) - 1}."
-        )
-    return [found[layer] for layer in layers]
+        }
+        for layer in wanted or ():
+            if layer not in found:
+                raise no_such_layer(model, layer, len(found))
+    return [found[layer] for layer in (sorted(found) if wanted is None else wanted)]
 
 
-def _capture_by_name(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[CapturedSite]:
-    sites, real = attention_sites(model), RealTokens.of(inputs)
+def _capture_by_name(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site]
+) -> dict[int, CapturedSite]:
+    real = RealTokens.of(inputs)
     tokens: dict[int, Tensor] = {}
     calls: dict[nn.Module, AttentionCall] = {}
-    found: list[CapturedSite] = []
+    owners = {site.owner for site in sites}
+    found: dict[int, CapturedSite] = {}
 
     def on_entry(site: Site) -> Callable[..., None]:
         def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,13 +109,17 @@ def _capture_by_name(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> li
             # Compared at once and let go: the weights of all layers together would not fit into memory.
             x, call = tokens.pop(site.layer), calls.pop(site.owner, None)
             attention = read_attention(model, site, real.positions)
-            found.append(_compared(model, site.layer, site.path, attention, x, output, call, real.keep))
+            found[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real.keep)
 
         return hear
 
+    def on_call(call: AttentionCall) -> None:
+        if call.module in owners:
+            calls[call.module] = call
+
     hooks = [site.block.register_forward_pre_hook(on_entry(site), with_kwargs=True) for site in sites]
     hooks += [site.part(site.names.output).register_forward_hook(on_output(site)) for site in sites]
-    with listening(hooks), attention_calls(model, lambda call: calls.__setitem__(call.module, call)):
+    with listening(hooks), attention_calls(model, on_call):
         run(model, inputs)
     return found
 

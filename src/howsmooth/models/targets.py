@@ -8,7 +8,8 @@ it. Each function has reproduced the model's own output at its tokens before it 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import LOCK, alone
-from howsmooth.models.conventions import CONVENTIONS, attention_sites, submodule
+from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer, submodule
 from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
 from howsmooth.small import first_tensor, relative_error
@@ -74,7 +75,7 @@ def target(
 
 
 class Targets:
-    """All targets of one window; the model runs once for the functions and once for the attention maps.
+    """All targets of one window; the model reads it when the first of them is asked for, or by `read`.
 
     >>> from howsmooth.models import open_model
     >>> opened = open_model("random:bert[layers=2,width=16]")
@@ -89,13 +90,14 @@ class Targets:
         self.model, self.inputs = open_model.model, open_model.inputs(window)
         if RealTokens.of(self.inputs).keep is not None:
             raise InvalidInput("targets are measured without padding: cut the window to its real tokens.")
-        self._sites: list[CapturedSite] | None = None
+        listed = self.model.config.model_type in CONVENTIONS
+        self._sites = None if listed else capture(self.model, self.inputs)
         self._layers = self._layer_modules()
         self._mlps = [_mlp(layer) for layer in self._layers]
         self._calls: dict[nn.Module, Call] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
-        self._run()
+        self._answer: Any = None
 
     @property
     def layers(self) -> int:
@@ -104,11 +106,19 @@ class Targets:
 
     @property
     def sites(self) -> list[CapturedSite]:
-        """The attention blocks, captured when first asked for."""
+        """The attention blocks, captured when first asked for; the same run tells what the functions need."""
         with LOCK:
             if self._sites is None:
-                self._sites = capture(self.model, self.inputs)
+                with self._hearing() if self._answer is None else nullcontext():
+                    self._sites = capture(self.model, self.inputs)
             return self._sites
+
+    def read(self, maps: bool) -> None:
+        """Let the model read the window now, once for all targets: ``maps`` says whether attention is among them."""
+        if maps:
+            _ = self.sites
+        else:
+            self._run()
 
     @alone
     def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Function, Tensor]:
@@ -116,14 +126,13 @@ class Targets:
         if what not in WHATS:
             raise InvalidInput(f"what is measured is one of {', '.join(WHATS)}, got {what!r}.")
         if what in ("model", "logits"):
+            self._run()
             return self._whole(what)
         if layer is None or not 0 <= layer < self.layers:
-            raise InvalidInput(
-                f"layer {layer} does not exist: this {type(self.model).__name__} has {self.layers} layers, 0 to "
-                f"{self.layers - 1}."
-            )
+            raise no_such_layer(self.model, layer, self.layers)
         if what == "attention":
             return self.sites[layer].attention, self.sites[layer].x
+        self._run()
         if what == "mlp":
             return self._mlp_function(layer)
         module = self._layers[layer]
@@ -135,8 +144,8 @@ class Targets:
 
     def _layer_modules(self) -> list[nn.Module]:
         """The layers: the members of the model's list of modules that hold its attention blocks."""
-        listed = self.model.config.model_type in CONVENTIONS
-        paths = [s.path for s in attention_sites(self.model)] if listed else [s.name for s in self.sites]
+        known = self._sites
+        paths = [s.path for s in attention_sites(self.model)] if known is None else [s.name for s in known]
         found = [re.match(r"(.*?\b\d+)\b", path) for path in paths]
         if not all(found):
             raise UnsupportedModel(f"{type(self.model).__name__} holds no list of layers: measure 'attention' only.")
@@ -149,6 +158,14 @@ class Targets:
         return layers
 
     def _run(self) -> None:
+        """Let the model read the window, unless it has."""
+        if self._answer is None:
+            with self._hearing(), reference_mode(self.model):
+                run(self.model, self.inputs)
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Keeps what the layers and their MLPs are called with and give out while the model runs."""
         modules = [*self._layers, *(part for mlp in self._mlps if mlp for part in mlp)]
         last, base = self._layers[-1], self.model.base_model
 
@@ -157,6 +174,9 @@ class Targets:
 
         def on_exit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._outputs[module] = first_tensor(output)
+
+        def at_the_end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._answer = output
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
@@ -167,9 +187,8 @@ class Targets:
         inside = {part for layer in self._layers for part in layer.modules()}
         leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
         hooks += [module.register_forward_hook(after) for module in leaves]
-        with listening(hooks), reference_mode(self.model):
-            self._answer = run(self.model, self.inputs)
-        self._hidden = self._outputs.get(base, first_tensor(self._answer))
+        with listening([*hooks, self.model.register_forward_hook(at_the_end)]):
+            yield
 
     def _input(self, layer: int) -> Tensor:
         return self._calls[self._layers[layer]].hidden[0].detach()
@@ -266,7 +285,8 @@ class Targets:
 
     def _whole(self, what: str) -> tuple[Function, Tensor]:
         """All layers and what follows them, found by following the tensor from the last layer to the answer."""
-        wanted = self._hidden if what == "model" else self._answer.get("logits")
+        hidden = self._outputs.get(self.model.base_model, first_tensor(self._answer))
+        wanted = hidden if what == "model" else self._answer.get("logits")
         if wanted is None:
             raise InvalidInput("this model has no head that gives logits: open it with head=True, or measure 'model'.")
         tensor, tail = self._outputs[self._layers[-1]], list[nn.Module]()

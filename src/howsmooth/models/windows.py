@@ -70,6 +70,9 @@ class Tokens:
             self.ids = list(tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
             self.before, self.after = _special_tokens(tokenizer)
 
+    def __len__(self) -> int:
+        return len(self.before) + len(self.ids) + len(self.after)
+
     def windows(self, length: int, count: int, seed: int | None) -> list[Window]:
         """``count`` different windows of ``length`` tokens, special ones included, in the order of the text.
 
@@ -87,7 +90,7 @@ class Tokens:
         starts = len(self.ids) - inside + 1
         if starts < 1:
             raise InvalidInput(
-                f"the text has {len(self.ids) + length - inside} tokens with special ones, but windows of {length} "
+                f"the text has {len(self)} tokens with special ones, but windows of {length} "
                 "were asked: give more text or ask for less."
             )
         if starts < count:
@@ -105,14 +108,16 @@ class Tokens:
 def spread_starts(total: int, inside: int, count: int, seed: int | None) -> list[int]:
     """Where ``count`` different windows of ``inside`` tokens begin in a text of ``total``.
 
-    The text is divided into ``count`` equal parts, and each window begins at a place of its part that ``seed`` draws,
-    or where the part begins. Windows of several lengths so begin at the same tokens, unless the text ends before.
+    The text is divided into ``count`` equal parts. The first window begins where the text does, and each other one at a
+    place of its part that ``seed`` draws, or where the part begins. Windows of several lengths so begin at the same
+    tokens, unless the text ends before.
 
     >>> spread_starts(100, 8, 4, seed=None)
     [0, 25, 50, 75]
     """
     generator = torch.Generator().manual_seed(seed or 0)
     within = torch.zeros(count) if seed is None else torch.rand(count, generator=generator)
+    within[0] = 0.0
     starts = [int((i + float(u)) * total / count) for i, u in enumerate(within)]
     # From the end backwards: a window has room for itself and starts before the next one.
     latest = total - inside

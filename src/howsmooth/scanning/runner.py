@@ -13,7 +13,6 @@ from howsmooth.checks import check_options, door
 from howsmooth.errors import InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window, open_model
-from howsmooth.models.opening import UNLIMITED
 from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
@@ -81,7 +80,7 @@ def scan(
         model = open_model(model, head=any(selection.what == "logits" for selection in selections))
     text, said = file_named(text)
     name, content, digest = read_input(text, model.modality)
-    common = common or (default_length(model),)
+    common = common or (model.usual_length(content),)
     needed = sorted({length for selection in selections for length in selection.lengths or common})
     cut = {length: model.windows(content, length, chosen.windows, chosen.seed) for length in needed}
     for length in needed:
@@ -133,10 +132,11 @@ def run(
     try:
         for (length, place), batches in groupby(missing, key=lambda batch: (batch.length, batch.window)):
             tell(f"n = {length}, window {place}: reading")
-            window = cut[length][place]
+            window, of_window = cut[length][place], list(batches)
             with fitting(length):
                 targets = at_hand.pop((length, place), None) or Targets(model, window)
-            for batch in batches:
+                targets.read(maps=any(batch.what in ("head", "attention") for batch in of_window))
+            for batch in of_window:
                 tell(_label(batch))
                 with fitting(length):
                     found = measure_batch(targets, batch, settings)
@@ -164,11 +164,6 @@ def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tu
         return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
     numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
     return [(cell, numbers) for cell in batch.cells()]
-
-
-def default_length(model: OpenModel) -> int:
-    """What is read when nothing is said: 128 tokens, or all of an image or sound of fixed size."""
-    return model.limit if model.modality != "text" and model.limit < UNLIMITED else min(128, model.limit)
 
 
 def _storable(name: str) -> str:
