@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import BertModel
 
 from howsmooth.errors import InvalidInput
+from howsmooth.models.input_files import read_input
 from howsmooth.scanning import Progress, Scan, StoreError, scan
-from howsmooth.scanning.inputs import read_input
 from howsmooth.testing import dense_jacobian
 
 FIELDS = [

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from howsmooth.cli.sources import Request, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.models.conventions import attention_site
-from howsmooth.models.listening import listening, record_calls
 from howsmooth.models.norm_images import read_norm
+from howsmooth.models.running import listening, record_calls
 from howsmooth.sets import Normalised, TokenSet
 from howsmooth.weights import find_blocks
 

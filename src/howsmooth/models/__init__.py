@@ -9,10 +9,10 @@
 
 from howsmooth.models.conventions import MODEL_TYPES
 from howsmooth.models.inputs import AttentionInputs, attention_inputs
+from howsmooth.models.maps import from_transformers
 from howsmooth.models.named import NAMED, NamedModel
-from howsmooth.models.opening import OpenModel, load, open_model
+from howsmooth.models.opened import OpenModel, load, open_model
 from howsmooth.models.random_models import RANDOM_NAMES
-from howsmooth.models.reading import from_transformers
 from howsmooth.models.sites import CapturedSite, capture, site
 from howsmooth.models.targets import WHATS, Targets, target
 from howsmooth.models.texts import alice

@@ -13,8 +13,8 @@ from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import attention_site, attention_sites
-from howsmooth.models.listening import record_calls
-from howsmooth.models.opening import longest
+from howsmooth.models.opened import longest
+from howsmooth.models.running import record_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

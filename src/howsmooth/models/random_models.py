@@ -9,7 +9,7 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.alone import alone
-from howsmooth.models.loading import quiet
+from howsmooth.models.files import quiet
 from howsmooth.models.sizes import check_memory
 
 if TYPE_CHECKING:

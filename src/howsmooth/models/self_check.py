@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.conventions import Site
-from howsmooth.models.listening import Call, record_calls, reference_mode
+from howsmooth.models.running import Call, record_calls, reference_mode
 from howsmooth.small import relative_error
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_site, attention_sites, no_such_layer
-from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
-from howsmooth.models.reading import read_attention
+from howsmooth.models.maps import read_attention
+from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.socket import AttentionCall, attention_calls
 from howsmooth.models.unlisted import find_attention
 from howsmooth.small import first_tensor, relative_error

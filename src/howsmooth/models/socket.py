@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.alone import LOCK
-from howsmooth.models.listening import reference_mode
+from howsmooth.models.running import reference_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

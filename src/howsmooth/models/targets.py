@@ -20,12 +20,12 @@ from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer, submodule
-from howsmooth.models.listening import Call, RealTokens, listening, reference_mode, run
+from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
 from howsmooth.small import first_tensor, relative_error
 
 if TYPE_CHECKING:
-    from howsmooth.models.opening import OpenModel
+    from howsmooth.models.opened import OpenModel
     from howsmooth.models.windows import Window
 
 Function = Callable[[Tensor], Tensor]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Causal, DenseBias, LogitBias, Rotary, SelfAttention
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.listening import RealTokens, listening, run
-from howsmooth.models.reading import read_rotary, rotary_kinds
+from howsmooth.models.maps import read_rotary, rotary_kinds
+from howsmooth.models.running import RealTokens, listening, run
 from howsmooth.models.socket import AttentionCall, attention_calls
 from howsmooth.small import relative_error
 

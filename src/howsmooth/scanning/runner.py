@@ -13,10 +13,10 @@ from howsmooth.checks import check_options, door
 from howsmooth.errors import InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window, open_model
+from howsmooth.models.input_files import file_named, read_input
 from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
-from howsmooth.scanning.inputs import file_named, read_input
 from howsmooth.scanning.memory import check_fits, fitting
 from howsmooth.scanning.plan import Batch, Cell, Settings, make_plan
 from howsmooth.scanning.results import Scan

@@ -17,7 +17,7 @@ from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
-from howsmooth.models.reading import read_attention
+from howsmooth.models.maps import read_attention
 from howsmooth.nn.hosting.hosted import Seen
 from howsmooth.nn.layers.base import AttentionLayer, without_autocast
 from howsmooth.nn.layers.sight import Sight

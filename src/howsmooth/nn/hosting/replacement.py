@@ -22,7 +22,7 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.checkpoint import read_checkpoint, weight_files
 from howsmooth.models.conventions import attention_sites
-from howsmooth.models.reading import read_attention
+from howsmooth.models.maps import read_attention
 from howsmooth.nn.hosting.hosted import HostedAttention
 from howsmooth.nn.hosting.start import Tie, build, check_plain, start_from
 from howsmooth.nn.layers.base import AttentionLayer

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models import alice
-from howsmooth.models.texts import LARGEST_FILE, LARGEST_TEXT, decoded, read_content
+from howsmooth.models.texts import LARGEST_FILE, LARGEST_TEXT, alice, decoded, read_content
 from howsmooth.small import printable
 
 

@@ -17,7 +17,7 @@ from howsmooth.models.alone import alone
 from howsmooth.models.cache import Built, built
 from howsmooth.models.checkpoint import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
 from howsmooth.models.checkpoint import weight_files as files_in
-from howsmooth.models.matching import Match
+from howsmooth.models.match import Match
 from howsmooth.models.named import NAMED
 from howsmooth.models.sizes import check_counts, check_memory, check_size, read_config
 from howsmooth.small import file_digest, first_line, printable

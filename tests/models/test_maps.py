@@ -15,7 +15,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import MODEL_TYPES, from_transformers
 from howsmooth.models.conventions import attention_site
-from howsmooth.models.reading import read_attention
+from howsmooth.models.maps import read_attention
 from howsmooth.models.self_check import check_against_model
 from tests.models.tiny import HEADS, TINY, D
 

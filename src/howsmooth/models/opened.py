@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.loading import gguf_precision, licence_in, load_pretrained
+from howsmooth.models.files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
 from howsmooth.models.named import FULL_PRECISION, NAMED
 from howsmooth.models.random_models import is_random, random_model
