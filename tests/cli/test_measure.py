@@ -80,9 +80,9 @@ def test_brackets_presets_and_flags_name_the_same_configuration() -> None:
     by_flags = answer("random", *SMALL, "--causal", "--rope", "--kv-heads", 1, "--softcap", 5, "--qk-norm", "rms")
     brackets = "random[width=16,heads=2,length=12,causal=true,rope=yes,kv-heads=1,softcap=5,qk_norm=rms]"
     assert answer(brackets)["heads"]["value"] == by_flags["heads"]["value"]
-    gpt2 = answer("random:gpt2[length=4]", "--what", "block")["setting"]
+    gpt2 = answer("random[like=gpt2,length=4]", "--what", "block")["setting"]
     assert (gpt2["d"], gpt2["heads"], gpt2["mask"], gpt2["n"]) == (768, 12, "causal", 4)
-    llama = answer("random:llama", "--length", 3, "--width", 64, "--no-causal", "--what", "heads")["setting"]
+    llama = answer("random[like=llama]", "--length", 3, "--width", 64, "--no-causal", "--what", "heads")["setting"]
     assert (llama["d"], llama["kv_heads"], llama["mask"], llama["positions"]) == (64, 8, "none", "rotary")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import rich.box
 import rich.table
+import torch
 import typer
 from torch import Tensor
 
@@ -79,15 +80,17 @@ def bounds(
     with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
         begin("opening the map")
         site = request.open(settings)
-        x = None if on_set else one_input(site.x)
+        x = None if on_set else site.one_input
         lengths = lengths or [site.x.shape[-2]]
         tokens = tokens_after(site, after, rms)
+        inputs = {} if x is None else {count: _first(site, _whole(count)) for count in lengths}
         if tokens is None and radius is None and x is not None and bool(x.any()):
-            tokens = TokenSet.around(x)  # one set for every n
+            every = torch.cat([each.flatten(0, -2) for each in (x, *inputs.values())])
+            tokens = TokenSet.around(every)  # one set for every n
         where: dict[str, Any] = {"radius": radius, "tokens": tokens, "eps": eps, "seed": site.seeds["solver"]}
         for count in lengths:
             begin(f"bounds for n = {count:.12g}")
-            at: dict[str, Any] = {"n": count} if x is None else {"x": _first(x, count)}
+            at: dict[str, Any] = {"n": count} if x is None else {"x": inputs[count]}
             found = table(site.attention, per_head=per_head, **where, **at)
             if figure is not None and x is None:
                 found = _with_random_tokens(found, per_head, where["seed"])
@@ -203,15 +206,12 @@ def _whole(count: float) -> int:
     return int(count)
 
 
-def one_input(x: Tensor) -> Tensor:
-    return x[0] if x.dim() == 3 and len(x) == 1 else x
-
-
-def _first(x: Tensor, count: float) -> Tensor:
-    """The first tokens of the input."""
-    if _whole(count) > x.shape[-2]:
-        raise InvalidInput(f"--n asks for {_whole(count)} tokens, but there are {x.shape[-2]}: ask for fewer.")
-    return x if x.dim() == 3 else x[: _whole(count)]
+def _first(site: Site, n: int) -> Tensor:
+    """The tokens of an input of length n."""
+    x = site.first(n)
+    if n > x.shape[-2]:
+        raise InvalidInput(f"--n asks for {n} tokens, but there are {x.shape[-2]}: ask for fewer.")
+    return x
 
 
 def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:

@@ -46,7 +46,7 @@ _WHAT_PATHS_ARE = (
 
 _EXAMPLES = """Examples:\n
   howsmooth measure random --width 64 --heads 4 --causal\n
-  howsmooth measure "random:gpt2\\[length=256]" --what block\n
+  howsmooth measure "random\\[like=gpt2,length=256]" --what block\n
   howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
   howsmooth measure minilm --layer 2 --length 96\n
   howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json\n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -28,6 +29,8 @@ _OF_THE_MAP = ("source", "prefix", "layer", "seed")
 def remember(request: Request, settings: Settings, attention: AttentionMap) -> dict[str, Any]:
     """What a witness file says about its map: the options that name it, and the hash of its weights."""
     said = {name: getattr(request, name) for name in _OF_THE_MAP} | vars(settings) | {"length": None}
+    if request.names_model:
+        said["layer"] = request.layer or 0
     return {name: value for name, value in said.items() if value is not None} | {"sha256": map_sha256(attention)}
 
 
@@ -156,6 +159,8 @@ def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
     if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
     request = {name: source[name] for name in _OF_THE_MAP if name in source}
+    if "layer" not in request:  # random:gpt2 was a block before it was a model, which has layers
+        request["source"] = re.sub(r"^random:([\w.-]+)(?:\[(.*)\])?$", r"random[like=\1,\2]", request["source"])
     settings = {name: value for name, value in source.items() if name in kinds and name not in request}
     check_seed(request.get("seed", 0))
     for name in ("width", "heads", "kv_heads", "window", "length"):

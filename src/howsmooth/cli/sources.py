@@ -20,16 +20,22 @@ from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, 
 from howsmooth.checks import shown
 from howsmooth.cli.console import MOST_SEED, check_room
 from howsmooth.errors import InvalidInput
-from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, open_model
-from howsmooth.models.texts import read_text
+from howsmooth.models import capture, open_model
+from howsmooth.models.input_files import read_input
+from howsmooth.models.opened import names_model
+from howsmooth.models.random_models import random_name
 from howsmooth.small import printable
 from howsmooth.weights import SUFFIXES, load_tokens, read_attention_weights, read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
+_LIKE = re.compile(r"(?:^|,)\s*like\s*=\s*([\w.-]+)\s*(?=,|$)")
+_CHANGED = (
+    "random:{0} is a model of that architecture, as for howsmooth scan; a block of random weights with the sizes of "
+    "{0}, which it was before, is random[like={0}]"
+)
 _MOST = 2**40
 """Largest width, length, … that is looked at at all; no memory holds more."""
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -43,8 +49,8 @@ class Request:
     source: Annotated[
         str,
         typer.Argument(
-            help="A weights file (.safetensors, .pt, .pth), random, random:PRESET, random\\[name=value,…], "
-            "a named model (minilm, smollm2), the folder of one, or its id on the hub (org/name)."
+            help="A weights file (.safetensors, .pt, .pth), random, random\\[name=value,…], or a model: a name "
+            "(minilm, smollm2), random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
         ),
     ] = "random"
     prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None
@@ -57,9 +63,7 @@ class Request:
     @property
     def names_model(self) -> bool:
         """Whether SOURCE is a model, which has tokens of its own."""
-        path = Path(self.source)
-        on_hub = _HUB_ID.fullmatch(self.source) and path.suffix not in SUFFIXES and not os.path.exists(path)
-        return self.source in NAMED or os.path.isfile(path / "config.json") or bool(on_hub)
+        return names_model(self.source)
 
     def open(self, settings: Settings) -> Site:
         """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
@@ -139,6 +143,9 @@ PRESETS = {
 }
 
 
+Seen = Callable[[int], Tensor]
+
+
 @dataclass(frozen=True)
 class Site:
     """An attention map and the tokens it is measured at, with where they come from.
@@ -148,6 +155,7 @@ class Site:
         tensors: all weights of the file or model by name; none for a random map.
         model: the model whose layer this is, when there is one.
         notes: what else the reader should know about the model.
+        seen: what the layer sees of a window of another length, when a model reads a text.
     """
 
     attention: AttentionMap
@@ -159,11 +167,27 @@ class Site:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     model: PreTrainedModel | None = None
     notes: tuple[str, ...] = ()
+    seen: Seen | None = None
 
     @property
     def seeds(self) -> dict[str, int]:
-        """Three seeds from one: the solver's start must have nothing to do with the weights and the tokens."""
+        """Three seeds from one: the solver's start must have nothing to do with the weights and the tokens.
+
+        The weights of a model and its tokens are not drawn here, and the start is that of `howsmooth scan`.
+        """
+        if self.model is not None:
+            return dict.fromkeys(("weights", "tokens", "solver"), self.seed)
         return {"weights": self.seed, "tokens": self.seed + 1, "solver": self.seed + 2}
+
+    @property
+    def one_input(self) -> Tensor:
+        """The tokens, without the axis of a batch of one."""
+        return self.x[0] if self.x.dim() == 3 and len(self.x) == 1 else self.x
+
+    def first(self, n: int) -> Tensor:
+        """The tokens of an input of length n: what the layer sees of a text so long, or the first that are stored."""
+        x = self.one_input
+        return x[..., :n, :] if self.seen is None or n == x.shape[-2] else self.seen(n)
 
     def in_words(self) -> str:
         """The map in one line."""
@@ -223,11 +247,15 @@ def random_settings(source: str, settings: Settings) -> Settings | None:
 
     >>> random_settings("random[width=8]", Settings(heads=2)).width, random_settings("minilm", Settings())
     (8, None)
+    >>> random_settings("random[like=gpt2,length=4]", Settings(heads=2)).causal
+    True
     """
     parsed = _GRAMMAR.fullmatch(source)
-    if parsed is None:
+    if parsed is None or names_model(source):
         return None
-    return settings.over(_pairs(parsed["pairs"])).over(_preset(parsed["preset"])).over(DEFAULTS)
+    like, pairs = _LIKE.search(parsed["pairs"] or ""), _LIKE.sub("", parsed["pairs"] or "")
+    preset = _preset(parsed["preset"] if like is None else like[1])
+    return settings.over(_pairs(pairs)).over(preset).over(DEFAULTS)
 
 
 def random_attention(settings: Settings, seed: int) -> SelfAttention:
@@ -309,8 +337,8 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAtten
     if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
             f"{shown(source)} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
-            f"{', '.join(f'random:{name}' for name in PRESETS)}, random[width=64,heads=4,…]) nor a model (minilm, or a "
-            "folder with config.json)."
+            "random[like=gpt2], random[width=64,heads=4,…]) nor a model (minilm, random:bert, or a folder with "
+            "config.json)."
         )
     if settings.width is not None:
         raise InvalidInput("--width is for random weights: those of a file have their own.")
@@ -330,31 +358,30 @@ def _from_model(request: Request, settings: Settings) -> Site:
     own = [name for name, value in vars(settings).items() if value is not None and name not in ("length", "dtype")]
     own += ["prefix"] * (request.prefix is not None)
     if own:
+        name = random_name(request.source)
+        hint = f" (a block of its sizes is random[like={name}])" if name in PRESETS else ""
         raise InvalidInput(
-            f"--{own[0].replace('_', '-')} is for weights without a model: {request.source} has its own."
+            f"--{own[0].replace('_', '-')} is for weights without a model: {request.source} has its own{hint}."
         )
     if request.input is not None and (request.text is not None or settings.length is not None):
         raise InvalidInput("--text and --length choose what the model reads: leave them out when --input is given.")
-    text = alice() if request.text is None else read_text(request.text)
-    opened = open_model(request.source)
-    model, tokenizer = opened.model, opened.processor
-    if opened.modality != "text" or tokenizer is None:
-        raise InvalidInput(
-            f"{request.source} is no model of text with a tokenizer: add the tokenizer's files, or use howsmooth scan."
-        )
-    layer, dtype = request.layer or 0, settings.torch_dtype
-    attention: AttentionMap = from_transformers(model, layer)
+    opened, layer, dtype = open_model(request.source), request.layer or 0, settings.torch_dtype
+    _, content, _ = read_input(request.text, opened.modality)
+
+    def at(length: int) -> tuple[AttentionMap, Tensor]:
+        (window,) = opened.windows(content, length, 1, request.seed)
+        (site,) = capture(opened.model, opened.inputs(window), [layer])
+        return (site.attention, site.x) if dtype is None else (site.attention.in_dtype(dtype), site.x.to(dtype))
+
+    attention, x = at(settings.length or opened.usual_length(content))
+    origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
     if request.input is not None:
         x, origin = _stored_tokens(request, dtype)
-    else:
-        most = {"truncation": True, "max_length": settings.length or DEFAULTS.length}
-        length = settings.length or len(tokenizer(text, verbose=False, **most)["input_ids"])
-        x = attention_inputs(model, tokenizer, text, length, [layer])[layer][0]
-        origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
-    if dtype is not None:
-        attention, x = attention.in_dtype(dtype), x.to(dtype)
-    name = f"{request.source}, layer {layer}"
-    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes)
+    if random_name(request.source) in PRESETS:
+        typer.echo(f"howsmooth: note: {_CHANGED.format(random_name(request.source))}.", err=True)
+    name, model = f"{request.source}, layer {layer}", opened.model
+    seen = None if request.input is not None else (lambda length: at(length)[1])
+    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
 
 
 def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:
@@ -366,7 +393,10 @@ def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor,
 
 def _preset(name: str | None) -> Settings:
     if name is not None and name not in PRESETS:
-        raise InvalidInput(f"there is no random configuration {name!r}: choose {', '.join(PRESETS)}.")
+        raise InvalidInput(
+            f"there is no random configuration {name!r}: choose random[like=NAME] with NAME one of "
+            f"{', '.join(PRESETS)}, or a random model of `howsmooth models`, such as random:bert."
+        )
     return Settings() if name is None else PRESETS[name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import ROUND_FLOOR
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from howsmooth.cli.bounds import one_input, tokens_after
+from howsmooth.cli.bounds import tokens_after
 from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stderr, stdout, written
 from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
@@ -86,7 +86,7 @@ def worst_case(
     if request.input is None:
         settings = replace(settings, length=counts[-1] if shares else 4)
     site = request.open(settings)
-    where = _where(site, request, radii, after, rms, shares, radius == _AT_THE_LAYER)
+    where = _where(site, request, counts, radii, after, rms, shares, radius == _AT_THE_LAYER)
     out.mkdir(parents=True, exist_ok=True)
     source = remember(request, settings, site.attention)
     stem, unit = _stem(request, source["sha256"], head, norm.value), where["eps"][0] / shares[0] if shares else 1.0
@@ -142,6 +142,7 @@ def _neighbourhood(
 def _where(
     site: Site,
     request: Request,
+    counts: Sequence[int],
     radii: list[float] | None,
     after: str | None,
     rms: bool,
@@ -150,10 +151,11 @@ def _where(
 ) -> dict[str, Any]:
     """The sets, as `howsmooth.worstcase.sandwich` takes them."""
     if shares:
-        x = one_input(site.x).double()
+        x = site.one_input.double()
         if x.dim() != 2:
             raise InvalidInput(f"a search goes on near one input, but --input holds {len(x)}: store one by itself.")
-        return {"around": x, "eps": [share * float(x.norm(dim=-1).mean()) for share in shares]}
+        eps = [share * float(x.norm(dim=-1).mean()) for share in shares]
+        return {"around": {n: site.first(n).double() for n in counts}, "eps": eps}
     if radii is not None:
         return {"radii": radii}
     if after is not None:

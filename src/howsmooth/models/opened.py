@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +16,18 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
 from howsmooth.models.named import FULL_PRECISION, NAMED
-from howsmooth.models.random_models import is_random, random_model
+from howsmooth.models.random_models import is_random, random_model, random_name
 from howsmooth.models.self_check import samples_of_frames
 from howsmooth.models.windows import Tokens, Window, spread_starts
 from howsmooth.small import digest, printable
+from howsmooth.weights import SUFFIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 UNLIMITED = 2**31
 _USUAL = 128
+_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 _MODALITIES = {"input_ids": "text", "pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 
@@ -127,6 +131,22 @@ class OpenModel:
             features = audio_features(samples[start : start + wanted], config, self.processor)
             windows.append(Window(features[self.model.main_input_name], tokens, start))
         return windows
+
+
+def names_model(source: str) -> bool:
+    """Whether SOURCE is a model, which reads something, rather than weights of one attention block.
+
+    A model is a name in `NAMED`, ``random:NAME[…]``, a folder with config.json, a .gguf file, or an id on the hub
+    (``org/name``). A block is ``random``, ``random[…]`` or a file of weights.
+
+    >>> [names_model(source) for source in ("minilm", "random:bert[layers=2]", "org/name", "random[width=8]", "w.pt")]
+    [True, True, True, False, False]
+    """
+    path = Path(source)
+    if source in NAMED or random_name(source) is not None or path.suffix == ".gguf":
+        return True
+    on_hub = _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not os.path.exists(path)
+    return os.path.isfile(path / "config.json") or bool(on_hub)
 
 
 @door

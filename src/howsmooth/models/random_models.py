@@ -42,6 +42,16 @@ def is_random(spec: str) -> bool:
     return spec.startswith("random:")
 
 
+def random_name(spec: str) -> str | None:
+    """The architecture that ``random:NAME[…]`` names, where there is one.
+
+    >>> random_name("random:gpt2[layers=1]"), random_name("random:nothing"), random_name("random[width=8]")
+    ('gpt2', None, None)
+    """
+    parsed = _GRAMMAR.fullmatch(spec)
+    return parsed["name"] if parsed is not None and parsed["name"] in RANDOM_NAMES else None
+
+
 @alone
 def random_model(spec: str, head: bool = False) -> PreTrainedModel:
     """The model of a configuration, drawn as its architecture draws weights before training.
@@ -78,7 +88,7 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
     1
     """
     parsed = _GRAMMAR.fullmatch(spec)
-    if parsed is None or parsed["name"] not in RANDOM_NAMES:
+    if parsed is None or random_name(spec) is None:
         raise InvalidInput(
             f"{spec!r} is not a random model: write random:NAME or random:NAME[layers=2,width=64,…] with NAME one of "
             f"{', '.join(RANDOM_NAMES)}."

@@ -35,7 +35,7 @@ def sandwich(
     radii: Sequence[float] | None = None,
     *,
     over: InputSet | TokenSet | nn.Module | Sequence[InputSet | TokenSet | nn.Module] | None = None,
-    around: Tensor | None = None,
+    around: Tensor | Mapping[int, Tensor] | None = None,
     eps: Sequence[float] | None = None,
     norm: float = 2,
     head: Size | None = None,
@@ -57,7 +57,8 @@ def sandwich(
         lengths: numbers of tokens.
         radii: R of the balls that every token lies in.
         over: instead, one set or several; also a `TokenSet`, or the normalisation layer before f.
-        around, eps: instead, the neighbourhoods of the first n tokens of an input, each token moving by at most eps.
+        around, eps: instead, the neighbourhoods of the first n tokens of an input, or of the input of n tokens that a
+            mapping gives, each token moving by at most eps.
         norm: 2 or inf.
         head: one head of the map with its slice of the output projection; None for the whole.
         starts, steps, seed: of each search; see `howsmooth.worst_case`.
@@ -122,11 +123,15 @@ def _checked(lengths: Sequence[int]) -> list[int]:
     return [int(n) for n in found]
 
 
-def _places(n: int, radii: Any, over: Any, around: Tensor | None, eps: Any) -> Iterator[InputSet]:
+def _places(
+    n: int, radii: Any, over: Any, around: Tensor | Mapping[int, Tensor] | None, eps: Any
+) -> Iterator[InputSet]:
     """The sets for n tokens, smallest first where they have a size."""
     if (around is None) != (eps is None) or sum(given is not None for given in (radii, over, eps)) > 1:
         raise InvalidInput("give radii, or sets (over), or an input with its neighbourhoods (around and eps).")
     found: list[InputSet]
+    if isinstance(around, Mapping):
+        around = around[n]
     if around is not None:
         if n > around.shape[-2]:
             raise InvalidInput(f"{n} tokens were asked for, but the input has {around.shape[-2]}: ask for fewer.")
