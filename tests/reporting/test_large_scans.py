@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from evidence.large_stores import Size, write_store
-from howsmooth.reporting import groups
+from howsmooth.reporting import groups, summary
 from howsmooth.reporting.page import page
 from howsmooth.reporting.payload import group_data, shown_rows
+from howsmooth.reporting.source import cell_of
 from howsmooth.scanning import Scan
 
 
@@ -115,3 +119,20 @@ def test_a_report_of_a_store_opens_it_with_the_shares_that_are_shown(tmp_path: P
     assert len(packed["energies"]) == len(scan) == 16
     assert group.energies[1, 0, 16, 1] == scan.energies["large", 1, 0, 16, 1]
     assert abs(sum(group.energies[1, 0, 16, 1]) - 1) < 1e-4
+
+
+def test_the_rows_are_grouped_once_for_page_and_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped: list[Any] = []
+
+    def counted(row: Any) -> Any:
+        grouped.append(row)
+        return cell_of(row)
+
+    for module in ("source", "findings", "payload", "summary"):
+        known = sys.modules[f"howsmooth.reporting.{module}"]
+        if hasattr(known, "cell_of"):
+            monkeypatch.setattr(known, "cell_of", counted)
+    found = groups(large((8, 16), 2))
+    page(found)
+    summary(found)
+    assert 4096 == len(found[0].rows) <= len(grouped) < 4096 + 50

@@ -75,7 +75,7 @@ def growth_figure(group: Group) -> Figure | None:
     fit = growths(group).get(cell_of(worst))
     if fit is None:
         return None
-    cells = {cell: group.of(cell) for cell in {cell_of(row) for row in group.rows if row["what"] == what}}
+    cells = {cell: rows for cell, rows in group.cells.items() if cell[0] == what}
     own = cells[cell_of(worst)]
     lines = {place_of(rows[0]): [(row["length"], row["value"]) for row in rows] for rows in cells.values()}
     bounds = {

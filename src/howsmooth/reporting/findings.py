@@ -134,9 +134,7 @@ def growths(group: Group) -> dict[Cell, PowerLaw]:
     likes. So the error is at least what the law gets wrong: the root mean square distance of the exponents between
     neighbouring lengths from that of the fit. With fewer than three lengths there is none.
     """
-    points: dict[Cell, list[tuple[int, float]]] = {}
-    for row in group.rows:
-        points.setdefault(cell_of(row), []).append((row["length"], row["value"]))
+    points = {cell: [(row["length"], row["value"]) for row in rows] for cell, rows in group.cells.items()}
     fits = {cell: fit_power_law(*zip(*found, strict=True)) for cell, found in points.items()}
     return {cell: _with_doubt(fit, points[cell]) for cell, fit in fits.items() if fit is not None}
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from howsmooth.reporting.findings import KINDS, bounds_of, growths, headline, methods
-from howsmooth.reporting.source import Group, Row, cell_of
+from howsmooth.reporting.source import Group, Row
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
 
@@ -49,22 +49,10 @@ def shown_rows(group: Group, most: int) -> list[Row]:
     """All rows, or of a large scan those that tell most: of every cell at every length its roughest windows first."""
     if len(group.rows) <= most:
         return group.rows
-    main, ranks = group.main_length(group.kinds[0]), _ranks(group.rows)
-    value = {id(row): -row["value"] for row in group.rows}
-    order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, value[id(row)]))
+    main, ranks = group.main_length(group.kinds[0]), group.ranks
+    order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, -row["value"]))
     kept = {id(row) for row in order[:most]}
     return [row for row in group.rows if id(row) in kept]
-
-
-def _ranks(rows: Sequence[Row]) -> dict[int, int]:
-    """Row (by id) → how many windows of its cell at its length are rougher."""
-    found: dict[int, int] = {}
-    seen: Counter[tuple[Any, ...]] = Counter()
-    for row in sorted(rows, key=lambda row: -row["value"]):
-        place = (*cell_of(row), row["length"])
-        found[id(row)] = seen[place]
-        seen[place] += 1
-    return found
 
 
 def _chosen_shares(found: Sequence[Group], shown: Sequence[Sequence[Row]]) -> list[list[tuple[Any, ...]]]:
@@ -75,7 +63,7 @@ def _chosen_shares(found: Sequence[Group], shown: Sequence[Sequence[Row]]) -> li
     """
     sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
     for at, rows in enumerate(shown):
-        ranks = _ranks(rows)
+        ranks = found[at].ranks
         heads = [row for row in rows if row["what"] == "head" and _place(row) in found[at].energies]
         for row in sorted(heads, key=lambda row: -row["value"]):
             sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))

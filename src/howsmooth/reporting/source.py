@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.scanning import Scan
+from howsmooth.scanning.results import Fetched
 
 Row = dict[str, Any]
 Cell = tuple[str, int | None, int | None]
@@ -29,29 +31,17 @@ class ScanLike(Protocol):
         ...
 
 
-class Shares(Mapping[tuple[Any, ...], list[float]]):
-    """The shares of tokens of one group by (layer, head, length, window), read only where they are asked for.
+class Shares(Fetched):
+    """The shares of tokens of one group by (layer, head, length, window).
 
     Args:
         table: where a scan keeps them, under keys of its own.
-        keys: place → its key there.
     """
 
-    def __init__(self, table: Mapping[Any, Any], keys: dict[tuple[Any, ...], Any]):
-        self.table, self.keys_of = table, keys
+    def __init__(self, table: Mapping[Any, Any]):
+        super().__init__({})
+        self.table = table
         self._own: dict[tuple[Any, ...], Any] = {}
-
-    def __getitem__(self, place: tuple[Any, ...]) -> list[float]:
-        return self.several([place])[place]
-
-    def __contains__(self, place: object) -> bool:
-        return place in self.keys_of
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return iter(self.keys_of)
-
-    def __len__(self) -> int:
-        return len(self.keys_of)
 
     def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
         """The shares at several places at once; a store is opened once for all of them."""
@@ -104,21 +94,32 @@ class Group:
         found = {row["what"] for row in self.rows}
         return [kind for kind in order if kind in found] + sorted(found - set(order))
 
-    def of(self, cell: Cell) -> list[Row]:
-        """All rows of a cell: every length and window."""
-        return self._by_cell.get(cell, [])
+    @cached_property
+    def _grouped(self) -> dict[tuple[str, int], dict[Cell, list[Row]]]:
+        """What and length → cell → its rows, the roughest window first; the roughest cell first."""
+        found: dict[tuple[str, int], dict[Cell, list[Row]]] = {}
+        for row in sorted(self.rows, key=lambda row: -row["value"]):
+            found.setdefault((row["what"], row["length"]), {}).setdefault(cell_of(row), []).append(row)
+        return found
 
     @cached_property
-    def _by_cell(self) -> dict[Cell, list[Row]]:
+    def cells(self) -> dict[Cell, list[Row]]:
+        """Cell → all its rows: every length and window, short ones first."""
         found: dict[Cell, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(cell_of(row), []).append(row)
+        for place in sorted(self._grouped, key=lambda place: place[1]):
+            for cell, rows in self._grouped[place].items():
+                found.setdefault(cell, []).extend(rows)
         return found
+
+    @cached_property
+    def ranks(self) -> dict[int, int]:
+        """Row (by id) → how many windows of its cell at its length are rougher."""
+        several = (rows for cells in self._grouped.values() for rows in cells.values())
+        return {id(row): rank for rows in several for rank, row in enumerate(rows)}
 
     def counts(self, what: str) -> dict[int, int]:
         """How many cells of a kind were measured at each length."""
-        cells = {(row["length"], cell_of(row)) for row in self.rows if row["what"] == what}
-        return {n: sum(length == n for length, _ in cells) for n in self.lengths}
+        return {n: len(self._grouped.get((what, n), ())) for n in self.lengths}
 
     def main_length(self, what: str) -> int:
         """The longest length at which most cells of a kind were measured: a scan may have stopped amid a longer one."""
@@ -133,11 +134,7 @@ class Group:
         [2.0]
         """
         length = self.main_length(what) if length is None else length
-        rows = [row for row in self.rows if (row["what"], row["length"]) == (what, length)]
-        best: dict[Cell, Row] = {}
-        for row in sorted(rows, key=lambda row: -row["value"]):
-            best.setdefault(cell_of(row), row)
-        return list(best.values())
+        return [rows[0] for rows in self._grouped.get((what, length), {}).values()]
 
 
 Source = ScanLike | Iterable[Mapping[str, Any]] | Sequence[Group] | str | PathLike[str]
@@ -175,7 +172,7 @@ def groups(source: Source) -> list[Group]:
         own = row.pop("input_energy", None)
         if key not in found:
             named = (row["model"], row.get("precision") or "", row.get("text") or "")
-            found[key] = Group(*named, rows=[], energies=Shares(beside, {}), settings=settings)
+            found[key] = Group(*named, rows=[], energies=Shares(beside), settings=settings)
         group = found[key]
         group.rows.append(row)
         if row["what"] == "head":
@@ -193,8 +190,6 @@ def opened(source: Source) -> Any:
     path = Path(source)
     if not path.is_file():
         raise InvalidInput(f"there is no scan at {path}: make one with `howsmooth scan MODEL --out {path}`.")
-    from howsmooth.scanning import Scan
-
     return Scan.open(path)
 
 

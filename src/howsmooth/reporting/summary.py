@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import ROUND_CEILING
 from statistics import median
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth.checks import door
+from howsmooth.growth.laws import PowerLaw
 from howsmooth.reporting.findings import (
     distances,
     ends,
@@ -26,7 +28,7 @@ from howsmooth.reporting.findings import (
     split,
     token_name,
 )
-from howsmooth.reporting.source import Group, Source, cell_of, groups
+from howsmooth.reporting.source import Cell, Group, Source, cell_of, groups
 from howsmooth.small import printable, rounded
 
 _MOST = 8
@@ -46,18 +48,18 @@ def summary(source: Source) -> RenderableType:
 
 
 def _of_group(group: Group) -> list[RenderableType]:
-    rows = group.roughest(main_kind(group))
+    rows, fits = group.roughest(main_kind(group)), growths(group)
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
         _shown(headline(group), "bold"),
-        _roughest(group, rows[:_MOST]),
+        _roughest(group, rows[:_MOST], fits),
     ]
     if any(row.get("value_share") is not None for row in rows):
         parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
-    fits = [fit.exponent for cell, fit in growths(group).items() if cell[0] == main_kind(group)]
-    if fits:
-        parts.append(Text(f"growth: median n^{median(fits):.2f}, from n^{min(fits):.2f} to n^{max(fits):.2f}"))
+    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
+    if powers:
+        parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
     for found in distances(rows):
         parts.append(
             _shown(
@@ -78,8 +80,7 @@ def _shown(said: str, style: str = "") -> Text:
     return Text(printable(said), style)
 
 
-def _roughest(group: Group, rows: list[dict]) -> Table:
-    fits = growths(group)
+def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> Table:
     shown = Table(
         "roughest", "σ (estimate)", "ends", "value / score", "growth", box=rich.box.SIMPLE_HEAD, pad_edge=False
     )

@@ -22,32 +22,50 @@ if TYPE_CHECKING:
 _PLACE = ("what", "layer", "head", "length", "window")
 
 
-class Shares(Mapping[tuple[Any, ...], list[float]]):
-    """The shares of tokens of heads by place, read from their store when they are asked for.
+class Fetched(Mapping[tuple[Any, ...], list[float]]):
+    """The shares of tokens of heads by place, fetched when they are asked for, several at once.
 
-    They are most of a store: 196,608 heads at up to 1024 tokens take 0.7 GB.
+    Args:
+        keys_of: place → where its shares are.
+    """
+
+    def __init__(self, keys_of: dict[tuple[Any, ...], Any]):
+        self.keys_of = keys_of
+
+    def __getitem__(self, place: tuple[Any, ...]) -> list[float]:
+        return self.several([place])[place]
+
+    def __contains__(self, place: object) -> bool:
+        return place in self.keys_of
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.keys_of)
+
+    def __len__(self) -> int:
+        return len(self.keys_of)
+
+    def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
+        """The shares at several places."""
+        raise NotImplementedError
+
+
+class Shares(Fetched):
+    """Read from their store: they are most of it, 196,608 heads at up to 1024 tokens take 0.7 GB.
+
+    Args:
+        path: of the store.
+        scans: place → number of the scan.
     """
 
     def __init__(self, path: Path, scans: dict[tuple[Any, ...], int]):
-        self._path, self._scans = path, scans
+        super().__init__(scans)
+        self._path = path
 
-    def __getitem__(self, key: tuple[Any, ...]) -> list[float]:
-        return self.several([key])[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._scans
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return iter(self._scans)
-
-    def __len__(self) -> int:
-        return len(self._scans)
-
-    def several(self, keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
+    def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
         """The shares at several places; the store is opened once."""
         with Store.reading(self._path) as store:
-            places = [(self._scans[key], *key[-4:]) for key in keys]
-            return dict(zip(keys, store.energies(places), strict=True))
+            where = [(self.keys_of[place], *place[-4:]) for place in places]
+            return dict(zip(places, store.energies(where), strict=True))
 
 
 class Joined(ChainMap[tuple[Any, ...], list[float]]):
