@@ -12,6 +12,7 @@ True
 
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,15 @@ if TYPE_CHECKING:
     from howsmooth import nn
 
 __version__ = version("howsmooth")
+
+
+def _write_report(scan: Scan, path: Path | str) -> None:
+    from howsmooth.reporting import write_report  # its figures take a second to import
+
+    write_report(scan, path)
+
+
+Scan.writer = _write_report
 
 
 def __getattr__(name: str) -> ModuleType:

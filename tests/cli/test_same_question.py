@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from evidence.scan_faults import TEXT, make_model
+from evidence.scan_faults import TEXT
 from howsmooth.cli.sources import random_tokens
 from howsmooth.models import alice, attention_inputs, capture, from_transformers, load, open_model
 from howsmooth.worstcase import Witness
@@ -21,22 +21,13 @@ QUICK = ("--starts", 1, "--steps", 1, "--out", "out")
 RANDOM = "random:gpt2[layers=2,width=16,heads=2]"
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("model")
-    make_model(place)
-    return place
-
-
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 def answer(command: str, *args: object) -> Any:
-    done = Command(command).run(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return Command(command).json(*args)
 
 
 def by_command(source: object, layer: int, text: Path | None, n: int, head: int) -> dict[str, tuple[float, float]]:

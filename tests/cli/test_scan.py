@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from evidence.scan_faults import TEXT, make_model
+from evidence.scan_faults import TEXT
 from howsmooth.cli.scan import default_store
 from howsmooth.scanning import Scan, Store, runner
 from howsmooth.scanning import scan as run_scan
@@ -22,13 +22,6 @@ from tests.cli.command import Command
 SCAN = Command("scan")
 run, rows, refusal = SCAN.run, SCAN.json, SCAN.refusal
 TINY = "random:bert[layers=2,width=16,heads=2]"
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("model")
-    make_model(place)
-    return place
 
 
 @pytest.fixture(autouse=True)

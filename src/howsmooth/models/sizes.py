@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ _LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w+_layers|depths?|num_\w*
 _ORDINARY = 1000
 """Counts up to this are not doubted."""
 _LONGEST = 2**20
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def read_config(path: Path, tensors: int) -> dict[str, Any]:
@@ -75,22 +79,28 @@ def check_size(skeleton: nn.Module, stored: int) -> None:
 
 def check_memory(numbers: int, what: str) -> None:
     """Refuse what does not fit into memory as float32, before it is made."""
-    free = free_memory()
-    if free is not None and 4 * numbers > free:
+    free = free_bytes()
+    if 4 * numbers > free:
         raise InvalidInput(
             f"{what} has about {numbers:.2g} parameters, {4 * numbers / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB of "
             "memory are free: ask for fewer layers or a smaller width, or free some memory."
         )
 
 
-def free_memory() -> int | None:
-    """Bytes that can still be used, where the system says so."""
-    try:
+def free_bytes() -> int:
+    """Memory that is left: of the machine, of the group this process belongs to, and of its own limit."""
+    left = []
+    with suppress(OSError, StopIteration, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError, AttributeError):
-        return None
+        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):
+            left.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            left.append(most - pages * resource.getpagesize())
+    return max(0, min(left, default=2**33))

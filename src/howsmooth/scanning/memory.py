@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel
+from howsmooth.models.sizes import free_bytes
 
 _FLOAT = 4
 _SAID = ("can't allocate memory", "not enough memory", "out of memory", "failed to allocate", "invalid buffer size")
-_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def least_bytes(length: int, heads: int, width: int, layers: int) -> int:
@@ -60,22 +56,3 @@ def fitting(length: int) -> Iterator[None]:
                 "--layers. What a store has kept stays there."
             ) from error
         raise
-
-
-def free_bytes() -> int:
-    """Memory that is left: of the machine, of the group this process belongs to, and of its own limit."""
-    left = []
-    with suppress(OSError, StopIteration, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    for limit, used in _GROUPS:
-        with suppress(OSError, ValueError):
-            left.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        most = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if most != resource.RLIM_INFINITY:
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            left.append(most - pages * resource.getpagesize())
-    return max(0, min(left, default=2**33))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections import ChainMap, Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from howsmooth.checks import door
 from howsmooth.scanning.plan import Cell
@@ -102,6 +102,8 @@ class Scan:
     energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    writer: ClassVar[Callable[[Scan, Path | str], object]]
+    """What `report` calls. The package sets it: pages are made from scans, which know nothing of pages."""
 
     @classmethod
     @door
@@ -183,9 +185,7 @@ class Scan:
 
     def report(self, path: Path | str) -> None:
         """One HTML file that opens offline."""
-        from howsmooth.reporting import write_report
-
-        write_report(self, path)
+        self.writer(path)
 
     def _flat(self) -> list[Row]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
