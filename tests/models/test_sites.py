@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models import capture, reading, site
+from howsmooth.models import capture, maps, site
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY, D
 
@@ -116,7 +116,7 @@ def test_map_with_one_wrong_part_is_refused(part: str, monkeypatch: pytest.Monke
     kind, spoil = SPOILED[part]
 
     def read(*args: Any) -> Any:
-        attention = reading.read_attention(*args)
+        attention = maps.read_attention(*args)
         spoil(attention)
         return attention
 
@@ -129,7 +129,7 @@ def test_socket_notices_what_the_output_alone_does_not(monkeypatch: pytest.Monke
     """Queries and keys scaled inversely give the same output; only the socket can tell them from the model's own."""
 
     def read(*args: Any) -> Any:
-        attention = reading.read_attention(*args)
+        attention = maps.read_attention(*args)
         attention.query_weight, attention.query_bias = attention.query_weight * 2, attention.query_bias * 2
         attention.key_weight, attention.key_bias = attention.key_weight / 2, attention.key_bias / 2
         return attention

@@ -229,17 +229,9 @@ class Targets:
 
     def _mlp_function(self, layer: int) -> tuple[Function, Tensor]:
         parts = self._parts(layer)
-
-        @alone
-        def function(x: Tensor) -> Tensor:
-            x = x[None]
-            for part in parts:
-                x = first_tensor(part(x))
-            return x[0]
-
         hidden = self._calls[parts[0]].hidden
         x = hidden.reshape(-1, hidden.shape[-1]).detach()  # OPT drops the batch axis
-        return self._checked("mlp", function, x, self._outputs[parts[-1]])
+        return self._checked("mlp", self._chain(parts), x, self._outputs[parts[-1]])
 
     def _residual(self, layer: int) -> Function:
         """The layer up to its MLP: what the MLP receives where normalisation comes last, else the layer without MLP.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning import Scan
-from howsmooth.scanning.results import Fetched
+from howsmooth.scanning.results import Shares
 
 Row = dict[str, Any]
 Cell = tuple[str, int | None, int | None]
@@ -29,32 +29,6 @@ class ScanLike(Protocol):
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """One mapping per cell."""
         ...
-
-
-class Shares(Fetched):
-    """The shares of tokens of one group by (layer, head, length, window).
-
-    Args:
-        table: where a scan keeps them, under keys of its own.
-    """
-
-    def __init__(self, table: Mapping[Any, Any]):
-        super().__init__({})
-        self.table = table
-        self._own: dict[tuple[Any, ...], Any] = {}
-
-    def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
-        """The shares at several places at once; a store is opened once for all of them."""
-        own = {place: self._own[place] for place in places if place in self._own}
-        keys = {place: self.keys_of[place] for place in places if place not in own}
-        at_once = getattr(self.table, "several", None)
-        found = {key: self.table[key] for key in keys.values()} if at_once is None else at_once(list(keys.values()))
-        return {place: _listed(own[place] if place in own else found[keys[place]]) for place in places}
-
-    def keep(self, place: tuple[Any, ...], shares: Any) -> None:
-        """Shares that came with their row."""
-        self._own[place] = shares
-        self.keys_of[place] = place
 
 
 @dataclass(frozen=True)
@@ -74,7 +48,7 @@ class Group:
     text: str
     rows: list[Row]
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-    energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict)
+    energies: Any = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -170,13 +144,17 @@ def groups(source: Source) -> list[Group]:
         key = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "dtype", "rtol"))
         place: tuple[Any, ...] = (row.get("layer"), row.get("head"), row["length"], row["window"])
         own = row.pop("input_energy", None)
+        own = list(own) if isinstance(own, tuple) else own  # keys of a scan are tuples
         if key not in found:
             named = (row["model"], row.get("precision") or "", row.get("text") or "")
-            found[key] = Group(*named, rows=[], energies=Shares(beside), settings=settings)
+            shares = Shares({}, partial(_fetched, beside))
+            found[key] = Group(*named, rows=[], energies=shares, settings=settings)
         group = found[key]
         group.rows.append(row)
         if row["what"] == "head":
-            _keep_shares(group.energies, row, place, own)
+            key_of = own if own is not None else next((name for name in _names(row, place) if name in beside), None)
+            if key_of is not None:
+                group.energies.keys_of[place] = key_of
         tokens = None if place[2:] in group.tokens else _looked_up(getattr(scan, "tokens", None) or {}, row, place[2:])
         if tokens is not None:
             group.tokens[place[2:]] = json.loads(tokens) if isinstance(tokens, str) else list(tokens)
@@ -220,17 +198,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _keep_shares(shares: Any, row: Row, place: tuple[Any, ...], own: Any) -> None:
-    """Remember where the shares of a head are: in its row, or beside the rows."""
-    if own is not None:
-        shares.keep(place, own)
-        return
-    for key in _names(row, place):
-        if key in shares.table:
-            shares.keys_of[place] = key
-            return
-
-
 def _looked_up(table: Mapping[Any, Any], row: Row, place: tuple[Any, ...]) -> Any:
     """What a scan keeps beside its rows."""
     return next((table[key] for key in _names(row, place) if key in table), None)
@@ -241,5 +208,11 @@ def _names(row: Row, place: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [(row["model"], row.get("text_sha256"), *place), (row["model"], *place)]
 
 
-def _listed(shares: Any) -> list[float]:
-    return json.loads(shares) if isinstance(shares, str) else list(shares)
+def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> Iterator[list[float]]:
+    """Shares that came with their rows, and those that a scan keeps under a key of its own, all of them at once."""
+    keys = [key for _, key in wanted if isinstance(key, tuple)]
+    several = getattr(table, "several", None)
+    found = {key: table[key] for key in keys} if several is None else several(keys)
+    for _, key in wanted:
+        shares = found[key] if isinstance(key, tuple) else key
+        yield json.loads(shares) if isinstance(shares, str) else list(shares)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,15 +23,18 @@ if TYPE_CHECKING:
 _PLACE = ("what", "layer", "head", "length", "window")
 
 
-class Fetched(Mapping[tuple[Any, ...], list[float]]):
-    """The shares of tokens of heads by place, fetched when they are asked for, several at once.
+class Shares(Mapping[tuple[Any, ...], list[float]]):
+    """The shares of tokens of heads by place, fetched when they are asked for.
+
+    They are most of a store: 196,608 heads at up to 1024 tokens take 0.7 GB.
 
     Args:
         keys_of: place → where its shares are.
+        fetch: the shares of several pairs of a place and its key.
     """
 
-    def __init__(self, keys_of: dict[tuple[Any, ...], Any]):
-        self.keys_of = keys_of
+    def __init__(self, keys_of: dict[tuple[Any, ...], Any], fetch: Callable[[Sequence[Any]], Iterable[list[float]]]):
+        self.keys_of, self._fetch = keys_of, fetch
 
     def __getitem__(self, place: tuple[Any, ...]) -> list[float]:
         return self.several([place])[place]
@@ -45,27 +49,14 @@ class Fetched(Mapping[tuple[Any, ...], list[float]]):
         return len(self.keys_of)
 
     def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
-        """The shares at several places."""
-        raise NotImplementedError
+        """The shares at several places, fetched at once."""
+        return dict(zip(places, self._fetch([(place, self.keys_of[place]) for place in places]), strict=True))
 
 
-class Shares(Fetched):
-    """Read from their store: they are most of it, 196,608 heads at up to 1024 tokens take 0.7 GB.
-
-    Args:
-        path: of the store.
-        scans: place → number of the scan.
-    """
-
-    def __init__(self, path: Path, scans: dict[tuple[Any, ...], int]):
-        super().__init__(scans)
-        self._path = path
-
-    def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
-        """The shares at several places; the store is opened once."""
-        with Store.reading(self._path) as store:
-            where = [(self.keys_of[place], *place[-4:]) for place in places]
-            return dict(zip(places, store.energies(where), strict=True))
+def _stored(path: Path, wanted: Sequence[Any]) -> list[list[float]]:
+    """The shares of places in scans of a store, which is opened once."""
+    with Store.reading(path) as store:
+        return list(store.energies((scan, *place[-4:]) for place, scan in wanted))
 
 
 class Joined(ChainMap[tuple[Any, ...], list[float]]):
@@ -139,7 +130,7 @@ class Scan:
                 kept = energy if in_memory else numbers[row["model_sha256"], row["text_sha256"]]
                 for key in _keys(row, texts):
                     energies[*key, *(row[name] for name in _PLACE[1:])] = kept
-        shares = energies if in_memory else Shares(Path(store.path), energies)
+        shares = energies if in_memory else Shares(energies, partial(_stored, Path(store.path)))
         return cls(rows, tokens, shares, _merged([about["settings"] for about in scans]))
 
     @classmethod
