@@ -18,6 +18,9 @@ from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.base import AttentionLayer, Mask
 from howsmooth.nn.layers.sight import Sight
 
+CONTEXT = 64
+"""Learned points per head, unless others are asked for."""
+
 
 class GradientStepAttention(AttentionLayer):
     """The mean of H gradient steps in the full width; masks and padding change nothing for the tokens that stay.
@@ -43,7 +46,7 @@ class GradientStepAttention(AttentionLayer):
         batch_first: bool = True,
         dropout: float = 0.0,
         *,
-        context_size: int = 64,
+        context_size: int = CONTEXT,
         step: float = 0.5,
     ):
         super().__init__(embed_dim, num_heads, bias, batch_first)
