@@ -54,10 +54,10 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
 
-docs: export NO_MKDOCS_2_WARNING = 1
-docs: $(STAMP) ## build the documentation site into site/
-	@$(BIN)/python -m mkdocs build --strict
+docs: export OMP_NUM_THREADS = 1
+docs: $(STAMP) ## build the documentation site into site/ (runs the gallery: a few minutes); open site/index.html
+	@$(BIN)/python -m sphinx --fail-on-warning --quiet -d build/doctrees docs site
 
 clean: ## remove caches and built files (keeps .venv and howsmooth-output)
-	@rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find src tests benchmarks evidence -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf site build dist docs/gallery docs/reference/*.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests benchmarks evidence examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

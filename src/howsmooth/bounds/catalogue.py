@@ -28,6 +28,8 @@ SCOPES: dict[str, str] = {
     "mean-field W2": "on a set, every n (W₂)",
     "mean-field d2": "on a set, every n (d₂)",
 }
+"""Where a bound can hold → in words."""
+
 ON_SETS: tuple[Scope, ...] = ("ball", "global", "mean-field W2", "mean-field d2")
 """The scopes of what holds for n tokens of a set."""
 _NEEDS: dict[str, tuple[str, ...]] = {

@@ -32,6 +32,8 @@ Attention = Literal[
     "gradient-step",
 ]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
+"""The kinds of attention a model can be trained with."""
+
 _FORMAT = 2
 """Of the settings as JSON. The first had no number, and other names for two kinds of attention."""
 _FIRST_NAMES = {"l2": "l2-untied", "l2-tied": "l2"}
