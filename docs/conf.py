@@ -41,7 +41,8 @@ html_math_renderer = "mathml"
 # Reference: from docstrings.
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # one line may describe several arguments: "query, key, value: weights"
+napoleon_custom_sections = [("Attributes", "params_style")]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 add_module_names = False
