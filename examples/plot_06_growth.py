@@ -20,7 +20,7 @@ grown = hs.growth(values, lengths)
 figure, (ax,) = new_figure()
 for n, row in zip(lengths, values, strict=True):
     ax.loglog([n] * len(row), row, "o", color="#31688e", markersize=4)
-ax.loglog(lengths, [grown.at(n) for n in lengths], color="crimson", label=str(grown))
+ax.loglog(lengths, [grown.at(n) for n in lengths], color="crimson", label=repr(grown))
 ax.set(xlabel="number of tokens n", ylabel="local Lipschitz constant σ (estimate)", title="Growth on random tokens")
 _ = ax.legend(frameon=False)
 

@@ -2,9 +2,9 @@
 Any number of tokens at once
 ============================
 
-Two atoms stand for two groups of tokens of any size. As the outlier's share shrinks, the rest is moved by ever less
-mass: the local constant in the Wasserstein distance rises to about :math:`\\tfrac12(1+\\gamma R^2)e^{\\gamma R^2}`
-and stays below the mean-field bound.
+Two atoms stand for two groups of tokens of any size. A smaller group moves the rest by less mass, until it is too small
+to be seen: in between, the local constant in the Wasserstein distance passes
+:math:`\\tfrac12(1+\\gamma R^2)e^{\\gamma R^2}`. No measure passes the mean-field bound.
 """
 
 import torch

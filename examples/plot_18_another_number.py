@@ -23,5 +23,5 @@ for n in lengths:
 figure, (ax,) = new_figure()
 ax.loglog(lengths, right, "-o", color="#31688e", label="σ_max(J), measured")
 ax.loglog(lengths, other, "--s", color="crimson", label="√‖Jᵀf(X)‖")
-ax.set(xlabel="number of tokens n", ylabel="number", title="Two quantities on the same inputs")
+ax.set(xlabel="number of tokens n", ylabel="value", title="Two quantities on the same inputs")
 _ = ax.legend(frameon=False)

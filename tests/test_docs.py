@@ -13,11 +13,11 @@ import pytest
 from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (ROOT / "docs", ROOT / "docs" / "theory", ROOT / "docs" / "guides")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "theory").glob("*.md")),
+    *(page for folder in FOLDERS for page in sorted(folder.glob("*.md"))),
 ]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 

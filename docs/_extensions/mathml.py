@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
+_SPACE = "http://www.w3.org/1998/Math/MathML"
 _SIZED_NORM = re.compile(r"(\\[bB]igg?[lr]?)\s*\\(?:\||[lr]?Vert)")
 _SIZED_BAR = re.compile(r"(\\[bB]igg?[lr]?)\s*\\[lr]?vert")
-_NORM_OR_BAR = re.compile(r"<mo([^>]*)>(&#x02016;|&#x0007C;|‖|\|)</mo>")
-_NOT_CONVERTED = re.compile(r"\\|&(?!#?\w+;)")
+_UNDER = {"inf", "lim", "max", "min", "sup"}
+ElementTree.register_namespace("", _SPACE)
 
 
 def mathml(tex: str, display: str) -> str:
@@ -23,12 +25,18 @@ def mathml(tex: str, display: str) -> str:
     True
     """
     try:
-        made = convert(_SIZED_BAR.sub(r"\1|", _SIZED_NORM.sub(r"\1‖", tex)), display=display)
+        formula = ElementTree.fromstring(convert(_SIZED_BAR.sub(r"\1|", _SIZED_NORM.sub(r"\1‖", tex)), display=display))
     except Exception as error:
         raise SphinxError(f"the formula {tex!r} cannot be read: {type(error).__name__} {error}") from error
-    if _NOT_CONVERTED.search(made):
-        raise SphinxError(f"the formula {tex!r} has something that cannot be converted: {made}")
-    return _NORM_OR_BAR.sub(r'<mo\1 lspace="0" rspace="0">\2</mo>', made)  # else spaced like "a divides b"
+    if "\\" in "".join(formula.itertext()) or tex.count("{") != tex.count("}"):
+        raise SphinxError(f"the formula {tex!r} has a command that is not known, or an open brace.")
+    for node in formula.iter():
+        name = node.tag.removeprefix(f"{{{_SPACE}}}")
+        if name == "mo" and node.text in ("|", "‖"):  # else spaced like "a divides b"
+            node.attrib |= {"lspace": "0", "rspace": "0"}
+        elif name == "msub" and display == "block" and node[0].text in _UNDER:
+            node.tag = f"{{{_SPACE}}}munder"
+    return ElementTree.tostring(formula, encoding="unicode")
 
 
 def visit_inline(translator: Any, node: nodes.math) -> None:

@@ -45,7 +45,9 @@ class Entry:
     @property
     def text(self) -> str:
         if self.kind == "data":
-            return f".. py:data:: {self.name}\n\n{textwrap.indent(said_of(self.name), '   ')}\n"
+            package, _, name = self.name.rpartition(".")
+            said = textwrap.indent(said_of(self.name), "   ")
+            return f".. py:data:: {name}\n   :module: {package}\n\n{said}\n"
         members = "   :members:\n" if self.kind in ("class", "exception", "module") else ""
         return f".. auto{self.kind}:: {self.name}\n{members}"
 
@@ -61,7 +63,7 @@ def kind_of(thing: object) -> str:
 def said_of(full: str) -> str:
     """What is written below a constant where it is defined, which may be deeper than where it is public."""
     package, _, name = full.rpartition(".")
-    thing = getattr(sys.modules[package], name)
+    thing = getattr(importlib.import_module(package), name)
     for module in [module for key, module in sys.modules.items() if key.startswith(package)]:
         if getattr(module, name, None) is thing:
             said = ModuleAnalyzer.for_module(module.__name__).find_attr_docs().get(("", name))

@@ -36,10 +36,12 @@ def report(scan: Measured, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_models(scan: Measured, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows once more under another name and a coarse precision."""
+    """The same rows once more under another name and a coarse precision; no address of the documentation is known."""
     other = [row | {"model": "rounded", "model_sha256": "0" * 64, "precision": COARSE} for row in scan.rows]
     path = tmp_path_factory.mktemp("two") / "report.html"
-    return write_report(Measured(scan.rows + other, scan.tokens, scan.energies), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("howsmooth.reporting.page._documentation", lambda: None)
+        return write_report(Measured(scan.rows + other, scan.tokens, scan.energies), path)
 
 
 def largest(scan: Measured, layer: int, head: int, length: int = 128) -> dict[str, Any]:
