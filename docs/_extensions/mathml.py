@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,9 +13,12 @@ from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
 _SPACE = "http://www.w3.org/1998/Math/MathML"
-_SIZED_NORM = re.compile(r"(\\[bB]igg?[lr]?)\s*\\(?:\||[lr]?Vert)")
-_SIZED_BAR = re.compile(r"(\\[bB]igg?[lr]?)\s*\\[lr]?vert")
-_UNDER = {"inf", "lim", "max", "min", "sup"}
+_PLAINER = (
+    (re.compile(r"\\[bB]igg?l(?![a-z])"), r"\\left"),  # so that an exponent after the closing one is the whole group's
+    (re.compile(r"\\[bB]igg?r(?![a-z])"), r"\\right"),
+    (re.compile(r"(\\[bB]igg?)\s*\\\|"), r"\1‖"),  # what the converter leaves as it is
+)
+_LIMITS = {"inf", "lim", "max", "min", "sup", "∑", "∏"}
 ElementTree.register_namespace("", _SPACE)
 
 
@@ -24,8 +28,9 @@ def mathml(tex: str, display: str) -> str:
     >>> mathml("x^2", "inline").startswith("<math ")
     True
     """
+    plain = reduce(lambda text, change: change[0].sub(change[1], text), _PLAINER, tex)
     try:
-        formula = ElementTree.fromstring(convert(_SIZED_BAR.sub(r"\1|", _SIZED_NORM.sub(r"\1‖", tex)), display=display))
+        formula = ElementTree.fromstring(convert(plain, display=display))
     except Exception as error:
         raise SphinxError(f"the formula {tex!r} cannot be read: {type(error).__name__} {error}") from error
     if "\\" in "".join(formula.itertext()) or tex.count("{") != tex.count("}"):
@@ -33,9 +38,11 @@ def mathml(tex: str, display: str) -> str:
     for node in formula.iter():
         name = node.tag.removeprefix(f"{{{_SPACE}}}")
         if name == "mo" and node.text in ("|", "‖"):  # else spaced like "a divides b"
-            node.attrib |= {"lspace": "0", "rspace": "0"}
-        elif name == "msub" and display == "block" and node[0].text in _UNDER:
+            sized = node.get("stretchy") == "true" or "minsize" in node.attrib
+            node.attrib |= {"lspace": "0", "rspace": "0"} | ({} if sized else {"stretchy": "false"})
+        elif name == "msub" and node[0].text in _LIMITS:
             node.tag = f"{{{_SPACE}}}munder"
+            node[0].set("movablelimits", "true")  # below in a displayed formula, beside in a line of text
     return ElementTree.tostring(formula, encoding="unicode")
 
 

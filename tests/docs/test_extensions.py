@@ -53,9 +53,15 @@ def test_a_norm_keeps_close_to_what_it_encloses(extension: ModuleType, norm: str
 
 
 @of("mathml")
-def test_limits_stand_below_in_a_displayed_formula(extension: ModuleType) -> None:
-    assert "<munder>" in extension.mathml(r"\max_i x_i", "block")
-    assert "<munder>" not in extension.mathml(r"\max_i x_i", "inline")
+@pytest.mark.parametrize("tex", [r"\max_i x_i", r"\bigl(\sum_j x_j\bigr)^{1/2}"])
+def test_limits_stand_below_where_there_is_room(extension: ModuleType, tex: str) -> None:
+    assert '<munder><mo movablelimits="true">' in extension.mathml(tex, "block")
+
+
+@of("mathml")
+def test_an_exponent_belongs_to_the_whole_bracket(extension: ModuleType) -> None:
+    power = ElementTree.fromstring(extension.mathml(r"\Bigl(x + y\Bigr)^2", "block"))[0][0]
+    assert "".join(power[0].itertext()) == "(x+y)"
 
 
 @of("reference_pages")
