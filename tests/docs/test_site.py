@@ -22,6 +22,7 @@ from tests.docs.building import ROOT, build
 from tests.reporting.browsing import chromium, visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+FORMULAS = "[...document.querySelectorAll('math')].map(formula => formula.textContent).join()"
 FONT = "document.fonts.ready.then(all => [...all].find(font => font.family.includes('STIX Two Math')).status)"
 WITH_FORMULAS = ("index", "theory/dot-product", "theory/three-path", "theory/l2-attention", "reference/catalogue")
 
@@ -126,7 +127,7 @@ def test_formulas_are_shown_without_a_network(browser: Any, site: Path, width: i
             )
             assert boxes
             assert all(wide > 20 and high > 10 for wide, high in boxes), name
-            assert "\\" not in seen.page.evaluate("[...document.querySelectorAll('math')].map(m => m.textContent).join()")
+            assert "\\" not in seen.page.evaluate(FORMULAS)
             assert seen.page.evaluate(FONT) == "loaded"
             assert seen.page.evaluate("document.documentElement.scrollWidth") <= width, name
 
