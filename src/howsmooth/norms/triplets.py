@@ -49,7 +49,7 @@ class Triplets:
         rtol = max(self.rtol, self.least_rtol)
         if certificate is None:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
-        within = rtol * top + 2 * certificate.noise
+        within = torch.maximum(rtol * top, 2 * certificate.noise)
         accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
         lam = self._target(top, certificate.noise) ** 2
         excluded, limited = certificate.judge(lam, small)
