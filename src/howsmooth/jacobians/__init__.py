@@ -8,31 +8,39 @@ from torch import Tensor
 
 from howsmooth.attention import as_attention
 from howsmooth.checks import Size, door
+from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.cached import CachedJacobian, Part, cached_jacobian
 from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
 __all__ = [
     "DEFAULT_MEMORY",
     "AttentionJacobian",
+    "CachedJacobian",
     "FunctionJacobian",
     "JacobianOperator",
     "MatrixOperator",
     "as_attention",
     "attention_jacobian",
+    "cached_jacobian",
     "function_jacobian",
     "jacobian",
 ]
 
 
 @door
-def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: Size = DEFAULT_MEMORY) -> JacobianOperator:
+def jacobian(
+    f: Callable[[Tensor], Tensor], x: Tensor, *, wrt: Part | None = None, memory: Size = DEFAULT_MEMORY
+) -> JacobianOperator:
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
     Args:
         f: an attention map, an attention layer of `howsmooth.nn` or a `torch.nn.MultiheadAttention` (closed form), or
             any differentiable function or module (torch.func).
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
+        wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
+            `howsmooth.jacobians.cached`); None for that in x.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
 
     Returns:
@@ -44,6 +52,10 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Tensor, *, memory: Size = DEFAULT
     tensor(6.)
     """
     attention = as_attention(f, *x.shape[-2:-1])
+    if wrt is not None:
+        if attention is None:
+            raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
+        return cached_jacobian(attention, x, wrt, memory=memory)
     if attention is not None:
         return attention_jacobian(attention, x, memory=memory)
     return function_jacobian(f, x)

@@ -59,8 +59,19 @@ class Noise:
     value: Tensor
 
     @classmethod
-    def of(cls, attention: AttentionMap, point: Point, mixing: Mixing, *, by_head: bool) -> Noise:
-        """The bounds for every head, its share of the output projection included."""
+    def of(
+        cls,
+        attention: AttentionMap,
+        point: Point,
+        mixing: Mixing,
+        *,
+        by_head: bool,
+        norms: tuple[Tensor, ...] | None = None,
+    ) -> Noise:
+        """The bounds for every head, its share of the output projection included.
+
+        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x.
+        """
         dtype = mixing.query.dtype
         n, width, value_width = mixing.query.shape[1], mixing.query.shape[2], mixing.value.shape[2]
         heads = 1 if by_head else attention.heads
@@ -68,7 +79,7 @@ class Noise:
         forward = attention.in_features + heads * value_width
         ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
         eps = torch.finfo(dtype).eps
-        norms = input_norms(attention, point, dtype)
+        norms = input_norms(attention, point, dtype) if norms is None else norms
         apart, whole = _sizes(mixing)
         weights = _weight_errors(mixing, point)
         score, value = (
