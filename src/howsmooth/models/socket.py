@@ -70,18 +70,11 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
     >>> heard
     [(1, 2, 3, 4), (1, 2, 3, 4)]
     """
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if own is None:
-            raise UnsupportedModel(
-                f"{type(module).__name__} has no eager attention to compare with: measure it as a function instead."
-            )
-        output, weights = own(module, query, key, value, mask, *args, **options)
+        output, weights = eager_attention(module)(module, query, key, value, mask, *args, **options)
         scale = options.get("scaling")
         position_bias = options.get("position_bias")
         hear(
@@ -97,6 +90,26 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
             )
         )
         return output, weights
+
+    with answering(model, attend):
+        yield
+
+
+def eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that defines what an attention module computes."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has no eager attention to compare with: measure it as a function instead."
+        )
+    return own
+
+
+@contextmanager
+def answering(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """`reference_mode` in which ``attend`` answers the socket; it takes the arguments of an eager function."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     with LOCK:  # the table of names belongs to the whole process
         # Models look for masks in the table that `register` writes, which has no way back; this entry does nothing by

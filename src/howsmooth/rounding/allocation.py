@@ -1,0 +1,174 @@
+"""Which format for which cache: the least predicted damage within a budget of bits.
+
+Damages of separate roundings nearly add (their errors are unrelated), so a choice costs the sum of its parts, and the
+best one within a budget is a knapsack with one choice for each part: solved exactly by dynamic programming over the
+bits, in steps of 1/64 bit per number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from howsmooth.checks import check_number, check_one_of
+from howsmooth.errors import InvalidInput
+from howsmooth.rounding.caches import PARTS, Choice
+from howsmooth.rounding.formats import Format
+from howsmooth.rounding.running import Assignment
+
+Unit = Literal["layer", "part", "head"]
+UNITS = ("layer", "part", "head")
+STEPS = 64
+"""Steps of the budget in one bit per number; bits of a format are rounded up to them."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A format for every layer, part and key–value head.
+
+    Attributes:
+        formats: to choose from, ``choice`` holds positions in it.
+        choice: ``(layers, 2, kv_heads)``, keys first.
+        bits: per cached number, scales included.
+        damage: the sum of the predicted damages.
+    """
+
+    formats: tuple[Format, ...]
+    choice: Tensor
+    bits: float
+    damage: float
+
+    @property
+    def assignment(self) -> Assignment:
+        """As `Reader.outcome` takes it."""
+        named: list[list[list[Choice]]] = [
+            [[self.formats[place] for place in heads] for heads in parts] for parts in self.choice.tolist()
+        ]
+        return {(layer, part): tuple(row[p]) for layer, row in enumerate(named) for p, part in enumerate(PARTS)}
+
+    def by_layer(self, part: str) -> list[list[str]]:
+        """Names of the formats of the heads of every layer; one name where all heads agree."""
+        place = PARTS.index(part)
+        rows = [[self.formats[i].name for i in heads] for heads in self.choice[:, place].tolist()]
+        return [row[:1] if len(set(row)) == 1 else row for row in rows]
+
+
+def allocate(
+    damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float, per: Unit = "part"
+) -> Allocation:
+    """The formats of least damage within a budget.
+
+    Args:
+        damage: of every layer, part, format and key–value head, ``(layers, 2, formats, kv_heads)``.
+        bits: per number of every format.
+        budget: bits per cached number, on average.
+        per: choose for every layer, for its keys and values apart ("part"), or for every key–value head.
+
+    >>> from howsmooth.rounding import parse_formats
+    >>> damage = torch.tensor([9.0, 1.0]).view(1, 1, 2, 1) * torch.tensor([1.0, 0.1, 0.01]).view(3, 1, 1, 1)
+    >>> found = allocate(damage.expand(3, 2, 2, 1), parse_formats("int4,int8"), [4.25, 8.25], budget=5.6)
+    >>> found.by_layer("key"), round(found.bits, 3), round(found.damage, 2)
+    ([['int8'], ['int4'], ['int4']], 5.583, 3.98)
+    """
+    check_one_of(per, UNITS, "per")
+    layers, parts, count, heads = damage.shape
+    _check_budget(budget, formats, bits)
+    joined = {"layer": damage.sum((1, 3)), "part": damage.sum(3).flatten(0, 1), "head": damage.movedim(2, 3)}[per]
+    costs = joined.reshape(-1, count).double().cpu().numpy()
+    picked = torch.from_numpy(_knapsack(costs, bits, budget))
+    shape = {"layer": (layers, 1, 1), "part": (layers, parts, 1), "head": (layers, parts, heads)}[per]
+    return assigned(damage, formats, bits, picked.reshape(shape).expand(layers, parts, heads).clone())
+
+
+def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], choice: Tensor) -> Allocation:
+    """An allocation from the positions of its formats, ``(layers, 2, kv_heads)``."""
+    used = torch.tensor(list(bits), dtype=torch.float64)[choice]
+    total = damage.gather(2, choice[:, :, None]).sum()
+    return Allocation(tuple(formats), choice, float(used.mean()), float(total))
+
+
+def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
+    """The same format everywhere: the one with most bits that the budget allows."""
+    _check_budget(budget, formats, bits)
+    best = max((i for i in range(len(formats)) if bits[i] <= budget + 1e-9), key=lambda i: bits[i])
+    layers, parts, _, heads = damage.shape
+    return assigned(damage, formats, bits, torch.full((layers, parts, heads), best))
+
+
+def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
+    """The first and last N layers in the format with most bits, the others in the best below the budget; N as it fits.
+
+    Where the budget is that of a format itself, the others have the one below it.
+    """
+    _check_budget(budget, formats, bits)
+    layers, parts, _, heads = damage.shape
+    order = sorted(range(len(formats)), key=lambda i: bits[i])
+    high = order[-1]
+    below = [i for i in order if bits[i] < budget - 1e-9]
+    low = below[-1] if below else order[0]
+    share = (budget - bits[low]) / (bits[high] - bits[low]) if high != low else 0.0
+    kept = math.floor(share * layers + 1e-9)
+    choice = torch.full((layers, parts, heads), low)
+    choice[: (kept + 1) // 2] = high
+    if kept // 2:
+        choice[-(kept // 2) :] = high
+    return assigned(damage, formats, bits, choice)
+
+
+def by_sensitivity(
+    sensitivity: Tensor, damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
+) -> Allocation:
+    """What the same knapsack chooses when the damage of a part is its sensitivity² times 4^(−bits).
+
+    Args:
+        sensitivity: of every layer and part, ``(layers, 2)``; a rival of the predicted damage.
+        damage: predicted, to be stated with the allocation.
+    """
+    low, high = float(sensitivity.min()), float(sensitivity.max())
+    scaled = sensitivity if low > 0 else (sensitivity - low) / (high - low or 1.0) + 0.01
+    sizes = torch.tensor([4.0**-form.bits for form in formats], dtype=torch.float64)
+    layers, parts, count, heads = damage.shape
+    guessed = scaled.double().square()[:, :, None, None] * sizes[:, None]
+    found = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
+    return assigned(damage, formats, bits, found.choice)
+
+
+def _check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:
+    check_number(budget, "the budget")
+    least, most = min(bits), max(bits)
+    if budget < least - 1e-9 or budget > most + 1e-9:
+        side = "below the smallest" if budget < least else "above the largest"
+        form = formats[list(bits).index(least if budget < least else most)]
+        raise InvalidInput(
+            f"a budget of {budget:g} bits is {side} format ({form.name}: {least if budget < least else most:g} bits "
+            f"per number, scales included): ask for {least:g} to {most:g}, or give other formats."
+        )
+
+
+def _knapsack(costs: np.ndarray, bits: Sequence[float], budget: float) -> np.ndarray:
+    """The choice of every unit, ``(units,)``, with the least total cost within the budget."""
+    units, count = costs.shape
+    sizes = [math.ceil(size * STEPS - 1e-6) for size in bits]
+    base = min(sizes)  # only what is above the smallest is spent
+    room = math.floor(budget * STEPS * units + 1e-6) - base * units
+    extra = [size - base for size in sizes]
+    best = np.zeros(max(room, 0) + 1)
+    taken = np.zeros((units, len(best)), dtype=np.int16)
+    for unit in range(units):
+        options = np.full((count, len(best)), np.inf)
+        for form in range(count):
+            if extra[form] < len(best):
+                options[form, extra[form] :] = best[: len(best) - extra[form]] + costs[unit, form]
+        taken[unit] = options.argmin(0)
+        best = options.min(0)
+    left, picked = len(best) - 1, np.zeros(units, dtype=np.int64)
+    for unit in reversed(range(units)):
+        picked[unit] = taken[unit, left]
+        left -= extra[picked[unit]]
+    return picked

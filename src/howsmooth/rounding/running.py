@@ -1,0 +1,144 @@
+"""Running a model with rounded keys and values, through transformers' attention socket, and what that does to it.
+
+A language model is compared by its distribution of the next token: KL(p‖p̃) in nats per token, and its perplexity. An
+encoder has no such distribution (and no cache): its sentence embedding is compared, the mean of its last hidden states,
+by 1 − cosine. Both are called the *damage* of a rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import Rotary
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models import CapturedSite, capture
+from howsmooth.models.listening import run
+from howsmooth.models.socket import answering, eager_attention
+from howsmooth.rounding.caches import PARTS, Cache, Choice, read_back
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Choices = Choice | Sequence[Choice]
+Assignment = Mapping[tuple[int, str], Choices]
+"""(layer, "key" or "value") → a format for all heads or one for each; what is missing is kept as it is."""
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model with one text: what its layers look like there, and what it says.
+
+    Attributes:
+        model: in evaluation mode, with its head when it is a language model.
+        inputs: keyword arguments for one text.
+        sites: its attention blocks at that text.
+        causal: whether it is a language model, compared by its next token; otherwise an encoder.
+    """
+
+    model: PreTrainedModel
+    inputs: Mapping[str, Tensor]
+    sites: Sequence[CapturedSite]
+    causal: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Reader:
+        """Capture the attention of a model on one text.
+
+        >>> from howsmooth.models import open_model
+        >>> opened = open_model("random:llama[layers=2,width=32]", head=True)
+        >>> [window] = opened.windows("Down the rabbit hole", length=12)
+        >>> Reader.of(opened.model, opened.inputs(window)).causal
+        True
+        """
+        if model.main_input_name != "input_ids":
+            raise UnsupportedModel(
+                f"{type(model).__name__} reads {model.main_input_name!r}: rounding is measured on models of text."
+            )
+        if inputs["input_ids"].shape[-1] < 2:
+            raise InvalidInput("the text is too short: rounding needs windows of at least two tokens.")
+        sites = capture(model, inputs)
+        causal = all(Cache.of(site).causal for site in sites[:1])
+        if causal and model.get_output_embeddings() is None:
+            raise InvalidInput(f"{type(model).__name__} has no language-model head: open it with head=True.")
+        return cls(model, inputs, sites, causal)
+
+    @property
+    def damage_name(self) -> str:
+        """What the damage is called in tables."""
+        return "KL" if self.causal else "1 − cosine"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the damage is a mean over: all of a text, or one embedding."""
+        return int(self.inputs["input_ids"].shape[-1]) if self.causal else 1
+
+    @property
+    def rotaries(self) -> list[Rotary | None]:
+        """The rotary positions of the keys of every layer."""
+        stages = [site.attention.key_stages for site in self.sites]
+        return [next((stage for stage in some if isinstance(stage, Rotary)), None) for some in stages]
+
+    def outcome(self, assignment: Assignment | None = None) -> Tensor:
+        """Log-probabilities of the next token, ``(n, words)``, or the embedding of unit length, in float64."""
+        with answering(self.model, rounding(self.rotaries, assignment or {})):
+            return self.read(run_whole(self))
+
+    def read(self, output: Any) -> Tensor:
+        """What the model says, from its output."""
+        if self.causal:
+            return torch.log_softmax(output.logits[0].double(), dim=-1)
+        mean = output.hidden_states[-1][0].double().mean(0)
+        return mean / torch.linalg.vector_norm(mean)
+
+    def damage(self, exact: Tensor, rounded: Tensor) -> float:
+        """KL in nats per token, or 1 − cosine, between two outcomes."""
+        if self.causal:
+            return float((exact.exp() * (exact - rounded)).sum(-1).mean().clamp_min(0.0))
+        return float((exact - rounded).square().sum() / 2)
+
+    def loss(self, outcome: Tensor) -> float:
+        """Mean negative log-likelihood of the text's own next tokens, in nats; perplexity is its exponential."""
+        ids = self.inputs["input_ids"][0].to(outcome.device)
+        return -float(outcome[:-1].gather(1, ids[1:, None]).mean())
+
+
+def run_whole(reader: Reader) -> Any:
+    """The output of the model on its text; an encoder gives its hidden states as well."""
+    config: Any = reader.model.config
+    before = config.output_hidden_states
+    config.output_hidden_states = not reader.causal
+    try:
+        return run(reader.model, reader.inputs)
+    finally:
+        config.output_hidden_states = before
+
+
+def rounding(rotaries: Sequence[Rotary | None], assignment: Assignment) -> Attend:
+    """Attention that reads keys and values back from a cache in the assigned formats; layers in the order of calls."""
+    layers = iter(range(len(rotaries)))
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = next_layer(layers, len(rotaries))
+        key, value = (
+            read_back(held, part, assignment.get((layer, part)), rotaries[layer], layer)
+            for held, part in zip((key, value), PARTS, strict=True)
+        )
+        return eager_attention(module)(module, query, key, value, *args, **options)
+
+    return attend
+
+
+def next_layer(layers: Any, count: int) -> int:
+    """The number of the attention block that is called now."""
+    layer = next(layers, None)
+    if layer is None:
+        raise UnsupportedModel(f"the model computes attention more often than in its {count} attention blocks.")
+    return int(layer)
