@@ -13,6 +13,8 @@ from howsmooth.cli.demo import demo
 from howsmooth.cli.endings import CODES, INTERRUPTED, OneLineErrors, complain, stop_word
 from howsmooth.cli.measure import measure
 from howsmooth.cli.models import models
+from howsmooth.cli.noise import noise
+from howsmooth.cli.quantise import quantise
 from howsmooth.cli.report import report
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.scan import scan
@@ -35,6 +37,9 @@ app.command()(measure)
 app.command()(bounds)
 app.command("worst-case")(worst_case)
 app.command()(scan)
+app.command()(quantise)
+app.command("quantize", hidden=True)(quantise)
+app.command()(noise)
 app.command()(report)
 app.command()(reproduce)
 app.command()(train)

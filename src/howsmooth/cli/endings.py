@@ -66,6 +66,9 @@ _LOWER = {
     "bounds": "--n, --length or --width",
     "worst-case": "--lengths, --starts or --width",
     "scan": "--lengths, or take a smaller model",
+    "noise": "--length, or take a smaller model",
+    "quantise": "--length, or take a smaller model",
+    "quantize": "--length, or take a smaller model",
     "train": "--batch-tokens, --length, --width or --depth",
     "demo": "--lengths",
 }

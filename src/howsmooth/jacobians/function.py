@@ -130,6 +130,11 @@ class FunctionJacobian(JacobianOperator):
     def rmatvec(self, u: Tensor) -> Tensor:
         return self._product(self._pull, u, self.out_shape)
 
+    def matvecs(self, vectors: Tensor) -> Tensor:
+        """J v for vectors stacked along a new first axis, together where f can be batched."""
+        with exact_autograd(self.device):
+            return self._push.stacked(vectors.detach().to(self.device, self.dtype)).detach()
+
     def columns(self, index: Tensor) -> Tensor:
         return self._on_basis(self._push, index, self.in_shape)
 

@@ -105,6 +105,11 @@ class Targets:
         return len(self._layers)
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The layers themselves."""
+        return list(self._layers)
+
+    @property
     def sites(self) -> list[CapturedSite]:
         """The attention blocks, captured when first asked for; the same run tells what the functions need."""
         with LOCK:

@@ -22,8 +22,8 @@ from howsmooth.rounding.caches import PARTS, Choice
 from howsmooth.rounding.formats import Format
 from howsmooth.rounding.running import Assignment
 
-Unit = Literal["layer", "part", "head"]
-UNITS = ("layer", "part", "head")
+Unit = Literal["model", "layer", "part", "head"]
+UNITS = ("model", "layer", "part", "head")
 STEPS = 64
 """Steps of the budget in one bit per number; bits of a format are rounded up to them."""
 
@@ -68,7 +68,8 @@ def allocate(
         damage: of every layer, part, format and key–value head, ``(layers, 2, formats, kv_heads)``.
         bits: per number of every format.
         budget: bits per cached number, on average.
-        per: choose for every layer, for its keys and values apart ("part"), or for every key–value head.
+        per: choose one format for all keys and one for all values ("model"), one for every layer, for its keys and
+            values apart ("part"), or for every key–value head.
 
     >>> from howsmooth.rounding import parse_formats
     >>> damage = torch.tensor([9.0, 1.0]).view(1, 1, 2, 1) * torch.tensor([1.0, 0.1, 0.01]).view(3, 1, 1, 1)
@@ -78,12 +79,18 @@ def allocate(
     """
     check_one_of(per, UNITS, "per")
     layers, parts, count, heads = damage.shape
-    _check_budget(budget, formats, bits)
-    joined = {"layer": damage.sum((1, 3)), "part": damage.sum(3).flatten(0, 1), "head": damage.movedim(2, 3)}[per]
-    costs = joined.reshape(-1, count).double().cpu().numpy()
-    picked = torch.from_numpy(_knapsack(costs, bits, budget))
-    shape = {"layer": (layers, 1, 1), "part": (layers, parts, 1), "head": (layers, parts, heads)}[per]
-    return assigned(damage, formats, bits, picked.reshape(shape).expand(layers, parts, heads).clone())
+    check_budget(budget, formats, bits)
+    shape = {
+        "model": (1, parts, 1),
+        "layer": (layers, 1, 1),
+        "part": (layers, parts, 1),
+        "head": (layers, parts, heads),
+    }
+    apart = damage.movedim(2, 3).double().cpu()  # formats last
+    for axis, size in enumerate(shape[per]):
+        apart = apart if size > 1 else apart.sum(axis, keepdim=True)
+    picked = torch.from_numpy(_knapsack(apart.reshape(-1, count).numpy(), bits, budget))
+    return assigned(damage, formats, bits, picked.reshape(shape[per]).expand(layers, parts, heads).clone())
 
 
 def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], choice: Tensor) -> Allocation:
@@ -95,7 +102,7 @@ def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], c
 
 def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
     """The same format everywhere: the one with most bits that the budget allows."""
-    _check_budget(budget, formats, bits)
+    check_budget(budget, formats, bits)
     best = max((i for i in range(len(formats)) if bits[i] <= budget + 1e-9), key=lambda i: bits[i])
     layers, parts, _, heads = damage.shape
     return assigned(damage, formats, bits, torch.full((layers, parts, heads), best))
@@ -106,7 +113,7 @@ def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[flo
 
     Where the budget is that of a format itself, the others have the one below it.
     """
-    _check_budget(budget, formats, bits)
+    check_budget(budget, formats, bits)
     layers, parts, _, heads = damage.shape
     order = sorted(range(len(formats)), key=lambda i: bits[i])
     high = order[-1]
@@ -139,7 +146,8 @@ def by_sensitivity(
     return assigned(damage, formats, bits, found.choice)
 
 
-def _check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:
+def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:
+    """Refuse a budget below the smallest or above the largest format."""
     check_number(budget, "the budget")
     least, most = min(bits), max(bits)
     if budget < least - 1e-9 or budget > most + 1e-9:

@@ -56,10 +56,7 @@ class Reader:
         >>> Reader.of(opened.model, opened.inputs(window)).causal
         True
         """
-        if model.main_input_name != "input_ids":
-            raise UnsupportedModel(
-                f"{type(model).__name__} reads {model.main_input_name!r}: rounding is measured on models of text."
-            )
+        check_text_model(model)
         if inputs["input_ids"].shape[-1] < 2:
             raise InvalidInput("the text is too short: rounding needs windows of at least two tokens.")
         sites = capture(model, inputs)
@@ -106,6 +103,14 @@ class Reader:
         """Mean negative log-likelihood of the text's own next tokens, in nats; perplexity is its exponential."""
         ids = self.inputs["input_ids"][0].to(outcome.device)
         return -float(outcome[:-1].gather(1, ids[1:, None]).mean())
+
+
+def check_text_model(model: PreTrainedModel) -> None:
+    """Refuse models of images and sounds."""
+    if model.main_input_name != "input_ids":
+        raise UnsupportedModel(
+            f"{type(model).__name__} reads {model.main_input_name!r}: rounding is measured on models of text."
+        )
 
 
 def run_whole(reader: Reader) -> Any:

@@ -1,0 +1,247 @@
+"""From a model and a text to what may be rounded: answers, predicted damage, an allocation, and its check."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.checks import Count, Seed, Size, door
+from howsmooth.kinds import Words
+from howsmooth.models import OpenModel, Window, alice, open_model
+from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
+from howsmooth.rounding.answers import answers
+from howsmooth.rounding.caches import PARTS
+from howsmooth.rounding.formats import Format, parse_formats
+from howsmooth.rounding.running import Reader, check_text_model
+from howsmooth.rounding.scores import Scores, sampled_scores
+from howsmooth.rounding.store import Tensors, WindowStore, run_name
+
+ANSWERS = ("actual", "predicted", "tanh", "path", "proved")
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """An allocation, run on windows it was not chosen on.
+
+    Attributes:
+        name: "allocation", "uniform" or "first and last".
+        damage: KL in nats per token (or 1 − cosine) of every window. loss: in nats, of every window; none of encoders.
+    """
+
+    name: str
+    allocation: Allocation | None
+    damage: tuple[float, ...]
+    loss: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean damage."""
+        return sum(self.damage) / len(self.damage)
+
+    @property
+    def error(self) -> float:
+        """Its standard error over windows."""
+        return float(torch.tensor(self.damage).double().std() / len(self.damage) ** 0.5) if len(self.damage) > 1 else 0
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the windows together."""
+        return math.exp(sum(self.loss) / len(self.loss)) if self.loss else None
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What rounding does to a model on a text.
+
+    Attributes:
+        model, precision: names to show.
+        causal: a language model, whose damage is KL; otherwise an encoder's, 1 − cosine.
+        formats, bits: what was tried, and bits per cached number.
+        found: name of the answer → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
+        scores: of all windows.
+        checks: allocations on other windows, the exact model first; empty without a budget.
+    """
+
+    model: str
+    precision: str
+    causal: bool
+    formats: tuple[Format, ...]
+    bits: tuple[float, ...]
+    found: dict[str, Tensor]
+    scores: Scores
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def damage_name(self) -> str:
+        """What the damage is called in tables."""
+        return "KL" if self.causal else "1 − cosine"
+
+    @property
+    def allocation(self) -> Allocation | None:
+        """The one that was chosen."""
+        return next((check.allocation for check in self.checks if check.name == "allocation"), None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per layer, head, part and format; ``kl`` is the damage through this head alone, per token."""
+        damage, error = self.scores.damage(self.scores.products)
+        layers, parts, forms, heads = damage.shape
+        rows = []
+        for layer in range(layers):
+            for head in range(heads):
+                for part in range(parts):
+                    for form in range(forms):
+                        place = (layer, part, form, head)
+                        rows.append(
+                            {
+                                "layer": layer,
+                                "head": head,
+                                "kv_head": head // self.scores.group,
+                                "what": PARTS[part],
+                                "format": self.formats[form].name,
+                                "bits": self.bits[form],
+                                **{name: float(self.found[name][place]) for name in ("actual", "predicted", "proved")},
+                                "size": float(self.found["size"][layer, head]),
+                                "kl": float(damage[place]),
+                                "kl_error": float(error[place]),
+                            }
+                        )
+        return rows
+
+
+@door
+def quantise(
+    model: str | OpenModel,
+    text: Words | None = None,
+    *,
+    formats: str = "int8,int4",
+    budget: float | None = None,
+    per: Unit = "part",
+    length: Count = 128,
+    windows: Count = 4,
+    samples: Count = 24,
+    seed: Seed = 0,
+    check: Size | None = None,
+    out: Path | None = None,
+    resume: bool = True,
+    progress: Step | None = None,
+) -> Quantisation:
+    """Measure, predict and prove what rounded keys and values do to a model, and choose formats within a budget.
+
+    Args:
+        model: as `howsmooth.models.open_model` takes it.
+        text: what is read; None for Alice in Wonderland.
+        formats: between commas, see `howsmooth.rounding.formats`.
+        budget: bits per cached number, scales included; None chooses nothing.
+        per: what has a format of its own: see `howsmooth.rounding.allocation.allocate`.
+        length, windows: of the pieces of text on which damage is predicted.
+        samples: backward passes for each window.
+        check: windows, others than those, on which the choice is run; as many by default.
+        out: a store in which a stopped run is taken up again. resume: keep what it has.
+        progress: told what comes next.
+
+    >>> found = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
+    >>> row = found.rows()[0]
+    >>> row["what"], row["format"], row["actual"] <= row["proved"], [check.name for check in found.checks]
+    ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
+    """
+    chosen, tell = tuple(parse_formats(formats)), progress or (lambda label: None)
+    opened = open_model(model, head=True) if isinstance(model, str) else model
+    check_text_model(opened.model)
+    words = alice() if text is None else text
+    tried = windows if check is None else check
+    cut = opened.windows(words, length, windows + (tried if budget is not None else 0), seed)
+    held_out = cut[1::2][:tried] if budget is not None else []
+    learnt = [window for window in cut if not any(window is other for other in held_out)][:windows]
+    if budget is not None:  # before the work begins
+        check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
+    name = run_name(
+        {
+            "model": opened.sha256,
+            "text": hashlib.sha256(words.encode(errors="surrogatepass")).hexdigest(),
+            "settings": [[one.name for one in chosen], length, samples, seed, [window.start for window in learnt]],
+            "howsmooth": version("howsmooth"),
+        }
+    )
+    with WindowStore.of(out, name, resume) as store:
+        kept = store.kept()
+        for place, window in enumerate(learnt):
+            if place not in kept:
+                tell(f"window {place + 1} of {len(learnt)}: answers and scores")
+                store.add(place, window_numbers(opened, window, chosen, samples, seed + place))
+        found = [store.read(place) for place in range(len(learnt))]
+    result = gathered(opened, chosen, found, length)
+    if budget is None:
+        return result
+    damage = result.scores.by_cache
+    choices = {
+        "exact": None,
+        "uniform": uniform(damage, chosen, result.bits, budget),
+        "first and last": first_and_last(damage, chosen, result.bits, budget),
+        "allocation": allocate(damage, chosen, result.bits, budget, per),
+    }
+    return replace(result, checks=checked(opened, held_out, choices, tell))
+
+
+def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
+    """Answers of every layer and scores of the model in one window."""
+    reader = Reader.of(opened.model, opened.inputs(window))
+    found = [answers(site, formats) for site in reader.sites]
+    scores = sampled_scores(reader, formats, samples, seed)
+    stacked = {name: torch.stack([getattr(one, name) for one in found]) for name in (*ANSWERS, "size")}
+    return stacked | {"products": scores.products, "sizes": torch.tensor(_sizes(reader))}
+
+
+def _sizes(reader: Reader) -> list[int]:
+    """Heads, key–value heads, whether the model is causal, and the width of a head."""
+    attention = reader.sites[0].attention
+    return [attention.heads, attention.kv_heads, int(reader.causal), attention.key_weight.shape[1]]
+
+
+def _bits(formats: Sequence[Format], sizes: Sequence[int], length: int) -> tuple[float, ...]:
+    return tuple(form.bits_per_number(sizes[3], length, sizes[1]) for form in formats)
+
+
+def gathered(opened: OpenModel, formats: Sequence[Format], found: Sequence[Tensors], length: int) -> Quantisation:
+    """The windows of a run together."""
+    sizes = found[0]["sizes"].tolist()
+    heads, kv_heads, causal, _ = sizes
+    means = {name: torch.stack([one[name] for one in found]).square().mean(0).sqrt() for name in (*ANSWERS, "size")}
+    products = torch.cat([one["products"] for one in found])
+    return Quantisation(
+        opened.name,
+        opened.precision,
+        bool(causal),
+        tuple(formats),
+        _bits(formats, sizes, length),
+        means,
+        Scores(products, length if causal else 1, heads // kv_heads),
+    )
+
+
+def checked(
+    opened: OpenModel, windows: Sequence[Window], choices: dict[str, Allocation | None], tell: Step = lambda label: None
+) -> tuple[Check, ...]:
+    """Every choice, run on the windows."""
+    damage: dict[str, list[float]] = {name: [] for name in choices}
+    loss: dict[str, list[float]] = {name: [] for name in choices}
+    for place, window in enumerate(windows):
+        tell(f"checking on window {place + 1} of {len(windows)}")
+        reader = Reader.of(opened.model, opened.inputs(window))
+        exact = reader.outcome()
+        for name, choice in choices.items():
+            outcome = exact if choice is None else reader.outcome(choice.assignment)
+            damage[name].append(reader.damage(exact, outcome))
+            if reader.causal:
+                loss[name].append(reader.loss(outcome))
+    return tuple(
+        Check(name, choice, tuple(damage[name]), tuple(loss[name])) for name, choice in choices.items() if windows
+    )

@@ -1,0 +1,111 @@
+"""What was found of each window, kept in one SQLite file as soon as it is known.
+
+A run is named by the hash of what decides its numbers: the weights, the text, the settings and the version. Each window
+is one row of tensors with the sha256 of its bytes; a row that is there is not computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from howsmooth.errors import InvalidInput
+from howsmooth.small import unwritable
+
+_APPLICATION = 0x68736D71  # "hsmq"
+_TABLE = """CREATE TABLE windows (run TEXT NOT NULL, window INTEGER NOT NULL, content BLOB NOT NULL,
+    sha256 TEXT NOT NULL, PRIMARY KEY (run, window))"""
+MEMORY = ":memory:"
+Tensors = dict[str, Tensor]
+
+
+def run_name(deciding: Mapping[str, Any]) -> str:
+    """The name of a run: the hash of what decides its numbers."""
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+
+
+class WindowStore:
+    """The windows of one run; open with `WindowStore.of`."""
+
+    def __init__(self, connection: sqlite3.Connection, run: str, path: Path | str):
+        self.connection, self.run, self.path = connection, run, path
+
+    @classmethod
+    @contextmanager
+    def of(cls, path: Path | None, run: str, resume: bool = True) -> Iterator[WindowStore]:
+        """The store at a path, made when it is not there; None keeps nothing.
+
+        Args:
+            resume: keep what is there of this run; otherwise it is found anew.
+
+        >>> import torch
+        >>> with WindowStore.of(None, run_name({"model": "a"})) as store:
+        ...     store.add(0, {"products": torch.ones(2)})
+        ...     sorted(store.kept()), store.read(0)["products"]
+        ([0], tensor([1., 1.]))
+        """
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise unwritable(path, error) from error
+        try:
+            with closing(sqlite3.connect(MEMORY if path is None else path, timeout=10)) as connection:
+                _prepare(connection, path)
+                store = cls(connection, run, path or MEMORY)
+                if not resume:
+                    with connection:
+                        connection.execute("DELETE FROM windows WHERE run = ?", (run,))
+                yield store
+        except sqlite3.Error as error:
+            raise InvalidInput(
+                f"the store {path} cannot be used ({error}): another run may be writing to it; name another with --out."
+            ) from error
+
+    def kept(self) -> set[int]:
+        """The windows that are there."""
+        return {row[0] for row in self.connection.execute("SELECT window FROM windows WHERE run = ?", (self.run,))}
+
+    def add(self, window: int, found: Tensors) -> None:
+        """Keep a window, in one transaction."""
+        content = save({name: tensor.contiguous() for name, tensor in found.items()})
+        with self.connection:
+            self.connection.execute(
+                "INSERT OR REPLACE INTO windows VALUES (?, ?, ?, ?)",
+                (self.run, window, content, hashlib.sha256(content).hexdigest()),
+            )
+
+    def read(self, window: int) -> Tensors:
+        """What was kept of a window, or an error when it is not what was written."""
+        content, digest = self.connection.execute(
+            "SELECT content, sha256 FROM windows WHERE run = ? AND window = ?", (self.run, window)
+        ).fetchone()
+        try:
+            if hashlib.sha256(content).hexdigest() == digest:
+                return load(content)
+        except (SafetensorError, TypeError):
+            pass
+        raise InvalidInput(
+            f"window {window} in {self.path} is not what was written: its checksum differs; find it anew with "
+            "--no-resume."
+        )
+
+
+def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
+    with connection:
+        known = connection.execute("PRAGMA application_id").fetchone()[0]
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not tables and known in (0, _APPLICATION):
+            connection.execute(_TABLE)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        elif known != _APPLICATION:
+            raise InvalidInput(f"{path} is not a store of howsmooth quantise: name another with --out.")

@@ -1,0 +1,74 @@
+"""`howsmooth quantise` prints what the library finds, in both spellings, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from howsmooth.rounding.quantising import quantise
+from tests.cli.command import Command
+
+TINY = "random:llama[layers=2,width=32,heads=4,kv_heads=2]"
+QUICK = ("--length", 12, "--windows", 1, "--samples", 2)
+COMMAND = Command("quantise")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quantise", "quantize"])
+def test_json_is_the_rows_of_the_library(name: str) -> None:
+    found = Command(name).json(TINY, *QUICK, "--formats", "int8,int4[per=channel]")
+    assert found == quantise(TINY, formats="int8,int4[per=channel]", length=12, windows=1, samples=2).rows()
+    fields = {"layer", "head", "what", "format", "actual", "predicted", "proved", "kl"}
+    assert all(fields <= set(row) for row in found)
+
+
+def test_tables_show_formats_checks_the_choice_and_the_export() -> None:
+    done = COMMAND.run(TINY, *QUICK, "--formats", "fp8_e4m3,bf16", "--budget", 12, "--per", "layer", "--export", "vllm")
+    assert done.exit_code == 0, done.output
+    for said in ("fp8_e4m3", "first order ÷ actual", "Run on other windows", "uniform", "The choice", "vllm serve"):
+        assert said in done.stdout
+    written = Path("howsmooth-output/kv-random-llama-layers-2-width-32-heads-4-kv_heads-2.vllm").read_text()
+    assert written.startswith(f"vllm serve {TINY} --kv-cache-dtype fp8_e4m3")
+    assert Path("howsmooth-output/quantise-random-llama-layers-2-width-32-heads-4-kv_heads-2.sqlite").is_file()
+
+
+def test_exports_go_where_they_are_told() -> None:
+    COMMAND.json(TINY, *QUICK, "--budget", 6, "--export", "json", "--export-file", "kv.json")
+    assert len(json.loads(Path("kv.json").read_text())["layers"]) == 2
+
+
+def test_encoders_are_told_what_is_measured_instead() -> None:
+    done = COMMAND.run("random:bert[layers=1,width=32]", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "without a KV cache: damage is 1 − cosine of its embedding" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--formats", "int5"], "choose from int8, int6, int4"),
+        (["--budget", "2"], "below the smallest format"),
+        (["--budget", "20"], "above the largest format"),
+        (["--formats", "int4[group=3]", "--budget", "6"], "do not divide"),
+        (["--export", "vllm"], "add --budget"),
+        (["--export", "vllm", "--budget", "6"], "vllm has no int8"),
+        (["--export-file", "x"], "--export-file needs --export"),
+        (["--per", "token"], "--per is model, layer, part, head"),
+        (["--text", "missing.txt"], "there is no file missing.txt"),
+        (["--length", "100000"], "at most"),
+    ],
+)
+def test_bad_requests_are_one_line(args: list[str], said: str) -> None:
+    assert said in COMMAND.refusal(TINY, *QUICK, *args)
+
+
+def test_short_texts_and_models_of_images_are_refused() -> None:
+    Path("short.txt").write_text("Hi")
+    assert "give more text or ask for less" in COMMAND.refusal(TINY, *QUICK, "--text", "short.txt")
+    assert "rounding is measured on models of text" in COMMAND.refusal("random:vit[layers=1,width=32]", *QUICK)
