@@ -43,7 +43,8 @@ class Noise:
         size: ‖h‖ of the exact stream behind the layer.
         actual: ‖h̃ − h‖ there. predicted: ‖e‖. local: ‖ε‖, what the layer adds by itself.
         actual_token, predicted_token: the same of the median token: a few tokens with huge activations carry the norms.
-        cosine: between e and h̃ − h.
+        cosine: between e and h̃ − h. Behind the first layer the two runs round different numbers, so that only noise
+            that is carried on agrees in direction; the sizes are what is predicted.
         source: which source has the largest share behind the layer: −1 the embedding, else a layer.
         share: of Σ_s |e^s|², that it has.
     """
@@ -87,7 +88,8 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
     with torch.no_grad():
         exact.append(functions[-1][0](exact[-1]))
     tell("in low precision")
-    low = copy.deepcopy(opened.model).to(DTYPES[dtype])
+    low: Any = copy.deepcopy(opened.model)
+    low.to(DTYPES[dtype])
     paths = _layer_paths(opened.model, targets)
     free = _stream(low, paths, opened.inputs(window), None)
     forced = _stream(low, paths, opened.inputs(window), exact)
