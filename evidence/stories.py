@@ -11,6 +11,7 @@ import os
 import struct
 import subprocess
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,7 @@ class Pieces:
             piece = content[place + 8 : place + 8 + size].decode("utf-8", errors="replace")
             place += 8 + size
             self.pieces.append(piece)
-            self.number.setdefault(piece, number)
-            self.scores.setdefault(piece, score)
+            self.number[piece], self.scores[piece] = number, score  # single bytes come first, and give way to pieces
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, word by word."""

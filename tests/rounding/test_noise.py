@@ -51,7 +51,7 @@ def test_a_layer_with_large_weights_takes_over() -> None:
     [window] = opened.windows(TEXT, length=16)
     found = rounding_noise(opened, window)
     assert found.source.tolist()[1:] == [1, 1]
-    assert float(found.share[1]) > 0.9
+    assert float(found.share[1]) > 0.5
 
 
 def test_the_command_prints_rows_and_refuses_other_dtypes() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.checks import check_one_of, door
-from howsmooth.jacobians import function_jacobian
+from howsmooth.jacobians.alone import exact_autograd
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.alone import alone
 from howsmooth.models.listening import Call, first_tensor, listening, reference_mode, run
@@ -97,13 +97,18 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
     rows = []
     for layer, (function, x) in enumerate(functions):
         tell(f"layer {layer + 1} of {len(functions)}")
-        operator = function_jacobian(function, x)
         with torch.no_grad():
             rounded = x.to(DTYPES[dtype]).to(x.dtype)
             local = forced[layer + 1].double() - function(rounded).double()
-        errors = torch.cat([operator.matvecs(errors).double(), local[None]])
+        errors = torch.cat([_carried(function, x, errors.to(x.dtype)).double(), local[None]])
         rows.append(_row(exact[layer + 1].double(), free[layer + 1].double(), errors))
     return Noise(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _carried(function: Any, x: Tensor, errors: Tensor) -> Tensor:
+    """J e for every error, in one pass of forward mode."""
+    with exact_autograd(x.device):
+        return torch.func.vmap(lambda error: torch.func.jvp(function, (x,), (error,))[1])(errors).detach()
 
 
 def _row(exact: Tensor, free: Tensor, errors: Tensor) -> tuple[Tensor, ...]:
