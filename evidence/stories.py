@@ -83,11 +83,8 @@ class Pieces:
     def _word(self, word: str) -> list[int]:
         parts = list(word)
         while True:
-            pairs = [
-                (self.scores[a + b], -i)
-                for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-                if a + b in self.number
-            ]
+            joined = [a + b for a, b in pairwise(parts)]
+            pairs = [(self.scores[one], -place) for place, one in enumerate(joined) if one in self.number]
             if not pairs:
                 break
             place = -max(pairs)[1]

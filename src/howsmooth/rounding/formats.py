@@ -104,8 +104,8 @@ class Format:
         """Refuse heads that groups along a token do not divide."""
         if self.per == "token" and self.group is not None and width % self.group:
             raise InvalidInput(
-                f"groups of {self.group} numbers ({self.name}) do not divide the {width} of a head: choose a group "
-                f"that divides {width}."
+                f"groups of {self.group} numbers ({self.name}) do not divide the {width} of a head: choose a group, or "
+                f"another format, that divides {width}."
             )
 
     def rounded(self, x: Tensor, what: str = "these numbers") -> Tensor:
