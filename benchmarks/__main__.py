@@ -25,6 +25,7 @@ SECTIONS = (
     "worst_case",
     "attention_layers",
     "monitor",
+    "rounding",
 )
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 

@@ -86,21 +86,12 @@ def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[
 
 def ratio_table(ratios: Sequence[Ratios]) -> str:
     """The ratios of all formats."""
-    head = [
-        "format",
-        "of",
-        "heads × windows",
-        "violations",
-        "proved ÷ actual",
-        "least",
-        "first order ÷ actual",
-        "off by",
-    ]
+    columns = ["format", "of", "heads × windows", "violations", "proved ÷ actual", "least", "first order ÷ actual"]
     rows = []
     for one in ratios:
         numbers = [f"{one.proved:.3g}", f"{one.closest:.3g}", f"{one.first_order:.3f}", f"{one.off:.2%}"]
         rows.append([one.format, f"{one.part}s", one.heads, one.violations, *numbers])
-    return table(head, rows)
+    return table([*columns, "off by"], rows)
 
 
 def predicted(
