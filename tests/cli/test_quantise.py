@@ -38,9 +38,11 @@ def test_tables_show_formats_checks_the_choice_and_the_export() -> None:
     assert Path("howsmooth-output/quantise-random-llama-layers-2-width-32-heads-4-kv_heads-2.sqlite").is_file()
 
 
-def test_exports_go_where_they_are_told() -> None:
-    COMMAND.json(TINY, *QUICK, "--budget", 6, "--export", "json", "--export-file", "kv.json")
+def test_exports_and_pictures_go_where_they_are_told() -> None:
+    asked = ("--budget", 6, "--export", "json", "--export-file", "kv.json", "--figure", "kv.png")
+    COMMAND.json(TINY, *QUICK, *asked)
     assert len(json.loads(Path("kv.json").read_text())["layers"]) == 2
+    assert Path("kv.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_encoders_are_told_what_is_measured_instead() -> None:
@@ -59,6 +61,7 @@ def test_encoders_are_told_what_is_measured_instead() -> None:
         (["--export", "vllm"], "add --budget"),
         (["--export", "vllm", "--budget", "6"], "vllm has no int8"),
         (["--export-file", "x"], "--export-file needs --export"),
+        (["--figure", "kv.txt"], "does not end like a picture"),
         (["--per", "token"], "--per is model, layer, part, head"),
         (["--text", "missing.txt"], "there is no file missing.txt"),
         (["--length", "100000"], "at most"),

@@ -15,10 +15,12 @@ from rich.table import Table
 from howsmooth.cli.console import INTERRUPTED, MOST_SEED, plain_json, set_threads, stdout, step_progress, written
 from howsmooth.cli.endings import complain, stop_word
 from howsmooth.errors import InvalidInput
+from howsmooth.figures import check_figure_path, save_figure
 from howsmooth.models.texts import read_text
 from howsmooth.rounding.allocation import UNITS, Allocation
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.exports import EXPORTS, check_engine
+from howsmooth.rounding.figure import quantisation_figure
 from howsmooth.rounding.formats import parse_formats
 from howsmooth.rounding.quantising import Quantisation
 from howsmooth.rounding.quantising import quantise as run
@@ -49,6 +51,7 @@ def quantise(
         str | None, typer.Option(help="Write the choice for an engine: vllm, modelopt, llama.cpp or json.")
     ] = None,
     export_file: Annotated[Path | None, typer.Option(help="Where to (howsmooth-output/kv-MODEL.ENGINE).")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as a JSON list.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -78,7 +81,9 @@ def quantise(
         target = FOLDER / f"kv-{place}.{export.replace('.', '')}" if export_file is None else export_file
     elif export_file is not None:
         raise InvalidInput(f"--export-file needs --export with one of {', '.join(EXPORTS)}.")
-    distinct_files(read=[("--text", text)], written=[("--out", out), ("--export-file", target)])
+    if figure is not None:
+        check_figure_path(figure)
+    distinct_files(read=[("--text", text)], written=[("--out", out), ("--export-file", target), ("--figure", figure)])
     set_threads(threads)
     words = None if text is None else read_text(text)
     with _kept(out), step_progress(windows + (windows if budget is not None else 0) + 1) as begin:
@@ -103,6 +108,8 @@ def quantise(
         typer.echo(plain_json(json.dumps(found.rows(), indent=2, ensure_ascii=False, allow_nan=False)))
     else:
         _print(found, out)
+    if figure is not None:
+        save_figure(quantisation_figure(found), figure)
     if target is not None and export is not None and found.allocation is not None:
         content = EXPORTS[export](found.allocation, model)
         target.parent.mkdir(parents=True, exist_ok=True)
