@@ -56,6 +56,15 @@ def test_more_bits_never_cost_damage_and_finer_units_never_do() -> None:
     assert all(fine <= coarse * (1 + 1e-12) for fine, coarse in zip(by_head, by_part, strict=True))
 
 
+def test_allocation_is_never_worse_than_uniform_at_its_own_bits() -> None:
+    """Heads of 48 numbers: a scale of 16 bits makes thirds of a bit, which no step of the budget meets."""
+    bits = [form.bits_per_number(width=48, tokens=128) for form in FORMATS]
+    damage = damages(6)
+    for budget in bits:
+        assert allocate(damage, FORMATS, bits, budget).damage <= uniform(damage, FORMATS, bits, budget).damage
+    assert allocate(damage, FORMATS, bits, bits[1]).bits > bits[1] - 0.01
+
+
 def test_uniform_and_first_and_last_stay_within_the_budget_and_are_what_they_say() -> None:
     damage = damages(10)
     same = uniform(damage, FORMATS, BITS, 5.0)

@@ -25,7 +25,7 @@ from howsmooth.rounding.running import Assignment
 Unit = Literal["model", "layer", "part", "head"]
 UNITS = ("model", "layer", "part", "head")
 STEPS = 64
-"""Steps of the budget in one bit per number; bits of a format are rounded up to them."""
+"""Steps of the budget in one bit per number; what a format takes above the smallest is rounded up to them."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,9 @@ def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]
 def _knapsack(costs: np.ndarray, bits: Sequence[float], budget: float) -> np.ndarray:
     """The choice of every unit, ``(units,)``, with the least total cost within the budget."""
     units, count = costs.shape
-    sizes = [math.ceil(size * STEPS - 1e-6) for size in bits]
-    base = min(sizes)  # only what is above the smallest is spent
-    room = math.floor(budget * STEPS * units + 1e-6) - base * units
-    extra = [size - base for size in sizes]
+    base = min(bits)  # only what is above the smallest is spent
+    extra = [math.ceil((size - base) * STEPS - 1e-6) for size in bits]
+    room = math.floor((budget - base) * STEPS * units + 1e-6)
     best = np.zeros(max(room, 0) + 1)
     taken = np.zeros((units, len(best)), dtype=np.int16)
     for unit in range(units):
