@@ -45,8 +45,9 @@ def test_exports_and_pictures_go_where_they_are_told() -> None:
     assert Path("kv.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_encoders_are_told_what_is_measured_instead() -> None:
-    done = COMMAND.run("random:bert[layers=1,width=32]", *QUICK)
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
+    done = COMMAND.run(f"random:{kind}[layers=1,width=32]", *QUICK)
     assert done.exit_code == 0, done.output
     assert "without a KV cache: damage is 1 − cosine of its embedding" in done.stderr
 

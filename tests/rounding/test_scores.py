@@ -121,6 +121,15 @@ def test_wrong_models_and_texts_are_refused_in_one_sentence() -> None:
         Reader.of(image.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
 
 
+def test_attention_past_the_socket_is_refused_rather_than_left_exact() -> None:
+    opened = open_model("random:mpnet[layers=2,width=32]", head=True)
+    [window] = opened.windows(TEXT, length=8)
+    model = Reader.of(opened.model, opened.inputs(window))
+    for way in (model.outcome, lambda: sampled_scores(model, parse_formats("int4"), samples=2)):
+        with pytest.raises(UnsupportedModel, match="2 of its 2 layers past transformers' attention interface"):
+            way()
+
+
 def test_nan_in_the_cache_is_named_with_its_layer() -> None:
     model = reader()
     model.model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")

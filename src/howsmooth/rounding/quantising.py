@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.checks import Count, Seed, Size, door
+from howsmooth.errors import HowsmoothError
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Window, alice, open_model
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
@@ -154,7 +155,7 @@ def quantise(
     ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
     """
     chosen, tell = tuple(parse_formats(formats)), progress or (lambda label: None)
-    opened = open_model(model, head=True) if isinstance(model, str) else model
+    opened = _opened(model) if isinstance(model, str) else model
     check_text_model(opened.model)
     words = alice() if text is None else text
     tried = windows if check is None else check
@@ -189,6 +190,16 @@ def quantise(
         "allocation": allocate(damage, chosen, result.bits, budget, per),
     }
     return replace(result, checks=checked(opened, held_out, choices, tell))
+
+
+def _opened(name: str) -> OpenModel:
+    """The model with its head; without, where its architecture has none that speaks (T5's encoder)."""
+    try:
+        return open_model(name, head=True)
+    except HowsmoothError:
+        raise
+    except ValueError:  # transformers knows no language model of this architecture
+        return open_model(name)
 
 
 def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:

@@ -83,8 +83,11 @@ class Reader:
 
     def outcome(self, assignment: Assignment | None = None) -> Tensor:
         """Log-probabilities of the next token, ``(n, words)``, or the embedding of unit length, in float64."""
-        with answering(self.model, rounding(self.rotaries, assignment or {})):
-            return self.read(run_whole(self))
+        layers = Layers(len(self.sites))
+        with answering(self.model, rounding(self.rotaries, assignment or {}, layers)):
+            outcome = self.read(run_whole(self))
+        layers.check_all(self.model)
+        return outcome
 
     def read(self, output: Any) -> Tensor:
         """What the model says, from its output."""
@@ -124,26 +127,40 @@ def run_whole(reader: Reader) -> Any:
         config.output_hidden_states = before
 
 
-def rounding(rotaries: Sequence[Rotary | None], assignment: Assignment) -> Attend:
-    """Attention that reads keys and values back from a cache in the assigned formats; layers in the order of calls."""
-    layers = iter(range(len(rotaries)))
+class Layers:
+    """Which attention block is called now: blocks are called in their order, each once."""
+
+    def __init__(self, count: int):
+        self.count, self.called = count, 0
+
+    def next(self) -> int:
+        """The number of the block that is called."""
+        if self.called == self.count:
+            raise UnsupportedModel(f"the model computes attention more often than in its {self.count} blocks.")
+        self.called += 1
+        return self.called - 1
+
+    def check_all(self, model: PreTrainedModel) -> None:
+        """Refuse a model of which some attention did not pass the socket: nothing would have been rounded there."""
+        if self.called != self.count:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes the attention of {self.count - self.called} of its {self.count} "
+                "layers past transformers' attention interface, where keys and values cannot be rounded."
+            )
+
+
+def rounding(rotaries: Sequence[Rotary | None], assignment: Assignment, layers: Layers) -> Attend:
+    """Attention that reads keys and values back from a cache in the assigned formats."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        layer = next_layer(layers, len(rotaries))
+        layer = layers.next()
         key, value = (
             read_back(held, part, assignment.get((layer, part)), rotaries[layer], layer)
             for held, part in zip((key, value), PARTS, strict=True)
         )
-        return eager_attention(module)(module, query, key, value, *args, **options)
+        output, weights = eager_attention(module)(module, query, key, value, *args, **options)
+        return output, weights
 
     return attend
-
-
-def next_layer(layers: Any, count: int) -> int:
-    """The number of the attention block that is called now."""
-    layer = next(layers, None)
-    if layer is None:
-        raise UnsupportedModel(f"the model computes attention more often than in its {count} attention blocks.")
-    return int(layer)

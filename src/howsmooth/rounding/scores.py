@@ -30,7 +30,7 @@ from howsmooth.models.socket import answering, eager_attention
 from howsmooth.norms.products import random_stream
 from howsmooth.rounding.caches import PARTS, read_back
 from howsmooth.rounding.formats import Format
-from howsmooth.rounding.running import Reader, next_layer, run_whole
+from howsmooth.rounding.running import Layers, Reader, run_whole
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 2
     (torch.Size([2, 2, 2]), True)
     """
     changes, probes = list[Tensor](), list[Tensor]()
-    rotaries, layers = reader.rotaries, iter(range(len(reader.sites)))
+    rotaries, layers = reader.rotaries, Layers(len(reader.sites))
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        own, layer = eager_attention(module), next_layer(layers, len(rotaries))
+        own, layer = eager_attention(module), layers.next()
         output, weights = own(module, query, key, value, *args, **options)
         changes.append(_changes(own, module, query, key, value, args, options, output, formats, rotaries[layer], layer))
         probe = torch.zeros_like(output, requires_grad=True)
@@ -95,6 +95,7 @@ def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 2
 
     with answering(reader.model, attend), torch.enable_grad():
         outcome = reader.read(run_whole(reader))
+        layers.check_all(reader.model)
         found = []
         for scalar in _scalars(reader, outcome, samples, seed):
             gradients = torch.autograd.grad(scalar, probes, retain_graph=True)
