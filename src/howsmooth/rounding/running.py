@@ -60,15 +60,10 @@ class Reader:
         if inputs["input_ids"].shape[-1] < 2:
             raise InvalidInput("the text is too short: rounding needs windows of at least two tokens.")
         sites = capture(model, inputs)
-        causal = all(Cache.of(site).causal for site in sites[:1])
+        causal = Cache.of(sites[0]).causal
         if causal and model.get_output_embeddings() is None:
             raise InvalidInput(f"{type(model).__name__} has no language-model head: open it with head=True.")
         return cls(model, inputs, sites, causal)
-
-    @property
-    def damage_name(self) -> str:
-        """What the damage is called in tables."""
-        return "KL" if self.causal else "1 − cosine"
 
     @property
     def tokens(self) -> int:
