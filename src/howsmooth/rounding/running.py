@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from howsmooth.attention import Rotary
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
-from howsmooth.models.listening import run
+from howsmooth.models.running import run
 from howsmooth.models.socket import answering, eager_attention
 from howsmooth.rounding.caches import PARTS, Cache, Choice, read_back
 

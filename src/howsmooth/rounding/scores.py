@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from howsmooth.checks import Count, Seed, door
 from howsmooth.models.socket import answering, eager_attention
-from howsmooth.norms.products import random_stream
 from howsmooth.rounding.caches import PARTS, read_back
 from howsmooth.rounding.formats import Format
 from howsmooth.rounding.running import Layers, Reader, run_whole
+from howsmooth.small import random_stream
 
 
 @dataclass(frozen=True)

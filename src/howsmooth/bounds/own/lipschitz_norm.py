@@ -34,8 +34,8 @@ from torch import Tensor
 
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.dasoulas2021 import LIPSCHITZ_NORM, projections_of
-from howsmooth.bounds.heads import spectral
 from howsmooth.bounds.settings import Setting
+from howsmooth.norms.matrices import spectral
 
 MIXING = math.sqrt(1 + math.sinh(1))
 """‖P‖ ≤ √(1 + sinh 1) ≈ 1.475, whatever the tokens."""
