@@ -70,7 +70,7 @@ def test_pages_import_public_names_of_rooms(page: Path) -> None:
 
 def test_an_import_from_inside_a_room_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(">>> from howsmooth.bounds.own.l2 import lip_2\n>>> import howsmooth.nn.base\n")
+    page.write_text(">>> from howsmooth.bounds.l2 import lip_2\n>>> import howsmooth.nn.base\n")
     found = list(imported(page))
     assert found == [("howsmooth.bounds.l2", "lip_2"), ("howsmooth.nn.base", "")]
     assert not any(name in house.exported().get(module, []) for module, name in found)

@@ -16,11 +16,11 @@ from howsmooth.cli.console import INTERRUPTED, MOST_SEED, plain_json, set_thread
 from howsmooth.cli.endings import complain, stop_word
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import check_figure_path, save_figure
+from howsmooth.figures.rounding import quantisation_figure
 from howsmooth.models.texts import read_text
 from howsmooth.rounding.allocation import UNITS, Allocation
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.exports import EXPORTS, check_engine
-from howsmooth.rounding.figure import quantisation_figure
 from howsmooth.rounding.formats import parse_formats
 from howsmooth.rounding.quantising import Quantisation
 from howsmooth.rounding.quantising import quantise as run

@@ -9,6 +9,7 @@
 from howsmooth.figures.bounds import bounds_against_n, random_tokens
 from howsmooth.figures.growth import growth_figure
 from howsmooth.figures.heads import head_bars, heads_heatmap
+from howsmooth.figures.rounding import quantisation_figure
 from howsmooth.figures.sandwich import sandwich_figure
 from howsmooth.figures.scans import bound_ratios, depth_lines, scanned_growth, scanned_heads
 from howsmooth.figures.style import FORMATS, check_figure_path, literal, new_figure, save_figure
@@ -27,6 +28,7 @@ __all__ = [
     "influence_map",
     "literal",
     "new_figure",
+    "quantisation_figure",
     "random_tokens",
     "sandwich_figure",
     "save_figure",

@@ -31,7 +31,7 @@ from howsmooth.rounding import numbers
 
 Kind = Literal["integer", "cast", "scaled", "mxfp4", "nvfp4"]
 Scope = Literal["token", "channel", "tensor", "none"]
-SCOPES = ("token", "channel", "tensor", "none")
+SHARES_SCALE = ("token", "channel", "tensor", "none")
 _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -211,7 +211,7 @@ def _with_option(entry: Format, part: str, whole: str) -> Format:
         if entry.kind != "integer":
             raise InvalidInput(f"{shown(whole)}: only integers are symmetric or asymmetric.")
         return replace(entry, symmetric=part == "symmetric")
-    if name == "per" and value in SCOPES:
+    if name == "per" and value in SHARES_SCALE:
         return _with_scope(entry, value, whole)
     if name in ("group", "first") and re.fullmatch("[0-9]{1,9}", value) and int(value) >= (name == "group"):
         if name == "group" and (entry.per not in ("token", "channel") or entry.kind in ("mxfp4", "nvfp4")):
@@ -220,7 +220,7 @@ def _with_option(entry: Format, part: str, whole: str) -> Format:
     if name == "rotary" and value in ("after", "before"):
         return replace(entry, rotary=value)  # type: ignore[arg-type]
     raise InvalidInput(
-        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SCOPES)}, group=NUMBER, first=NUMBER and "
+        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SHARES_SCALE)}, group=NUMBER, first=NUMBER and "
         f"rotary=before|after, not {shown(part)}."
     )
 

@@ -28,8 +28,9 @@ from howsmooth.checks import check_one_of, door
 from howsmooth.jacobians.alone import exact_autograd
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.alone import alone
-from howsmooth.models.running import Call, first_tensor, listening, reference_mode, run
+from howsmooth.models.running import Call, listening, reference_mode, run
 from howsmooth.rounding.running import check_text_model
+from howsmooth.small import first_tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[str], None]

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from howsmooth.figures import literal, new_figure
+from howsmooth.figures.style import literal, new_figure
 from howsmooth.rounding.allocation import allocate
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.quantising import Quantisation
