@@ -1,0 +1,220 @@
+r"""Second order around an input: attention read at one token whose query does not move.
+
+With a constant query every logit and every value is affine in the tokens :math:`p_j \in R^d`:
+
+.. math:: o(p) = c + \sum_h \sum_j P_{hj}\,(U_h p_j + u_{hj}), \qquad P_h = \mathrm{softmax}_j(\kappa_h\cdot p_j + s_{hj}).
+
+For a functional :math:`a\cdot o` and a move δ let, in one head, :math:`\sigma_j = \kappa\cdot\delta_j`,
+:math:`\alpha_j = (U^\top a)\cdot\delta_j` and :math:`a_j = a\cdot(U p_j + u_j)`; a token that does not move has σ = α = 0.
+Derivatives of :math:`g(t) = \sum_j P_j a_j` along the line p + tδ are joint cumulants under P:
+
+.. math:: g' = E\alpha + \mathrm{Cov}(a, \sigma), \quad g'' = 2\,\mathrm{Cov}(\alpha,\sigma) + \kappa_3(a,\sigma,\sigma),
+          \quad g''' = 3\,\kappa_3(\alpha,\sigma,\sigma) + \kappa_4(a,\sigma,\sigma,\sigma),
+
+because :math:`\frac{d}{dt} E_P X = E_P \dot X + \mathrm{Cov}_P(X, \sigma)`. The second derivative is the quadratic form
+:math:`\sigma^\top M\sigma + 2\alpha^\top D\sigma` with :math:`D = \mathrm{diag} P - PP^\top`, :math:`w_j = P_j(a_j - \bar a)`,
+:math:`M = \mathrm{diag}\, w - wP^\top - Pw^\top`; the third is bounded on the whole ball (`Functionals.third`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_PIECES = 8
+_SPREAD = math.sqrt(2)
+"""The largest difference of two coordinates of a unit vector."""
+_SKEW = _SPREAD**3 / (6 * math.sqrt(3))
+_MIXED = 2 / (3 * math.sqrt(3))
+"""max x²y on x² + y² = 1."""
+
+
+@dataclass(frozen=True)
+class PooledAttention:
+    """The map o(p) of this module in float64.
+
+    Attributes:
+        keys: κ, ``(heads, d)``. key_offsets: s, ``(heads, fixed + n)``.
+        values: U, ``(heads, m, d)``. value_offsets: u, ``(heads, fixed + n, m)``. constant: c, ``(m,)``.
+        fixed: how many tokens, the first ones, do not move.
+    """
+
+    keys: Tensor
+    key_offsets: Tensor
+    values: Tensor
+    value_offsets: Tensor
+    constant: Tensor
+    fixed: int
+
+    def at(self, tokens: Tensor) -> Expansion:
+        """Everything about the input ``(n, d)`` that does not depend on the functional."""
+        still = tokens.new_zeros(self.fixed, tokens.shape[-1])
+        rows = torch.cat([still, tokens])
+        weights = torch.softmax(self.key_offsets + self.keys @ rows.mT, dim=-1)
+        return Expansion(self, weights, self.value_offsets + rows @ self.values.mT)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """o(p), ``(m,)``."""
+        return self.at(tokens).output
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Weights P ``(heads, rows)`` and values ``(heads, rows, m)`` at an input."""
+
+    pool: PooledAttention
+    weights: Tensor
+    rows: Tensor
+
+    @property
+    def output(self) -> Tensor:
+        """o at the input."""
+        return self.pool.constant + torch.einsum("hj,hjm->m", self.weights, self.rows)
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """D of every head over the tokens that move."""
+        p = self.weights[:, self.pool.fixed :]
+        return torch.diag_embed(p) - p[:, :, None] * p[:, None]
+
+    @cached_property
+    def steepness(self) -> Tensor:
+        """|κ| of every head."""
+        return self.pool.keys.norm(dim=-1)
+
+    @cached_property
+    def unsaturated(self) -> Tensor:
+        """The mass q outside the largest weight."""
+        others = self.weights.masked_fill(torch.nn.functional.one_hot(self.weights.argmax(-1), self.weights.shape[-1]).bool(), 0.0)
+        return others.sum(-1)
+
+    def drift(self, radii: Tensor) -> Tensor:
+        """Δ: how far a difference of two logits can move on balls of radii ``(b, 1)``, ``(b, heads)``."""
+        return _SPREAD * radii * self.steepness
+
+    def variance(self, radii: Tensor) -> Tensor:
+        r"""At least :math:`\mathrm{Var}_P(x)` for every unit vector x and every P on balls ``(b, 1)``, ``(b, heads)``.
+
+        The coordinates of x span at most √2, so the variance is at most ½ (Popoviciu). About the largest weight's
+        coordinate it is at most 2q̂, where :math:`\hat q = qe^Δ/(1-q+qe^Δ)` bounds the mass of the others. And
+        :math:`P \le e^{Δ}P^0`, so about the mean under :math:`P^0` it is at most :math:`e^Δ\|D^0\|`.
+        """
+        grown, q = self.drift(radii).exp(), self.unsaturated
+        away = q * grown / (1 - q + q * grown)
+        return torch.minimum(2 * away, grown * self._spread).clamp_max(0.5)
+
+    @cached_property
+    def _spread(self) -> Tensor:
+        """‖D‖ of every head."""
+        return torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
+
+    def functionals(self, directions: Tensor) -> Functionals:
+        """The functionals a·o for every row a of ``(g, m)``."""
+        return Functionals(self, directions)
+
+
+class Functionals:
+    """Gradient, curvature and third derivative of functionals a·o at an input.
+
+    Attributes:
+        gradient: ``(g, n·d)``.
+    """
+
+    def __init__(self, point: Expansion, directions: Tensor):
+        pool, p = point.pool, point.weights
+        self.point, self.directions = point, directions
+        self.pulled = torch.einsum("gm,hmd->ghd", directions, pool.values)  # Uᵀa
+        rows = torch.einsum("gm,hjm->ghj", directions, point.rows)
+        centred = rows - (p * rows).sum(-1, keepdim=True)
+        self._deviation = (p * centred.square()).sum(-1).sqrt()
+        self._range = rows.amax(-1) - rows.amin(-1)
+        moving = slice(pool.fixed, None)
+        self._mass, self._push = p[:, moving], (p * centred)[..., moving]
+        gradient = torch.einsum("hj,ghd->gjd", self._mass, self.pulled)
+        self.gradient = (gradient + torch.einsum("ghj,hd->gjd", self._push, pool.keys)).flatten(1)
+
+    @property
+    def value(self) -> Tensor:
+        """a·o at the input."""
+        return self.directions @ self.point.output
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor]:
+        """Uᵀa along κ and the length of the rest, ``(g, heads)``."""
+        keys = self.point.pool.keys
+        unit = keys / self.point.steepness.clamp_min(1e-300)[:, None]
+        along = (self.pulled * unit).sum(-1)
+        return along, (self.pulled - along[..., None] * unit).norm(dim=-1)
+
+    @cached_property
+    def curvature(self) -> tuple[Tensor, Tensor]:
+        r"""Bounds on the spectrum of the second derivative from below (≤ 0) and above (≥ 0), ``(g,)`` each.
+
+        In coordinates along κ and along the rest of :math:`U^\top a` a head's form is 2n × 2n; heads are added.
+        """
+        size, (along, across) = self.point.steepness, self._split
+        d, push = self.point.covariance, self._push
+        m = torch.diag_embed(push) - push[..., None] * self._mass[:, None] - push[..., None, :] * self._mass[:, :, None]
+        keys = size[:, None, None] ** 2 * m + 2 * (size * along)[..., None, None] * d
+        mixed = (size * across)[..., None, None] * d
+        form = torch.cat([torch.cat([keys, mixed], -1), torch.cat([mixed, torch.zeros_like(mixed)], -1)], -2)
+        # The computed eigenvalues are those of a form that differs by less than this (LAPACK's backward error).
+        margin = form.shape[-1] ** 2 * 2**-50 * torch.linalg.matrix_norm(form)
+        found = torch.linalg.eigvalsh(form)
+        least, most = (found[..., 0] - margin).clamp_max(0.0), (found[..., -1] + margin).clamp_min(0.0)
+        return least.sum(-1), most.sum(-1)
+
+    def bend(self, moves: Tensor) -> Tensor:
+        """The second derivative of every functional applied to a move of its own, ``(g, n·d)``."""
+        keys = self.point.pool.keys
+        moves = moves.unflatten(-1, (-1, keys.shape[-1]))
+        sigma = torch.einsum("hd,gjd->ghj", keys, moves)
+        alpha = torch.einsum("ghd,gjd->ghj", self.pulled, moves)
+
+        def covariance(t: Tensor) -> Tensor:
+            return self._mass * (t - (self._mass * t).sum(-1, keepdim=True))
+
+        inner = self._push * (sigma - (self._mass * sigma).sum(-1, keepdim=True))
+        on_keys = inner - self._mass * (self._push * sigma).sum(-1, keepdim=True) + covariance(alpha)
+        out = torch.einsum("ghj,hd->gjd", on_keys, keys) + torch.einsum("ghj,ghd->gjd", covariance(sigma), self.pulled)
+        return out.flatten(1)
+
+    def third(self, radii: Tensor) -> Tensor:
+        r"""At least :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
+
+        Write σ = \|κ\|x and α = bx + cy with x, y orthogonal parts of a unit vector, b and c from the split of
+        :math:`U^\top a`. With V from `Expansion.variance` and t = x − Ex, |t| ≤ √2:
+
+        - the symmetric form κ₃ takes its largest value over unit vectors on the diagonal (Banach), where
+          :math:`|Et^3| \le \min(\sqrt2\,V, 2\sqrt2/(6\sqrt3))`: a centred variable on [−A, B], A + B = √2, has
+          :math:`E(B-t)(t+c)^2 \ge 0`; take c = A with V ≤ AB where B ≥ 2A, c = B/2 elsewhere. Hence
+          :math:`3|κ_3(α,σ,σ)| \le 3|κ|^2 C_3(|b| + c\max x^2y)`.
+        - :math:`κ_4(a,σ,σ,σ) = |κ|^3\mathrm{Cov}(a, t^3 - 3Vt)`, at most the product of standard deviations;
+          :math:`E t^2(t^2-3V)^2 \le V\max(3V, 2-3V)^2`; that of a is at most half its range, or :math:`e^{Δ/2}` times
+          the one at the input, plus what the values move: :math:`\sqrt V\,|U^\top a|r`.
+        """
+        point, (along, across) = self.point, self._split
+        size, variance = point.steepness, point.variance(radii)
+        skew = (_SPREAD * variance).clamp_max(_SKEW)
+        root = variance.sqrt()
+        low = root * (2 - 3 * variance)
+        fourth = torch.where(variance <= 2 / 9, low, (3 * variance * root).clamp_min(4 / 3 * math.sqrt(2 / 9)))
+        grown = (point.drift(radii) / 2).exp() * self._deviation[:, None]
+        moved = root * radii * self.pulled.norm(dim=-1)[:, None]
+        deviation = torch.minimum(self._range[:, None] / 2, grown) + moved
+        mixed = 3 * size**2 * skew * (along.abs() + _MIXED * across)[:, None]
+        return (mixed + size**3 * fourth * deviation).sum(-1)
+
+    def remainder(self, radius: float) -> Tensor:
+        r"""At least \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
+
+        :math:`\int_0^1 \tfrac12(1-s)^2 |g'''(p + sδ)|ds`, with the bound of `third` on the ball of radius sr, which
+        grows with s, taken at the end of each of eight pieces.
+        """
+        ends = torch.arange(_PIECES + 1, dtype=torch.float64) / _PIECES
+        left = (1 - ends) ** 3 / 6
+        return radius**3 * (self.third(radius * ends[1:, None]) * (left[:-1] - left[1:])).sum(-1)
