@@ -1,0 +1,106 @@
+"""Proved statements: at an input, around it, and through a network.
+
+`certify` chooses: an attention map gets a `Certificate` for its local Lipschitz constant, a `PatchTransformer` with a
+label a `Robustness`, the radius within which its class cannot change. Nothing here is an estimate: every number holds in
+exact arithmetic, rounding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from howsmooth.certify.at_point import enclose_block, enclose_heads
+from howsmooth.certify.network import PatchTransformer
+from howsmooth.certify.results import Certificate, Robustness
+from howsmooth.certify.robustness import Classifier, Neighbourhood
+from howsmooth.checks import NotNegative, check_count, check_finite, check_tensor, door
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.jacobians import as_attention
+from howsmooth.jacobians.alone import full_precision
+from howsmooth.jacobians.checks import check_tokens
+
+__all__ = ["Certificate", "PatchTransformer", "Robustness", "certify"]
+
+
+@overload
+def certify(f: PatchTransformer, x: Tensor, label: int) -> Robustness: ...
+@overload
+def certify(f: Callable[[Tensor], Tensor], x: Tensor, label: None = None, *, per_head: bool = False) -> Certificate: ...
+@door
+@full_precision
+@torch.no_grad()
+def certify(
+    f: Callable[[Tensor], Tensor], x: Tensor, label: int | None = None, *, per_head: bool = False
+) -> Certificate | Robustness:
+    r"""A proof about ``f`` at ``x``.
+
+    Without a label: :math:`\mathrm{lower} \le \|J(x)\|_2 \le \mathrm{upper}` for an attention map, deterministic and with
+    rounding accounted for; see `howsmooth.certify.at_point`. With a label: the largest radius found for which no image
+    within it, in the 2-norm, has another class; see `howsmooth.certify.robustness`.
+
+    Args:
+        f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer`.
+        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1. Half precision is taken to float64.
+        label: the class that is to stay; the radius is 0 where the network says another.
+        per_head: one enclosure for every head x ↦ W_h f_h(x) instead of one for the block.
+
+    >>> import torch, howsmooth as hs
+    >>> attention = hs.SelfAttention.random(8, heads=2, mask="causal")
+    >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    >>> proof = hs.certify(attention, x)
+    >>> bool(proof.lower <= hs.measure(attention, x, rtol=1e-6).value <= proof.upper), bool(proof.ratio < 1.01)
+    (True, True)
+    """
+    start = perf_counter()
+    check_tensor(x, "x")
+    check_finite(x, "x")
+    if label is not None:
+        return _robustness(f, x, check_count(label, "label", least=0), start)
+    if isinstance(f, PatchTransformer):
+        raise InvalidInput("a network is certified for a class: pass its label.")
+    attention = as_attention(f)
+    if attention is None:
+        raise UnsupportedModel(f"certify takes an attention map, or a PatchTransformer with a label, not {type(f).__name__}.")
+    check_tokens(x)
+    if x.dim() != 2:
+        raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    ends = enclose_heads(attention, x) if per_head else [enclose_block(attention, x)]
+    lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
+    notes = ("computed in float64",) if x.dtype != torch.float64 else ()
+    return Certificate(
+        lower if per_head else lower[0],
+        upper if per_head else upper[0],
+        tuple(e.method for e in ends),
+        0.0,
+        "token",
+        per_head,
+        perf_counter() - start,
+        notes,
+    )
+
+
+def _robustness(f: object, x: Tensor, label: int, start: float) -> Robustness:
+    if not isinstance(f, PatchTransformer):
+        raise UnsupportedModel(f"{type(f).__name__} has no certificate for a class: a PatchTransformer has.")
+    return robustness(f.folded(), f.patches(x.double()), label, start)
+
+
+def robustness(network: Classifier, tokens: Tensor, label: int, start: float | None = None) -> Robustness:
+    """The certificate of a folded network, which many images share."""
+    start = perf_counter() if start is None else start
+    classes = len(network.direct)
+    if label >= classes:
+        raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")
+    if tokens.dim() != 2:
+        raise InvalidInput(f"one image is certified at a time, got {tuple(tokens.shape[:-2])} of them.")
+    predicted = int(network(tokens).argmax())
+    if predicted != label:
+        notes = (f"the class of this image is {predicted}, not {label}: no radius keeps it",)
+        return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
+    radius, limiting = Neighbourhood(network, tokens, label).radius()
+    return Robustness(label, predicted, radius, limiting, perf_counter() - start)

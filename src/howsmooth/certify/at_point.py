@@ -1,0 +1,118 @@
+r"""The largest singular value at an input, proved on both sides.
+
+A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
+:math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
+singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
+`BLOCK`, else its constant is at most the sum of those of its heads. The lower end is ‖Jᵀu‖ for one unit vector u.
+
+With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certify.gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} + η`, and
+:math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.rounding import gamma
+from howsmooth.bounds.three_path import three_path
+from howsmooth.certify.gram import HeadBlocks, head_blocks
+from howsmooth.certify.proved_norm import cholesky_bound, deflated_bound, top_eigenvalue
+from howsmooth.measuring import measure, measure_heads
+
+CHOLESKY = 6144
+"""Most outputs of a map whose Gram matrix is factored: 300 MB and ten seconds of one core."""
+BLOCK = 3072
+"""Most outputs of a block of several heads that is taken whole."""
+DEFLATION = 16384
+"""Most outputs of a head whose Gram matrix is gone through row by row."""
+DEFLATED = 48
+"""Leading singular vectors taken out."""
+
+
+@dataclass(frozen=True)
+class Enclosure:
+    """Proved ends of ‖J‖, and by which proof."""
+
+    lower: float
+    upper: float
+    method: str
+
+
+def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
+    """Every head x ↦ W_h f_h(x) at one input ``(n, d)``."""
+    n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)
+    if n * width > DEFLATION:
+        return _three_path(attention, x)
+    if n * width <= CHOLESKY:
+        return [_factored(head.gram(), head.rounding, head.off) for head in head_blocks(attention, x)]
+    leading = _leading(attention, x)
+    return [_deflated(head, basis) for head, basis in zip(head_blocks(attention, x), leading, strict=True)]
+
+
+def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
+    """The whole map at one input ``(n, d)``."""
+    n, d = len(x), attention.out_features
+    if attention.heads > 1 and n * d > BLOCK:
+        heads = enclose_heads(attention, x)
+        upper = sum(head.upper for head in heads) * (1 + gamma(len(heads)))
+        lower = measure(attention, x).lower
+        return Enclosure(float(lower), upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+    if attention.heads == 1:
+        return enclose_heads(attention, x)[0]
+    heads_blocks = head_blocks(attention, x, whole=True)
+    dense = torch.zeros(n * d, n * attention.in_features, dtype=torch.float64)
+    for head in heads_blocks:
+        for i in range(n):
+            dense[i * d : (i + 1) * d] += head.rows(i).transpose(0, 1).reshape(d, -1)
+    off = sum(head.off for head in heads_blocks)
+    size = sum(head.size for head in heads_blocks)
+    rounding = gamma(8 * (dense.shape[1] + len(heads_blocks) + d)) * size**2
+    return _factored(dense @ dense.mT, rounding, off)
+
+
+def _factored(gram: Tensor, rounding: float, off: float) -> Enclosure:
+    value, vector = top_eigenvalue(gram)
+    upper = cholesky_bound(gram, value)
+    attained = float(vector @ (gram @ vector)) * (1 - gamma(4)) / float(vector @ vector)
+    attained -= gamma(2 * len(gram)) * float(torch.linalg.matrix_norm(gram))
+    lower = max(attained - rounding, 0.0) ** 0.5 - off
+    method = "cholesky"
+    if upper is None:  # nothing near the Ritz value holds: the norm of a matrix is at most its Frobenius norm
+        upper, method = float(torch.linalg.matrix_norm(gram)) * (1 + gamma(gram.numel())), "frobenius"
+    return Enclosure(max(lower, 0.0) * (1 - gamma(8)), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
+
+
+def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
+    basis = torch.linalg.qr(basis).Q
+    squares, products = 0.0, []
+    for i in range(len(head.weights)):
+        rows = head.gram_rows(i)
+        squares += float(rows.square().sum())
+        products.append(rows @ basis)
+    upper = deflated_bound(squares * (1 + gamma(rows.numel() + len(products))), basis, torch.cat(products))
+    rounding = 2 * head.rounding  # rows are not made symmetric: twice the error covers both triangles
+    vector = basis[:, 0]
+    attained = float(vector @ torch.cat(products)[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
+    lower = (max(attained, 0.0) ** 0.5 - head.off) * (1 - gamma(8))
+    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + head.off) * (1 + gamma(8)), "deflation")
+
+
+def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
+    """Leading left singular vectors of every head in the coordinates of its triangular factor, ``(n·k, r)``."""
+    found = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
+    assert found is not None
+    bases = []
+    for head, vectors in enumerate(found.double()):
+        output = attention.output_weight[head].double().mT
+        turn = torch.linalg.qr(output).Q if output.shape[0] > output.shape[1] else torch.eye(len(output)).double()
+        bases.append((vectors @ turn).flatten(1).mT)
+    return bases
+
+
+def _three_path(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
+    upper, lower = three_path(attention, x), measure_heads(attention, x).lower
+    return [Enclosure(float(a), float(b), "three paths") for a, b in zip(lower, upper, strict=True)]
