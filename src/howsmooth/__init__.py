@@ -32,6 +32,7 @@ from howsmooth.attention import (
     SigmoidAttention,
     SlidingWindow,
 )
+from howsmooth.certify import Certificate, PatchTransformer, Robustness, certify
 from howsmooth.errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
 from howsmooth.explaining import Explanation, explain, token_influence
 from howsmooth.growth import Growth, growth
@@ -66,6 +67,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "ALiBi",
     "Causal",
+    "Certificate",
     "CosineAttention",
     "DenseBias",
     "DoesNotApply",
@@ -80,7 +82,9 @@ __all__ = [
     "Measurement",
     "NotDifferentiable",
     "Padding",
+    "PatchTransformer",
     "RelativeBias",
+    "Robustness",
     "Rotary",
     "Scan",
     "SelfAttention",
@@ -89,6 +93,7 @@ __all__ = [
     "UnsupportedModel",
     "Witness",
     "bounds",
+    "certify",
     "explain",
     "growth",
     "jacobian",

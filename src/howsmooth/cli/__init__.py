@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.bounds import bounds
+from howsmooth.cli.certify import certify
 from howsmooth.cli.demo import demo
 from howsmooth.cli.endings import CODES, INTERRUPTED, OneLineErrors, complain, stop_word
 from howsmooth.cli.measure import measure
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(measure)
 app.command()(bounds)
 app.command("worst-case")(worst_case)
+app.command()(certify)
 app.command()(scan)
 app.command()(quantise)
 app.command("quantize", hidden=True)(quantise)

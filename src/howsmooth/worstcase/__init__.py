@@ -1,6 +1,7 @@
 """The least smooth input: worst-case search with the theorems' constructions among its starts."""
 
 from howsmooth.sets import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
+from howsmooth.worstcase.attacks import Attack, minimal_norm_attack, projected_attack
 from howsmooth.worstcase.both_ends import Sandwich
 from howsmooth.worstcase.measures import MeasureWitness, worst_measure
 from howsmooth.worstcase.sandwich_search import sandwich
@@ -8,6 +9,7 @@ from howsmooth.worstcase.search import worst_case
 from howsmooth.worstcase.witness import Witness
 
 __all__ = [
+    "Attack",
     "Ball",
     "Embeddings",
     "Everywhere",
@@ -18,6 +20,8 @@ __all__ = [
     "Sandwich",
     "Sphere",
     "Witness",
+    "minimal_norm_attack",
+    "projected_attack",
     "sandwich",
     "worst_case",
     "worst_measure",

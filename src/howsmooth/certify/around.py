@@ -1,0 +1,181 @@
+r"""The constant of a head on a ball around an input: the least of three proofs.
+
+For all X with :math:`|x_j - x^0_j| \le ε_j` (0 for tokens that stay); linear queries, keys and values, any mask, bias,
+grouped heads, rotary positions. The notation is that of `howsmooth.bounds.neighbourhood`: logits of row i move, up to a
+shift of the row, by at most :math:`δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + ε_iε_j\|A\|`, and softmax is
+monotone in each logit, so its extremes over the box are at corners: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`.
+
+**Three paths** (`howsmooth.bounds.neighbourhood.three_path_ball`).
+
+**Rows stay distributions.** The same, with second moments as maxima of :math:`\sum_jp_j|a_j|^2` over all p with
+:math:`\check P_i \le p \le \hat P_i`, Σp = 1: the floor, and the rest of the mass given to the farthest first.
+
+**From the input.** :math:`\|J\| \le \|J^0\| + \|J - J^0\|` with a proved value of the first
+(`howsmooth.certify.at_point`), so that the bound tends to it as ε → 0. Let :math:`D_{ij} = \max(\hat P_{ij} - P^0_{ij},
+P^0_{ij} - \check P_{ij})`, :math:`a_{ij} = W(v^0_j - o^0_i)`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`, ε the largest ε_j,
+and ℓ, α as in the three paths: bounds on the standard deviations of values and keys over the ball.
+
+- Values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`.
+- Queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
+  \sum_j(P-P^0)_{ij}a_jb_j^\top - (o_P-o^0)(c_P-c^0)^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε +
+  \|\sum_jD_{ij}aa^\top\|^{1/2}\|\sum_jD_{ij}bb^\top\|^{1/2} + (\sum_jD_{ij}|a_{ij}|)(\sum_jD_{ij}|b_{ij}|)`.
+- Keys: with :math:`u_{ij} = W(v_j-o_i)`, :math:`t_{ij} = M^{k\top}_jq_i`, :math:`Put^\top - P^0u^0t^{0\top} =
+  (P-P^0)u^0t^{0\top} + P(u-u^0)t^{0\top} + Pu(t-t^0)^\top`. By Cauchy–Schwarz in the weights D, P̂ and P̂ (as in the
+  three-path bound) their norms are at most the roots of :math:`\max_j\|\sum_iD_{ij}λ_it_{ij}t_{ij}^\top\|` with
+  :math:`λ_i = \|\sum_jD_{ij}aa^\top\|`, the same with P̂ and :math:`λ_i = (\|V\|ε + \sum_jD_{ij}|a_{ij}|)^2`, since
+  :math:`u_{ij}-u^0_{ij} = V(δ_j - \sum_lP_{il}δ_l) - \sum_l(P-P^0)_{il}a_{il}`, and
+  :math:`\|A\|^2ε^2\max_j\sum_i\hat P_{ij}ℓ_i^2`. ∎
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.positions import Rotary
+from howsmooth.attention.stages import Scale
+from howsmooth.bounds import TokenSet, head_numbers
+from howsmooth.bounds.heads import norm_rounding
+from howsmooth.bounds.neighbourhood import softmax_ceiling, three_path_ball
+from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
+from howsmooth.bounds.rounding import gamma
+from howsmooth.bounds.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm
+from howsmooth.certify.at_point import Enclosure, enclose_heads
+from howsmooth.errors import DoesNotApply
+
+
+def enclose_heads_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[Enclosure]:
+    """Every head over all inputs whose token j is within ``moves[j]`` of x's; the lower end is at x."""
+    _check(attention)
+    here = enclose_heads(attention, x)
+    base = torch.tensor([head.upper for head in here], dtype=torch.float64)
+    unit = TokenSet.ball(1.0, attention.in_features)
+    numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
+    value, score = numbers.value + lost[0], numbers.score + lost[1]
+    ways: dict[str, list[Tensor]] = {"from the input": [], "rows stay distributions": []}
+    first = 0
+    for part in paths(attention, x):
+        own = slice(first, first := first + len(part.value))
+        ball = _Ball(part, moves.double(), value[own], score[own])
+        ways["from the input"].append(base[own] + ball.change())
+        ways["rows stay distributions"].append(ball.rows())
+    found = {name: torch.cat(parts) for name, parts in ways.items()}
+    found["three paths"] = three_path_ball(attention, x, float(moves.max()))
+    names = list(found)
+    least, which = torch.stack(list(found.values())).min(0)
+    return [
+        Enclosure(head.lower, max(float(upper), head.upper), names[int(index)])
+        for head, upper, index in zip(here, least, which, strict=True)
+    ]
+
+
+def _check(attention: AttentionMap) -> None:
+    stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
+    strange = [type(stage).__name__ for stage in stages if not isinstance(stage, Scale | Rotary)]
+    if attention.kind != "dot_product" or strange or attention.softcap is not None:
+        what = strange[0] if strange else "a soft-cap" if attention.softcap is not None else f"{attention.kind} attention"
+        raise DoesNotApply(f"no bound around an input is proved for {what}: certify at the input alone (radius 0).")
+
+
+class _Ball:
+    """The ingredients of the module for a group of heads, every one raised by what rounding may have done."""
+
+    def __init__(self, part: Paths, moves: Tensor, value: Tensor, score: Tensor):
+        self.part, self.value, self.score = part, value, score
+        self.eps = float(moves.max())
+        radii, width = part.radii, part.pull.shape[-1]
+        self.gain = torch.ones_like(radii.pull) if part.pull_map is None else part.pull_map.norm(dim=(-2, -1))
+        self.mean_key = part.weights @ part.pull
+        away, most = 2 * part.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
+        self.key_radius = self.gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
+        self.keys_apart = part.pull_distances(self.mean_key) + self.key_radius[..., None]
+        self.values_apart = distances(part.mean, part.value) + radii.value.amax(-1)[:, None, None]
+        push = part.push_lengths() + push_radii(part)
+        moved = moves[:, None] * self.keys_apart + moves * push + moves[:, None] * moves * score[:, None, None]
+        moved = moved + radii.weights[..., None]
+        self.high, self.low = softmax_ceiling(part.scores, moved), softmax_ceiling(part.scores, -moved)
+        change = torch.maximum(self.high - part.weights, part.weights - self.low).clamp_min(0.0)
+        self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * part.weights
+
+    def change(self) -> Tensor:
+        """‖J − J⁰‖ on the ball, ``(g,)``."""
+        part, d, eps, value, score = self.part, self.change_of_weights, self.eps, self.value, self.score
+        norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
+        a_moment, b_moment = self._value_moment(d), self._key_moment(d)
+        a_mean, b_mean = (d * self.values_apart).sum(-1), (d * self.keys_apart).sum(-1)
+        spread, lean = self._spread(), self._lean()
+        own = eps * (value[:, None] * lean + spread * score[:, None]) + (a_moment * b_moment).sqrt() + a_mean * b_mean
+        shifted = (value[:, None] * eps + a_mean).square()
+        cross = self._cross(d * a_moment[..., None]).amax(-1) + self._cross(self.high * shifted[..., None]).amax(-1)
+        loads = (self.high * spread.square()[..., None]).sum(-2).amax(-1)
+        bound = norm * value + own.amax(-1) + cross + score * eps * loads.sqrt()
+        return nowhere_nan(bound * part.allowance)
+
+    def rows(self) -> Tensor:
+        """‖J‖ on the ball, ``(g,)``."""
+        norm = torch.minimum(nonnegative_norm(self.high), self.high.sum(-2).amax(-1).sqrt())
+        spread, lean = self._spread(), self._lean()
+        loads = self.high * spread.square()[..., None]
+        cross = self._cross(loads) + self.score[:, None] * self.eps * loads.sum(-2).sqrt()
+        return nowhere_nan((norm * self.value + (spread * lean).amax(-1) + cross.amax(-1)) * self.part.allowance)
+
+    def _spread(self) -> Tensor:
+        """ℓ_i: the standard deviation of values in any direction, over the ball."""
+        moment = torch.minimum(self._value_moment(self.high), largest_mean(self.values_apart.square(), self.low, self.high))
+        return moment.sqrt() + self.value[:, None] * self.eps
+
+    def _lean(self) -> Tensor:
+        """α_i: that of keys as queries feel them."""
+        moment = torch.minimum(self._key_moment(self.high), largest_mean(self.keys_apart.square(), self.low, self.high))
+        return moment.sqrt() + self.score[:, None] * self.eps
+
+    def _value_moment(self, weights: Tensor) -> Tensor:
+        part, mass = self.part, weights.sum(-1)
+        root = spread_norm(weights, part.value, part.mean).sqrt()
+        return (root + part.radii.value.amax(-1, keepdim=True) * mass.sqrt()).square()
+
+    def _key_moment(self, weights: Tensor) -> Tensor:
+        part, mass = self.part, weights.sum(-1)
+        root = spread_norm(weights, part.pull, self.mean_key, part.pull_map).sqrt()
+        if part.pull_map is not None:  # a product of three matrices is known to within the product of their norms
+            wide = spread_norm(weights, part.pull, self.mean_key).sqrt()
+            root = root + gamma(4 * part.pull.shape[-1]) ** 0.5 * self.gain * wide
+        return (root + self.key_radius * mass.sqrt()).square()
+
+    def _cross(self, loads: Tensor) -> Tensor:
+        """(‖Σ_i loads_ij t_ij t_ijᵀ‖)^½ for every key j, ``(g, n)``."""
+        part, width = self.part, self.part.push.shape[-1]
+        queries = mixed_pairs(loads.mT, part.push, part.push)
+        off = (loads * push_radii(part).square()).sum(-2).sqrt()
+        if part.push_map is not None:
+            lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+            off = off + gamma(4 * width) ** 0.5 * part.push_map.norm(dim=(-2, -1)) * lengths
+            queries = part.push_map.mT @ queries @ part.push_map
+        return psd_norm(queries).sqrt() + off
+
+
+def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """max Σ_j p_j·number_j over low ≤ p ≤ high, Σp = 1, along the last axis: what is free goes to the largest first.
+
+    >>> n, none, most = torch.tensor([1.0, 5.0, 3.0]), torch.zeros(3), torch.tensor([1.0, 0.25, 0.5])
+    >>> float(largest_mean(n, none, most))  # ¼·5 + ½·3 + ¼·1
+    3.0
+    """
+    order = numbers.argsort(-1, descending=True)
+    sorted_numbers, floor, room = (t.gather(-1, order) for t in (numbers, low, high - low))
+    free = (1 - low.sum(-1, keepdim=True)).clamp_min(0.0)
+    before = room.cumsum(-1) - room
+    taken = torch.minimum((free - before).clamp_min(0.0), room)
+    return ((floor + taken) * sorted_numbers).sum(-1) * (1 + gamma(8 * numbers.shape[-1]))
+
+
+def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
+    """How far every token may move: all by the radius, or only the tokens named."""
+    if tokens is None:
+        return torch.full((n,), radius, dtype=torch.float64)
+    moves = torch.zeros(n, dtype=torch.float64)
+    moves[list(tokens)] = radius
+    return moves

@@ -1,0 +1,154 @@
+"""`howsmooth certify`: proved bounds at an input, around it, and proved radii of a classifier of images."""
+
+from __future__ import annotations
+
+import json
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from howsmooth.certify import Certificate, PatchTransformer, certify_tokens, robustness
+from howsmooth.cli.console import plain_json, print_json, set_threads, stdout, step_progress, written
+from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.errors import InvalidInput
+from howsmooth.weights import read_tensors
+from howsmooth.worstcase.attacks import minimal_norm_attack
+
+What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
+Norm = Enum("Norm", {"two": "2"})
+Ball = Enum("Ball", {"token": "token", "frobenius": "frobenius"})
+_EXAMPLES = """Examples:\n
+  howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
+  howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
+  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json
+"""
+
+
+@spread
+def certify(
+    request: Request,
+    settings: Settings,
+    what: Annotated[What, typer.Option(help="The block, its heads, or both.")] = What.both,
+    radius: Annotated[float, typer.Option(min=0, help="Certify all inputs this near, not the input alone.")] = 0.0,
+    ball: Annotated[Ball, typer.Option(help="What is near: every token, or all of them together.")] = Ball.token,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."),
+    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
+    norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
+    attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image beside.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    set_threads(threads)
+    if images is not None:
+        rows = _images(request, settings, images, count, attack)
+        _print_images(rows, as_json)
+        return
+    if count is not None:
+        raise InvalidInput("--count chooses images: give --images too.")
+    site = request.open(settings)
+    if site.x.dim() != 2:
+        raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
+    names = ["block", "heads"] if what is What.both else [what.value]
+    found = {
+        name: certify_tokens(site.attention, site.x, per_head=name == "heads", radius=radius, ball=ball.value)
+        for name in names
+    }
+    if as_json:
+        print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in found.items()})
+    else:
+        _print(site, found)
+
+
+certify.__doc__ = (
+    "Prove how far the output of attention can move, or within which distance an image keeps its class.\n\n"
+    "Every number holds in exact arithmetic, rounding included: none is an estimate.\n\n" + _EXAMPLES
+)
+
+
+def _print(site: Site, found: dict[str, Certificate]) -> None:
+    out = stdout()
+    out.print(site.in_words(), markup=False)
+    table = Table("map", "lower bound (proved)", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
+    for name, proof in found.items():
+        ends = zip(proof.lower.reshape(-1).tolist(), proof.upper.reshape(-1).tolist(), proof.methods, strict=True)
+        for number, (lower, upper, method) in enumerate(ends):
+            table.add_row(
+                f"head {number}" if proof.per_head else name,
+                written(lower, ROUND_FLOOR, 5),
+                written(upper, ROUND_CEILING, 5),
+                written(upper / lower, ROUND_CEILING) if lower > 0 else "–",
+                method,
+                f"{proof.seconds:.2f}" if number == 0 else "″",
+            )
+    out.print(table)
+    proof = next(iter(found.values()))
+    if proof.radius:
+        near = "every token within" if proof.ball == "token" else "the input within"
+        out.print(f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False)
+    for note in dict.fromkeys([*site.notes, *(note for proof in found.values() for note in proof.notes)]):
+        out.print(f"note: {note}", markup=False)
+
+
+def _images(request: Request, settings: Settings, path: Path, count: int | None, attack: bool) -> list[dict[str, Any]]:
+    net = PatchTransformer.open(request.source, heads=settings.heads).double()
+    pictures, labels = _pictures(path, count)
+    folded, patches = net.folded(), net.patches(pictures)
+    with torch.no_grad():
+        right = (net(pictures).argmax(-1) == labels).nonzero().flatten()
+    if not len(right):
+        raise InvalidInput(f"none of the {len(labels)} images in {path} is classified correctly: nothing to certify.")
+    nearest: list[float | None] = [None] * len(right)
+    rows = []
+    with step_progress(len(right) + attack) as begin:
+        if attack:
+            begin("attack")
+            distances = minimal_norm_attack(net, pictures[right], labels[right]).distance
+            nearest = [d if d < float("inf") else None for d in distances.tolist()]
+        for index, distance in zip(right.tolist(), nearest, strict=True):
+            begin(f"image {index}")
+            proof = robustness(folded, patches[index], int(labels[index]))
+            rows.append({"image": index} | proof.to_dict() | {"attacked": distance})
+    return rows
+
+
+def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:
+    tensors = read_tensors(path)
+    if not {"images", "labels"} <= set(tensors):
+        raise InvalidInput(f"{path} must hold tensors named images and labels, it has {', '.join(sorted(tensors))}.")
+    pictures, labels = tensors["images"][:count], tensors["labels"][:count].long()
+    if pictures.dim() != 3 or labels.shape != pictures.shape[:1]:
+        raise InvalidInput(f"images (count, side, side) and as many labels are needed, got {tuple(pictures.shape)}.")
+    return (pictures.double() if pictures.is_floating_point() else pictures.double() / 255), labels
+
+
+def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(plain_json(json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False)))
+        return
+    table = Table("image", "label", "certified radius", "attacked at", "certified ÷ attacked", "next class", "seconds")
+    for row in rows:
+        near = row["attacked"]
+        table.add_row(
+            str(row["image"]),
+            str(row["label"]),
+            written(row["radius"], ROUND_FLOOR),
+            "–" if near is None else written(near, ROUND_CEILING),
+            "–" if near is None else f"{row['radius'] / near:.2f}",
+            str(row["limiting"]),
+            f"{row['seconds']:.2f}",
+        )
+    out = stdout()
+    out.print(table)
+    radii = [row["radius"] for row in rows]
+    mean = written(sum(radii) / len(radii), ROUND_FLOOR)
+    out.print(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {written(min(radii), ROUND_FLOOR)}")
