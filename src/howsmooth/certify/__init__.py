@@ -1,28 +1,41 @@
 """Proved statements: at an input, around it, and through a network.
 
 `certify` chooses: an attention map gets a `Certificate` for its local Lipschitz constant, a `PatchTransformer` with a
-label a `Robustness`, the radius within which its class cannot change. Nothing here is an estimate: every number holds in
+label a `Robustness`, the radius within which its class cannot change. Nothing here is an estimate: every number holds
+in
 exact arithmetic, rounding included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from howsmooth.attention import AttentionMap
+from howsmooth.certify.around import enclose_block_around, enclose_heads_around, move_radii
 from howsmooth.certify.at_point import enclose_block, enclose_heads
 from howsmooth.certify.network import PatchTransformer
 from howsmooth.certify.results import Certificate, Robustness
 from howsmooth.certify.robustness import Classifier, Neighbourhood
-from howsmooth.checks import NotNegative, check_count, check_finite, check_tensor, door
+from howsmooth.checks import (
+    NotNegative,
+    check_count,
+    check_finite,
+    check_number,
+    check_one_of,
+    check_tensor,
+    door,
+)
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_tokens
+
+BALLS = ("token", "frobenius")
 
 __all__ = ["Certificate", "PatchTransformer", "Robustness", "certify"]
 
@@ -30,57 +43,104 @@ __all__ = ["Certificate", "PatchTransformer", "Robustness", "certify"]
 @overload
 def certify(f: PatchTransformer, x: Tensor, label: int) -> Robustness: ...
 @overload
-def certify(f: Callable[[Tensor], Tensor], x: Tensor, label: None = None, *, per_head: bool = False) -> Certificate: ...
+def certify(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    label: None = None,
+    *,
+    radius: NotNegative = 0.0,
+    ball: str = "token",
+    tokens: Sequence[int] | None = None,
+    per_head: bool = False,
+) -> Certificate: ...
 @door
 @full_precision
 @torch.no_grad()
 def certify(
-    f: Callable[[Tensor], Tensor], x: Tensor, label: int | None = None, *, per_head: bool = False
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    label: int | None = None,
+    *,
+    radius: NotNegative = 0.0,
+    ball: str = "token",
+    tokens: Sequence[int] | None = None,
+    per_head: bool = False,
 ) -> Certificate | Robustness:
     r"""A proof about ``f`` at ``x``.
 
-    Without a label: :math:`\mathrm{lower} \le \|J(x)\|_2 \le \mathrm{upper}` for an attention map, deterministic and with
-    rounding accounted for; see `howsmooth.certify.at_point`. With a label: the largest radius found for which no image
-    within it, in the 2-norm, has another class; see `howsmooth.certify.robustness`.
+    Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at x, or the upper end
+    for every input within ``radius`` of it; deterministic, with rounding accounted for (`howsmooth.certify.at_point`,
+    `howsmooth.certify.around`). With a label: the largest radius found for which no image within it, in the 2-norm, has
+    another class (`howsmooth.certify.robustness`).
 
     Args:
         f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer`.
-        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1. Half precision is taken to float64.
+        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1. Everything is computed in float64.
         label: the class that is to stay; the radius is 0 where the network says another.
+        radius: how far inputs may be from x.
+        ball: "token", every token within the radius of its own place, or "frobenius", all of them together.
+        tokens: the tokens that move, all when None; the Jacobian is that of all tokens either way.
         per_head: one enclosure for every head x ↦ W_h f_h(x) instead of one for the block.
 
     >>> import torch, howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2, mask="causal")
     >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    >>> proof = hs.certify(attention, x)
+    >>> proof, near = hs.certify(attention, x), hs.certify(attention, x, radius=0.01)
     >>> bool(proof.lower <= hs.measure(attention, x, rtol=1e-6).value <= proof.upper), bool(proof.ratio < 1.01)
     (True, True)
+    >>> bool(proof.upper <= near.upper <= 1.2 * proof.upper)
+    True
     """
     start = perf_counter()
     check_tensor(x, "x")
     check_finite(x, "x")
     if label is not None:
+        if radius or tokens is not None or per_head:
+            raise InvalidInput("with a label the radius is what is found: leave out radius, tokens and per_head.")
         return _robustness(f, x, check_count(label, "label", least=0), start)
     if isinstance(f, PatchTransformer):
         raise InvalidInput("a network is certified for a class: pass its label.")
     attention = as_attention(f)
     if attention is None:
-        raise UnsupportedModel(f"certify takes an attention map, or a PatchTransformer with a label, not {type(f).__name__}.")
+        raise UnsupportedModel(f"certify takes an attention map or a PatchTransformer, not {type(f).__name__}.")
     check_tokens(x)
     if x.dim() != 2:
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
-    ends = enclose_heads(attention, x) if per_head else [enclose_block(attention, x)]
+    return certify_tokens(attention, x, radius=radius, ball=ball, tokens=tokens, per_head=per_head)
+
+
+def certify_tokens(
+    attention: AttentionMap,
+    x: Tensor,
+    *,
+    radius: float = 0.0,
+    ball: str = "token",
+    tokens: Sequence[int] | None = None,
+    per_head: bool = False,
+) -> Certificate:
+    """The certificate of an attention map, with the arguments of `certify`."""
+    start = perf_counter()
+    check_one_of(ball, BALLS, "ball")
+    check_number(radius, "radius", least=0)
+    moves = move_radii(len(x), radius, tokens)
+    moving = bool(moves.any())
+    if per_head:
+        ends = enclose_heads_around(attention, x, moves) if moving else enclose_heads(attention, x)
+    else:
+        ends = [enclose_block_around(attention, x, moves) if moving else enclose_block(attention, x)]
     lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
-    notes = ("computed in float64",) if x.dtype != torch.float64 else ()
+    notes = ["computed in float64"] if x.dtype != torch.float64 else []
+    if ball == "frobenius" and moving and len(x) > 1:
+        notes.append("proved on the larger ball in which every token moves by the radius")
     return Certificate(
         lower if per_head else lower[0],
         upper if per_head else upper[0],
         tuple(e.method for e in ends),
-        0.0,
-        "token",
+        float(radius),
+        ball,
         per_head,
         perf_counter() - start,
-        notes,
+        tuple(notes),
     )
 
 

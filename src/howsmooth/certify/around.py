@@ -2,7 +2,8 @@ r"""The constant of a head on a ball around an input: the least of three proofs.
 
 For all X with :math:`|x_j - x^0_j| \le ε_j` (0 for tokens that stay); linear queries, keys and values, any mask, bias,
 grouped heads, rotary positions. The notation is that of `howsmooth.bounds.neighbourhood`: logits of row i move, up to a
-shift of the row, by at most :math:`δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + ε_iε_j\|A\|`, and softmax is
+shift of the row, by at most :math:`δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + ε_iε_j\|A\|`, and
+softmax is
 monotone in each logit, so its extremes over the box are at corners: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`.
 
 **Three paths** (`howsmooth.bounds.neighbourhood.three_path_ball`).
@@ -12,19 +13,22 @@ monotone in each logit, so its extremes over the box are at corners: :math:`\che
 
 **From the input.** :math:`\|J\| \le \|J^0\| + \|J - J^0\|` with a proved value of the first
 (`howsmooth.certify.at_point`), so that the bound tends to it as ε → 0. Let :math:`D_{ij} = \max(\hat P_{ij} - P^0_{ij},
-P^0_{ij} - \check P_{ij})`, :math:`a_{ij} = W(v^0_j - o^0_i)`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`, ε the largest ε_j,
+P^0_{ij} - \check P_{ij})`, :math:`a_{ij} = W(v^0_j - o^0_i)`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`, ε the largest
+ε_j,
 and ℓ, α as in the three paths: bounds on the standard deviations of values and keys over the ball.
 
 - Values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`.
 - Queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
   \sum_j(P-P^0)_{ij}a_jb_j^\top - (o_P-o^0)(c_P-c^0)^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε +
   \|\sum_jD_{ij}aa^\top\|^{1/2}\|\sum_jD_{ij}bb^\top\|^{1/2} + (\sum_jD_{ij}|a_{ij}|)(\sum_jD_{ij}|b_{ij}|)`.
-- Keys: with :math:`u_{ij} = W(v_j-o_i)`, :math:`t_{ij} = M^{k\top}_jq_i`, :math:`Put^\top - P^0u^0t^{0\top} =
-  (P-P^0)u^0t^{0\top} + P(u-u^0)t^{0\top} + Pu(t-t^0)^\top`. By Cauchy–Schwarz in the weights D, P̂ and P̂ (as in the
-  three-path bound) their norms are at most the roots of :math:`\max_j\|\sum_iD_{ij}λ_it_{ij}t_{ij}^\top\|` with
-  :math:`λ_i = \|\sum_jD_{ij}aa^\top\|`, the same with P̂ and :math:`λ_i = (\|V\|ε + \sum_jD_{ij}|a_{ij}|)^2`, since
-  :math:`u_{ij}-u^0_{ij} = V(δ_j - \sum_lP_{il}δ_l) - \sum_l(P-P^0)_{il}a_{il}`, and
-  :math:`\|A\|^2ε^2\max_j\sum_i\hat P_{ij}ℓ_i^2`. ∎
+- Keys: row i maps :math:`z_j = t_{ij}\cdot y_j`, :math:`t_{ij} = M^{k\top}_jq_i`, to :math:`\mathrm{Cov}_{P_i}(v, z)`.
+  The
+  queries' own move costs :math:`\|A\|ε(\max_j\sum_i\hat P_{ij}ℓ_i^2)^{1/2}`, the values' move
+  :math:`|\mathrm{Cov}_P(Vδ,z)| \le \|V\|ε(\sum_j\hat P_{ij}z_j^2)^{1/2}`. The rest does not see a shift of z; with
+  :math:`z' = z - E_{P^0}z` it is :math:`\sum_j(P-P^0)_ja_jz'_j - (\sum_j(P-P^0)_ja_j)(\sum_j(P-P^0)_jz'_j)`, and by
+  Cauchy–Schwarz with weights P⁰ at most :math:`λ_i^{1/2}(\sum_jP^0_{ij}z_j^2)^{1/2}`, :math:`λ_i^{1/2} =
+  \|\sum_jD_{ij}^2/P^0_{ij}\,aa^\top\|^{1/2}\,(1 + (\sum_jD_{ij}^2/P^0_{ij})^{1/2})`. Squares summed over i, as in the
+  three-path bound, are at most :math:`\max_j\|\sum_i ω_{ij}λ_it_{ij}t_{ij}^\top\||Y|^2` for weights ω = P⁰ or P̂. ∎
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ from howsmooth.bounds.neighbourhood import softmax_ceiling, three_path_ball
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm
-from howsmooth.certify.at_point import Enclosure, enclose_heads
+from howsmooth.certify.at_point import Enclosure, enclose_block, enclose_heads
+from howsmooth.checks import check_count
 from howsmooth.errors import DoesNotApply
 
 
@@ -51,32 +56,55 @@ def enclose_heads_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> l
     """Every head over all inputs whose token j is within ``moves[j]`` of x's; the lower end is at x."""
     _check(attention)
     here = enclose_heads(attention, x)
-    base = torch.tensor([head.upper for head in here], dtype=torch.float64)
+    change, rows = _bounds(attention, x, moves)
+    found = {
+        "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + change,
+        "rows stay distributions": rows,
+        "three paths": three_path_ball(attention, x, float(moves.max())),
+    }
+    least, which = torch.stack(list(found.values())).min(0)
+    return [
+        Enclosure(head.lower, max(float(upper), head.upper), list(found)[int(index)])
+        for head, upper, index in zip(here, least, which, strict=True)
+    ]
+
+
+def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> Enclosure:
+    """The whole map likewise: its own value at x plus the changes of all heads, or the sum of the heads, if less."""
+    if attention.heads == 1:
+        return enclose_heads_around(attention, x, moves)[0]
+    heads, block = enclose_heads_around(attention, x, moves), enclose_block(attention, x)
+    change, _ = _bounds(attention, x, moves)
+    raised = 1 + gamma(len(heads) + 2)
+    together, apart = (block.upper + float(change.sum())) * raised, sum(head.upper for head in heads) * raised
+    if together <= apart:
+        return Enclosure(block.lower, together, "from the input")
+    return Enclosure(
+        block.lower, max(apart, block.upper), "sum of heads: " + ", ".join(sorted({h.method for h in heads}))
+    )
+
+
+def _bounds(attention: AttentionMap, x: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
+    """‖J − J⁰‖ and ‖J‖ on the ball for every head, ``(heads,)`` each."""
     unit = TokenSet.ball(1.0, attention.in_features)
     numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
     value, score = numbers.value + lost[0], numbers.score + lost[1]
-    ways: dict[str, list[Tensor]] = {"from the input": [], "rows stay distributions": []}
-    first = 0
+    found, first = [], 0
     for part in paths(attention, x):
         own = slice(first, first := first + len(part.value))
         ball = _Ball(part, moves.double(), value[own], score[own])
-        ways["from the input"].append(base[own] + ball.change())
-        ways["rows stay distributions"].append(ball.rows())
-    found = {name: torch.cat(parts) for name, parts in ways.items()}
-    found["three paths"] = three_path_ball(attention, x, float(moves.max()))
-    names = list(found)
-    least, which = torch.stack(list(found.values())).min(0)
-    return [
-        Enclosure(head.lower, max(float(upper), head.upper), names[int(index)])
-        for head, upper, index in zip(here, least, which, strict=True)
-    ]
+        found.append((ball.change(), ball.rows()))
+    change, rows = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return change, rows
 
 
 def _check(attention: AttentionMap) -> None:
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
     strange = [type(stage).__name__ for stage in stages if not isinstance(stage, Scale | Rotary)]
     if attention.kind != "dot_product" or strange or attention.softcap is not None:
-        what = strange[0] if strange else "a soft-cap" if attention.softcap is not None else f"{attention.kind} attention"
+        what = (
+            strange[0] if strange else "a soft-cap" if attention.softcap is not None else f"{attention.kind} attention"
+        )
         raise DoesNotApply(f"no bound around an input is proved for {what}: certify at the input alone (radius 0).")
 
 
@@ -108,8 +136,10 @@ class _Ball:
         a_mean, b_mean = (d * self.values_apart).sum(-1), (d * self.keys_apart).sum(-1)
         spread, lean = self._spread(), self._lean()
         own = eps * (value[:, None] * lean + spread * score[:, None]) + (a_moment * b_moment).sqrt() + a_mean * b_mean
-        shifted = (value[:, None] * eps + a_mean).square()
-        cross = self._cross(d * a_moment[..., None]).amax(-1) + self._cross(self.high * shifted[..., None]).amax(-1)
+        relative = torch.where(d > 0, d.square() / part.weights, 0.0)
+        shifted = self._value_moment(relative) * (1 + relative.sum(-1).sqrt()).square()
+        cross = self._cross(part.weights * torch.exp(part.radii.weights)[..., None] * shifted[..., None]).amax(-1)
+        cross = cross + eps * value * self._cross(self.high).amax(-1)
         loads = (self.high * spread.square()[..., None]).sum(-2).amax(-1)
         bound = norm * value + own.amax(-1) + cross + score * eps * loads.sqrt()
         return nowhere_nan(bound * part.allowance)
@@ -124,7 +154,9 @@ class _Ball:
 
     def _spread(self) -> Tensor:
         """ℓ_i: the standard deviation of values in any direction, over the ball."""
-        moment = torch.minimum(self._value_moment(self.high), largest_mean(self.values_apart.square(), self.low, self.high))
+        moment = torch.minimum(
+            self._value_moment(self.high), largest_mean(self.values_apart.square(), self.low, self.high)
+        )
         return moment.sqrt() + self.value[:, None] * self.eps
 
     def _lean(self) -> Tensor:
@@ -173,9 +205,14 @@ def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
-    """How far every token may move: all by the radius, or only the tokens named."""
+    """How far every token may move, ``(n,)``: all by the radius, or only those named.
+
+    >>> move_radii(3, 0.5, [1])
+    tensor([0.0000, 0.5000, 0.0000], dtype=torch.float64)
+    """
     if tokens is None:
         return torch.full((n,), radius, dtype=torch.float64)
     moves = torch.zeros(n, dtype=torch.float64)
-    moves[list(tokens)] = radius
+    for token in tokens:
+        moves[check_count(token, "tokens", least=0, most=n - 1)] = radius
     return moves

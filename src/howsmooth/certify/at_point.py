@@ -93,8 +93,8 @@ def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
         rows = head.gram_rows(i)
         squares += float(rows.square().sum())
         products.append(rows @ basis)
-    upper = deflated_bound(squares * (1 + gamma(rows.numel() + len(products))), basis, torch.cat(products))
-    rounding = 2 * head.rounding  # rows are not made symmetric: twice the error covers both triangles
+    rounding = 2 * head.rounding  # the rows are not made symmetric: twice the error covers both triangles
+    upper = deflated_bound(squares * (1 + gamma(rows.numel() + len(products))), basis, torch.cat(products), rounding)
     vector = basis[:, 0]
     attained = float(vector @ torch.cat(products)[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
     lower = (max(attained, 0.0) ** 0.5 - head.off) * (1 - gamma(8))

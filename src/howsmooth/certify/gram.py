@@ -5,7 +5,8 @@ In the notation of `howsmooth.bounds.paths` the block of the Jacobian from token
 .. math:: J_{ij} = P_{ij}V_j + S_{ij}\,u_{ij}t_{ij}^\top + [i = j]\,B_i, \qquad
           V_j = M^v_j,\; u_{ij} = v_j - m_i,\; t_{ij} = M^{k\top}_jq_i,\; B_i = \sum_j S_{ij}u_{ij}k_j^\top M^q_i,
 
-so that :math:`(JJ^\top)_{ii'} = \sum_j J_{ij}J_{i'j}^\top` needs only :math:`V_jV_j^\top`, :math:`e_{ij} = V_jt_{ij}` and
+so that :math:`(JJ^\top)_{ii'} = \sum_j J_{ij}J_{i'j}^\top` needs only :math:`V_jV_j^\top`, :math:`e_{ij} = V_jt_{ij}`
+and
 :math:`t_{ij}\cdot t_{i'j}`: O(n³k² + n²k³) operations instead of O(n³k²d) for the product of the matrices. The output
 matrix W enters through its triangular factor R, |Wy| = |Ry|.
 
@@ -13,16 +14,19 @@ matrix W enters through its triangular factor R, |Wy| = |Ry|.
 `howsmooth.bounds.rounding` of the true ones, so, path by path in the Frobenius norm,
 
 .. math:: \|J - \hat J\| \le \big\|[\,(e^{ω_i}-1)P_{ij}\|V_j\| + e^{ω_i}P_{ij}ε^V_j\,]\big\|_F
-          + \big\|[\,(e^{ω_i}-1)S|u||t| + e^{ω_i}S((ε_j+μ_i)|t| + (|u| + ε_j + μ_i)ε^t)\,]\big\|_F + \max_i \mathrm{slack}_i
+          + \big\|[\,(e^{ω_i}-1)S|u||t| + e^{ω_i}S((ε_j+μ_i)|t| + (|u| + ε_j + μ_i)ε^t)\,]\big\|_F + \max_i
+          \mathrm{slack}_i
 
 with μ and the slack of B_i from `howsmooth.bounds.spreads`; times ‖R‖_F, plus the backward error of R times ‖Ĵ‖_F. The
-computed Gram matrix is off from ĴĴᵀ by at most :math:`γ_m` times the square of the Frobenius norm of the same blocks with
+computed Gram matrix is off from ĴĴᵀ by at most :math:`γ_m` times the square of the Frobenius norm of the same blocks
+with
 absolute values, m = 8(n + d + k) (each entry is a nested sum of at most that many products).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,7 +77,7 @@ class HeadBlocks:
     def gram_rows(self, i: int) -> Tensor:
         """The rows of JJᵀ that belong to token i, ``(k, n·k)``."""
         n, k, _ = self.shape
-        lean = self._leans()
+        lean = self._leans
         pushed = self.slopes[..., None] * self.apart  # S u, (n, n, k)
         both = self.weights[i] * self.weights
         if len(self.value) == 1:
@@ -103,13 +107,12 @@ class HeadBlocks:
         found = torch.cat([self.gram_rows(i) for i in range(len(self.weights))])
         return (found + found.mT) / 2
 
+    @cached_property
     def _leans(self) -> Tensor:
         """e_ij = V_j t_ij, ``(n, n or 1, k)``."""
-        if not hasattr(self, "_kept"):
-            lean = self.push @ self.value[0].mT if len(self.value) == 1 else torch.einsum("jkd,ijd->ijk", self.value, self.push.expand(-1, len(self.weights), -1))
-            object.__setattr__(self, "_kept", lean)
-        kept: Tensor = getattr(self, "_kept")  # noqa: B009
-        return kept
+        if len(self.value) == 1:
+            return self.push @ self.value[0].mT
+        return torch.einsum("jkd,ijd->ijk", self.value, self.push.expand(-1, len(self.weights), -1))
 
 
 def head_blocks(attention: AttentionMap, x: Tensor, whole: bool = False) -> list[HeadBlocks]:
@@ -163,7 +166,9 @@ def _off(part: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) 
     u, t, t_off = apart.norm(dim=-1), push.norm(dim=-1), push_radii(part)[one]
     cross = part.slopes[one] * (grown_s * u * t + (1 + grown_s) * (moved * t + (u + moved) * t_off))
     slack, _ = product_slack(part, cloud, keys(part))
-    extra = gamma(4 * sum(part.value.shape[1:]) + 64) * _size(part.weights[one], part.slopes[one], sizes, u, t, part, one)
+    extra = gamma(4 * sum(part.value.shape[1:]) + 64) * _size(
+        part.weights[one], part.slopes[one], sizes, u, t, part, one
+    )
     return float(value.norm() + cross.norm() + slack[one].amax()) + extra
 
 

@@ -2,7 +2,8 @@
 
 Patches are embedded and follow a class token; positions are added; one pre-norm layer of attention and a ReLU MLP; the
 class token is read by a last norm and a linear map. Norms subtract the mean of a token and do not divide by its
-deviation, as in the network of DeepT (Bonaert et al., PLDI 2021). The class token does not depend on the image, and with
+deviation, as in the network of DeepT (Bonaert et al., PLDI 2021). The class token does not depend on the image, and
+with
 one layer only its query is read: everything up to the softmax is affine in the pixels, and `PatchTransformer.folded`
 writes it so.
 """
@@ -14,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from howsmooth.certify.pooled import PooledAttention
 from howsmooth.certify.robustness import Classifier
 from howsmooth.checks import check_count, check_positive
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.weights import read_tensors
 
 _ATTENTION, _MLP = "transformer.layers.0.0.fn.", "transformer.layers.0.1.fn."
 _MAPS = {
@@ -79,7 +80,11 @@ class PatchTransformer(nn.Module):
 
     def __init__(self, tensors: Mapping[str, Tensor], heads: int, mean: float = 0.0, deviation: float = 1.0):
         super().__init__()
-        self.heads, self.mean, self.deviation = check_count(heads, "heads"), mean, check_positive(deviation, "deviation")
+        self.heads, self.mean, self.deviation = (
+            check_count(heads, "heads"),
+            mean,
+            check_positive(deviation, "deviation"),
+        )
         known = {"cls_token", "pos_embedding"}
         for name, prefix in _MAPS.items():
             weight, bias = f"{prefix}.weight", f"{prefix}.bias"
@@ -102,7 +107,9 @@ class PatchTransformer(nn.Module):
         if grid**2 != count or side**2 != area:
             raise UnsupportedModel(f"{count} patches of {area} pixels are no square image of one channel.")
         if self._map("query").weight.shape[0] % self.heads:
-            raise InvalidInput(f"{self._map('query').weight.shape[0]} query features do not split into {self.heads} heads.")
+            raise InvalidInput(
+                f"{self._map('query').weight.shape[0]} query features do not split into {self.heads} heads."
+            )
         return grid, side
 
     @classmethod
@@ -110,12 +117,8 @@ class PatchTransformer(nn.Module):
         cls, path: str | Path, heads: int | None = None, mean: float | None = None, deviation: float | None = None
     ) -> PatchTransformer:
         """The network in a safetensors file; what is not given is read from the words in its metadata."""
-        try:
-            with safe_open(str(path), "pt") as file:
-                words = " ".join((file.metadata() or {}).values())
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise InvalidInput(f"cannot read {path} as safetensors: {error}.") from error
+        lazy, metadata = read_tensors(Path(path))
+        tensors, words = {name: lazy[name] for name in lazy}, " ".join(map(str, metadata.values()))
         said_heads = re.search(r"(\d+) heads", words)
         said_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
         if heads is None and said_heads is None:

@@ -2,17 +2,21 @@ r"""Second order around an input: attention read at one token whose query does n
 
 With a constant query every logit and every value is affine in the tokens :math:`p_j \in R^d`:
 
-.. math:: o(p) = c + \sum_h \sum_j P_{hj}\,(U_h p_j + u_{hj}), \qquad P_h = \mathrm{softmax}_j(\kappa_h\cdot p_j + s_{hj}).
+.. math:: o(p) = c + \sum_h \sum_j P_{hj}\,(U_h p_j + u_{hj}), \qquad P_h = \mathrm{softmax}_j(\kappa_h\cdot p_j +
+          s_{hj}).
 
 For a functional :math:`a\cdot o` and a move δ let, in one head, :math:`\sigma_j = \kappa\cdot\delta_j`,
-:math:`\alpha_j = (U^\top a)\cdot\delta_j` and :math:`a_j = a\cdot(U p_j + u_j)`; a token that does not move has σ = α = 0.
+:math:`\alpha_j = (U^\top a)\cdot\delta_j` and :math:`a_j = a\cdot(U p_j + u_j)`; a token that does not move has σ = α
+= 0.
 Derivatives of :math:`g(t) = \sum_j P_j a_j` along the line p + tδ are joint cumulants under P:
 
-.. math:: g' = E\alpha + \mathrm{Cov}(a, \sigma), \quad g'' = 2\,\mathrm{Cov}(\alpha,\sigma) + \kappa_3(a,\sigma,\sigma),
+.. math:: g' = E\alpha + \mathrm{Cov}(a, \sigma), \quad g'' = 2\,\mathrm{Cov}(\alpha,\sigma) +
+          \kappa_3(a,\sigma,\sigma),
           \quad g''' = 3\,\kappa_3(\alpha,\sigma,\sigma) + \kappa_4(a,\sigma,\sigma,\sigma),
 
 because :math:`\frac{d}{dt} E_P X = E_P \dot X + \mathrm{Cov}_P(X, \sigma)`. The second derivative is the quadratic form
-:math:`\sigma^\top M\sigma + 2\alpha^\top D\sigma` with :math:`D = \mathrm{diag} P - PP^\top`, :math:`w_j = P_j(a_j - \bar a)`,
+:math:`\sigma^\top M\sigma + 2\alpha^\top D\sigma` with :math:`D = \mathrm{diag} P - PP^\top`, :math:`w_j = P_j(a_j -
+\bar a)`,
 :math:`M = \mathrm{diag}\, w - wP^\top - Pw^\top`; the third is bounded on the whole ball (`Functionals.third`).
 """
 
@@ -89,7 +93,9 @@ class Expansion:
     @cached_property
     def unsaturated(self) -> Tensor:
         """The mass q outside the largest weight."""
-        others = self.weights.masked_fill(torch.nn.functional.one_hot(self.weights.argmax(-1), self.weights.shape[-1]).bool(), 0.0)
+        others = self.weights.masked_fill(
+            torch.nn.functional.one_hot(self.weights.argmax(-1), self.weights.shape[-1]).bool(), 0.0
+        )
         return others.sum(-1)
 
     def drift(self, radii: Tensor) -> Tensor:

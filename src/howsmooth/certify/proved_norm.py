@@ -5,8 +5,10 @@ r"""The largest eigenvalue of a Gram matrix, proved in floating point.
 positive definiteness*, BIT 46; Higham 2002, Theorem 10.3). Hence :math:`\|G\| \le λ + 2γ_{N+2}\,\mathrm{tr}(A)`, the
 rounding of λ − G_ii included. O(N³/3), N² numbers of memory.
 
-**Deflation.** For U orthonormal, M = UᵀGU, R = GU − UM and C = (I−UUᵀ)G(I−UUᵀ): :math:`\|C\|_F^2 = \|G\|_F^2 - \|M\|_F^2 -
-2\|R\|_F^2` and :math:`\|G\| \le \tfrac12(μ+c) + \sqrt{\tfrac14(μ-c)^2 + ρ^2}` with μ = ‖M‖, c = ‖C‖_F, ρ = ‖R‖: the norm of
+**Deflation.** For U orthonormal, M = UᵀGU, R = GU − UM and C = (I−UUᵀ)G(I−UUᵀ): :math:`\|C\|_F^2 = \|G\|_F^2 -
+\|M\|_F^2 -
+2\|R\|_F^2` and :math:`\|G\| \le \tfrac12(μ+c) + \sqrt{\tfrac14(μ-c)^2 + ρ^2}` with μ = ‖M‖, c = ‖C‖_F, ρ = ‖R‖: the
+norm of
 the 2 × 2 matrix of the norms of the blocks of G. Only rows of G are needed, one token at a time.
 """
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.bounds.rounding import gamma
 
-_RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
+_RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.25, 1.0)
 _STEPS = 60
 _SETTLED = 2e-4
 
@@ -62,8 +64,8 @@ def cholesky_bound(gram: Tensor, guess: float) -> float | None:
     return None
 
 
-def deflated_bound(squares: float, basis: Tensor, products: Tensor) -> float:
-    """The bound of the module from ‖G‖_F², an orthonormal U and GU.
+def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float = 0.0) -> float:
+    """The bound of the module from ‖G‖_F², an orthonormal U and GU, all of a G known to within ``off`` in ‖·‖_F.
 
     >>> g = torch.diag(torch.tensor([4.0, 1.0, 0.5]).double())
     >>> deflated_bound(float(g.square().sum()), torch.eye(3, 1).double(), g[:, :1])
@@ -71,10 +73,11 @@ def deflated_bound(squares: float, basis: Tensor, products: Tensor) -> float:
     """
     small = basis.mT @ products
     rest = products - basis @ small
-    # U is orthonormal to within this, and G is known through it; both act like a change of G of this relative size.
-    lost = gamma(16 * basis.numel()) * (squares**0.5 + float(products.norm()))
+    size = squares**0.5 + off
+    # U is orthonormal to within this, and products with it are rounded: a change of G of this size covers both.
+    lost = gamma(16 * basis.numel()) * (size + float(products.norm())) + off
     mu = float(torch.linalg.matrix_norm(small, 2)) + lost
     rho = float(torch.linalg.matrix_norm(rest, 2)) + lost
-    left = squares * (1 + gamma(64)) - float(small.square().sum()) - 2 * float(rest.square().sum())
-    c = (max(left, 0.0) + 4 * lost * squares**0.5) ** 0.5
-    return 0.5 * (mu + c) + (0.25 * (mu - c) ** 2 + rho**2) ** 0.5 * (1 + gamma(8))
+    left = size**2 * (1 + gamma(64)) - float(small.square().sum()) - 2 * float(rest.square().sum())
+    c = (max(left, 0.0) + 8 * lost * (size + lost)) ** 0.5
+    return (0.5 * (mu + c) + (0.25 * (mu - c) ** 2 + rho**2) ** 0.5) * (1 + gamma(8))

@@ -4,7 +4,8 @@ On [l, u] with l < 0 < u, w = u − l:
 
 - from above, :math:`\mathrm{relu}(z) \le \frac uw(z-l) + c(z-l)(z-u)` for every :math:`0 \le c \le \min(u,-l)/w^2`: the
   difference to z vanishes at u and is convex, so it is ≥ 0 on [0, u] when its slope there, u/w − 1 + cw, is ≤ 0; the
-  value itself vanishes at l and is ≥ 0 on [l, 0] when its slope there, u/w − cw, is ≥ 0. The largest c is the least bound
+  value itself vanishes at l and is ≥ 0 on [l, 0] when its slope there, u/w − cw, is ≥ 0. The largest c is the least
+  bound
   at every z: half the gap of the chord (c = 0) where u = −l.
 - from below, :math:`\mathrm{relu}(z) \ge λz` for every 0 ≤ λ ≤ 1.
 

@@ -1,6 +1,7 @@
 r"""The largest ball on which a class cannot change, for attention pooled at one token and a ReLU network behind it.
 
-.. math:: \mathrm{logits}(p) = E\,o(p) + e + F\,\mathrm{relu}(G\,o(p) + g), \qquad o \text{ of } \texttt{PooledAttention}.
+.. math:: \mathrm{logits}(p) = E\,o(p) + e + F\,\mathrm{relu}(G\,o(p) + g), \qquad o \text{ of }
+          \texttt{PooledAttention}.
 
 For a radius r every hidden value gets an interval from its expansion to second order (`howsmooth.certify.trust_region`)
 and the bound on its third derivative; the ReLUs of the margin between two classes are relaxed
@@ -8,11 +9,13 @@ and the bound on its third derivative; the ReLUs of the margin between two class
 way, with its own curvature rather than the sum of those of its parts. The slopes below ReLUs are chosen by fictitious
 play against the worst δ; every choice is valid.
 
-*Rounding.* The certificate is computed for the folded matrices as stored, which are off by at most :math:`γ_m` times the
+*Rounding.* The certificate is computed for the folded matrices as stored, which are off by at most :math:`γ_m` times
+the
 same products with absolute values, m the number of terms in their nested sums. On the ball that moves logits by at most
 :math:`β = γ_m(|κ|(|p| + r) + |s|)`, weights by factors :math:`e^{\pm2β}`, and the output of a head by
 :math:`4β\max_j|v_j| + γ_m\max_j(|U|(|p| + r) + |u|)`; ReLU is 1-Lipschitz. The terms of the bound itself (values,
-gradients, forms, remainders, times powers of r) are nested sums of products of weights, values of rows and logit moves Δ,
+gradients, forms, remainders, times powers of r) are nested sums of products of weights, values of rows and logit moves
+Δ,
 so each is computed to within :math:`γ_m` times the largest row times 8(1 + logits)(1 + Δ)², m now 8 times the longest
 sums plus the 1600 roundings of a weight (`howsmooth.bounds.rounding`). Both, times the weights behind, are subtracted
 from every margin and added to every interval (`Classifier.noise`).
@@ -57,7 +60,9 @@ class Classifier:
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits."""
         output = self.pool(tokens)
-        return self.direct @ output + self.direct_offset + self.out @ torch.relu(self.hidden @ output + self.hidden_offset)
+        return (
+            self.direct @ output + self.direct_offset + self.out @ torch.relu(self.hidden @ output + self.hidden_offset)
+        )
 
     def noise(self, tokens: Tensor, radius: float) -> float:
         """What rounding may have done to a margin or a hidden value on the ball; see the module."""
@@ -77,7 +82,9 @@ class Classifier:
         return 2 * float(torch.maximum(total.amax(), hidden.amax()))
 
 
-def _largest(reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _largest(
+    reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor
+) -> tuple[Tensor, Tensor]:
     """At least every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
     logits = keys.abs() @ reach.mT + key_offsets.abs()
     return logits.amax(-1), (reach @ values.abs().mT + value_offsets.abs()).amax(1)

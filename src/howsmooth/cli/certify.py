@@ -39,7 +39,9 @@ def certify(
     ball: Annotated[Ball, typer.Option(help="What is near: every token, or all of them together.")] = Ball.token,
     images: Annotated[
         Path | None,
-        typer.Option(help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."),
+        typer.Option(
+            help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."
+        ),
     ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
     norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
@@ -94,7 +96,9 @@ def _print(site: Site, found: dict[str, Certificate]) -> None:
     proof = next(iter(found.values()))
     if proof.radius:
         near = "every token within" if proof.ball == "token" else "the input within"
-        out.print(f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False)
+        out.print(
+            f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False
+        )
     for note in dict.fromkeys([*site.notes, *(note for proof in found.values() for note in proof.notes)]):
         out.print(f"note: {note}", markup=False)
 
@@ -122,7 +126,7 @@ def _images(request: Request, settings: Settings, path: Path, count: int | None,
 
 
 def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:
-    tensors = read_tensors(path)
+    tensors, _ = read_tensors(path)
     if not {"images", "labels"} <= set(tensors):
         raise InvalidInput(f"{path} must hold tensors named images and labels, it has {', '.join(sorted(tensors))}.")
     pictures, labels = tensors["images"][:count], tensors["labels"][:count].long()
@@ -151,4 +155,5 @@ def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
     out.print(table)
     radii = [row["radius"] for row in rows]
     mean = written(sum(radii) / len(radii), ROUND_FLOOR)
-    out.print(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {written(min(radii), ROUND_FLOOR)}")
+    least = written(min(radii), ROUND_FLOOR)
+    out.print(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {least}")

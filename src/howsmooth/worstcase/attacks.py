@@ -1,7 +1,8 @@
 r"""ℓ2 attacks on a classifier: the smallest move found that changes a class, and the worst found inside a ball.
 
 Both are upper bounds on what can be certified. *Minimal norm*: decoupled direction and norm [1]_; δ follows the unit
-gradient of the margin m = logit of the label − largest other, its length shrinks by a factor where the class has changed
+gradient of the margin m = logit of the label − largest other, its length shrinks by a factor where the class has
+changed
 and grows where it has not. *Projected gradient*: unit steps down the margin inside the ball, from random starts.
 
 .. [1] J. Rony et al., *Decoupling direction and norm for efficient gradient-based L2 adversarial attacks and defenses*,
@@ -79,7 +80,13 @@ def minimal_norm_attack(model: Model, x: Tensor, labels: Tensor, steps: Count = 
 
 @door
 def projected_attack(
-    model: Model, x: Tensor, labels: Tensor, radius: NotNegative | Tensor, steps: Count = 40, starts: Count = 2, seed: Seed = 0
+    model: Model,
+    x: Tensor,
+    labels: Tensor,
+    radius: NotNegative | Tensor,
+    steps: Count = 40,
+    starts: Count = 2,
+    seed: Seed = 0,
 ) -> Attack:
     """The least margin found within ``radius`` of each input, one number or one for each."""
     _check(x, labels)
