@@ -9,6 +9,7 @@ from rich.console import Console
 from evidence import (
     bound_ascents,
     certificate,
+    certificates,
     certified_steps,
     composition,
     damage,
@@ -46,6 +47,7 @@ PAGES = {
     "jacobian": jacobian_grid,
     "offsets": offsets,
     "certificate": certificate,
+    "certificates": certificates,
     "near-identity": near_identity,
     "rounding": rounding_grid,
     "rounded-caches": rounded_caches,

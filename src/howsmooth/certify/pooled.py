@@ -110,13 +110,14 @@ class Expansion:
         :math:`P \le e^{Δ}P^0`, so about the mean under :math:`P^0` it is at most :math:`e^Δ\|D^0\|`.
         """
         grown, q = self.drift(radii).exp(), self.unsaturated
-        away = q * grown / (1 - q + q * grown)
+        away = q / (q + (1 - q) / grown)
         return torch.minimum(2 * away, grown * self._spread).clamp_max(0.5)
 
     @cached_property
     def _spread(self) -> Tensor:
         """‖D‖ of every head."""
-        return torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
+        found = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
+        return found + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
 
     def functionals(self, directions: Tensor) -> Functionals:
         """The functionals a·o for every row a of ``(g, m)``."""

@@ -20,31 +20,28 @@ from torch import Tensor
 from howsmooth.bounds.rounding import gamma
 
 _RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.25, 1.0)
-_STEPS = 60
-_SETTLED = 2e-4
+_STEPS = 150
+_SETTLED = 1e-3
 
 
 def top_eigenvalue(gram: Tensor, seed: int = 0) -> tuple[float, Tensor]:
     """A Ritz value and its unit vector, by Lanczos with full orthogonalisation; the value is ≤ ‖G‖ up to rounding."""
-    size = len(gram)
-    v = torch.randn(size, dtype=gram.dtype, generator=torch.Generator().manual_seed(seed))
-    basis = [v / v.norm()]
-    products: list[Tensor] = []
-    value, vector = 0.0, basis[0]
-    for step in range(min(_STEPS, size)):
-        products.append(gram @ basis[-1])
-        q, gq = torch.stack(basis, 1), torch.stack(products, 1)
-        small = q.mT @ gq
+    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(seed))
+    basis, products = (v / v.norm())[:, None], gram.new_empty(len(gram), 0)
+    while True:
+        last = gram @ basis[:, -1]
+        products = torch.cat([products, last[:, None]], 1)
+        small = basis.mT @ products
         values, vectors = torch.linalg.eigh((small + small.mT) / 2)
-        grown, vector = float(values[-1]), q @ vectors[:, -1]
-        rest = products[-1] - q @ (q.mT @ products[-1])
-        rest = rest - q @ (q.mT @ rest)
-        if (step > 4 and grown - value < _SETTLED * grown / 10) or float(rest.norm()) <= 1e-12 * grown:
-            value = grown
-            break
-        value = grown
-        basis.append(rest / rest.norm())
-    return value, vector / vector.norm()
+        value, top = float(values[-1]), vectors[:, -1]
+        residual = float((products @ top - value * (basis @ top)).norm())
+        rest = last - basis @ (basis.mT @ last)
+        rest = rest - basis @ (basis.mT @ rest)
+        small_rest = float(rest.norm()) <= 1e-12 * abs(value)
+        if residual <= _SETTLED * value or small_rest or basis.shape[1] == min(_STEPS, len(gram)):
+            vector = basis @ top
+            return value, vector / vector.norm()
+        basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
 
 
 def cholesky_bound(gram: Tensor, guess: float) -> float | None:

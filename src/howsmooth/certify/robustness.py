@@ -36,7 +36,9 @@ from howsmooth.certify.trust_region import ball_minimum, form_minimum
 
 _ROUNDS = 4
 _FINENESS = 2e-3
-_MOST_STEPS = 40
+_MOST_STEPS = 60
+_FARTHEST = 10.0
+"""The largest radius that is tried, in norms of the input plus one: for networks that are constant near it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Neighbourhood:
         others = sorted((c for c in range(len(reach)) if c != self.label), key=lambda c: reach[c])
         if min(margins[c] for c in others) <= self.noise(0.0):
             return 0.0, others[0]
-        best, limiting = 2 * reach[others[0]], others[0]
+        best, limiting = min(2 * reach[others[0]], _FARTHEST * (1 + float(self.tokens.norm()))), others[0]
         for other in others:
             found = self._largest(other, best, float(margins[other]))
             if found < best:

@@ -1,0 +1,107 @@
+"""Proved ends at an input against dense Jacobians, by every proof."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import howsmooth as hs
+from evidence import attention_cases
+from evidence.certificates import dense_norm, enclosures
+from howsmooth.certify import at_point, gram
+from howsmooth.certify.proved_norm import cholesky_bound, top_eigenvalue
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+
+@pytest.mark.parametrize("mask", attention_cases.MASKS)
+@pytest.mark.parametrize("kind", attention_cases.KINDS)
+def test_dense_jacobian_lies_between_the_ends_within_a_per_mille(kind: str, mask: str) -> None:
+    found, widest = enclosures(kind, mask, every=60)
+    assert found.tried > 0
+    assert found.passed == 0
+    assert widest < 1.001
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "causal"}, {"kv_heads": 1}, {"qk_norm": "rms"}, {"softcap": 2.0}])
+def test_gram_matrix_equals_the_product_of_the_blocks(options: dict[str, object]) -> None:
+    attention = hs.SelfAttention.random(10, 2, rotary=hs.Rotary.standard(4), **options)  # type: ignore[arg-type]
+    x = torch.randn(5, 10, dtype=torch.float64)
+    for head in gram.head_blocks(attention, x):
+        n, k, d = head.shape
+        dense = torch.stack([head.rows(i) for i in range(n)]).transpose(1, 2).reshape(n * k, n * d)
+        torch.testing.assert_close(head.gram(), dense @ dense.mT, rtol=1e-12, atol=1e-12)
+
+
+def test_every_proof_encloses_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = hs.SelfAttention.random(12, 2, mask="causal").in_dtype(torch.float64)
+    x = torch.randn(9, 12, dtype=torch.float64)
+    true = hs.measure_heads(attention, x, rtol=1e-10, dense_limit=500).value
+    ratios = {}
+    for name, limits in {"cholesky": (6144, 16384), "deflation": (4, 16384), "three paths": (4, 4)}.items():
+        monkeypatch.setattr(at_point, "CHOLESKY", limits[0])
+        monkeypatch.setattr(at_point, "DEFLATION", limits[1])
+        monkeypatch.setattr(at_point, "DEFLATED", 12)
+        proof = hs.certify(attention, x, per_head=True)
+        assert proof.methods == (name, name)
+        assert bool((proof.lower <= true * (1 + 1e-12)).all() and (true <= proof.upper * (1 + 1e-12)).all())
+        ratios[name] = float(proof.ratio.max())
+    assert ratios["cholesky"] < 1.001
+    assert ratios["deflation"] < 1.05
+    assert ratios["three paths"] < 4
+
+
+def test_a_block_too_large_to_be_taken_whole_is_at_most_the_sum_of_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = hs.SelfAttention.random(8, 2).in_dtype(torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    whole = hs.certify(attention, x)
+    monkeypatch.setattr(at_point, "BLOCK", 4)
+    apart = hs.certify(attention, x)
+    assert apart.methods == ("sum of heads: cholesky",)
+    assert whole.upper <= apart.upper
+    assert apart.lower <= dense_norm(attention, x) <= apart.upper
+
+
+def test_a_dropped_covariance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = gram._behind
+
+    def without_queries(*args: object) -> gram.HeadBlocks:
+        head = built(*args)  # type: ignore[arg-type]
+        head.own.zero_()
+        return head
+
+    monkeypatch.setattr(gram, "_behind", without_queries)
+    found, _ = enclosures("dot_product", "none", every=30)
+    assert found.passed > found.tried / 2
+
+
+def test_no_bound_below_the_norm_is_proved() -> None:
+    g = torch.Generator().manual_seed(0)
+    half = torch.randn(40, 60, generator=g, dtype=torch.float64)
+    matrix = half @ half.mT
+    true = float(torch.linalg.eigvalsh(matrix)[-1])
+    assert top_eigenvalue(matrix)[0] == pytest.approx(true, rel=1e-3)
+    for guess in (0.3 * true, 0.9 * true, 0.999 * true, true):
+        bound = cholesky_bound(matrix, guess)
+        assert bound is None or bound >= true
+    assert cholesky_bound(matrix, 0.3 * true) is None
+
+
+def test_a_token_alone_and_zero_weights_are_enclosed() -> None:
+    head = hs.SelfAttention.from_bilinear(torch.zeros(2, 2), torch.zeros(2, 2))
+    proof = hs.certify(head, torch.ones(1, 2))
+    assert float(proof.lower) == 0 <= float(proof.upper) < 1e-9
+
+
+def test_what_cannot_be_certified_is_said_in_a_sentence() -> None:
+    attention, x = hs.SelfAttention.random(4), torch.ones(3, 4)
+    with pytest.raises(UnsupportedModel, match="attention map"):
+        hs.certify(torch.sin, x)
+    with pytest.raises(InvalidInput, match="one input"):
+        hs.certify(attention, x[None])
+    for radius in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidInput, match="radius"):
+            hs.certify(attention, x, radius=radius)
+    with pytest.raises(InvalidInput, match="tokens"):
+        hs.certify(attention, x, radius=0.1, tokens=[3])
+    with pytest.raises(InvalidInput, match="ball"):
+        hs.certify(attention, x, radius=0.1, ball="tokn")
+    assert hs.certify(attention.half(), x.half()).notes == ("computed in float64",)

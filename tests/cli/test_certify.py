@@ -1,0 +1,73 @@
+"""`howsmooth certify` prints what the library proves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import howsmooth as hs
+from howsmooth.cli.sources import random_tokens
+from tests.certify.test_robustness import HEADS, tensors
+from tests.cli.command import Command
+
+CERTIFY = Command("certify")
+run, answer, refusal = CERTIFY.run, CERTIFY.json, CERTIFY.refusal
+SMALL = ["--width", "8", "--heads", "2", "--length", "5"]
+
+
+def test_json_of_a_random_map_equals_the_library() -> None:
+    found = answer("random", *SMALL, "--radius", 0.01)
+    seeds = found["setting"]["seeds"]
+    attention, x = hs.SelfAttention.random(8, 2, seed=seeds["weights"]), random_tokens(5, 8, seeds["tokens"]).float()
+    assert found["block"]["upper"] == float(hs.certify(attention, x, radius=0.01).upper)
+    assert found["heads"]["lower"] == hs.certify(attention, x, per_head=True).lower.tolist()
+    assert found["heads"]["radius"] == 0.01
+
+
+def test_table_says_what_is_proved() -> None:
+    done = run("random", *SMALL, "--what", "heads")
+    assert done.exit_code == 0
+    assert "upper bound (proved)" in done.stdout
+    assert "cholesky" in done.stdout
+    assert "head 1" in done.stdout
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    net, images = tmp_path / "net.safetensors", tmp_path / "images.safetensors"
+    save_file(tensors(0), net, metadata={"architecture": "normalised by mean 0.1 and std 0.5; 2 heads x 8"})
+    pictures = torch.randint(0, 256, (4, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = hs.PatchTransformer(tensors(0), HEADS, 0.1, 0.5)(pictures.double() / 255).argmax(-1)
+    labels[1] = (labels[1] + 1) % 3
+    save_file({"images": pictures, "labels": labels.to(torch.uint8)}, images)
+    return net, images
+
+
+def test_images_that_are_classified_correctly_are_listed_with_radius_and_attack(files: tuple[Path, Path]) -> None:
+    net, images = files
+    found = answer(net, "--images", images, "--norm", 2)
+    assert [row["image"] for row in found] == [0, 2, 3]
+    for row in found:
+        assert 0 < row["radius"] < row["attacked"]
+        assert row["label"] == row["predicted"]
+    table = run(net, "--images", images, "--count", 1)
+    assert table.exit_code == 0
+    assert "1 images classified correctly: mean certified radius" in table.stdout
+
+
+def test_attack_can_be_left_out(files: tuple[Path, Path]) -> None:
+    net, images = files
+    (row,) = answer(net, "--images", images, "--count", 1, "--no-attack")
+    assert row["attacked"] is None
+
+
+def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path]) -> None:
+    net, images = files
+    assert "--images" in refusal("random", *SMALL, "--count", 2)
+    assert "images and labels" in refusal(net, "--images", net)
+    assert "how pixels are normalised" in refusal(images, "--images", images, "--heads", 2)
+    assert "soft-cap" in refusal("random", *SMALL, "--softcap", 2, "--radius", 0.1)
+    assert "radius" in run("random", *SMALL, "--radius", -1).output
