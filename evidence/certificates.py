@@ -17,7 +17,7 @@ from evidence import attention_cases
 from evidence.real_heads import shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.certify import PatchTransformer, certify_tokens, robustness
+from howsmooth.certify import PatchTransformer, certify_patches, certify_tokens
 from howsmooth.models import alice, attention_inputs, from_transformers, load
 from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
 
@@ -178,7 +178,7 @@ def network(folder: Path, count: int = 200, steps: int = 40) -> list[Image]:
         right = (net(images).argmax(-1) == labels).nonzero().flatten()
     images, labels = images[right], labels[right]
     folded, patches = net.folded(), net.patches(images)
-    proofs = [robustness(folded, one, int(label)) for one, label in zip(patches, labels, strict=True)]
+    proofs = [certify_patches(folded, one, int(label)) for one, label in zip(patches, labels, strict=True)]
     radii = torch.tensor([proof.radius for proof in proofs], dtype=torch.float64)
     outside = minimal_norm_attack(net, images, labels).distance
     inside = projected_attack(net, images, labels, radii, steps=steps).margin

@@ -99,8 +99,8 @@ def test_a_remainder_without_its_fourth_cumulant_is_caught(monkeypatch: pytest.M
 
 def test_saturation_at_the_input_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_share(3.0, 1.0, range(4), lead=12.0) <= 1
-    still = Expansion.variance
-    monkeypatch.setattr(Expansion, "variance", lambda self, radii: still(self, 0 * radii))
+    still = Expansion.spread
+    monkeypatch.setattr(Expansion, "spread", lambda self, radii: still(self, 0 * radii))
     assert worst_share(3.0, 1.0, range(4), lead=12.0) > 1
 
 

@@ -25,7 +25,7 @@ def relaxed_value(
         torch.tensor([weight], dtype=torch.float64),
         box,
         torch.tensor([line], dtype=torch.float64),
-        torch.tensor([bent]),
+        box.start if bent else None,
     )
     z = box.start + move + rest
     return found.constant + found.coefficients * z + found.slopes * move + found.squares * move.square()
@@ -63,6 +63,7 @@ def test_a_neuron_wrongly_taken_as_stable_is_caught() -> None:
 
 
 def test_bending_pays_in_the_middle_only() -> None:
-    box = hidden(-1.0, 1.0, rest=0.1)
-    assert bool(Relaxed.worth_bending(box, torch.zeros(1, dtype=torch.float64)))
-    assert not bool(Relaxed.worth_bending(box, torch.full((1,), 0.99, dtype=torch.float64)))
+    box, weight = hidden(-1.0, 1.0, rest=0.1), torch.tensor([-1.0], dtype=torch.float64)
+    for near, bent in ((0.0, True), (0.99, False)):
+        found = Relaxed.of(weight, box, weight, torch.full((1,), near, dtype=torch.float64))
+        assert bool(found.squares != 0) == bent

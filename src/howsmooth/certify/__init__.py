@@ -147,10 +147,10 @@ def certify_tokens(
 def _robustness(f: object, x: Tensor, label: int, start: float) -> Robustness:
     if not isinstance(f, PatchTransformer):
         raise UnsupportedModel(f"{type(f).__name__} has no certificate for a class: a PatchTransformer has.")
-    return robustness(f.folded(), f.patches(x.double()), label, start)
+    return certify_patches(f.folded(), f.patches(x.double()), label, start)
 
 
-def robustness(network: Classifier, tokens: Tensor, label: int, start: float | None = None) -> Robustness:
+def certify_patches(network: Classifier, tokens: Tensor, label: int, start: float | None = None) -> Robustness:
     """The certificate of a folded network, which many images share."""
     start = perf_counter() if start is None else start
     classes = len(network.direct)

@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-_PIECES = 8
+_PIECES = 16
 _SPREAD = math.sqrt(2)
 """The largest difference of two coordinates of a unit vector."""
 _SKEW = _SPREAD**3 / (6 * math.sqrt(3))
@@ -98,23 +98,33 @@ class Expansion:
         )
         return others.sum(-1)
 
-    def drift(self, radii: Tensor) -> Tensor:
-        """Δ: how far a difference of two logits can move on balls of radii ``(b, 1)``, ``(b, heads)``."""
-        return _SPREAD * radii * self.steepness
+    def growth(self, radii: Tensor) -> Tensor:
+        r"""η with :math:`P_j \le e^{η}P^0_j` for all j and every P on balls of radii ``(b, 1)``, ``(b, heads)``.
 
-    def variance(self, radii: Tensor) -> Tensor:
-        r"""At least :math:`\mathrm{Var}_P(x)` for every unit vector x and every P on balls ``(b, 1)``, ``(b, heads)``.
-
-        The coordinates of x span at most √2, so the variance is at most ½ (Popoviciu). About the largest weight's
-        coordinate it is at most 2q̂, where :math:`\hat q = qe^Δ/(1-q+qe^Δ)` bounds the mass of the others. And
-        :math:`P \le e^{Δ}P^0`, so about the mean under :math:`P^0` it is at most :math:`e^Δ\|D^0\|`.
+        :math:`P_j/P^0_j = e^{σ_j}/E_{P^0}e^{σ} \le e^{σ_j - E_{P^0}σ}` (Jensen), and :math:`σ_j - E_{P^0}σ =
+        (e_j - P^0)\cdotσ` with :math:`|σ| \le |κ|r` over the tokens that move.
         """
-        grown, q = self.drift(radii).exp(), self.unsaturated
-        away = q / (q + (1 - q) / grown)
-        return torch.minimum(2 * away, grown * self._spread).clamp_max(0.5)
+        p = self.weights[:, self.pool.fixed :]
+        square = p.square().sum(-1, keepdim=True)
+        longest = torch.maximum((1 - 2 * p + square).amax(-1), square[:, 0] if self.pool.fixed else square[:, 0] * 0)
+        return radii * self.steepness * longest.sqrt() * (1 + 2**-40)
+
+    def spread(self, radii: Tensor) -> tuple[Tensor, Tensor]:
+        r"""V ≥ :math:`\mathrm{Var}_P(x)` and T² ≥ :math:`(x_j - E_Px)^2` for unit x, all j and P on balls ``(b, 1)``.
+
+        The coordinates of x span at most √2, so the variance is at most ½ (Popoviciu). About the coordinate of the
+        largest weight it is at most 2q̂, where :math:`\hat q = q/(q + (1-q)e^{-Δ})`, Δ = √2\|κ\|r, bounds the mass of
+        the others: no difference of two logits moves by more than Δ. About the mean under :math:`P^0` it is at most
+        :math:`e^{η}\|D^0\|`. And :math:`x_j - E_Px = (e_j - P)\cdot x`, :math:`|e_j - P|^2 \le 1 + |P|^2 \le 1 + \max
+        P`. Both grow with the radius.
+        """
+        q, grown = self.unsaturated, self.growth(radii).exp()
+        away = q / (q + (1 - q) * (-_SPREAD * radii * self.steepness).exp())
+        variance = torch.minimum(2 * away, grown * self._covariance_norm).clamp_max(0.5)
+        return variance, 1 + (grown * self.weights.amax(-1)).clamp_max(1.0)
 
     @cached_property
-    def _spread(self) -> Tensor:
+    def _covariance_norm(self) -> Tensor:
         """‖D‖ of every head."""
         found = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
         return found + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
@@ -194,23 +204,23 @@ class Functionals:
         r"""At least :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
 
         Write σ = \|κ\|x and α = bx + cy with x, y orthogonal parts of a unit vector, b and c from the split of
-        :math:`U^\top a`. With V from `Expansion.variance` and t = x − Ex, |t| ≤ √2:
+        :math:`U^\top a`. With V and T from `Expansion.spread` and t = x − Ex:
 
         - the symmetric form κ₃ takes its largest value over unit vectors on the diagonal (Banach), where
-          :math:`|Et^3| \le \min(\sqrt2\,V, 2\sqrt2/(6\sqrt3))`: a centred variable on [−A, B], A + B = √2, has
+          :math:`|Et^3| \le C_3 = \min(TV, 2\sqrt2/(6\sqrt3))`: a centred variable on [−A, B], A + B = √2, has
           :math:`E(B-t)(t+c)^2 \ge 0`; take c = A with V ≤ AB where B ≥ 2A, c = B/2 elsewhere. Hence
           :math:`3|κ_3(α,σ,σ)| \le 3|κ|^2 C_3(|b| + c\max x^2y)`.
         - :math:`κ_4(a,σ,σ,σ) = |κ|^3\mathrm{Cov}(a, t^3 - 3Vt)`, at most the product of standard deviations;
-          :math:`E t^2(t^2-3V)^2 \le V\max(3V, 2-3V)^2`; that of a is at most half its range, or :math:`e^{Δ/2}` times
+          :math:`E t^2(t^2-3V)^2 \le V\max(3V, T^2-3V)^2`; that of a is at most half its range, or :math:`e^{η/2}` times
           the one at the input, plus what the values move: :math:`\sqrt V\,|U^\top a|r`.
         """
         point, (along, across) = self.point, self._split
-        size, variance = point.steepness, point.variance(radii)
-        skew = (_SPREAD * variance).clamp_max(_SKEW)
+        size, (variance, reach) = point.steepness, point.spread(radii)
+        skew = (reach.sqrt() * variance).clamp_max(_SKEW)
         root = variance.sqrt()
-        low = root * (2 - 3 * variance)
-        fourth = torch.where(variance <= 2 / 9, low, (3 * variance * root).clamp_min(4 / 3 * math.sqrt(2 / 9)))
-        grown = (point.drift(radii) / 2).exp() * self._deviation[:, None]
+        high = torch.maximum(3 * variance * root, 2 / 9 * reach * reach.sqrt())  # the largest below V = T²/9
+        fourth = torch.where(variance <= reach / 9, root * (reach - 3 * variance), high)
+        grown = (point.growth(radii) / 2).exp() * self._deviation[:, None]
         moved = root * radii * self.pulled.norm(dim=-1)[:, None]
         deviation = torch.minimum(self._range[:, None] / 2, grown) + moved
         mixed = 3 * size**2 * skew * (along.abs() + _MIXED * across)[:, None]
@@ -220,7 +230,7 @@ class Functionals:
         r"""At least \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
 
         :math:`\int_0^1 \tfrac12(1-s)^2 |g'''(p + sδ)|ds`, with the bound of `third` on the ball of radius sr, which
-        grows with s, taken at the end of each of eight pieces.
+        grows with s, taken at the end of each of sixteen pieces.
         """
         ends = torch.arange(_PIECES + 1, dtype=torch.float64) / _PIECES
         left = (1 - ends) ** 3 / 6

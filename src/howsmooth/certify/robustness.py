@@ -129,7 +129,7 @@ class Neighbourhood:
         lines, at = self._played.get(other, ((hidden.start > 0).double(), hidden.start))
         best = -float("inf")
         for step in range(rounds):
-            relaxed = Relaxed.of(weights, hidden, lines, Relaxed.worth_bending(hidden, at))
+            relaxed = Relaxed.of(weights, hidden, lines, at)
             bound, move = self._relaxed_lower(other, relaxed, radius)
             best = max(best, bound)
             if best > 0:

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from howsmooth.certify import Certificate, PatchTransformer, certify_tokens, robustness
+from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
 from howsmooth.cli.console import plain_json, print_json, set_threads, stdout, step_progress, written
 from howsmooth.cli.sources import Request, Settings, Site, spread
 from howsmooth.errors import InvalidInput
@@ -120,7 +120,7 @@ def _images(request: Request, settings: Settings, path: Path, count: int | None,
             nearest = [d if d < float("inf") else None for d in distances.tolist()]
         for index, distance in zip(right.tolist(), nearest, strict=True):
             begin(f"image {index}")
-            proof = robustness(folded, patches[index], int(labels[index]))
+            proof = certify_patches(folded, patches[index], int(labels[index]))
             rows.append({"image": index} | proof.to_dict() | {"attacked": distance})
     return rows
 
