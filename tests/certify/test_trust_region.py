@@ -14,7 +14,8 @@ def test_form_minimum_is_attained_and_never_above(seed: int, radius: float) -> N
     g = torch.Generator().manual_seed(seed)
     form = torch.randn(5, 5, generator=g, dtype=torch.float64)
     form, slope = form + form.mT, torch.randn(5, generator=g, dtype=torch.float64)
-    bound, move = form_minimum(slope, form, -0.3, radius)
+    bound, move, swing = form_minimum(slope, form, -0.3, radius)
+    move = move + swing  # on the sphere
     move = move * min(1.0, radius / float(move.norm()))
     whole = form - 0.3 * torch.eye(5, dtype=torch.float64)
     value = float(slope @ move + 0.5 * move @ whole @ move)
@@ -31,14 +32,15 @@ def test_ball_minimum_with_one_product_is_below_the_exact_one_and_near_it(radius
     floors = torch.linalg.eigvalsh(forms)[:, 0].clamp_max(0.0)
     bounds = ball_minimum(slopes, (forms @ units[..., None])[..., 0], floors, radius)
     for slope, form, bound in zip(slopes, forms, bounds, strict=True):
-        exact, _ = form_minimum(slope, form, 0.0, radius)
+        exact, *_ = form_minimum(slope, form, 0.0, radius)
         plain = -radius * float(slope.norm()) + 0.5 * radius**2 * float(torch.linalg.eigvalsh(form)[0].clamp_max(0.0))
         assert plain - 1e-9 <= bound <= exact + 1e-9
 
 
 def test_a_flat_gradient_leaves_the_curvature() -> None:
     form = torch.diag(torch.tensor([-2.0, 1.0], dtype=torch.float64))
-    bound, _ = form_minimum(torch.zeros(2, dtype=torch.float64), form, 0.0, 3.0)
+    bound, _, swing = form_minimum(torch.zeros(2, dtype=torch.float64), form, 0.0, 3.0)
     assert bound == pytest.approx(-9.0)
+    assert swing.abs().tolist() == pytest.approx([3.0, 0.0])
     zero = torch.zeros(1, 2, dtype=torch.float64)
     assert float(ball_minimum(zero, zero, torch.tensor([-2.0], dtype=torch.float64), 3.0)) == pytest.approx(-9.0)

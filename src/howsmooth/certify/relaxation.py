@@ -2,11 +2,12 @@ r"""Parabolas and lines around ReLU on an interval, and the quadratic of the inp
 
 On [l, u] with l < 0 < u, w = u − l:
 
-- from above, :math:`\mathrm{relu}(z) \le \frac uw(z-l) + c(z-l)(z-u)` for every :math:`0 \le c \le \min(u,-l)/w^2`: the
-  difference to z vanishes at u and is convex, so it is ≥ 0 on [0, u] when its slope there, u/w − 1 + cw, is ≤ 0; the
-  value itself vanishes at l and is ≥ 0 on [l, 0] when its slope there, u/w − cw, is ≥ 0. The largest c is the least
-  bound
-  at every z: half the gap of the chord (c = 0) where u = −l.
+- from above, by the chord, and where −l ≤ u by the parabolas :math:`z + c(z-m)^2`, 0 < m ≤ u, with
+  :math:`c = 1/(4m)` for m ≤ −l and :math:`c = -l/(m-l)^2` beyond. They are ≥ z. The first kind is
+  :math:`(z+m)^2/(4m) \ge 0`; the second vanishes at l, where its slope 1 − 2c(m−l) is ≥ 0, and is convex, so it is ≥ 0
+  on [l, 0]. Where −l > u the mirror image, relu(z) = z + relu(−z): :math:`c(z+m)^2`, 0 < m ≤ −l, :math:`c = 1/(4m)` for
+  m ≤ u and :math:`u/(m+u)^2` beyond. The largest m leaves half the gap of the chord where u = −l; a smaller one touches
+  ReLU at ±m, and is steeper beyond.
 - from below, :math:`\mathrm{relu}(z) \ge λz` for every 0 ≤ λ ≤ 1.
 
 A hidden value is z = z⁰ + y + R, y = h·δ, with a known gradient h, |y| ≤ r|h| =: Y, and a remainder |R| ≤ ρ. Writing
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 _STEEPEST = 8.0
+_LEAST = 0.5
+"""Smallest m, as a share of the largest."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,21 @@ class Hidden:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """Mean and mean square of every hidden value over the moves that hurt most: what a bound should be tight for.
+
+    The expected gap of :math:`z + (z-m)^2/(4m)` over them is least for m² = the mean square.
+    """
+
+    mean: Tensor
+    square: Tensor
+
+    def towards(self, mean: Tensor, square: Tensor, share: float) -> Guess:
+        """The mixture with further moves."""
+        return Guess(self.mean + share * (mean - self.mean), self.square + share * (square - self.square))
+
+
+@dataclass(frozen=True)
 class Relaxed:
     r"""Σ b_k relu(z_k) ≥ constant + coefficients·z + slopes·(hδ) + Σ squares_k (h_kδ)², on the ball.
 
@@ -65,12 +83,12 @@ class Relaxed:
     squares: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, hidden: Hidden, lines: Tensor, near: Tensor | None) -> Relaxed:
+    def of(cls, weights: Tensor, hidden: Hidden, lines: Tensor, near: Guess | None) -> Relaxed:
         """The bound for coefficients b.
 
         Args:
             lines: λ where b > 0. near: hidden values near which the bound is to be tight: it decides, where b < 0, if
-                the parabola is taken, and with which t; chords everywhere when None.
+                a parabola is taken, and with which t and m; chords everywhere when None.
         """
         lower, upper, start = hidden.lower, hidden.upper, hidden.start
         on, open_ = lower >= 0, hidden.unstable
@@ -78,16 +96,30 @@ class Relaxed:
         width = torch.where(open_, upper - lower, torch.ones_like(upper))
         skew = start - (lower + upper) / 2
         curve, share, price = torch.zeros_like(upper), torch.zeros_like(upper), torch.zeros_like(upper)
+        offset, slope = -upper * lower / width, upper / width
         if near is not None:
             reach = hidden.reach.clamp_min(1e-300)
-            away = (near - start).abs()
-            t = (reach / away.clamp_min(1e-300)).clamp(1.0, _STEEPEST)
+            away = (near.square - 2 * start * near.mean + start.square()).clamp_min(0.0)  # E y²
+            t = (reach / away.sqrt().clamp_min(1e-300)).clamp(1.0, _STEEPEST)
             share, price = hidden.rest * t / reach, hidden.rest * (reach / t + skew.abs() + hidden.rest)
-            pays = (near - lower) * (upper - near) > price + share * away.square()
-            curve = torch.where(above & pays, torch.minimum(upper, -lower) / width.square(), 0.0)
-        line = torch.where(above, upper / width - curve * (lower + upper - 2 * start + skew), lines)
+            c, at, line = _parabola(lower, upper, near.square.sqrt())
+            gain = offset + slope * near.mean - (c * at + line * near.mean + c * near.square)
+            pays = above & (gain > c * (price + share * away))
+            curve = torch.where(pays, c, 0.0)
+            offset, slope = torch.where(pays, c * at, offset), torch.where(pays, line, slope)
+        line = torch.where(above, slope + curve * (2 * start - skew), lines)
         coefficients = weights * torch.where(on, 1.0, torch.where(below | above, line, 0.0))
-        chord = torch.where(above, -upper * lower / width + curve * lower * upper, 0.0)
+        chord = torch.where(above, offset, 0.0)
         bent = weights * curve
         constant = (weights * chord + bent * start * (skew - start)).sum() - (bent.abs() * price).sum()
         return cls(constant, coefficients, bent * skew, bent * (1 + share))
+
+
+def _parabola(lower: Tensor, upper: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """c, m² and the slope at zero of a parabola above ReLU, m as near the given size as can be, where l < 0 < u."""
+    right = upper >= -lower
+    far, short = torch.where(right, upper, -lower), torch.where(right, -lower, upper)
+    far, short = far.clamp_min(1e-300), short.clamp_min(0.0)
+    m = torch.minimum(torch.maximum(size, _LEAST * far), far)
+    c = torch.where(m <= short, 1 / (4 * m), short / (m + short).square())
+    return c, m.square(), torch.where(right, 1 - 2 * c * m, 2 * c * m)

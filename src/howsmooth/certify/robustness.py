@@ -31,10 +31,10 @@ from torch import Tensor
 
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.pooled import Functionals, PooledAttention
-from howsmooth.certify.relaxation import Hidden, Relaxed
+from howsmooth.certify.relaxation import Guess, Hidden, Relaxed
 from howsmooth.certify.trust_region import ball_minimum, form_minimum
 
-_ROUNDS = 4
+_ROUNDS = 5
 _FINENESS = 2e-3
 _MOST_STEPS = 60
 _FARTHEST = 10.0
@@ -103,7 +103,7 @@ class Neighbourhood:
         self._bends = self.neurons.bend(self.neurons.gradient / size)
         self.hidden = lru_cache(maxsize=None)(self._hidden)
         self.noise = lru_cache(maxsize=None)(partial(classifier.noise, tokens))
-        self._played: dict[int, tuple[Tensor, Tensor]] = {}
+        self._played: dict[int, tuple[Tensor, Guess]] = {}
 
     def _hidden(self, radius: float) -> Hidden:
         """Intervals of all hidden values on the ball."""
@@ -126,21 +126,21 @@ class Neighbourhood:
         """A lower bound on the margin to another class on the whole ball."""
         net, hidden = self.classifier, self.hidden(radius)
         weights = net.out[self.label] - net.out[other]
-        lines, at = self._played.get(other, ((hidden.start > 0).double(), hidden.start))
+        start = (hidden.start > 0).double(), Guess(hidden.start, hidden.upper.square())
+        lines, guess = self._played.get(other, start)
         best = -float("inf")
         for step in range(rounds):
-            relaxed = Relaxed.of(weights, hidden, lines, at)
-            bound, move = self._relaxed_lower(other, relaxed, radius)
+            bound, move, swing = self._relaxed_lower(other, Relaxed.of(weights, hidden, lines, guess), radius)
             best = max(best, bound)
             if best > 0:
                 break
-            reached = hidden.start + hidden.slope @ move
-            at = at + (reached - at) / (step + 2)
+            reached, swung = hidden.start + hidden.slope @ move, hidden.slope @ swing
+            guess = guess.towards(reached, reached.square() + swung.square(), 1 / (step + 2))
             lines = lines + ((reached > 0).double() - lines) / (step + 2)
-            self._played[other] = lines, at
+            self._played[other] = lines, guess
         return best
 
-    def _relaxed_lower(self, other: int, relaxed: Relaxed, radius: float) -> tuple[float, Tensor]:
+    def _relaxed_lower(self, other: int, relaxed: Relaxed, radius: float) -> tuple[float, Tensor, Tensor]:
         net = self.classifier
         direction = net.direct[self.label] - net.direct[other] + relaxed.coefficients @ net.hidden
         margin = self.point.functionals(direction[None])
@@ -154,9 +154,9 @@ class Neighbourhood:
         factors = torch.cat([factors, 2 * relaxed.squares[bent]])
         basis = torch.linalg.qr(torch.cat([gradient[:, None], columns], 1)).Q
         inside = basis.mT @ columns
-        bound, move = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, radius)
+        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, radius)
         total = float(value) + bound - float(margin.remainder(radius)) - self.noise(radius)
-        return total, basis @ move
+        return total, basis @ move, basis @ swing
 
     def radius(self) -> tuple[float, int]:
         """The largest radius found to be safe, and the class that limits it."""

@@ -24,8 +24,8 @@ def ball_minimum(gradient: Tensor, bend: Tensor, floor: Tensor, radius: float) -
     """min g·δ + ½δᵀQδ from below for a batch: gradients ``(g, N)``, ``bend`` = Qĝ, ``floor`` = −μ ≤ spectrum of Q.
 
     >>> g, q = torch.tensor([[3.0, 4.0]]).double(), torch.tensor([[-1.0, 0.0], [0.0, -1.0]]).double()
-    >>> float(ball_minimum(g, (g / 5) @ q, torch.tensor([-1.0]).double(), 2.0))  # -2·5 - ½·4
-    -12.00...
+    >>> round(float(ball_minimum(g, (g / 5) @ q, torch.tensor([-1.0]).double(), 2.0)), 6)  # −2·5 − ½·4
+    -12.0
     """
     size = gradient.norm(dim=-1)
     unit = gradient / size.clamp_min(1e-300)[:, None]
@@ -41,8 +41,11 @@ def ball_minimum(gradient: Tensor, bend: Tensor, floor: Tensor, radius: float) -
     return -0.5 * dual - 0.5 * (shift - floor) * radius**2
 
 
-def form_minimum(gradient: Tensor, form: Tensor, floor: float, radius: float) -> tuple[float, Tensor]:
-    """min g·δ + ½δᵀ(H − μI)δ from below, and a δ near it, for H with its gradient in a subspace; floor = −μ ≤ 0."""
+def form_minimum(gradient: Tensor, form: Tensor, floor: float, radius: float) -> tuple[float, Tensor, Tensor]:
+    """min g·δ + ½δᵀ(H − μI)δ from below, for H with its gradient in a subspace; floor = −μ ≤ 0.
+
+    Also a δ near the minimum and a swing: where δ is short of the ball, δ ± swing are as low and on its sphere.
+    """
     spectrum, vectors = torch.linalg.eigh(form)
     low = min(float(spectrum[0]), 0.0)  # outside the subspace the form is zero
     turned = vectors.mT @ gradient
@@ -52,7 +55,8 @@ def form_minimum(gradient: Tensor, form: Tensor, floor: float, radius: float) ->
     dual = (square / (spectrum - low + shift)).sum()
     margin = form.shape[-1] ** 2 * 2**-50 * torch.linalg.matrix_norm(form)  # LAPACK's backward error
     bound = -0.5 * dual - 0.5 * (shift - low - floor + margin) * radius**2
-    return float(bound), move
+    left = max(radius**2 - float(move.square().sum()), 0.0)
+    return float(bound), move, left**0.5 * vectors[:, 0]
 
 
 def _best_shift(squares: Tensor, offsets: Tensor, radius: float) -> Tensor:
