@@ -18,6 +18,8 @@ from evidence.real_heads import shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.certify import PatchTransformer, certify_patches, certify_tokens
+from howsmooth.certify.around import enclose_heads_around, move_radii
+from howsmooth.certify.at_point import enclose_heads
 from howsmooth.models import alice, attention_inputs, from_transformers, load
 from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
 
@@ -149,13 +151,14 @@ def minilm(
     for layer, hidden in sorted(inputs.hidden.items()):
         attention, x = from_transformers(model, layer), hidden[0]
         start = perf_counter()
-        at = certify_tokens(attention, x, per_head=True)
+        here = enclose_heads(attention, x)
         seconds = perf_counter() - start
         size = float(x.norm(dim=-1).mean())
-        around = {
-            share: certify_tokens(attention, x, per_head=True, radius=share * size).ratio.tolist() for share in shares
-        }
-        yield Heads(layer, at.ratio.tolist(), around, seconds)
+        around = {}
+        for share in shares:
+            near = enclose_heads_around(attention, x, move_radii(length, share * size, None), here)
+            around[share] = [head.upper / head.lower for head in near]
+        yield Heads(layer, [head.upper / head.lower for head in here], around, seconds)
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,15 @@ from howsmooth.checks import check_count
 from howsmooth.errors import DoesNotApply
 
 
-def enclose_heads_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[Enclosure]:
-    """Every head over all inputs whose token j is within ``moves[j]`` of x's; the lower end is at x."""
+def enclose_heads_around(
+    attention: AttentionMap, x: Tensor, moves: Tensor, here: list[Enclosure] | None = None
+) -> list[Enclosure]:
+    """Every head over all inputs whose token j is within ``moves[j]`` of x's; the lower end is at x.
+
+    ``here`` are the enclosures at x itself, where they are known.
+    """
     _check(attention)
-    here = enclose_heads(attention, x)
+    here = enclose_heads(attention, x) if here is None else here
     change, rows = _bounds(attention, x, moves)
     found = {
         "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + change,
