@@ -91,6 +91,34 @@ def test_projected_gradient_inside_the_radius_keeps_the_class() -> None:
         assert float((inside.point - image).norm()) <= radius * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("norm", [1, torch.inf])
+def test_vertices_of_other_balls_keep_the_class(norm: float) -> None:
+    """Margins are nearly linear, so the worst is near a vertex: the steepest ones and random ones are tried."""
+    closest = torch.inf
+    for net, image, label in networks(4, steep=2.0):
+        radius = hs.certify(net, image, label, norm=norm).radius
+        assert radius > 0
+        here = image.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(margins(net(here[None]), torch.tensor([label]))[0], here)
+        if norm == 1:
+            moves = torch.cat([torch.eye(16), -torch.eye(16)]).double().reshape(-1, 4, 4)
+        else:
+            moves = torch.cat([-slope.sign()[None], torch.randint(0, 2, (200, 4, 4)).double() * 2 - 1])
+        labels = torch.full((len(moves),), label)
+        assert float(margins(net(image + radius * moves), labels).min()) > 0
+        for scale in (2, 4, 8, 16, 32, 64):  # the same moves do change it further out
+            if float(margins(net(image + scale * radius * moves), labels).min()) <= 0:
+                closest = min(closest, scale)
+                break
+    assert closest <= 8
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    ((net, image, label),) = networks(1)
+    with pytest.raises(InvalidInput, match="norm is 2, 1, inf"):
+        hs.certify(net, image, label, norm=3)
+
+
 def linear(kink: bool) -> hs.PatchTransformer:
     """Margin 1 − z, or 1 − 10·relu(z − ½), with z the first pixel of a patch whose weight is one half: known radii."""
     weights = {name: torch.zeros_like(t) for name, t in tensors(0).items()}

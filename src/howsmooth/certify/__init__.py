@@ -38,12 +38,13 @@ from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_tokens
 
 BALLS = ("token", "frobenius")
+NORMS = (2, 1, torch.inf)
 
 __all__ = ["Certificate", "PatchTransformer", "Robustness", "certify"]
 
 
 @overload
-def certify(f: PatchTransformer, x: Tensor, label: int) -> Robustness: ...
+def certify(f: PatchTransformer, x: Tensor, label: int, *, norm: float = 2) -> Robustness: ...
 @overload
 def certify(
     f: Callable[[Tensor], Tensor],
@@ -67,13 +68,14 @@ def certify(
     ball: str = "token",
     tokens: Sequence[int] | None = None,
     per_head: bool = False,
+    norm: float = 2,
 ) -> Certificate | Robustness:
     r"""A proof about ``f`` at ``x``.
 
     Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at x, or the upper end
     for every input within ``radius`` of it; deterministic, with rounding accounted for (`howsmooth.certify.at_point`,
-    `howsmooth.certify.around`). With a label: the largest radius found for which no image within it, in the 2-norm, has
-    another class (`howsmooth.certify.robustness`).
+    `howsmooth.certify.around`). With a label: the largest radius found for which no image within it has another
+    class (`howsmooth.certify.robustness`).
 
     Args:
         f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer`.
@@ -83,6 +85,7 @@ def certify(
         ball: "token", every token within the radius of its own place, or "frobenius", all of them together.
         tokens: the tokens that move, all when None; the Jacobian is that of all tokens either way.
         per_head: one enclosure for every head x ↦ W_h f_h(x) instead of one for the block.
+        norm: in which images are near, with a label: 2, 1 or inf.
 
     >>> import torch, howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2, mask="causal")
@@ -99,7 +102,7 @@ def certify(
     if label is not None:
         if radius or tokens is not None or per_head:
             raise InvalidInput("with a label the radius is what is found: leave out radius, tokens and per_head.")
-        return _robustness(f, x, check_count(label, "label", least=0), start)
+        return _robustness(f, x, check_count(label, "label", least=0), norm, start)
     if isinstance(f, PatchTransformer):
         raise InvalidInput("a network is certified for a class: pass its label.")
     attention = as_attention(f)
@@ -146,14 +149,17 @@ def certify_tokens(
     )
 
 
-def _robustness(f: object, x: Tensor, label: int, start: float) -> Robustness:
+def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> Robustness:
     if not isinstance(f, PatchTransformer):
         raise UnsupportedModel(f"{type(f).__name__} has no certificate for a class: a PatchTransformer has.")
-    return certify_patches(f.folded(), f.patches(x.double()), label, start)
+    return certify_patches(f.folded(), f.patches(x.double()), label, norm, start)
 
 
-def certify_patches(network: Classifier, tokens: Tensor, label: int, start: float | None = None) -> Robustness:
+def certify_patches(
+    network: Classifier, tokens: Tensor, label: int, norm: float = 2, start: float | None = None
+) -> Robustness:
     """The certificate of a folded network, which many images share."""
+    check_one_of(norm, NORMS, "norm")
     start = perf_counter() if start is None else start
     classes = len(network.direct)
     if label >= classes:
@@ -164,7 +170,7 @@ def certify_patches(network: Classifier, tokens: Tensor, label: int, start: floa
     if predicted != label:
         notes = (f"the class of this image is {predicted}, not {label}: no radius keeps it",)
         return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
-    radius, limiting = Neighbourhood(network, tokens, label).radius()
+    radius, limiting = Neighbourhood(network, tokens, label, norm).radius()
     return Robustness(label, predicted, radius, limiting, perf_counter() - start)
 
 

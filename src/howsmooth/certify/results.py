@@ -54,7 +54,7 @@ class Robustness:
 
     Attributes:
         label: the class. predicted: the class of the network; the radius is 0 where it is another.
-        radius: proved, in the 2-norm of the input. limiting: the class that stops it from growing, None without one.
+        radius: proved, in the norm asked for. limiting: the class that stops it from growing, None without one.
         seconds: time taken. notes: what else to know.
     """
 

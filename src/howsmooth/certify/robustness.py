@@ -93,10 +93,14 @@ def _largest(
 
 
 class Neighbourhood:
-    """An input, its class, and lower bounds on its margins on balls around it."""
+    """An input, its class, and lower bounds on its margins on balls around it, in the 2-, 1- or ∞-norm.
 
-    def __init__(self, classifier: Classifier, tokens: Tensor, label: int):
-        self.classifier, self.tokens, self.label = classifier, tokens, label
+    A ball of radius r in the 1-norm lies in the Euclidean one of the same radius, in the ∞-norm in that of radius r√N:
+    curvature and remainders are bounded there, while gradients are met by the dual norm.
+    """
+
+    def __init__(self, classifier: Classifier, tokens: Tensor, label: int, norm: float = 2):
+        self.classifier, self.tokens, self.label, self.norm = classifier, tokens, label, norm
         self.point = classifier.pool.at(tokens)
         self.neurons = self.point.functionals(classifier.hidden)
         size = self.neurons.gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300)
@@ -108,14 +112,23 @@ class Neighbourhood:
     def _hidden(self, radius: float) -> Hidden:
         """Intervals of all hidden values on the ball."""
         neurons, (least, most) = self.neurons, self.neurons.curvature
-        start = neurons.value + self.classifier.hidden_offset
-        rest = neurons.remainder(radius)
-        lower = start + ball_minimum(neurons.gradient, self._bends, least, radius) - rest
-        upper = start - ball_minimum(neurons.gradient, -self._bends, -most, radius) + rest
-        noise = self.noise(radius)
-        bowed = 0.5 * radius**2 * torch.maximum(most, -least) + rest
-        reach = radius * neurons.gradient.norm(dim=-1)
+        start, far = neurons.value + self.classifier.hidden_offset, self.euclidean(radius)
+        rest, noise = neurons.remainder(far), self.noise(far)
+        reach, bent = radius * self.dual(neurons.gradient), 0.5 * far**2
+        down = ball_minimum(neurons.gradient, self._bends, least, far)
+        up = ball_minimum(neurons.gradient, -self._bends, -most, far)
+        lower = start + torch.maximum(down, -reach + bent * least) - rest
+        upper = start - torch.maximum(up, -reach - bent * most) + rest
+        bowed = bent * torch.maximum(most, -least) + rest
         return Hidden(start, neurons.gradient, lower - noise, upper + noise, bowed + noise, reach)
+
+    def euclidean(self, radius: float) -> float:
+        """The radius of a Euclidean ball around the ball."""
+        return radius * self.tokens.numel() ** 0.5 if self.norm == torch.inf else radius
+
+    def dual(self, gradients: Tensor) -> Tensor:
+        """The dual norm along the last axis: how much a unit move gains."""
+        return torch.linalg.vector_norm(gradients, ord={2: 2, 1: torch.inf, torch.inf: 1}[self.norm], dim=-1)
 
     def margins(self) -> Tensor:
         """The margins at the input itself."""
@@ -130,7 +143,8 @@ class Neighbourhood:
         lines, guess = self._played.get(other, start)
         best = -float("inf")
         for step in range(rounds):
-            bound, move, swing = self._relaxed_lower(other, Relaxed.of(weights, hidden, lines, guess), radius)
+            relaxed = Relaxed.of(weights, hidden, lines, guess if self.norm == 2 else None)
+            bound, move, swing = self._relaxed_lower(other, relaxed, radius)
             best = max(best, bound)
             if best > 0:
                 break
@@ -154,16 +168,26 @@ class Neighbourhood:
         factors = torch.cat([factors, 2 * relaxed.squares[bent]])
         basis = torch.linalg.qr(torch.cat([gradient[:, None], columns], 1)).Q
         inside = basis.mT @ columns
-        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, radius)
-        total = float(value) + bound - float(margin.remainder(radius)) - self.noise(radius)
-        return total, basis @ move, basis @ swing
+        far = self.euclidean(radius)
+        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, far)
+        move, swing = basis @ move, basis @ swing
+        if self.norm != 2:  # without parabolas the form is Q alone, which is at least −μ
+            bound = max(bound, -radius * float(self.dual(gradient)) + 0.5 * far**2 * least)
+            move, swing = -radius * self._steepest(gradient), torch.zeros_like(swing)
+        return float(value) + bound - float(margin.remainder(far)) - self.noise(far), move, swing
+
+    def _steepest(self, gradient: Tensor) -> Tensor:
+        """The unit move, in the ball's own norm, along which a gradient gains most."""
+        if self.norm == torch.inf:
+            return gradient.sign()
+        return torch.nn.functional.one_hot(gradient.abs().argmax(), len(gradient)) * gradient.sign()
 
     def radius(self) -> tuple[float, int]:
         """The largest radius found to be safe, and the class that limits it."""
         margins = self.margins()
         net, on = self.classifier, self.neurons.value + self.classifier.hidden_offset > 0
         logits = self.point.functionals(net.direct + (net.out * on) @ net.hidden).gradient
-        sizes = (logits[self.label] - logits).norm(dim=-1)
+        sizes = self.dual(logits[self.label] - logits)
         reach = (margins / sizes.clamp_min(1e-300)).tolist()
         others = sorted((c for c in range(len(reach)) if c != self.label), key=lambda c: reach[c])
         if min(margins[c] for c in others) <= self.noise(0.0):

@@ -21,7 +21,8 @@ from howsmooth.weights import read_tensors
 from howsmooth.worstcase.attacks import minimal_norm_attack
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2"})
+Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})
+_NORMS: dict[str, float] = {"2": 2, "1": 1, "inf": torch.inf}
 Ball = Enum("Ball", {"token": "token", "frobenius": "frobenius"})
 _EXAMPLES = """Examples:\n
   howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
@@ -45,14 +46,14 @@ def certify(
     ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
     norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
-    attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image beside.")] = True,
+    attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     set_threads(threads)
     if images is not None:
-        rows = _images(request, settings, images, count, attack)
+        rows = _images(request, settings, images, count, attack and norm is Norm.two, _NORMS[norm.value])
         _print_images(rows, as_json)
         return
     if count is not None:
@@ -103,7 +104,9 @@ def _print(site: Site, found: dict[str, Certificate]) -> None:
         out.print(f"note: {note}", markup=False)
 
 
-def _images(request: Request, settings: Settings, path: Path, count: int | None, attack: bool) -> list[dict[str, Any]]:
+def _images(
+    request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: float
+) -> list[dict[str, Any]]:
     net = PatchTransformer.open(request.source, heads=settings.heads).double()
     pictures, labels = _pictures(path, count)
     folded, patches = net.folded(), net.patches(pictures)
@@ -120,7 +123,7 @@ def _images(request: Request, settings: Settings, path: Path, count: int | None,
             nearest = [d if d < float("inf") else None for d in distances.tolist()]
         for index, distance in zip(right.tolist(), nearest, strict=True):
             begin(f"image {index}")
-            proof = certify_patches(folded, patches[index], int(labels[index]))
+            proof = certify_patches(folded, patches[index], int(labels[index]), norm)
             rows.append({"image": index} | proof.to_dict() | {"attacked": distance})
     return rows
 
