@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from evidence.certificates import ball_attacks, draw
+from evidence.certificates import ball_attacks, draw, minilm
 from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.paths import paths
 from howsmooth.certify import around
@@ -89,3 +89,11 @@ def test_largest_mean_equals_a_linear_programme() -> None:
         -numbers.numpy(), A_eq=torch.ones(1, 7).numpy(), b_eq=[1.0], bounds=list(zip(low, high, strict=True))
     )
     assert float(around.largest_mean(numbers, low, high)) == pytest.approx(-best.fun, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_real_heads_are_certified_within_a_few_per_cent_near_their_tokens() -> None:
+    (layer,) = minilm((2,), length=12, shares=(1e-4,))
+    assert len(layer.at) == 12
+    assert max(layer.at) < 1.001
+    assert max(layer.around[1e-4]) < 1.1

@@ -13,8 +13,13 @@ from howsmooth.certify.proved_norm import cholesky_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
-@pytest.mark.parametrize("mask", attention_cases.MASKS)
-@pytest.mark.parametrize("kind", attention_cases.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        *(("dot_product", mask) for mask in attention_cases.MASKS[::2]),
+        *((kind, "blind rows") for kind in attention_cases.KINDS[1:]),
+    ],
+)
 def test_dense_jacobian_lies_between_the_ends_within_a_per_mille(kind: str, mask: str) -> None:
     found, widest = enclosures(kind, mask, every=60)
     assert found.tried > 0
