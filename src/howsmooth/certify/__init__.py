@@ -172,13 +172,3 @@ def certify_patches(
         return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
     radius, limiting = Neighbourhood(network, tokens, label, norm).radius()
     return Robustness(label, predicted, radius, limiting, perf_counter() - start)
-
-
-class _Room(ModuleType):
-    """This package has the name of its function: whoever holds the one may call it like the other."""
-
-    def __call__(self, *args: Any, **options: Any) -> Certificate | Robustness:
-        return certify(*args, **options)
-
-
-sys.modules[__name__].__class__ = _Room

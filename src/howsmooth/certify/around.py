@@ -43,10 +43,10 @@ from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.heads import norm_rounding
-from howsmooth.bounds.neighbourhood import softmax_ceiling, three_path_ball
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling, three_path_ball
+from howsmooth.bounds.own.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
 from howsmooth.bounds.rounding import gamma
-from howsmooth.bounds.three_path import nonnegative_norm, nowhere_nan, psd_norm, push_radii, spread_norm
 from howsmooth.certify.at_point import Enclosure, enclose_block, enclose_heads
 from howsmooth.checks import check_count
 from howsmooth.errors import DoesNotApply

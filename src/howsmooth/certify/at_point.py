@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
+from howsmooth.bounds.own.three_path import three_path
 from howsmooth.bounds.rounding import gamma
-from howsmooth.bounds.three_path import three_path
 from howsmooth.certify.gram import HeadBlocks, head_blocks
 from howsmooth.certify.proved_norm import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.measuring import measure, measure_heads

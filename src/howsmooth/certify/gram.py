@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
+from howsmooth.bounds.own.three_path import push_radii
 from howsmooth.bounds.paths import Paths, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.spreads import about_means, keys, product_slack
-from howsmooth.bounds.three_path import push_radii
 
 
 @dataclass(frozen=True)
