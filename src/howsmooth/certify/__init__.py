@@ -8,10 +8,8 @@ exact arithmetic, rounding included.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from types import ModuleType
 from typing import Any, overload
 
 import torch
