@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
