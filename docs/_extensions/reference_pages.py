@@ -91,9 +91,15 @@ def heading(text: str, line: str) -> str:
     return f"{text}\n{line * len(text)}\n"
 
 
+def _index(package: str) -> str:
+    """A package called like a function of the top (`howsmooth.growth`) leaves the index to the function."""
+    name = package.removeprefix(TOP + ".")
+    return "   :no-index:\n" if callable(getattr(importlib.import_module(TOP), name, None)) else ""
+
+
 def package_page(package: str, names: list[Entry]) -> str:
     """What a package is for, its names, then the modules that are public themselves."""
-    parts = [heading(f"``{package}``", "="), f".. automodule:: {package}\n"]
+    parts = [heading(f"``{package}``", "="), f".. automodule:: {package}\n{_index(package)}"]
     parts += [one.text for one in names if one.is_home and one.kind != "module"]
     elsewhere = ", ".join(f"`{one.home}`" for one in names if not one.is_home)
     if elsewhere:

@@ -188,9 +188,11 @@ def _attack(bound: Bound, place: Setting, starts: int, steps: int, seed: int) ->
 
 
 def _least_upper(bound: Bound, place: Setting) -> float:
+    """What holds for every n bounds what holds for one, and not the other way round."""
     others = [other for other in applicable(place) if (other.side, other.norm) == ("upper", bound.norm)]
-    near = ("point", "neighbourhood")
-    return min((float(other.at(place)) for other in others if other.scope not in near), default=math.inf)
+    every = bound.scope.startswith("mean-field")
+    there = [o for o in others if (o.scope == bound.scope if every else o.scope not in ("point", "neighbourhood"))]
+    return min((float(other.at(place)) for other in there), default=math.inf)
 
 
 def _check_scaling(bound: Bound, place: Setting, where: dict[str, Any], value: float, rtol: float) -> None:

@@ -51,7 +51,7 @@ def show(status):
     print(status.step, flush=True)
     slow(0.02)
 try:
-    train(corpus, Settings(**options), folder, resume=True, intervals=Intervals(1, 20, 200, 10), progress=show)
+    train(corpus, Settings.from_dict(options), folder, resume=True, intervals=Intervals(1, 20, 200, 10), progress=show)
 except KeyboardInterrupt as stop:
     print(stop, file=sys.stderr)
     sys.exit(130)

@@ -81,8 +81,11 @@ class MeanOfSteps(nn.Module):
 
     kind = "gradient_step"
 
+    @door
     def __init__(self, steps: Sequence[GradientStepAttention]):
         super().__init__()
+        if not steps:
+            raise InvalidInput("a mean of gradient steps needs at least one step.")
         self.steps = nn.ModuleList(steps)
         self.in_features = self.out_features = steps[0].in_features
 

@@ -19,6 +19,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.small import printable, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
+"""Endings of the files that a picture can be written to."""
+
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
 

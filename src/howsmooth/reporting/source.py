@@ -141,7 +141,7 @@ def groups(source: Source) -> list[Group]:
         row = _row(raw)
         if not math.isfinite(row["value"]):
             continue
-        key = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "dtype", "rtol"))
+        key = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "rtol"))
         place: tuple[Any, ...] = (row.get("layer"), row.get("head"), row["length"], row["window"])
         own = row.pop("input_energy", None)
         own = list(own) if isinstance(own, tuple) else own  # keys of a scan are tuples

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.checks import Count, Seed, check_tensor, door
+from howsmooth.checks import Count, Seed, Size, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.training.text import START, Corpus, documents
 
@@ -228,7 +228,8 @@ def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | No
     return Batch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
 
 
-def powers(length: int, longest: int) -> list[tuple[int, int]]:
+@door
+def powers(length: Size, longest: Count) -> list[tuple[int, int]]:
     """Where to cut a document: (place, size) with sizes powers of two up to ``longest``, largest first.
 
     >>> powers(11, 64), powers(11, 4)

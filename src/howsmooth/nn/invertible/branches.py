@@ -61,7 +61,7 @@ class Attending(Branch):
         attention: a layer of `howsmooth.nn`, or an attention map (which has its mask already).
         mask: for a layer: None, "causal", booleans ``(n, n)`` (True = may look), or a `LogitBias`.
 
-    >>> import howsmooth as hs
+    >>> import torch, howsmooth as hs
     >>> one = torch.ones(1, 1, dtype=torch.float64)
     >>> branch = Attending(hs.L2SelfAttention(one, one, one, mask="causal"))
     >>> branch.reach_at(5), round(float(branch.lipschitz_bound(5)), 3)
@@ -118,7 +118,7 @@ class Attending(Branch):
 class Scaled(Branch):
     """x ↦ factor · f(x).
 
-    >>> import howsmooth as hs
+    >>> import torch, howsmooth as hs
     >>> one = torch.ones(1, 1, dtype=torch.float64)
     >>> round(float(Scaled(hs.L2SelfAttention(one, one, one), 0.1).lipschitz_bound(5)), 3)
     0.45
