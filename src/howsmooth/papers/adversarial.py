@@ -67,7 +67,7 @@ def draw(rows: pandas.DataFrame) -> Figure:
     figure, axes = panels(
         ["Every head at its own input", "One head between the bounds"], "number of tokens n", "σ ÷ (‖V‖√n)"
     )
-    axes[0].set_yscale("linear")
+    axes[0].set(yscale="linear", ylim=(0.8, 1.2))
     for number, (model, some) in enumerate(rows.groupby(rows["model"].str.replace(r",seed=\d+", "", regex=True))):
         spread(
             axes[0],

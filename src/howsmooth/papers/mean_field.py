@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pandas
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import AutoLocator
 
 import howsmooth as hs
 from howsmooth.bounds import get
@@ -49,6 +50,7 @@ def draw(rows: pandas.DataFrame) -> Figure:
     """Against n and against R."""
     figure, axes = panels(["R = 1, A = −1, V = 1", "worst measure"], "number of tokens n", "largest σ found")
     axes[1].set(xlabel="radius R", ylabel="largest constant in W₂ (d₂ when masked)", xscale="linear")
+    axes[1].xaxis.set_major_locator(AutoLocator())
     for ax, against in zip(axes, ("n", "R"), strict=True):
         for number, (mask, some) in enumerate(rows[rows["against"] == against].groupby("mask")):
             line(ax, number, some[against], some["value"], f"{mask}: search (measured)")

@@ -8,6 +8,7 @@ from typing import Any
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from howsmooth.figures import literal, new_figure
 
@@ -24,6 +25,9 @@ def panels(titles: Sequence[str], x: str, y: str, *, log: str = "xy") -> tuple[F
         ax.set(xlabel=x, ylabel=y, title=title)
         if "x" in log:
             ax.set_xscale("log")
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            ax.xaxis.set_minor_formatter(NullFormatter())
         if "y" in log:
             ax.set_yscale("log")
         ax.grid(True, which="major", linewidth=0.4, color="0.85")
