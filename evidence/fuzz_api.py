@@ -43,12 +43,15 @@ PACKAGES += ("scanning", "reporting", "training")
 RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWitness", "Sandwich", "Table", "Row"}
 RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
+RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
 RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}
 WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMonitor", "nn.SpectralCaps"}
 """Objects that stay with a model by hooks, which is what they are for."""
+REPLACING = {"nn.replace_attention"}
+"""It puts other modules into the model it is given, with hooks and flags of their own."""
 DRAWING = ("nn.", "training.CharacterModel", "training.UntiedL2Attention")
 """Layers draw their first weights from the random numbers of torch, as all layers of torch do."""
 CALLBACKS = ("progress", "files", "wanted", "transform")
@@ -174,6 +177,8 @@ def perform(number: int, seed: int = 0) -> Outcome:
         changed.remove("torch random numbers")
     if call.target in WATCHING and "hooks" in changed:
         changed.remove("hooks")
+    if call.target in REPLACING:
+        changed = [name for name in changed if name not in ("hooks", "training flags")]
     if heard and kind in ("returned", "refused"):
         kind, said = "warning", f"{heard[0].category.__name__}: {heard[0].message}"
     if changed:

@@ -20,6 +20,7 @@ from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.rounding import gamma
 from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.norms.matrices import spectral
 from howsmooth.sets import TokenSet
 
@@ -91,6 +92,8 @@ def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bo
     axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
     shifted_keys = scores.turned or attention.softcap is not None
     score = by_key = by_query = by_both = scores.norm()
+    if bool(score.isnan().any()):
+        raise InvalidInput("the queries or keys of this attention have weights that are no numbers.")
     if not tokens.is_ball:
         by_key, by_query = scores.norm(key_side=axes), scores.norm(query_side=axes)
         by_both = scores.norm(axes, axes)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth.certify.pooled import PooledAttention
 from howsmooth.certify.robustness import Classifier
-from howsmooth.checks import check_count, check_positive
+from howsmooth.checks import check_count, check_positive, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.weights import read_tensors
 
@@ -78,6 +78,7 @@ class PatchTransformer(nn.Module):
     cls_token: Tensor
     positions: Tensor
 
+    @door
     def __init__(self, tensors: Mapping[str, Tensor], heads: int, mean: float = 0.0, deviation: float = 1.0):
         super().__init__()
         self.heads, self.mean, self.deviation = (
@@ -113,6 +114,7 @@ class PatchTransformer(nn.Module):
         return grid, side
 
     @classmethod
+    @door
     def open(
         cls, path: str | Path, heads: int | None = None, mean: float | None = None, deviation: float | None = None
     ) -> PatchTransformer:

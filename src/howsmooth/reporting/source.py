@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from howsmooth.checks import door
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.scanning import Scan
 from howsmooth.scanning.results import Shares
@@ -134,6 +134,8 @@ def groups(source: Source) -> list[Group]:
         return _some(source)
     scan = opened(source)
     given = scan.rows if hasattr(scan, "rows") else scan
+    if not isinstance(given, Iterable):
+        raise InvalidInput(f"a report is made from a store, a scan or rows, got {shown(source)}.")
     found: dict[tuple[Any, ...], Group] = {}
     settings = dict(getattr(scan, "settings", None) or {})
     beside = getattr(scan, "energies", None) or {}

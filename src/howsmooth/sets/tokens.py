@@ -52,6 +52,8 @@ class TokenSet:
     @door
     def around(cls, x: Tensor) -> TokenSet:
         """The smallest ball around the origin that holds every token of x."""
+        if x.dim() == 0:
+            raise InvalidInput("tokens are vectors: give x of shape (n, d), not a single number.")
         return cls.ball(float(x.detach().double().norm(dim=-1).max()), x.shape[-1], "largest token of the input")
 
     @classmethod
