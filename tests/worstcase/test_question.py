@@ -18,7 +18,7 @@ HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 def ask(f: Any = HEAD, n: int | None = 4, radius: float | None = 1.0, over: Any = None, **options: Any) -> Question:
     usual: dict[str, Any] = {"start": None, "norm": 2, "head": None, "starts": 3, "constructions": True, "steps": 5}
     usual |= {"seconds": None, "seed": 0, "save": None, "source": None, "progress": None}
-    return Question.of(f, n, radius, over, **usual | options)
+    return Question(f, n, radius, over, **usual | options)
 
 
 def test_a_question_knows_the_sizes_whoever_says_them() -> None:

@@ -12,24 +12,8 @@ from howsmooth.attention.positions import ALiBi, RelativeBias, Rotary
 from howsmooth.attention.sigmoid import SigmoidAttention
 from howsmooth.attention.stages import UnitNorm
 
-__all__ = [
-    "ALiBi",
-    "AttentionMap",
-    "Causal",
-    "CosineAttention",
-    "DenseBias",
-    "GradientStepAttention",
-    "L2SelfAttention",
-    "LipschitzNormAttention",
-    "LogitBias",
-    "MeanOfSteps",
-    "Padding",
-    "RelativeBias",
-    "Rotary",
-    "SelfAttention",
-    "SigmoidAttention",
-    "SlidingWindow",
-    "UnitNorm",
-    "as_attention",
-    "map_of",
-]
+__all__ = ["AttentionMap", "CosineAttention", "GradientStepAttention", "L2SelfAttention", "LipschitzNormAttention"]
+__all__ += ["MeanOfSteps", "SelfAttention", "SigmoidAttention"]
+__all__ += ["ALiBi", "Causal", "DenseBias", "LogitBias", "Padding", "RelativeBias", "SlidingWindow"]  # of the logits
+__all__ += ["Rotary", "UnitNorm"]  # of queries and keys
+__all__ += ["as_attention", "map_of"]

@@ -61,7 +61,7 @@ class AttentionMap(nn.Module):
     ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        _check_heads(heads, kv_heads)
+        check_heads(heads, kv_heads)
         for name, matrix in (("query", query), ("key", key), ("value", value), ("output", output)):
             if matrix is not None or name != "output":
                 _check_matrix(name, matrix)
@@ -97,9 +97,7 @@ class AttentionMap(nn.Module):
         if biases:
             raise InvalidInput(f"attention has biases of query, key, value and output, but no {', '.join(biases)}.")
         self.logit_biases = nn.ModuleList(Terms(logit_biases))
-        self.query_stages = nn.ModuleList()
-        self.key_stages = nn.ModuleList()
-        self.value_stages = nn.ModuleList()
+        self.query_stages, self.key_stages, self.value_stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
 
     @property
     def in_features(self) -> int:
@@ -158,18 +156,18 @@ class AttentionMap(nn.Module):
         )
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
-        tokens = x[:, None]
-        group = self.heads // self.kv_heads
-
         def heads_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-            out = tokens @ weight.to(x).mT
-            return out if bias is None else out + bias[:, None]
+            projected = x[:, None] @ weight.to(x).mT
+            projected = projected if bias is None else projected + bias[:, None]
+            return self.per_head(projected, dim=1)
 
-        return (
-            heads_of(self.query_weight, biases[0]),
-            heads_of(self.key_weight, biases[1]).repeat_interleave(group, dim=1),
-            heads_of(self.value_weight, biases[2]).repeat_interleave(group, dim=1),
-        )
+        query, key, value = map(heads_of, (self.query_weight, self.key_weight, self.value_weight), biases)
+        return query, key, value
+
+    def per_head(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """What key–value heads have, along ``dim``, once for each query head that shares it."""
+        shared = self.heads // tensor.shape[dim]
+        return tensor if shared == 1 else tensor.repeat_interleave(shared, dim=dim)
 
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights P, ``(batch, heads, n, n)`` (no batch axis when x has none)."""
@@ -213,7 +211,8 @@ class AttentionMap(nn.Module):
         )
 
 
-def _check_heads(heads: int, kv_heads: int) -> None:
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that do not split evenly among the key–value heads."""
     whole = all(isinstance(count, int) for count in (heads, kv_heads))
     if not whole or heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise InvalidInput(f"heads ({heads!r}) must be a positive whole multiple of kv_heads ({kv_heads!r}).")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.base import AttentionMap, check_heads
 from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale, UnitNorm
@@ -66,19 +66,10 @@ class SelfAttention(AttentionMap):
         softcap: float | None = None,
         scale: float | None = None,
     ):
+        biases = {"query_bias": query_bias, "key_bias": key_bias, "value_bias": value_bias, "output_bias": output_bias}
+        terms = [*as_mask(mask), *logit_biases]
         super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            kv_heads=kv_heads,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            logit_biases=[*as_mask(mask), *logit_biases],
-            softcap=softcap,
+            query, key, value, output, heads=heads, kv_heads=kv_heads, logit_biases=terms, softcap=softcap, **biases
         )
         width = self.query_weight.shape[1]
         if qk_norm is not None:
@@ -123,8 +114,7 @@ class SelfAttention(AttentionMap):
                 f"a width of {width!r} does not split into {heads!r} heads: give positive whole numbers."
             )
         kv_heads = heads if kv_heads is None else kv_heads
-        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
-            raise InvalidInput(f"heads ({heads}) must be a positive whole multiple of kv_heads ({kv_heads!r}).")
+        check_heads(heads, kv_heads)
         generator = torch.Generator().manual_seed(seed)
         shared = width // heads * kv_heads
 
@@ -145,21 +135,12 @@ class SelfAttention(AttentionMap):
             )
         if not module._qkv_same_embed_dim:
             raise InvalidInput("self-attention needs kdim = vdim = embed_dim, but this nn.MultiheadAttention differs.")
-        query, key, value = module.in_proj_weight.detach().chunk(3)
-        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.detach().chunk(3)
-        output_bias = module.out_proj.bias
-        return cls(
-            query,
-            key,
-            value,
-            module.out_proj.weight.detach(),
-            heads=module.num_heads,
-            query_bias=biases[0],
-            key_bias=biases[1],
-            value_bias=biases[2],
-            output_bias=None if output_bias is None else output_bias.detach(),
-            mask="causal" if causal else None,
-        )
+        weights = (*module.in_proj_weight.detach().chunk(3), module.out_proj.weight.detach())
+        biases: dict[str, Any] = {} if module.out_proj.bias is None else {"output_bias": module.out_proj.bias.detach()}
+        if module.in_proj_bias is not None:
+            names = ("query_bias", "key_bias", "value_bias")
+            biases |= zip(names, module.in_proj_bias.detach().chunk(3), strict=True)
+        return cls(*weights, heads=module.num_heads, mask="causal" if causal else None, **biases)
 
     @classmethod
     @door

@@ -23,6 +23,9 @@ class GradientStepAttention(nn.Module):
         context: y, ``(m, e)``, one row per key.
         step: η ≥ 0.
 
+    Attributes:
+        in_features, out_features: width d of a token, before and after.
+
     >>> import torch
     >>> attention = GradientStepAttention(torch.eye(2), torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), step=1.0)
     >>> attention(torch.zeros(1, 2))
@@ -36,31 +39,17 @@ class GradientStepAttention(nn.Module):
     @door
     def __init__(self, matrix: Tensor, context: Tensor, step: float):
         super().__init__()
-        if (
-            matrix.dim() != 2
-            or context.dim() != 2
-            or 0 in (*matrix.shape, *context.shape)
-            or matrix.shape[1] != context.shape[1]
-        ):
+        sizes = (*matrix.shape, *context.shape)
+        if not matrix.dim() == context.dim() == 2 or 0 in sizes or matrix.shape[1] != context.shape[1]:
             raise InvalidInput(
                 "gradient-step attention needs a matrix (d, e) and a context of at least one row (m, e), got shapes "
                 f"{tuple(matrix.shape)} and {tuple(context.shape)}."
             )
         if not (math.isfinite(step) and step >= 0):
             raise InvalidInput(f"the step must be finite and not negative, got {step}.")
-        self.step = float(step)
+        self.step, self.in_features, self.out_features = float(step), len(matrix), len(matrix)
         self.register_buffer("matrix", matrix)
         self.register_buffer("context", context)
-
-    @property
-    def in_features(self) -> int:
-        """Width d of a token."""
-        return self.matrix.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        """Width of an output token: that of the input."""
-        return self.matrix.shape[0]
 
     @property
     def points(self) -> Tensor:

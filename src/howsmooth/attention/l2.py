@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap, Heads, Stages
 from howsmooth.attention.masks import LogitBias
-from howsmooth.attention.stages import TokenDerivative, TokenStage
+from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
 from howsmooth.attention.terms import as_mask
 from howsmooth.checks import check_no_nan, door
 from howsmooth.errors import InvalidInput
@@ -51,14 +51,8 @@ class L2SelfAttention(AttentionMap):
         value_factor: bool = True,
         mask: LogitBias | Tensor | str | None = None,
     ):
-        if (
-            query.dim() != 2
-            or value.dim() != 2
-            or 0 in query.shape
-            or heads < 1
-            or query.shape[0] % heads
-            or value.shape[0] % heads
-        ):
+        matrices = query.dim() == value.dim() == 2 and 0 not in query.shape
+        if not matrices or heads < 1 or query.shape[0] % heads or value.shape[0] % heads:
             raise InvalidInput(
                 f"L2 attention needs matrices whose rows split into {heads} heads, got query {tuple(query.shape)} "
                 f"and value {tuple(value.shape)}."
@@ -100,26 +94,14 @@ class _DistanceQuery(TokenStage):
         return torch.cat([2 * (x - self.centre), last], dim=-1) * self.factor, _Padded(2 * self.factor)
 
 
-@dataclass(frozen=True)
-class _Padded(TokenDerivative):
+class _Padded(Multiple):
     """c·dx with a zero behind it."""
 
-    factor: float
-
     def jvp(self, dx: Tensor) -> Tensor:
-        return torch.nn.functional.pad(self.factor * dx, (0, 1))
+        return torch.nn.functional.pad(super().jvp(dx), (0, 1))
 
     def vjp(self, gy: Tensor) -> Tensor:
-        return self.factor * gy[..., :-1]
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
-
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return self
-
-    def size(self) -> float:
-        return self.factor
+        return super().vjp(gy[..., :-1])
 
 
 class _DistanceKey(TokenStage):
@@ -145,9 +127,6 @@ class _DistanceKeyDerivative(TokenDerivative):
 
     def select(self, index: Tensor) -> TokenDerivative:
         return _DistanceKeyDerivative(self.slope[index])
-
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return _DistanceKeyDerivative(self.slope.to(dtype))
 
     def size(self) -> Tensor:
         return (1 + self.slope.square().sum(-1, keepdim=True)).sqrt()

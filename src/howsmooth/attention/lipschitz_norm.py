@@ -27,6 +27,9 @@ class LipschitzNormAttention(nn.Module):
         query, key, value, output: weights as in `torch.nn.Linear`; ``output=None`` leaves the heads side by side.
         heads: number of heads, each with a divisor of its own.
 
+    Attributes:
+        in_features, out_features: widths of a token and of an output token.
+
     >>> import torch
     >>> attention = LipschitzNormAttention(*torch.eye(4).repeat(4, 1, 1), heads=2)
     >>> attention(torch.ones(3, 4)).shape, attention.divisor(torch.ones(3, 4))
@@ -39,26 +42,13 @@ class LipschitzNormAttention(nn.Module):
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None = None, *, heads: int = 1):
         super().__init__()
         self.projections = SelfAttention(query, key, value, output, heads=heads, scale=1.0)
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return self.projections.heads
-
-    @property
-    def in_features(self) -> int:
-        """Width d of a token."""
-        return self.projections.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Width of an output token."""
-        return self.projections.out_features
+        self.heads = heads
+        self.in_features, self.out_features = self.projections.in_features, self.projections.out_features
 
     def divisor(self, x: Tensor) -> Tensor:
         """c of every head, ``(heads,)`` or ``(batch, heads)``."""
-        found = divisor_of(*self.projections.project(x[None] if x.dim() == 2 else x))
-        return found[0] if x.dim() == 2 else found
+        divisors = divisor_of(*self.projections.project(x[None] if x.dim() == 2 else x))
+        return divisors[0] if x.dim() == 2 else divisors
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``."""

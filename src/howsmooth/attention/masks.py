@@ -281,12 +281,12 @@ class DenseBias(LogitBias):
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         items, per_head = self.bias.shape[:2]
         if items == per_head == 1:
-            part = self.bias[0, :, rows, cols]
+            block = self.bias[0, :, rows, cols]
         else:
-            part = self.bias[maps.batch * (items > 1), maps.heads * (per_head > 1), rows, cols]
-        if part.dtype == torch.bool:
-            return None if bool(part.all()) else maps.hide(part)
-        return part.to(maps.like)
+            block = self.bias[maps.batch * (items > 1), maps.heads * (per_head > 1), rows, cols]
+        if block.dtype == torch.bool:
+            return None if bool(block.all()) else maps.hide(block)
+        return block.to(maps.like)
 
     def check(self, n: int, heads: int, batch: int) -> None:
         items, per_head, size, _ = self.bias.shape

@@ -37,8 +37,8 @@ def map_of(f: object, n: float | None = None) -> nn.Module | None:
 
 def as_attention(f: object, n: float | None = None) -> AttentionMap | None:
     """`map_of` when its Jacobian has a closed form; None when f must be treated as a function."""
-    found = map_of(f, n)
-    return found if isinstance(found, AttentionMap) else None
+    offered = map_of(f, n)
+    return offered if isinstance(offered, AttentionMap) else None
 
 
 def check_no_dropout(module: nn.Module, share: float) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,17 +65,17 @@ class Rotary(TokenStage):
             raise InvalidInput(f"rotary positions are given for {len(places)} tokens, but the input has {n}.")
         wide = torch.promote_types(self.frequencies.dtype, torch.float32)  # bfloat16 cannot count beyond 256
         angle = places.to(wide)[:, None] * self.frequencies.to(wide)
-        turn = _Turn(
-            (angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), pairs, self.interleaved
-        )
+        turn = _Turn((angle.cos() * self.amplitude).to(x), (angle.sin() * self.amplitude).to(x), self.interleaved)
         return turn.jvp(x), turn
 
 
+@dataclass(frozen=True)
 class _Turn(TokenDerivative):
     """The rotation itself: linear, the same for every head and batch item."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool):
-        self.cos, self.sin, self.pairs, self.interleaved = cos, sin, pairs, interleaved
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
 
     def jvp(self, dx: Tensor) -> Tensor:
         return self._turn(dx, self.sin)
@@ -85,20 +86,17 @@ class _Turn(TokenDerivative):
     def select(self, index: Tensor) -> TokenDerivative:
         return self
 
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return _Turn(self.cos.to(dtype), self.sin.to(dtype), self.pairs, self.interleaved)
-
     def size(self) -> Tensor:
         return torch.hypot(self.cos, self.sin).amax(-1, keepdim=True).clamp_min(1.0)
 
     def _turn(self, x: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : 2 * self.pairs], x[..., 2 * self.pairs :]
+        pairs = sin.shape[-1]
+        turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.split(pairs, dim=-1)
+        both: tuple[Tensor, ...] = a * self.cos - b * sin, b * self.cos + a * sin
         if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            parts = torch.stack([a * self.cos - b * sin, b * self.cos + a * sin], dim=-1).flatten(-2)
-            return torch.cat([parts, rest], dim=-1)
-        a, b = turned[..., : self.pairs], turned[..., self.pairs :]
-        return torch.cat([a * self.cos - b * sin, b * self.cos + a * sin, rest], dim=-1)
+            both = (torch.stack(both, dim=-1).flatten(-2),)
+        return torch.cat([*both, rest], dim=-1)
 
 
 class ALiBi(LogitBias):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ class TokenDerivative(ABC):
     def select(self, index: Tensor) -> TokenDerivative:
         """The derivative for the maps at ``index`` only."""
 
-    @abstractmethod
     def to(self, dtype: torch.dtype) -> TokenDerivative:
-        """The derivative rounded to another dtype."""
+        """The derivative rounded to another dtype: a dataclass with its tensors in it."""
+        tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
 
     @abstractmethod
     def size(self) -> Tensor | float:
@@ -116,9 +117,6 @@ class Multiple(TokenDerivative):
     def select(self, index: Tensor) -> TokenDerivative:
         return self
 
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return self
-
     def size(self) -> float:
         return abs(self.factor)
 
@@ -172,10 +170,7 @@ class _UnitNormDerivative(TokenDerivative):
         return self._project(gy * self.gain)
 
     def select(self, index: Tensor) -> TokenDerivative:
-        return _UnitNormDerivative(self.unit[index], self.inverse[index], self.gain)
-
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return _UnitNormDerivative(self.unit.to(dtype), self.inverse.to(dtype), self.gain.to(dtype))
+        return replace(self, unit=self.unit[index], inverse=self.inverse[index])
 
     def size(self) -> Tensor:
         return self.inverse * self.gain.abs().amax()

@@ -30,7 +30,7 @@ class Terms(LogitBias):
 
     def __init__(self, terms: Iterable[LogitBias] = ()):
         super().__init__()
-        flat = [part for term in terms for part in (term if type(term) is Terms else (term,))]
+        flat = [single for term in terms for single in (term if type(term) is Terms else (term,))]
         self.each = nn.ModuleList(flat)
         self.sight = _SIGHTS[max([0, *(_SIGHTS.index(term.sight) for term in flat)])]
         self.hides_only = all(term.hides_only for term in flat)

@@ -22,15 +22,7 @@ from howsmooth.bounds import (
     stacks,
     yudin2025,
 )
-from howsmooth.bounds.catalogue import (
-    CATALOGUE,
-    SCOPES,
-    Assumption,
-    Bound,
-    applicable,
-    get,
-    least_upper_bound,
-)
+from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get, least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
 from howsmooth.bounds.own import (
@@ -51,46 +43,11 @@ from howsmooth.bounds.stacks import measured_variances, stack
 from howsmooth.bounds.tables import Row, Table, table
 from howsmooth.sets import TokenSet
 
-__all__ = [
-    "CATALOGUE",
-    "SCOPES",
-    "Assumption",
-    "Bound",
-    "HeadNumbers",
-    "Row",
-    "Setting",
-    "Stack",
-    "Stage",
-    "Table",
-    "TokenSet",
-    "applicable",
-    "castin2024",
-    "composition",
-    "dasoulas2021",
-    "furuya2026",
-    "get",
-    "gradient_step",
-    "head_numbers",
-    "kim2021",
-    "l2",
-    "layers",
-    "least_upper_bound",
-    "lipschitz_norm",
-    "local",
-    "lower",
-    "measured_variances",
-    "nair2025",
-    "neighbourhood",
-    "normalised",
-    "qi2023",
-    "ramapuram2024",
-    "sets",
-    "setting",
-    "sigmoid",
-    "softmax_jacobian",
-    "stack",
-    "stacks",
-    "table",
-    "three_path",
-    "yudin2025",
-]
+__all__ = ["CATALOGUE", "SCOPES", "Assumption", "Bound", "HeadNumbers", "Row", "Setting", "Stack", "Stage"]
+__all__ += ["Table", "TokenSet", "applicable", "get", "head_numbers", "least_upper_bound", "measured_variances"]
+__all__ += ["setting", "stack", "table"]
+# The modules of papers, of what is put together, and of this project's own theorems.
+__all__ += ["castin2024", "dasoulas2021", "furuya2026", "kim2021", "nair2025", "qi2023", "ramapuram2024", "yudin2025"]
+__all__ += ["composition", "layers", "stacks"]
+__all__ += ["gradient_step", "l2", "lipschitz_norm", "local", "lower", "neighbourhood", "normalised", "sets", "sigmoid"]
+__all__ += ["softmax_jacobian", "three_path"]

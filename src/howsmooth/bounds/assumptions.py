@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from howsmooth.attention import Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.catalogue import Assumption
@@ -16,9 +18,9 @@ def _linear_queries_and_keys(where: Setting) -> bool:
     return all(isinstance(stage, Scale | Rotary) for stage in stages)
 
 
-def _no_query_bias(where: Setting) -> bool:
-    bias = where.map.query_bias
-    return bias is None or not bool(bias.any())
+def no_bias(*biases: Tensor | None) -> bool:
+    """Whether none of the biases adds anything."""
+    return not any(bias is not None and bool(bias.any()) for bias in biases)
 
 
 def _no_rotary(where: Setting) -> bool:
@@ -35,7 +37,7 @@ NO_PLACES = Assumption(
     lambda where: where.map.terms.is_nothing and _no_rotary(where),
 )
 NO_ROTARY = Assumption("queries and keys are not turned by rotary positions", _no_rotary)
-NO_QUERY_BIAS = Assumption("queries have no bias", _no_query_bias)
+NO_QUERY_BIAS = Assumption("queries have no bias", lambda where: no_bias(where.map.query_bias))
 NO_SOFTCAP = Assumption("logits are not soft-capped", lambda where: where.map.softcap is None)
 LINEAR = Assumption(
     "queries, keys and values are linear in the tokens (no q/k normalisation)", _linear_queries_and_keys
@@ -53,7 +55,6 @@ SEES_ITSELF = Assumption(
     lambda where: where.n is None or math.isinf(where.n) or where.map.terms.sees_itself(int(where.n), where.map.heads),
 )
 AT_LEAST_TWO = Assumption("there are at least two tokens", lambda where: where.n is None or where.n >= 2)
-AT_LEAST_THREE = Assumption("there are at least three tokens", lambda where: where.n is None or where.n >= 3)
 FINITE = Assumption("n is finite", lambda where: where.n is not None and math.isfinite(where.n))
 BALL = Assumption(
     "tokens fill a ball around the origin", lambda where: where.tokens is not None and where.tokens.is_ball

@@ -142,5 +142,5 @@ def _lower_sqrt_n(where: Setting, folded: bool) -> Tensor:
     values, vectors = real_eigenpairs(where.map)
     gamma = torch.maximum(-values, values / 8)
     response = (value_matrices(where.map, folded) @ vectors.mT).norm(dim=-2)
-    found = lower_sqrt_n(response, gamma, where.radius, where.count)
-    return found.nan_to_num(nan=0.0).amax(-1) * (1 - 1e-9)  # the eigenvector is known to that accuracy
+    bounds = lower_sqrt_n(response, gamma, where.radius, where.count)
+    return bounds.nan_to_num(nan=0.0).amax(-1) * (1 - 1e-9)  # the eigenvector is known to that accuracy

@@ -101,8 +101,7 @@ class Bound:
 
     def at(self, where: Setting, per_head: bool = False) -> Tensor:
         """The bound in a checked setting, or `DoesNotApply`."""
-        reason = self.refusal(where, per_head)
-        if reason is not None:
+        if (reason := self.refusal(where, per_head)) is not None:
             raise DoesNotApply(f"{self.name} {reason}; {_nearest(self, where, per_head)}.")
         return self.value(where, per_head)
 
@@ -110,17 +109,14 @@ class Bound:
         """The bound in a setting in which it is known to apply."""
         try:
             with torch.no_grad():
-                return self._evaluated(where, per_head)
+                if self.combine == "block":
+                    return self._number(self.evaluate(where))
+                where.walk([] if self.on_paths is None else [self.on_paths], (True,) if per_head else (True, False))
+                if per_head:
+                    return self._heads(where, True)
+                return self._block(where) if self.block is None else self._number(self.block(where))
         except OverflowError:
             return self._number(torch.full((where.heads,) if per_head and self.combine == "heads" else (), torch.nan))
-
-    def _evaluated(self, where: Setting, per_head: bool) -> Tensor:
-        if self.combine == "block":
-            return self._number(self.evaluate(where))
-        where.walk([] if self.on_paths is None else [self.on_paths], (True,) if per_head else (True, False))
-        if per_head:
-            return self._heads(where, True)
-        return self._block(where) if self.block is None else self._number(self.block(where))
 
     def refusal(self, where: Setting, per_head: bool = False) -> str | None:
         """Why the bound cannot be had here, or None when it can."""
@@ -159,30 +155,22 @@ class Bound:
 
     def _heads(self, where: Setting, folded: bool) -> Tensor:
         """The bound of every head; a head whose slice of the output matrix is zero has the constant 0."""
-        found = self._number(self.evaluate(where, folded))
+        numbers = self._number(self.evaluate(where, folded))
         if not folded or not isinstance(where.attention, AttentionMap):
-            return found
+            return numbers
         silent = ~where.attention.output_weight.flatten(1).any(1)
-        return torch.where(silent.to(found.device), 0.0, found)
+        return torch.where(silent.to(numbers.device), 0.0, numbers)
 
-    def _number(self, found: Tensor) -> Tensor:
+    def _number(self, numbers: Tensor) -> Tensor:
         """In float64, and what overflowed on the way as +∞, or as 0 in a lower bound."""
-        found = found.double()
+        numbers = numbers.double()
         if self.side == "upper":
-            return torch.where(found.isnan(), torch.inf, found)
-        return torch.where(found.isfinite(), found, 0.0)
+            return torch.where(numbers.isnan(), torch.inf, numbers)
+        return torch.where(numbers.isfinite(), numbers, 0.0)
 
 
 CATALOGUE: dict[str, Bound] = {}
 """Every bound by name; the modules of this package fill it."""
-
-
-def register(bound: Bound) -> Bound:
-    """Add an entry; a name belongs to one statement."""
-    known = CATALOGUE.get(bound.name)
-    assert known is None or known.statement == bound.statement, f"two statements are called {bound.name}"
-    CATALOGUE[bound.name] = bound
-    return bound
 
 
 def theorem(
@@ -204,7 +192,9 @@ def theorem(
             kept = {"evaluate": lambda where, folded: evaluate(*given(where, folded))}
         if on_paths:
             kept = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
-        register(Bound(name, statement, **usual | facts | kept))  # type: ignore[arg-type]
+        known = CATALOGUE.get(name)
+        assert known is None or known.statement == statement, f"two statements are called {name}"
+        CATALOGUE[name] = Bound(name, statement, **usual | facts | kept)  # type: ignore[arg-type]
         return evaluate
 
     return enter
@@ -282,15 +272,14 @@ def least_upper_bound(
 
 def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:
     """The bound most like the wanted one that holds here, in words."""
-
     scopes = list(SCOPES)
 
     def distance(other: Bound) -> tuple[bool, bool, int, int, str]:
-        place = scopes.index(other.scope)
-        apart = abs(place - scopes.index(wanted.scope))
-        return other.side != wanted.side, other.norm != wanted.norm, apart, place, other.name
+        position = scopes.index(other.scope)
+        apart = abs(position - scopes.index(wanted.scope))
+        return other.side != wanted.side, other.norm != wanted.norm, apart, position, other.name
 
-    found = min(applicable(where, per_head), key=distance, default=None)
-    if found is not None:
-        return f"the nearest bound that does apply is {found.name} ({SCOPES[found.scope]})"
+    nearest = min(applicable(where, per_head), key=distance, default=None)
+    if nearest is not None:
+        return f"the nearest bound that does apply is {nearest.name} ({SCOPES[nearest.scope]})"
     return "no bound applies with what was given: give an input x, or n and a radius"

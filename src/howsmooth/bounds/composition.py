@@ -85,11 +85,7 @@ class Stage:
 
     def leaves(self) -> Iterator[Stage]:
         """The stage itself, or what its branch consists of."""
-        if self.branch:
-            for stage in self.branch:
-                yield from stage.leaves()
-        else:
-            yield self
+        return (leaf for stage in self.branch for leaf in stage.leaves()) if self.branch else iter([self])
 
     def with_one(self, chosen: Callable[[Stage], bool]) -> Stage:
         """The same with every chosen leaf replaced by a map of constant 1."""
@@ -132,8 +128,8 @@ class Stack:
     def kinds(self) -> dict[str, float]:
         """The contribution of each kind of stage, largest first; inside residuals they need not add up to the total."""
         names = dict.fromkeys(leaf.kind for leaf in self.leaves)
-        found = {name: self.contribution(lambda leaf, name=name: leaf.kind == name) for name in names}  # type: ignore[misc]
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        digits = {name: self.contribution(lambda leaf, name=name: leaf.kind == name) for name in names}  # type: ignore[misc]
+        return dict(sorted(digits.items(), key=lambda item: -item[1]))
 
     @property
     def worst(self) -> Stage:
@@ -143,11 +139,11 @@ class Stack:
     @property
     def layers(self) -> dict[str, float]:
         """log10 of each layer: of all stages with the same name before the colon."""
-        found: dict[str, float] = {}
+        digits: dict[str, float] = {}
         for stage in self.stages:
             name = stage.name.partition(":")[0]
-            found[name] = found.get(name, 0.0) + stage.log10
-        return found
+            digits[name] = digits.get(name, 0.0) + stage.log10
+        return digits
 
     @property
     def vacuous(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,27 +55,24 @@ class HeadNumbers:
 def value_matrices(attention: AttentionMap, folded: bool = True) -> Tensor:
     """V_h of every head, ``(heads, v, d)``, before non-linear stages; up to an isometry W_hV_h when ``folded``.
 
-    With the output slice W_h = U R (U with orthonormal columns), R V_h has the norms of W_hV_h and only v rows.
+    R V_h, with R of `output_factor`, has the norms of W_hV_h and only v rows.
     """
-    group = attention.heads // attention.kv_heads
-    value = attention.value_weight.double().repeat_interleave(group, dim=0)
+    value = attention.per_head(attention.value_weight.double())
     for stage in attention.value_stages:
         if isinstance(stage, Scale):
             value = value * stage.factor
-    if not folded:
-        return value
-    return torch.linalg.qr(attention.output_weight.double().mT).R @ value
+    return output_factor(attention) @ value if folded else value
+
+
+def output_factor(attention: AttentionMap) -> Tensor:
+    """R of every head's output slice W_h = U R with orthonormal columns in U, ``(heads, v, v)``: it keeps all norms."""
+    return torch.linalg.qr(attention.output_weight.double().mT).R
 
 
 def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
     """Q (scaled) and K of every head, ``(heads, k, d)``, and the query bias, ``(heads, k)``: A = KᵀQ, b = Kᵀb_q."""
-    scores = _Scores.of(attention, 1)
+    scores = HeadScores.of(attention, 1)
     return scores.query, scores.key, scores.query_bias
-
-
-def output_norm(attention: AttentionMap) -> float:
-    """‖W^O‖ of the whole output matrix."""
-    return float(torch.linalg.matrix_norm(attention.output_weight.double().flatten(0, 1), 2))
 
 
 @door
@@ -88,9 +86,9 @@ def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bo
     (3.0, 2.0, 4.5)
     """
     value = value_matrices(attention, folded)
-    scores = _Scores.of(attention, n)
+    scores = HeadScores.of(attention, n)
     axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
-    shifted_keys = scores.turned or attention.softcap is not None
+    shifted_keys = scores.rotary is not None or attention.softcap is not None
     score = by_key = by_query = by_both = scores.norm()
     if bool(score.isnan().any()):
         raise InvalidInput("the queries or keys of this attention have weights that are no numbers.")
@@ -115,7 +113,7 @@ def norm_rounding(attention: AttentionMap, folded: bool = True) -> tuple[Tensor,
     query, key, _ = query_key(attention)
     value, output = value_matrices(attention, folded=False), attention.output_weight.double()
     # The Frobenius norm from above, without squares that could overflow.
-    sizes = [part.abs().amax((-2, -1)) * part[0].numel() ** 0.5 for part in (query, key, value, output)]
+    sizes = [weight.abs().amax((-2, -1)) * weight[0].numel() ** 0.5 for weight in (query, key, value, output)]
     turned = [max(1.0, abs(stage.amplitude)) for stage in attention.query_stages if isinstance(stage, Rotary)]
     steps = gamma(8 * attention.in_features * query.shape[-2] + 64)
     outer = gamma(8 * output[0].numel() + 64) * sizes[3] if folded else gamma(64)
@@ -129,7 +127,7 @@ def without_output(numbers: HeadNumbers, attention: AttentionMap, tokens: TokenS
 
 
 @dataclass(frozen=True)
-class _Scores:
+class HeadScores:
     """Queries (scaled) and keys of each head, (heads, k, d), with their biases, and every rotation between them."""
 
     query: Tensor
@@ -137,29 +135,26 @@ class _Scores:
     query_bias: Tensor
     key_bias: Tensor
     rotary: Rotary | None
-    offsets: Tensor | None
+    n: float
 
     @classmethod
-    def of(cls, attention: AttentionMap, n: float) -> _Scores:
-        group = attention.heads // attention.kv_heads
-        query = attention.query_weight.double()
-        key = attention.key_weight.double().repeat_interleave(group, dim=0)
-        query_bias, key_bias = torch.zeros_like(query[..., 0]), torch.zeros_like(query[..., 0])
-        if attention.query_bias is not None:
-            query_bias = attention.query_bias.double()
-        if attention.key_bias is not None:
-            key_bias = attention.key_bias.double().repeat_interleave(group, dim=0)
+    def of(cls, attention: AttentionMap, n: float) -> HeadScores:
+        """Those of an attention map on n tokens."""
+        query, key = attention.query_weight.double(), attention.per_head(attention.key_weight.double())
+        none = torch.zeros_like(query[..., 0])
+        query_bias = none if attention.query_bias is None else attention.query_bias.double()
+        key_bias = none if attention.key_bias is None else attention.per_head(attention.key_bias.double())
         rotary = None
         for stage in attention.query_stages:
             if isinstance(stage, Scale):
                 query, query_bias = query * stage.factor, query_bias * stage.factor
             elif isinstance(stage, Rotary):
                 rotary = stage
-        return cls(query, key, query_bias, key_bias, rotary, None if rotary is None else _offsets(rotary, n))
+        return cls(query, key, query_bias, key_bias, rotary, n)
 
-    @property
-    def turned(self) -> bool:
-        return self.rotary is not None
+    @cached_property
+    def _offsets(self) -> Tensor | None:
+        return None if self.rotary is None else _offsets(self.rotary, self.n)
 
     def norm(self, key_side: Tensor | None = None, query_side: Tensor | None = None) -> Tensor:
         """max ‖Γ_kᵀ Kᵀ R Q Γ_q‖ over all rotations, (heads,)."""
@@ -179,18 +174,18 @@ class _Scores:
     def _largest(self, left: Tensor, right: Tensor) -> Tensor:
         """max over rotations R of ‖leftᵀ R right‖; both (heads, k, ·)."""
         # Only the triangular factors matter: k × k instead of d × d.
-        left, right = (torch.linalg.qr(part.mT).R.mT if part.shape[-1] > 1 else part for part in (left, right))
+        left, right = (torch.linalg.qr(side.mT).R.mT if side.shape[-1] > 1 else side for side in (left, right))
         if self.rotary is None:
             return spectral(left.mT @ right)
         if not bool(left.any() and right.any()):
             return torch.zeros(len(left), dtype=left.dtype)
-        if self.offsets is None:
+        if self._offsets is None:
             # Coordinates that do not turn keep their length, so an amplitude below one shrinks nothing for sure.
             return spectral(left) * spectral(right) * max(1.0, abs(self.rotary.amplitude)) ** 2
         best = torch.zeros(len(left), dtype=left.dtype)
-        for places in self.offsets.split(64):
-            turned = _turn(self.rotary, right, places)  # (heads, offsets, k, ·)
-            fixed = _turn(self.rotary, left, places.new_zeros(1))
+        fixed = _turn(self.rotary, left, self._offsets.new_zeros(1))
+        for offsets in self._offsets.split(64):
+            turned = _turn(self.rotary, right, offsets)  # (heads, offsets, k, ·)
             best = torch.maximum(best, _largest_norm(fixed.mT @ turned, best))
         return best
 
@@ -225,9 +220,10 @@ def _turn(rotary: Rotary, matrix: Tensor, places: Tensor) -> Tensor:
 
 def _offsets(rotary: Rotary, n: float) -> Tensor | None:
     """Every difference of two positions, or None when there are too many."""
-    if rotary.positions is not None:
-        places = rotary.positions.double()
-        found = (places[:, None] - places).unique() if len(places) <= _MOST_OFFSETS else None
-    else:
-        found = torch.arange(-int(n) + 1, int(n), dtype=torch.float64) if 2 * n <= _MOST_OFFSETS else None
-    return None if found is None or len(found) > _MOST_OFFSETS else found
+    if rotary.positions is None:
+        return torch.arange(-int(n) + 1, int(n), dtype=torch.float64) if 2 * n <= _MOST_OFFSETS else None
+    positions = rotary.positions.double()
+    if len(positions) > _MOST_OFFSETS:
+        return None
+    offsets = (positions[:, None] - positions).unique()
+    return None if len(offsets) > _MOST_OFFSETS else offsets

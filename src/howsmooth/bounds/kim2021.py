@@ -103,8 +103,7 @@ VALUE_FACTOR = Assumption(
     "values carry the factor A_h = W_hW_hᵀ/s", lambda where: bool(getattr(where.attention, "value_factor", False))
 )
 ONLY_HIDES = Assumption(
-    "nothing is added to the logits of tokens that are seen",
-    lambda where: where.map.terms.hides_only,
+    "nothing is added to the logits of tokens that are seen", lambda where: where.map.terms.hides_only
 )
 L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
 """What every bound for L2 attention takes for granted; without any one of them it is false."""

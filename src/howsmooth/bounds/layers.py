@@ -46,6 +46,7 @@ class Activation:
 
 
 _SWISH = 1.099839320129  # ½ + x/4 at the root x = 2.399357… of x·tanh(x/2) = 2; the same for x·σ(βx), whatever β
+_GELU = (1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi)  # Φ(√2) + √2 φ(√2), as act'' = φ(t)(2 − t²)
 _SELU = 1.0507009873554805 * 1.6732632423543772
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -62,13 +63,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("sigmoid", torch.sigmoid, 0.25, "t = 0"),
         Activation("softsign", functional.softsign, 1.0, "t = 0"),
         Activation("hardswish", functional.hardswish, 1.5, "t → 3 from below"),
-        # act'' = φ(t)(2 − t²), so that the constant is Φ(√2) + √2 φ(√2).
-        Activation(
-            "gelu", functional.gelu, (1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), "t = √2, 1.12890…"
-        ),
-        Activation(
-            "gelu_tanh", lambda t: functional.gelu(t, approximate="tanh"), 1.128993068659, "t = 1.41850…, numerically"
-        ),
+        Activation("gelu", functional.gelu, _GELU, "t = √2, 1.12890…"),
+        Activation("gelu_tanh", torch.nn.GELU("tanh"), 1.128993068659, "t = 1.41850…, numerically"),
         Activation("silu", functional.silu, _SWISH, "t = 2.39936…"),
         Activation("quick_gelu", lambda t: t * torch.sigmoid(1.702 * t), _SWISH, "t = 2.39936…/1.702"),
         Activation("mish", functional.mish, 1.088498161252, "t = 1.49057…, numerically"),
@@ -94,9 +90,9 @@ def activation(which: str | Activation | Callable[[Tensor], Tensor]) -> Activati
             raise InvalidInput(f"there is no activation {which!r}: choose from {', '.join(ACTIVATIONS)}.")
         return ACTIVATIONS[which]
     with torch.no_grad(), suppress(RuntimeError):  # what cannot take a vector of doubles is none of these
-        found = which(_PROBE.clone())
+        answers = which(_PROBE.clone())
         for entry in ACTIVATIONS.values():
-            if found.shape == _PROBE.shape and torch.allclose(found, entry.function(_PROBE), rtol=1e-7, atol=1e-7):
+            if answers.shape == _PROBE.shape and torch.allclose(answers, entry.function(_PROBE), rtol=1e-7, atol=1e-7):
                 return entry
     raise InvalidInput(
         f"the activation {getattr(which, '__name__', type(which).__name__)} computes none of {', '.join(ACTIVATIONS)}: "

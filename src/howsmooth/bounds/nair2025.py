@@ -57,10 +57,10 @@ def on_ball(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     return value * (n**0.5 + n * radius * radius * score)
 
 
-def norms_at(part: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norms_at(group: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """‖V‖, ‖P‖, ‖X‖ and ‖A‖ of every map at x, from above, for linear attention maps without positions."""
-    tokens, score = spectral(where.point), where.norms(part)[1]
-    return value_gain(part) * part.allowance, weights_norm(part), tokens * part.allowance, score * part.allowance
+    tokens, score = spectral(where.point), where.norms(group)[1]
+    return value_gain(group) * group.allowance, weights_norm(group), tokens * group.allowance, score * group.allowance
 
 
 @theorem(
@@ -71,5 +71,5 @@ def norms_at(part: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tenso
     assumptions=PLAIN,
     on_paths=True,
 )
-def _at_point(part: Paths, where: Setting) -> Tensor:
-    return at_point(*norms_at(part, where))
+def _at_point(group: Paths, where: Setting) -> Tensor:
+    return at_point(*norms_at(group, where))

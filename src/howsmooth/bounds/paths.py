@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ from howsmooth.bounds.rounding import (
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
 
+_Tensors = TypeVar("_Tensors", "_Vectors", Traced)
 LEAST = 1e-300
 GROUP_SIZE = 2**19
 """Most entries of the n × n weights, or of n matrices of size k × k, that are held at once over several heads."""
@@ -119,7 +121,7 @@ class Paths:
     def allowance(self) -> float:
         """Factor that covers the rounding of norms, and of the sums of a few of them."""
         widths = (self.value, self.pull, self.push, self.tokens, self.value_map)
-        return 1 + norm_allowance(self.weights.shape[-1], max(part.shape[-1] for part in widths))
+        return 1 + norm_allowance(self.weights.shape[-1], max(tensor.shape[-1] for tensor in widths))
 
     def query_block(self, maps: Tensor, i: Tensor, vectors: Tensor | None = None) -> Tensor:
         r""":math:`W[\sum_j S_{ij}(v_j - m_i)k_j^\top]M^q_i` for pairs (map, i), ``(pairs, m, r)``.
@@ -157,11 +159,11 @@ def paths(attention: AttentionMap, x: Tensor, folded: bool = True, reduced: bool
 
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.random(6, heads=2, mask="causal")
-    >>> [part.weights.shape for part in paths(head, torch.ones(3, 6))]
+    >>> [group.weights.shape for group in paths(head, torch.ones(3, 6))]
     [torch.Size([2, 3, 3])]
     """
-    for (part,) in both_paths(attention, x, (folded,), reduced):
-        yield part
+    for (group,) in both_paths(attention, x, (folded,), reduced):
+        yield group
 
 
 def both_paths(
@@ -175,111 +177,92 @@ def both_paths(
     tokens = x.double().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
-    raw = [part.flatten(0, 1) for part in attention.project(tokens)]
+    raw = [vectors.flatten(0, 1) for vectors in attention.project(tokens)]
     stages = attention.stages(raw[0], raw[1])
-    (query, query_chain), (key, key_chain), (value, value_chain) = (
-        Chain.through(own, part) for own, part in zip(stages, raw, strict=True)
-    )
-    chains = (query_chain, key_chain, value_chain)
     weights_in = (attention.query_weight, attention.key_weight, attention.value_weight)
-    inner = [_per_map(weight.mT, len(value), batch, reduced).mT for weight in weights_in]
-    query_map, key_map, value_map = (
-        _derivative(own, chain, part, weight)
-        for own, chain, part, weight in zip(stages, chains, raw, inner, strict=True)
-    )
+    factors = [_per_map(weight.mT, len(raw[0]), batch, reduced).mT for weight in weights_in]
+    lost = [_factoring(attention.in_features, factor.shape[-2], reduced) for factor in factors]
     with torch.no_grad():
-        traced = [
-            through(own, part)
-            for own, part in zip(stages, projected(attention, tokens, [part.detach() for part in raw]), strict=True)
-        ]
-        leans = [
-            part.map_radius(weight, _factoring(attention.in_features, weight.shape[-2], reduced))
-            for part, weight in zip(traced, inner, strict=True)
-        ]
+        start = projected(attention, tokens, [vectors.detach() for vectors in raw])
+        traced = [through(*each) for each in zip(stages, start, strict=True)]
+    query, key, value = map(_Vectors.behind_stages, stages, raw, factors, traced, lost)
     softmax = attention.weighting == "softmax"
     shiftable = softmax and attention.softcap is None
-    plain = _Values(value, value_map, traced[2].radius, leans[2])
-    sides = [plain.behind(attention, batch, reduced) if folded else plain for folded in foldings]
+    sides = [value.behind_output(attention, batch, reduced) if folded else value for folded in foldings]
     if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
         sides = [side.centred() for side in sides]
-    centred = key - key.mean(-2, keepdim=True) if shiftable else key
-    pull, pull_map, pull_radius, pull_lean = _felt(centred, query_map, traced[1].radius, leans[0])
-    push, push_map, push_radius, push_lean = _felt(query, key_map, traced[0].radius, leans[1])
-    every = Maps.every(batch, attention.heads, n, query)
-    widest = max(pull.shape[-1], push.shape[-1], *(side.vectors.shape[-1] for side in sides))
+    pulls = (replace(key, at=key.at - key.at.mean(-2, keepdim=True)) if shiftable else key).felt_by(query)
+    pushes = query.felt_by(key)
+    every = Maps.every(batch, attention.heads, n, query.at)
+    widest = max(side.at.shape[-1] for side in (pulls, pushes, *sides))
     step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
-    for first in range(0, len(query), step):
-        own = slice(first, first + step)
-        dots, scores, weights, slopes = _weights(attention, query[own], key[own], every.select(own))
+    for first in range(0, len(query.at), step):
+        span = slice(first, first + step)
+        maps, pull, push = every.select(span), _some(pulls, span), _some(pushes, span)
+        dots, scores, weights, slopes = _weights(attention, query.at[span], key.at[span], maps)
         with torch.no_grad():
-            logits = logit_radius(_some(traced[0], own), _some(traced[1], own), dots, scores)
+            logits = logit_radius(_some(traced[0], span), _some(traced[1], span), dots, scores)
             omega = weight_radii(logits, n, softmax, attention.softcap)
-        yield tuple(
-            Paths(
-                scores,
-                weights,
-                slopes,
-                tokens[every.batch[own]],
-                side.vectors[own],
-                weights @ side.vectors[own] if softmax else torch.zeros_like(side.vectors[own]),
-                side.maps[own],
-                pull[own],
-                None if pull_map is None else pull_map[own],
-                push[own],
-                None if push_map is None else push_map[own],
-                Radii(
-                    *omega,
-                    side.radius[own],
-                    pull_radius[own],
-                    push_radius[own],
-                    side.lean[own],
-                    pull_lean[own],
-                    push_lean[own],
-                ),
-                softmax,
-                shiftable,
-                every.heads[own],
-                folded,
+        groups = []
+        for values, folded in zip((_some(side, span) for side in sides), foldings, strict=True):
+            mean = weights @ values.at if softmax else torch.zeros_like(values.at)
+            felt = (pull.at, _varying(pull.maps), push.at, _varying(push.maps))
+            radii = Radii(*omega, values.radius, pull.radius, push.radius, values.lean, pull.lean, push.lean)
+            seen = (scores, weights, slopes, tokens[maps.batch])
+            groups.append(
+                Paths(*seen, values.at, mean, values.maps, *felt, radii, softmax, shiftable, maps.heads, folded)
             )
-            for side, folded in zip(sides, foldings, strict=True)
-        )
+        yield tuple(groups)
 
 
 @dataclass(frozen=True)
-class _Values:
-    """Values and the derivative that leads to them, with the radii of both, ``(g, n)``."""
+class _Vectors:
+    """Queries, keys or values and the derivative that leads to them, with the radii of both, ``(g, n)``."""
 
-    vectors: Tensor
+    at: Tensor
     maps: Tensor
     radius: Tensor
     lean: Tensor
 
-    def behind(self, attention: AttentionMap, batch: int, reduced: bool) -> _Values:
-        """The same behind the output matrix."""
-        output = _per_map(attention.output_weight.mT, len(self.vectors), batch, reduced)
+    @classmethod
+    def behind_stages(
+        cls, stages: Sequence[TokenStage], raw: Tensor, factor: Tensor, traced: Traced, lost: float
+    ) -> _Vectors:
+        """From projected tokens, and the factor of their projection, which is ``lost`` off."""
+        at, chain = Chain.through(stages, raw)
         with torch.no_grad():
-            size, k = output.norm(dim=(-2, -1))[:, None], self.vectors.shape[-1]
+            lean = traced.map_radius(factor, lost)
+        return cls(at, _derivative(stages, chain, raw, factor), traced.radius, lean)
+
+    def behind_output(self, attention: AttentionMap, batch: int, reduced: bool) -> _Vectors:
+        """The same behind the output matrix."""
+        output = _per_map(attention.output_weight.mT, len(self.at), batch, reduced)
+        with torch.no_grad():
+            size, k = output.norm(dim=(-2, -1))[:, None], self.at.shape[-1]
             factored = _factoring(attention.out_features, k, reduced)
-            lost = gamma(k) * (self.vectors.abs() @ output.abs().mT).norm(dim=-1)
-            lost = lost + factored * size * self.vectors.norm(dim=-1)
+            lost = gamma(k) * (self.at.abs() @ output.abs().mT).norm(dim=-1) + factored * size * self.at.norm(dim=-1)
             lean = size * (self.lean + (gamma(k) + factored) * self.maps.norm(dim=(-2, -1)))
-        return _Values(self.vectors @ output.mT, output[:, None] @ self.maps, size * self.radius + lost, lean)
+        return _Vectors(self.at @ output.mT, output[:, None] @ self.maps, size * self.radius + lost, lean)
 
-    def centred(self) -> _Values:
-        """The same less the mean value of each map."""
-        vectors = self.vectors - self.vectors.mean(-2, keepdim=True)
-        return replace(self, vectors=vectors, radius=self.radius + UNIT * vectors.detach().norm(dim=-1))
+    def centred(self) -> _Vectors:
+        """The same less the mean of each map."""
+        at = self.at - self.at.mean(-2, keepdim=True)
+        return replace(self, at=at, radius=self.radius + UNIT * at.detach().norm(dim=-1))
+
+    def felt_by(self, others: _Vectors) -> _Vectors:
+        """What the tokens behind others feel of these: these through the derivative they share, or the two apart."""
+        sizes = self.at.detach().norm(dim=-1)
+        radius, lean = self.radius + UNIT * sizes, others.lean
+        if _varying(others.maps) is not None:
+            return replace(others, at=self.at, radius=radius)
+        gain = others.maps.detach().norm(dim=(-2, -1))
+        radius = (gain + lean) * radius + sizes * (lean + gamma(self.at.shape[-1]) * gain)
+        return _Vectors(self.at @ others.maps[:, 0], others.maps, radius, torch.zeros_like(lean))
 
 
-def _felt(vectors: Tensor, maps: Tensor, radius: Tensor, lean: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Vectors through the derivative that all tokens share, or the two apart; then the radii of both."""
-    sizes = vectors.detach().norm(dim=-1)
-    radius = radius + UNIT * sizes
-    if maps.shape[1] > 1:
-        return vectors, maps, radius, lean
-    gain = maps.detach().norm(dim=(-2, -1))
-    radius = (gain + lean) * radius + sizes * (lean + gamma(vectors.shape[-1]) * gain)
-    return vectors @ maps[:, 0], None, radius, torch.zeros_like(lean)
+def _varying(maps: Tensor) -> Tensor | None:
+    """The derivatives of all tokens; None where they share one."""
+    return maps if maps.shape[1] > 1 else None
 
 
 def _factoring(tall: int, short: int, reduced: bool) -> float:
@@ -287,8 +270,9 @@ def _factoring(tall: int, short: int, reduced: bool) -> float:
     return gamma(8 * tall * short) if reduced and tall > short else 0.0
 
 
-def _some(traced: Traced, maps: slice) -> Traced:
-    return Traced(traced.at[maps], traced.error[maps], traced.slope[maps], traced.lean[maps])
+def _some(tensors: _Tensors, maps: slice) -> _Tensors:
+    """What belongs to some of the maps."""
+    return replace(tensors, **{name: tensor[maps] for name, tensor in vars(tensors).items()})
 
 
 def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
@@ -305,9 +289,9 @@ def query_blocks(attention: AttentionMap, x: Tensor) -> Tensor:
     """
     n = x.shape[-2]
     blocks = []
-    for part in paths(attention, x, reduced=False):
-        maps, i = torch.cartesian_prod(torch.arange(len(part.value)), torch.arange(n)).unbind(1)
-        blocks.append(part.query_block(maps, i).unflatten(0, (-1, n)))
+    for group in paths(attention, x, reduced=False):
+        maps, i = torch.cartesian_prod(torch.arange(len(group.value)), torch.arange(n)).unbind(1)
+        blocks.append(group.query_block(maps, i).unflatten(0, (-1, n)))
     return torch.cat(blocks).reshape(*x.shape[:-2], attention.heads, n, attention.out_features, attention.in_features)
 
 
@@ -334,8 +318,8 @@ def distances(centres: Tensor, vectors: Tensor, maps: Tensor | None = None) -> T
         unit = torch.exp2(size.clamp_min(LEAST).log2().floor())[:, None, None]  # squares neither overflow nor vanish
         return unit * torch.cdist(centres / unit, vectors / unit, compute_mode="donot_use_mm_for_euclid_dist")
     step = max(1, GROUP_SIZE // vectors.numel())
-    rows = [slice(start, start + step) for start in range(0, vectors.shape[1], step)]
-    between = ((vectors[:, None] - centres[:, own, None]) @ maps[:, own] for own in rows)
+    bands = [slice(start, start + step) for start in range(0, vectors.shape[1], step)]
+    between = ((vectors[:, None] - centres[:, rows, None]) @ maps[:, rows] for rows in bands)
     return torch.cat([vector.norm(dim=-1) for vector in between], dim=1)
 
 

@@ -45,10 +45,8 @@ def cosine(query: Tensor, key: Tensor, value: Tensor, nu: float, tau: float, eps
 def _cosine(where: Setting, folded: bool) -> Tensor:
     attention = where.map
     assert isinstance(attention, CosineAttention)
-    group = attention.heads // attention.kv_heads
-    key, value = (
-        spectral(weight.double()).repeat_interleave(group) for weight in (attention.key_weight, attention.value_weight)
-    )
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    query, key, value = (attention.per_head(spectral(weight.double())) for weight in weights)
     output = spectral(attention.output_weight.double()) if folded else 1.0
     nu, tau = abs(attention.value_scale), abs(attention.temperature)
-    return output * cosine(spectral(attention.query_weight.double()), key, value, nu, tau, attention.eps, where.count)
+    return output * cosine(query, key, value, nu, tau, attention.eps, where.count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY
+from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY, no_bias
 from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.paths import Paths
 from howsmooth.bounds.settings import Setting
@@ -37,13 +37,9 @@ def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tens
     return value * (len(x) * largest + 2 * slope * score * x.square().sum())
 
 
-def _is_zero(bias: Tensor | None) -> bool:
-    return bias is None or not bool(bias.any())
-
-
 NO_KEY_OR_VALUE_BIAS = Assumption(
     "keys and values have no bias (weights that do not sum to one let both through)",
-    lambda where: _is_zero(where.map.key_bias) and _is_zero(where.map.value_bias),
+    lambda where: no_bias(where.map.key_bias, where.map.value_bias),
 )
 
 
@@ -56,5 +52,5 @@ NO_KEY_OR_VALUE_BIAS = Assumption(
     assumptions=(LINEAR, NO_QUERY_BIAS, NO_KEY_OR_VALUE_BIAS, NO_ROTARY),
     on_paths=True,
 )
-def _local(part: Paths, where: Setting) -> Tensor:
-    return local(*where.norms(part), part.upper_weights, where.point, part.upper_slopes) * part.allowance
+def _local(group: Paths, where: Setting) -> Tensor:
+    return local(*where.norms(group), group.upper_weights, where.point, group.upper_slopes) * group.allowance

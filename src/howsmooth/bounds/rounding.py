@@ -85,26 +85,22 @@ class Traced:
 
 def projected(attention: AttentionMap, tokens: Tensor, raw: Sequence[Tensor]) -> list[Traced]:
     """Queries, keys and values before their stages, ``(batch·heads, n, ·)``, with the rounding of the projection."""
-    maps, found = attention, []
-    weights = (
-        (maps.query_weight, maps.query_bias),
-        (maps.key_weight, maps.key_bias),
-        (maps.value_weight, maps.value_bias),
-    )
-    for (weight, bias), at in zip(weights, raw, strict=True):
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    biases = (attention.query_bias, attention.key_bias, attention.value_bias)
+    traced = []
+    for weight, bias, at in zip(weights, biases, raw, strict=True):
         sizes = tokens.abs()[:, None] @ weight.abs().mT
-        sizes = sizes if bias is None else sizes + bias.abs()[:, None]
-        sizes = sizes.repeat_interleave(attention.heads // len(weight), dim=1).flatten(0, 1)
+        sizes = attention.per_head(sizes if bias is None else sizes + bias.abs()[:, None], dim=1).flatten(0, 1)
         one = torch.ones_like(at[..., 0])
-        found.append(Traced(at, gamma(tokens.shape[-1] + 1) * sizes, one, torch.zeros_like(one)))
-    return found
+        traced.append(Traced(at, gamma(tokens.shape[-1] + 1) * sizes, one, torch.zeros_like(one)))
+    return traced
 
 
 def known_rounding(attention: AttentionMap) -> bool:
     """Whether `through` knows every stage of the map."""
     query, key, _ = attention.project(torch.zeros(1, 1, attention.in_features, dtype=attention.dtype))
     known = (Scale, Rotary, UnitNorm, _DistanceQuery, _DistanceKey)
-    return all(isinstance(stage, known) for part in attention.stages(query[0], key[0]) for stage in part)
+    return all(isinstance(stage, known) for stages in attention.stages(query[0], key[0]) for stage in stages)
 
 
 def through(stages: Sequence[TokenStage], traced: Traced) -> Traced:
@@ -119,7 +115,7 @@ def through(stages: Sequence[TokenStage], traced: Traced) -> Traced:
             traced = _normed(traced, after, stage)
         elif isinstance(stage, _DistanceQuery):
             moved = _scaled(traced, after[..., :-1], 2 * abs(stage.factor))
-            traced = replace(moved, at=after, error=_joined(moved.error, UNIT * after[..., -1:].abs()))
+            traced = replace(moved, at=after, error=torch.cat([moved.error, UNIT * after[..., -1:].abs()], -1))
         elif isinstance(stage, _DistanceKey):
             traced = _squared(traced, after)
         else:
@@ -160,12 +156,8 @@ def _normed(before: Traced, after: Tensor, stage: UnitNorm) -> Traced:
     steep = (nearest.square() + stage.eps).rsqrt()
     moved = torch.minimum(before.radius * steep, torch.full_like(steep, 2.0)) * gain
     bent = gain * (6 * before.radius * steep.square() + gamma(2 * k + 16) * steep)
-    return Traced(
-        after,
-        moved[..., None] + gamma(k + 8) * after.abs(),
-        before.slope * gain * steep,
-        before.lean * gain * steep + before.slope * bent,
-    )
+    error, lean = moved[..., None] + gamma(k + 8) * after.abs(), before.lean * gain * steep + before.slope * bent
+    return Traced(after, error, before.slope * gain * steep, lean)
 
 
 def _squared(before: Traced, after: Tensor) -> Traced:
@@ -175,11 +167,7 @@ def _squared(before: Traced, after: Tensor) -> Traced:
     last = (error * (2 * key + error)).sum(-1, keepdim=True) + gamma(key.shape[-1] + 2) * after[..., -1:]
     steep = (1 + 4 * (key + error).square().sum(-1)).sqrt()
     bent = 2 * error.norm(dim=-1) + gamma(key.shape[-1] + 8) * steep
-    return Traced(after, _joined(error, last), before.slope * steep, before.lean * steep + before.slope * bent)
-
-
-def _joined(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim=-1)
+    return Traced(after, torch.cat([error, last], -1), before.slope * steep, before.lean * steep + before.slope * bent)
 
 
 def logit_radius(query: Traced, key: Traced, dots: Tensor, scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.bounds.heads import HeadNumbers, head_numbers, norm_rounding, output_norm, without_output
+from howsmooth.bounds.heads import HeadNumbers, head_numbers, norm_rounding, without_output
 from howsmooth.bounds.paths import Paths, both_paths
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
@@ -85,7 +85,7 @@ class Setting:
     @cached_property
     def output_norm(self) -> float:
         """‖W^O‖ of the whole output matrix."""
-        return output_norm(self.map)
+        return float(torch.linalg.matrix_norm(self.map.output_weight.double().flatten(0, 1), 2))
 
     def numbers(self, folded: bool) -> HeadNumbers:
         """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""
@@ -95,10 +95,10 @@ class Setting:
         """‖V‖ and ‖A‖ of each head, ``(heads,)``, and R: what theorems on balls are made of."""
         return self.numbers(folded).value, self.numbers(folded).score, self.radius
 
-    def norms(self, part: Paths) -> tuple[Tensor, Tensor]:
+    def norms(self, group: Paths) -> tuple[Tensor, Tensor]:
         """‖V‖ and max ‖A_ij‖ of each map of a group, ``(g,)``, with what rounding may have taken from them."""
-        numbers, lost = self.numbers(part.folded), norm_rounding(self.map, part.folded)
-        return (numbers.value + lost[0])[part.heads], (numbers.score + lost[1])[part.heads]
+        numbers, lost = self.numbers(group.folded), norm_rounding(self.map, group.folded)
+        return (numbers.value + lost[0])[group.heads], (numbers.score + lost[1])[group.heads]
 
     def on_paths(self, number: PathNumber, folded: bool) -> Tensor:
         """A number of every head at x, ``(heads,)``, from its paths; NaN where it overflows."""
@@ -111,15 +111,15 @@ class Setting:
         if not wanted:
             return
         sides = sorted({folded for _, folded in wanted})
-        found: dict[tuple[PathNumber, bool], list[Tensor]] = {key: [] for key in wanted}
-        for parts in both_paths(self.map, self.point, sides):
+        numbers_of: dict[tuple[PathNumber, bool], list[Tensor]] = {key: [] for key in wanted}
+        for groups in both_paths(self.map, self.point, sides):
             for one, folded in wanted:
-                part = parts[sides.index(folded)]
+                group = groups[sides.index(folded)]
                 try:
-                    found[one, folded].append(one(part, self))
+                    numbers_of[one, folded].append(one(group, self))
                 except OverflowError:
-                    found[one, folded].append(torch.full_like(part.weights[:, 0, 0], torch.nan))
-        self._known.update({key: torch.cat(values) for key, values in found.items()})
+                    numbers_of[one, folded].append(torch.full_like(group.weights[:, 0, 0], torch.nan))
+        self._known.update({key: torch.cat(values) for key, values in numbers_of.items()})
 
 
 @door
@@ -154,10 +154,9 @@ def setting(
         if n is not None and n != len(x):
             raise InvalidInput(f"the input has {len(x)} tokens, but n={n} was given: leave n out.")
         n = len(x)
-    if n is not None:
-        n = _count(n)
+    n = None if n is None else _count(n)
     attention = map_of(attention, n) or attention
-    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
+    if not hasattr(attention, "kind"):
         raise InvalidInput(
             f"bounds need an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
             ".from_torch or .from_transformers."
@@ -170,15 +169,13 @@ def setting(
         raise InvalidInput("give either a radius or a set of tokens, not both.")
     if radius is not None and not _is_number(radius):
         raise InvalidInput(f"a radius must be a number, got {type(radius).__name__}.")
-    if tokens is not None and not isinstance(tokens, TokenSet | nn.Module):
-        raise InvalidInput(f"tokens must be a TokenSet or a normalisation module, got {type(tokens).__name__}.")
-    found = _tokens(attention, radius, tokens, x)
+    token_set = _tokens(attention, radius, tokens, x)
     if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
         attention.terms.check(int(n), attention.heads, 1)
         blind = attention.terms.first_blind(int(n), attention.heads)
         if blind is not None:
             raise InvalidInput(f"token {blind} sees nothing under this mask: leave padded tokens out.")
-    return Setting(attention, n, found, x, eps)
+    return Setting(attention, n, token_set, x, eps)
 
 
 def _is_number(value: object) -> bool:
@@ -205,13 +202,13 @@ def _tokens(
     width = int(attention.in_features)  # type: ignore[arg-type]
     if x is not None and x.shape[-1] != width:
         raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {width}.")
-    found = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens, width)
+    token_set = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens, width)
     if radius is not None:
-        found = TokenSet.ball(radius, width)
-    if found is None:
+        token_set = TokenSet.ball(radius, width)
+    if token_set is None:
         return None if x is None or not bool(x.any()) else TokenSet.around(x)
-    if found.width != width:
-        raise InvalidInput(f"the set holds tokens of width {found.width}, but the attention takes {width}.")
+    if token_set.width != width:
+        raise InvalidInput(f"the set holds tokens of width {token_set.width}, but the attention takes {width}.")
     if x is not None:
-        check_inside(x, found)
-    return found
+        check_inside(x, token_set)
+    return token_set

@@ -47,13 +47,10 @@ class Cloud:
     """Vectors seen from every row about a centre.
 
     Attributes:
-        vectors: ``(g, n, m)``. centres: of every row, likewise.
         reach: r_i, ``(g, n)``. error: E_i. size: (Σ_j Ŝ_ij |vector_j|²)^½ + |centre_i|, what is lost to rounding.
         off: μ_i, by how much the centre may miss the true mean.
     """
 
-    vectors: Tensor
-    centres: Tensor
     reach: Tensor
     error: Tensor
     size: Tensor
@@ -66,50 +63,50 @@ class Cloud:
 
 
 @torch.no_grad()
-def about_means(part: Paths, vectors: Tensor, radius: Tensor | float) -> Cloud:
+def about_means(group: Paths, vectors: Tensor, radius: Tensor | float) -> Cloud:
     """Vectors about their means under the weights, or about zero for sigmoid weights."""
-    centres = part.weights @ vectors if part.softmax else torch.zeros_like(vectors)
-    return _cloud(part, vectors, centres, radius, part.softmax)
+    centres = group.weights @ vectors if group.softmax else torch.zeros_like(vectors)
+    return _cloud(group, vectors, centres, radius, group.softmax)
 
 
 @torch.no_grad()
-def keys(part: Paths) -> Cloud:
+def keys(group: Paths) -> Cloud:
     """What queries feel of the keys, about their means where a shift of all keys changes nothing, else about zero."""
-    centres = part.weights @ part.pull if part.shiftable else torch.zeros_like(part.pull)
-    return _cloud(part, part.pull, centres, part.radii.pull, False)
+    centres = group.weights @ group.pull if group.shiftable else torch.zeros_like(group.pull)
+    return _cloud(group, group.pull, centres, group.radii.pull, False)
 
 
-def _cloud(part: Paths, vectors: Tensor, centres: Tensor, radius: Tensor | float, own_mean: bool) -> Cloud:
-    upper, n = part.upper_slopes, vectors.shape[1]
+def _cloud(group: Paths, vectors: Tensor, centres: Tensor, radius: Tensor | float, own_mean: bool) -> Cloud:
+    upper, n = group.upper_slopes, vectors.shape[1]
     radius = torch.zeros_like(vectors[..., 0]) + radius
-    apart = distances(centres, vectors) * part.seen
+    apart = distances(centres, vectors) * group.seen
     lengths, middle = vectors.norm(dim=-1), centres.norm(dim=-1)
     reach = (upper * apart.square()).sum(-1).sqrt()
-    widest = (radius[:, None] * part.seen).amax(-1)
-    if part.softmax:
+    widest = (radius[:, None] * group.seen).amax(-1)
+    if group.softmax:
         reach = torch.minimum(reach, apart.amax(-1))
     reach = reach * (1 + gamma(4 * n + vectors.shape[-1]))
     off = torch.zeros_like(reach)
     if own_mean:
-        lost = gamma(n + 8) * ((part.weights @ lengths[..., None])[..., 0] + middle)
-        off = widest + torch.minimum(torch.expm1(part.radii.weights) * reach + lost, apart.amax(-1))
-        off = off.masked_fill(~part.seen.any(-1), 0.0)
+        lost = gamma(n + 8) * ((group.weights @ lengths[..., None])[..., 0] + middle)
+        off = widest + torch.minimum(torch.expm1(group.radii.weights) * reach + lost, apart.amax(-1))
+        off = off.masked_fill(~group.seen.any(-1), 0.0)
     error = (upper * (radius[:, None] + off[..., None]).square()).sum(-1).sqrt()
-    if part.softmax:
+    if group.softmax:
         error = torch.minimum(error, widest + off)
-    size = (part.slopes @ lengths.square()[..., None])[..., 0].sqrt() + middle
-    return Cloud(vectors, centres, reach, error * (1 + gamma(4 * n)), size, off)
+    size = (group.slopes @ lengths.square()[..., None])[..., 0].sqrt() + middle
+    return Cloud(reach, error * (1 + gamma(4 * n)), size, off)
 
 
 @torch.no_grad()
-def product_slack(part: Paths, left: Cloud, right: Cloud) -> tuple[Tensor, Tensor]:
+def product_slack(group: Paths, left: Cloud, right: Cloud) -> tuple[Tensor, Tensor]:
     """What to add to the norm of each computed block Σ_j Ŝ_ij a_j b_jᵀ M_i, and what the true one cannot exceed."""
-    n, width = part.weights.shape[-1], part.pull.shape[-1]
-    gain, lean = 1.0, part.radii.pull_map
-    if part.pull_map is not None:
-        gain = part.pull_map.norm(dim=(-2, -1))
+    n, width = group.weights.shape[-1], group.pull.shape[-1]
+    gain, lean = 1.0, group.radii.pull_map
+    if group.pull_map is not None:
+        gain = group.pull_map.norm(dim=(-2, -1))
     slack = 2 * gamma(n + 8) * left.size * right.size
-    slack = slack + torch.expm1(part.radii.slopes) * left.reach * right.reach
+    slack = slack + torch.expm1(group.radii.slopes) * left.reach * right.reach
     slack = slack + left.error * right.spread + left.reach * right.error
     ceiling = left.spread * right.spread
     slack = slack * gain + ceiling * (lean + gamma(2 * width) * gain)

@@ -59,8 +59,8 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
 
     >>> import torch
     >>> encoder = nn.TransformerEncoderLayer(4, 1, 8, norm_first=True)
-    >>> found = measured_variances(encoder, torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.5, 0.5, -0.5, -0.5]]))
-    >>> found["layer 0: norm before attention"]
+    >>> smallest = measured_variances(encoder, torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.5, 0.5, -0.5, -0.5]]))
+    >>> smallest["layer 0: norm before attention"]
     0.25
     """
     reading = read_pieces(model, causal=causal)
@@ -70,8 +70,8 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
 
         def listen(module: nn.Module, args: tuple[Tensor, ...], name: str = norm.name) -> None:
             tokens = args[0].double()
-            found = tokens.square().mean(-1) if isinstance(module, nn.RMSNorm) else tokens.var(-1, correction=0)
-            smallest[name] = min(smallest.get(name, math.inf), float(found.min()))
+            spreads = tokens.square().mean(-1) if isinstance(module, nn.RMSNorm) else tokens.var(-1, correction=0)
+            smallest[name] = min(smallest.get(name, math.inf), float(spreads.min()))
 
         handles.append(norm.module.register_forward_pre_hook(listen))
     if x.is_floating_point():

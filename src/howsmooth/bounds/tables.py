@@ -22,6 +22,7 @@ from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
+from howsmooth.norms.measurement import NormKind
 from howsmooth.sets import TokenSet
 from howsmooth.small import rounded
 
@@ -226,7 +227,7 @@ def table(
     asked = [bound for bound in CATALOGUE.values() if norm is None or bound.norm == norm]
     refused = {bound.name: reason for bound in asked if (reason := bound.refusal(where, per_head)) is not None}
     values = evaluated([bound for bound in asked if bound.name not in refused], where, per_head)
-    rows = [row for name, value in values.items() for row in _bound_rows(CATALOGUE[name], value, per_head)]
+    rows = [row for name, numbers in values.items() for row in _bound_rows(CATALOGUE[name], numbers, per_head)]
     if not rows and where.tokens is None and where.x is None:
         given = "the weights" if where.n is None else "n"
         raise InvalidInput(
@@ -235,39 +236,49 @@ def table(
         )
     norms = dict.fromkeys([2.0] * (norm != math.inf) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
-    rows += [row for m in measurements.values() for row in _measured_rows(m, per_head)]
-    known = _lower_ends(rows, measurements)
-    compared = [compared_with(row, known) for row in rows]
-    return Table(tuple(sorted(compared, key=_tightest_first)), where, measurements, refused)
+    for m in measurements.values():
+        rows += _rows("measured", m.value, per_head, "measured", m.norm, "point", *_measured(m))
+    return Table(_ranked(rows, measurements), where, measurements, refused)
 
 
 def with_witness(
-    found: Table, x: Tensor, name: str, *, per_head: bool = False, rtol: float = 1e-3, seed: int = 0
+    before: Table, x: Tensor, name: str, *, per_head: bool = False, rtol: float = 1e-3, seed: int = 0
 ) -> Table:
     """The table with what is surely reached at an input of its set, as one more lower bound on that set.
 
     Args:
         x: as many tokens as the table is for, all in its set. name: of the new row.
     """
-    m = measurements_at(replace(found.setting, x=x), [2.0], per_head, rtol, seed)[2.0]
-    facts = ("lower", 2.0, "ball", "howsmooth.measure", r"\|J(X)\|_2")
-    new = [
-        Row(name, float(low), *facts, head=head)  # type: ignore[arg-type]
-        for head, low in zip(_heads(m, per_head), m.lower.reshape(-1), strict=True)
-    ]
-    rows = [*(replace(row, ratio=None) for row in found.rows), *new]
-    known = _lower_ends(rows, found.measurements)
-    compared = sorted((compared_with(row, known) for row in rows), key=_tightest_first)
-    return replace(found, rows=tuple(compared))
+    m = measurements_at(replace(before.setting, x=x), [2.0], per_head, rtol, seed)[2.0]
+    new = _rows(name, m.lower, per_head, "lower", m.norm, "ball", *_measured(m))
+    rows = [*(replace(row, ratio=None) for row in before.rows), *new]
+    return replace(before, rows=_ranked(rows, before.measurements))
 
 
 def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[Row]:
-    facts = (bound.side, bound.norm, bound.scope, bound.reference, bound.statement)
-    return [
-        Row(bound.name, value, *facts, head=head if per_head else None)
-        for head, value in enumerate(values.reshape(-1).tolist())
-        if bound.side == "upper" or value > 0
-    ]
+    facts = (bound.norm, bound.scope, bound.reference, bound.statement)
+    rows = _rows(bound.name, values, per_head, bound.side, *facts)
+    return [row for row in rows if bound.side == "upper" or row.value > 0]
+
+
+def _rows(
+    name: str, values: Tensor, per_head: bool, kind: Kind, norm: NormKind, scope: str, reference: str, statement: str
+) -> list[Row]:
+    """One row for each head, or that of the block."""
+    facts = (kind, float(norm), scope, reference, statement)
+    numbers = enumerate(values.reshape(-1).tolist())
+    return [Row(name, value, *facts, head=head if per_head else None) for head, value in numbers]
+
+
+def _measured(m: Measurement) -> tuple[str, str]:
+    """Reference and statement of what was measured."""
+    return "howsmooth.measure", r"\|J(X)\|_\infty" if m.norm == math.inf else r"\|J(X)\|_2"
+
+
+def _ranked(rows: Sequence[Row], measurements: dict[float, Measurement]) -> tuple[Row, ...]:
+    """The rows with their ratios, tightest first."""
+    known = _lower_ends(rows, measurements)
+    return tuple(sorted((compared_with(row, known) for row in rows), key=_tightest_first))
 
 
 def measurements_at(
@@ -284,26 +295,10 @@ def measurements_at(
     return {norm: solve(exact, where.point, norm, rtol=rtol, seed=seed) for norm in norms if norm == 2 or cheap}
 
 
-def _measured_rows(m: Measurement, per_head: bool) -> list[Row]:
-    statement = r"\|J(X)\|_\infty" if m.norm == math.inf else r"\|J(X)\|_2"
-    return [
-        Row("measured", value, "measured", float(m.norm), "point", "howsmooth.measure", statement, head=head)
-        for head, value in zip(_heads(m, per_head), m.value.reshape(-1).tolist(), strict=True)
-    ]
-
-
-def _heads(m: Measurement, per_head: bool) -> list[int | None]:
-    return list(range(m.value.numel())) if per_head else [None]
-
-
 def _lower_ends(rows: Iterable[Row], measurements: dict[float, Measurement]) -> list[Row]:
     """All that is surely reached: lower bounds, and what was measured at its lower end."""
-    ends = {
-        (float(norm), head): float(low)
-        for norm, m in measurements.items()
-        for head, low in enumerate(m.lower.reshape(-1))
-    }
-    measured = [replace(row, value=ends[row.norm, row.head or 0]) for row in rows if row.kind == "measured"]
+    ends = {norm: m.lower.reshape(-1).tolist() for norm, m in measurements.items()}
+    measured = [replace(row, value=ends[row.norm][row.head or 0]) for row in rows if row.kind == "measured"]
     return measured + [row for row in rows if row.kind == "lower"]
 
 
@@ -322,8 +317,8 @@ def compared_with(row: Row, known: Iterable[Row]) -> Row:
 
 
 def _tightest_first(row: Row) -> tuple[float, int, int, float, str]:
-    place, direction = _ORDER[row.kind]
-    return row.norm, -1 if row.head is None else row.head, place, direction * row.value, row.name
+    order, direction = _ORDER[row.kind]
+    return row.norm, -1 if row.head is None else row.head, order, direction * row.value, row.name
 
 
 def _norm_name(norm: float) -> int | str:

@@ -10,8 +10,7 @@ secular equation :math:`p_1^2/(p_1-\mu) - \sum_{j\ge2}p_j^2/(\mu-p_j) = 1`, whos
 first term is :math:`p_1/(p_1-p_2)`, and the sum is at most :math:`(1-p_1)p_2/(g-p_2) = p_2/(p_1-p_2)`, as :math:`g -
 p_2 = (1-p_1)(p_1-p_2)`. So the left side is at least 1 there, and the root is not beyond g. ∎
 
-For attention :math:`f_i = VX^\top p_i`, :math:`p_i = \mathrm{softmax}(XAx_i)`, the score paths of the Jacobian are
-:math:`VX^\top S_iXA\,y_i` and :math:`VX^\top S_iY\,Ax_i`, as in `howsmooth.bounds.nair2025`, with g in the place of ½;
+For attention the proof is that of `howsmooth.bounds.nair2025`, with g in the place of ½;
 `howsmooth.bounds.own.softmax_jacobian` is never larger.
 """
 
@@ -47,17 +46,17 @@ def at_point(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, shar
     return value * (weights + 2 * tokens.square() * score * sharpness)
 
 
-def sharpness(part: Paths) -> Tensor:
+def sharpness(group: Paths) -> Tensor:
     r"""max_i g(P_i) from above: :math:`p_1^+(\sum_{j\ne1}p_j^+ + p_2^+)` of the raised weights, at most ½.
 
     g grows with every weight when :math:`1-p_1` is written as the sum of the others, and if another weight is the
     largest of the true ones it is at most the :math:`p_2^+` counted here.
     """
-    upper = part.upper_weights
+    upper = group.upper_weights
     if upper.shape[-1] == 1:
         return torch.zeros_like(upper[:, 0, 0])
-    first, place = upper.max(-1, keepdim=True)
-    others = upper.scatter(-1, place, 0.0)
+    first, largest = upper.max(-1, keepdim=True)
+    others = upper.scatter(-1, largest, 0.0)
     return (first[..., 0] * (others.sum(-1) + others.amax(-1))).clamp(max=0.5).amax(-1)
 
 
@@ -69,5 +68,5 @@ def sharpness(part: Paths) -> Tensor:
     assumptions=PLAIN,
     on_paths=True,
 )
-def _at_point(part: Paths, where: Setting) -> Tensor:
-    return at_point(*norms_at(part, where), sharpness(part)) * (1 + gamma(8))
+def _at_point(group: Paths, where: Setting) -> Tensor:
+    return at_point(*norms_at(group, where), sharpness(group)) * (1 + gamma(8))

@@ -35,12 +35,12 @@ def resampled_means(rows: Sequence[Numbers], paired: bool, resamples: int, seed:
     together = [np.stack(wide)] if paired else [row[None] for row in wide]
     columns = []
     for block in together:
-        size, found = block.shape[1], []
+        size, means = block.shape[1], []
         step = max(1, _AT_ONCE // block.size)
         for start in range(0, resamples, step):
             drawn = random.integers(size, size=(min(step, resamples - start), size))
-            found.append(block[:, drawn].mean(-1).T)
-        columns.append(np.concatenate(found))
+            means.append(block[:, drawn].mean(-1).T)
+        columns.append(np.concatenate(means))
     return np.array([row.mean() for row in rows]) + np.concatenate(columns, axis=1)
 
 

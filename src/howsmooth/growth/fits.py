@@ -25,17 +25,7 @@ from torch import Tensor
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
-from howsmooth.growth.laws import (
-    ROUNDING,
-    STRONG,
-    Law,
-    PowerLaw,
-    Sample,
-    compare,
-    fit_break,
-    fit_line,
-    fit_power_law,
-)
+from howsmooth.growth.laws import ROUNDING, STRONG, Law, PowerLaw, Sample, compare, fit_break, fit_line, fit_power_law
 from howsmooth.small import rounded
 
 Numbers = NDArray[np.float64]
@@ -168,23 +158,23 @@ def growth(
 
     >>> n = [8, 16, 32, 64, 128, 256]
     >>> noise = np.random.default_rng(0).normal(0, 0.1, (6, 10))
-    >>> found = growth([0.7 * k**0.5 * np.exp(row) for k, row in zip(n, noise)], n)
-    >>> found
+    >>> grown = growth([0.7 * k**0.5 * np.exp(row) for k, row in zip(n, noise)], n)
+    >>> grown
     n^0.51 (0.49 … 0.53)
-    >>> found.verdict
+    >>> grown.verdict
     'n^1/2'
     """
     if not 0 < confidence < 1:
         raise InvalidInput(f"a confidence lies between 0 and 1, got {confidence}.")
     if resamples < 100:
         raise InvalidInput(f"percentiles need at least 100 resamples, got {resamples}.")
-    found = _read(values, lengths)
-    rows = [np.log(row) for row in found.values()]
+    by_length = _read(values, lengths)
+    rows = [np.log(row) for row in by_length.values()]
     if paired and (len({len(row) for row in rows}) > 1 or len(rows[0]) < 2):
         raise InvalidInput("paired values need the same inputs at every length, at least two: leave out `paired`.")
     if max(float(np.ptp(row)) for row in rows) <= ROUNDING:
         rows, paired = [row[:1] for row in rows], False  # copies of one number are one number
-    x = np.log(np.array(list(found)))
+    x = np.log(np.array(list(by_length)))
     sample = _sample(x, rows, paired)
     points = np.repeat(x, [len(row) for row in rows])
     law = fit_power_law(np.exp(points).tolist(), np.exp(np.concatenate(rows)).tolist())
@@ -206,7 +196,7 @@ def growth(
     verdict = _verdict(laws)
     plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
     kept = tuple(np.exp(row) for row in rows)
-    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(found), kept, paired, draws)
+    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(by_length), kept, paired, draws)
 
 
 def _read(values: Any, lengths: Any) -> dict[float, Numbers]:
@@ -221,16 +211,16 @@ def _read(values: Any, lengths: Any) -> dict[float, Numbers]:
         )
     if not (np.isfinite(where) & (where > 0)).all():
         raise InvalidInput("lengths must be positive and finite numbers of tokens.")
-    found: dict[float, Numbers] = {}
+    by_length: dict[float, Numbers] = {}
     for n, row in sorted(zip(where.tolist(), rows, strict=True), key=lambda pair: pair[0]):
         if row.ndim > 1 or row.size == 0:
             raise InvalidInput(f"the values at n = {n:g} must be a number or a list of them, got shape {row.shape}.")
         if not (np.isfinite(row) & (row > 0)).all():
             raise InvalidInput(f"the values at n = {n:g} are not all positive and finite, so they have no logarithm.")
-        found[n] = np.concatenate([found.get(n, np.empty(0)), row.reshape(-1)])
-    if len(found) < 2:
+        by_length[n] = np.concatenate([by_length.get(n, np.empty(0)), row.reshape(-1)])
+    if len(by_length) < 2:
         raise InvalidInput("growth with n needs values at two different lengths or more.")
-    return found
+    return by_length
 
 
 def _floats(numbers: Any, what: str) -> Numbers:
@@ -248,7 +238,7 @@ def _sample(x: Numbers, rows: Sequence[Numbers], paired: bool) -> Sample:
     counts, points = np.array([float(len(row)) for row in rows]), sum(map(len, rows))
     if paired:
         rest, points = list(np.array(rest) - np.mean(rest, axis=0)), points - len(rows[0]) + 1
-    return Sample(x, means, counts, float(sum((part**2).sum() for part in rest)), points)
+    return Sample(x, means, counts, float(sum((row**2).sum() for row in rest)), points)
 
 
 def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: int) -> Plateau:
@@ -256,18 +246,18 @@ def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: 
 
     The lengths beside the break decide where it lies, so that the freedom is that of one length, not of all.
     """
-    found = fit_break(sample.x, sample.means, sample.counts)
-    assert found is not None
+    bend = fit_break(sample.x, sample.means, sample.counts)
+    assert bend is not None
     interval = None
     if means is not None:
         again = fit_break(sample.x, means, sample.counts)
         assert again is not None
-        start = float(found.start)
+        start = float(bend.start)
         moved = stretch(freedom, confidence) * (again.start - start)
         low, high = np.exp(np.quantile(start + moved, tails(confidence)))
         interval = float(low), float(high)
-    level = math.exp(float(found.intercept + found.slope * found.start))
-    return Plateau(math.exp(float(found.start)), interval, float(found.slope), level)
+    level = math.exp(float(bend.intercept + bend.slope * bend.start))
+    return Plateau(math.exp(float(bend.start)), interval, float(bend.slope), level)
 
 
 def _standing(laws: Sequence[Law]) -> list[Law]:
@@ -281,23 +271,23 @@ def _verdict(laws: Sequence[Law]) -> str | None:
     return laws[0].name if laws and not rivals else None
 
 
-def _sentence(found: Growth) -> str:
-    first, last = found.lengths[0], found.lengths[-1]
-    low, high = found.interval or (found.exponent, found.exponent)
+def _sentence(growth: Growth) -> str:
+    first, last = growth.lengths[0], growth.lengths[-1]
+    low, high = growth.interval or (growth.exponent, growth.exponent)
     way = "change" if low <= 0 <= high else "grow" if low > 0 else "fall"
-    said = f"Over n = {first:g} … {last:g} the values {way} like n^{found.exponent:.2f} ({_doubt(found)})"
-    standing = [_WORDS.get(law.name, law.name) for law in _standing(found.laws)]
-    if found.plateau is not None:
-        plateau, sure = found.plateau, ""
+    said = f"Over n = {first:g} … {last:g} the values {way} like n^{growth.exponent:.2f} ({_doubt(growth)})"
+    standing = [_WORDS.get(law.name, law.name) for law in _standing(growth.laws)]
+    if growth.plateau is not None:
+        plateau, sure = growth.plateau, ""
         if plateau.interval is not None:
-            sure = f" ({100 * found.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
+            sure = f" ({100 * growth.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
         return (
             f"{said}, but a plateau describes them better, with strong evidence: growth like n^{plateau.exponent:.2f} "
             f"up to about n = {plateau.start:.0f}{sure}, and {rounded(plateau.level, digits=3)} beyond."
         )
-    if found.verdict == "power":
+    if growth.verdict == "power":
         return f"{said}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
-    if found.verdict is not None:
+    if growth.verdict is not None:
         against = "with strong evidence against the others" if len(standing) == 1 else "with no need of a freer law"
         return f"{said}; {standing[0]} describes them best of the laws compared, {against}."
     if not standing:
@@ -305,16 +295,16 @@ def _sentence(found: Growth) -> str:
     return f"{said}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
 
 
-def _doubt(found: Growth) -> str:
-    if found.interval is None:
+def _doubt(growth: Growth) -> str:
+    if growth.interval is None:
         return "two values, so no interval"
-    sure = f"{100 * found.confidence:g} % interval {_interval(found.interval, '{0} to {1}')}"
-    if found.method == "regression":
-        few = "no spread of inputs" if all(len(row) == 1 for row in found.values) else "a single input at some length"
+    sure = f"{100 * growth.confidence:g} % interval {_interval(growth.interval, '{0} to {1}')}"
+    if growth.method == "regression":
+        few = "no spread of inputs" if all(len(row) == 1 for row in growth.values) else "a single input at some length"
         return f"{sure} from the regression: {few} to resample"
-    counts = sorted({len(row) for row in found.values})
+    counts = sorted({len(row) for row in growth.values})
     many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{sure} by bootstrap over {many} {'paired ' if found.paired else ''}inputs at each length"
+    return f"{sure} by bootstrap over {many} {'paired ' if growth.paired else ''}inputs at each length"
 
 
 def _finite(number: float) -> float | None:

@@ -128,11 +128,11 @@ def fit_break(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Break | None
     """
     if len(x) < 4:
         return None
-    found = []
+    breaks = []
     for k in range(1, len(x) - 1):
         bent = fit_line(np.minimum(x, x[k]), y, weights)
         squares = np.where(bent.slope > 0, bent.squares, np.inf)
-        found.append(Break(bent.slope, bent.intercept, np.full_like(bent.slope, x[k]), squares))
+        breaks.append(Break(bent.slope, bent.intercept, np.full_like(bent.slope, x[k]), squares))
     for k in range(2, len(x) - 1):
         left, right = slice(None, k), slice(k, None)
         rise = fit_line(x[left], y[..., left], weights[left])
@@ -141,8 +141,8 @@ def fit_break(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> Break | None
         with np.errstate(divide="ignore", invalid="ignore"):
             meeting = (level - rise.intercept) / rise.slope
         inside = (rise.slope > 0) & (meeting >= x[k - 1]) & (meeting <= x[k])
-        found.append(Break(rise.slope, rise.intercept, meeting, np.where(inside, rise.squares + flat, np.inf)))
-    return reduce(_better, found)
+        breaks.append(Break(rise.slope, rise.intercept, meeting, np.where(inside, rise.squares + flat, np.inf)))
+    return reduce(_better, breaks)
 
 
 def _better(one: Break, other: Break) -> Break:
@@ -203,14 +203,14 @@ def compare(sample: Sample) -> tuple[Law, ...]:
     >>> [law.name for law in compare(Sample(x, 0.5 * x + 1, np.ones(5), 0.0, 5))][:2]
     ['n^1/2', 'power']
     """
-    found = {name: (2, sample.squares(shape(sample.x))) for name, shape in _SHAPES.items()}
-    found["power"] = 3, sample.within + float(fit_line(sample.x, sample.means, sample.counts).squares)
+    fits = {name: (2, sample.squares(shape(sample.x))) for name, shape in _SHAPES.items()}
+    fits["power"] = 3, sample.within + float(fit_line(sample.x, sample.means, sample.counts).squares)
     bend = fit_break(sample.x, sample.means, sample.counts)
     if bend is not None:
-        found["plateau"] = 4, sample.within + float(bend.squares)
+        fits["plateau"] = 4, sample.within + float(bend.squares)
     n = sample.points
     rows = []
-    for name, (parameters, squares) in found.items():
+    for name, (parameters, squares) in fits.items():
         if n > parameters + 1:
             variance = max(squares / n, ROUNDING**2)
             likelihood = -n / 2 * (math.log(2 * math.pi * variance) + 1) if math.isfinite(variance) else -math.inf

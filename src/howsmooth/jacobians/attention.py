@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.masks import Maps
+from howsmooth.attention.stages import Chain
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_tokens, random_like
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.point import Derivatives, Point
+from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.rounding import Noise
 
@@ -41,14 +41,13 @@ class AttentionJacobian(JacobianOperator):
     def __init__(
         self,
         mixing: Mixing,
-        derivatives: Derivatives,
+        chains: tuple[Chain, ...],
         projection: Projection,
         batch_shape: torch.Size,
         rounding: Noise,
         path: Path = "all",
     ):
-        self.mixing, self.derivatives, self.projection, self.path = mixing, derivatives, projection, path
-        self.rounding = rounding
+        self.mixing, self.chains, self.projection, self.rounding, self.path = mixing, chains, projection, rounding, path
         n = mixing.query.shape[1]
         self.batch_shape = batch_shape
         self.in_shape = torch.Size([n, projection.in_width])
@@ -70,22 +69,20 @@ class AttentionJacobian(JacobianOperator):
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
-        query, key, value = self.projection.into_heads(v.to(self.dtype).reshape(-1, *self.in_shape))
-        moved = self.mixing.jvp(
-            self.derivatives.query.jvp(query) if self.path != "value" else None,
-            self.derivatives.key.jvp(key) if self.path != "value" else None,
-            self.derivatives.value.jvp(value) if self.path != "score" else None,
-        )
+        heads = self.projection.into_heads(v.to(self.dtype).reshape(-1, *self.in_shape))
+        query, key, value = (chain.jvp(t) for chain, t in zip(self.chains, heads, strict=True))
+        if self.path == "value":
+            moved = self.mixing.jvp(None, None, value)
+        else:
+            moved = self.mixing.jvp(query, key, None if self.path == "score" else value)
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
         grad = self.projection.distribute(u.to(self.dtype).reshape(-1, *self.out_shape))
-        query, key, value = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
-        back = self.projection.from_heads(
-            self.derivatives.query.vjp(query), self.derivatives.key.vjp(key), self.derivatives.value.vjp(value)
-        )
+        heads = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
+        back = self.projection.from_heads(*(chain.vjp(t) for chain, t in zip(self.chains, heads, strict=True)))
         return back.reshape(*self.batch_shape, *self.in_shape)
 
     def line_costs(self) -> tuple[float, float]:
@@ -104,14 +101,14 @@ class AttentionJacobian(JacobianOperator):
         token, coordinate = index // self.out_shape[1], index % self.out_shape[1]
         first = int(token.min())
         blocks = TokenBlocks(self, slice(first, int(token.max()) + 1))
-        found = index.new_empty((len(index), *self.batch_shape, *self.in_shape), dtype=self.dtype)
+        lines = index.new_empty((len(index), *self.batch_shape, *self.in_shape), dtype=self.dtype)
         for a in coordinate.unique().tolist():
             unit = torch.zeros((*blocks.batch_shape, *blocks.out_shape), dtype=self.dtype, device=self.device)
             unit[..., a] = 1
             here = coordinate == a
             rows = blocks.rmatvec(unit)[token[here] - first]
-            found[here] = rows.reshape(-1, *self.batch_shape, *self.in_shape)
-        return found
+            lines[here] = rows.reshape(-1, *self.batch_shape, *self.in_shape)
+        return lines
 
     @property
     def _has_blocks(self) -> bool:
@@ -122,18 +119,13 @@ class AttentionJacobian(JacobianOperator):
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
             raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
-        return AttentionJacobian(self.mixing, self.derivatives, self.projection, self.batch_shape, self.rounding, path)
+        return AttentionJacobian(self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path)
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
-        return AttentionJacobian(
-            self.mixing.select(maps),
-            self.derivatives.select(maps),
-            self.projection.select(index),
-            index.shape,
-            self.rounding.select(maps),
-            self.path,
-        )
+        chains, projection = tuple(chain.select(maps) for chain in self.chains), self.projection.select(index)
+        rounding = self.rounding.select(maps)
+        return AttentionJacobian(self.mixing.select(maps), chains, projection, index.shape, rounding, self.path)
 
     def lift_in(self, v: Tensor) -> Tensor:
         return self._lift(v, getattr(self.projection, "basis_in", None))
@@ -151,12 +143,7 @@ class AttentionJacobian(JacobianOperator):
 @door
 @full_precision
 def attention_jacobian(
-    attention: AttentionMap,
-    x: Tensor,
-    *,
-    per_head: bool = False,
-    reduced: bool = False,
-    memory: int = DEFAULT_MEMORY,
+    attention: AttentionMap, x: Tensor, *, per_head: bool = False, reduced: bool = False, memory: int = DEFAULT_MEMORY
 ) -> AttentionJacobian:
     """The Jacobian of an attention map at x, ``(n, d)`` or ``(batch, n, d)``, in closed form.
 
@@ -186,15 +173,15 @@ def attention_jacobian(
             check_finite(tensor, name.replace("_", " "))
     dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
     with torch.no_grad():
-        found = _operator(attention, x, dtype, per_head, reduced, memory)
-        if dtype == torch.float32 and _needs_float64(found):
-            found = _operator(attention, x, torch.float64, per_head, reduced, memory)
-    if found.blur > MOST_BLUR:
+        operator = _operator(attention, x, dtype, per_head, reduced, memory)
+        if dtype == torch.float32 and _needs_float64(operator):
+            operator = _operator(attention, x, torch.float64, per_head, reduced, memory)
+    if operator.blur > MOST_BLUR:
         raise InvalidInput(
-            f"the attention logits are so large that {str(found.dtype).removeprefix('torch.')} moves them by "
-            f"{found.blur:.1g}: scale the input or the weights down."
+            f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
+            f"{operator.blur:.1g}: scale the input or the weights down."
         )
-    return found
+    return operator
 
 
 def _operator(
@@ -204,26 +191,13 @@ def _operator(
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
-    mixing = Mixing.at(
-        point.query,
-        point.key,
-        point.value,
-        Maps.every(batch, attention.heads, n, point.query),
-        attention.terms,
-        dtype=dtype,
-        softcap=attention.softcap,
-        softmax=attention.weighting == "softmax",
-        memory=memory,
-    )
-    projection: Projection
-    batch_shape = x.shape[:-2]
+    mixing = Mixing.at(attention, point, dtype, memory)
+    noise = Noise.of(attention, point, mixing, by_head=per_head)
     if per_head:
         projection = HeadProjection.of(attention, batch, reduced, dtype)
-        batch_shape = torch.Size([*batch_shape, attention.heads])
-    else:
-        projection = BlockProjection.of(attention, dtype)
-    noise = Noise.of(attention, point, mixing, by_head=per_head)
-    return AttentionJacobian(mixing, point.derivatives, projection, batch_shape, noise)
+        heads = torch.Size([*x.shape[:-2], attention.heads])
+        return AttentionJacobian(mixing, point.chains, projection, heads, noise)
+    return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, dtype), x.shape[:-2], noise)
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:

@@ -46,15 +46,15 @@ class CachedJacobian(JacobianOperator):
     is a map of its own from ``(n, width)``, and grouped heads each see the shared keys as theirs.
     """
 
-    def __init__(self, parent: AttentionJacobian, part: Part, chain: Chain, width: int, noise: Tensor):
-        self.parent, self.part, self.chain, self.mixing = parent, part, chain, parent.mixing
+    def __init__(self, parent: AttentionJacobian, wrt: Part, chain: Chain, width: int, noise: Tensor):
+        self.parent, self.wrt, self.chain, self.mixing = parent, wrt, chain, parent.mixing
         self.batch_shape, self.out_shape = parent.batch_shape, parent.out_shape
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
         self.noise, self.scatter = noise, parent.scatter
         tokens = torch.Size([self.mixing.query.shape[1], width])
         projection = parent.projection
         if isinstance(projection, BlockProjection):
-            heads = projection.heads if part == "queries" else projection.kv_heads
+            heads = projection.heads if wrt == "queries" else projection.kv_heads
             self.group = projection.heads // heads
             self.in_shape = torch.Size([heads, *tokens])
         else:
@@ -66,19 +66,19 @@ class CachedJacobian(JacobianOperator):
     def matvec(self, v: Tensor) -> Tensor:
         moved = v.to(self.dtype).reshape(-1, *self.in_shape[-2:])
         moved = self.chain.jvp(moved if self.group == 1 else moved.repeat_interleave(self.group, dim=0))
-        if self.part == "values":
+        if self.wrt == "values":
             mixed = self.mixing.jvp(None, None, moved)
         else:
             still = torch.zeros_like(self.mixing.query)
-            mixed = self.mixing.jvp(*((moved, still) if self.part == "queries" else (still, moved)), None)
+            mixed = self.mixing.jvp(*((moved, still) if self.wrt == "queries" else (still, moved)), None)
         return self.parent.projection.combine(mixed).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
         grad = self.parent.projection.distribute(u.to(self.dtype).reshape(-1, *self.out_shape))
-        of_values = self.part == "values"
-        back = self.mixing.vjp(grad, score=not of_values, value=of_values)[PARTS.index(self.part)]
+        of_values = self.wrt == "values"
+        back = self.mixing.vjp(grad, score=not of_values, value=of_values)[PARTS.index(self.wrt)]
         back = self.chain.vjp(back).unflatten(0, (-1, self.group)).sum(1)
         return back.reshape(*self.batch_shape, *self.in_shape)
 
@@ -93,13 +93,13 @@ class CachedJacobian(JacobianOperator):
         >>> bool(torch.allclose(J.influence().square().sum(-1).sqrt().float(), torch.linalg.matrix_norm(J.dense())))
         True
         """
-        if self.part == "queries" or not self.parent.by_head:
+        if self.wrt == "queries" or not self.parent.by_head:
             raise InvalidInput("influence is of cached keys or values, head by head: build with per_head=True.")
         if norm not in ("fro", 2):
             raise InvalidInput(f"the influence of a token is measured in norm 'fro' or 2, got {norm!r}.")
         stretch = self._stretch()  # (maps, n, width, staged width): the derivative of the stages behind the cache
         output = self.parent.projection.distribute(torch.eye(self.out_shape[1], dtype=self.dtype, device=self.device))
-        if self.part == "values":
+        if self.wrt == "values":
             through = stretch @ output.double().mT[:, None]
             size = torch.linalg.matrix_norm(through, ord=norm)
             return (size * self._received().sqrt()).reshape(*self.batch_shape, -1)
@@ -154,22 +154,21 @@ def cached_jacobian(
     ((2, 5, 2), (5, 8))
     """
     check_one_of(wrt, PARTS, "wrt")
-    place = PARTS.index(wrt)
+    number = PARTS.index(wrt)
     parent = attention_jacobian(attention, x, per_head=per_head, memory=memory)
-    stages = (attention.query_stages, attention.key_stages, attention.value_stages)[place]
-    placed = [number for number, stage in enumerate(stages) if isinstance(stage, Rotary | UnitNorm)]
-    links = (parent.derivatives.query, parent.derivatives.key, parent.derivatives.value)[place].links
-    chain = Chain(links[placed[-1] + 1 :] if placed else links)
-    width = (attention.query_weight, attention.key_weight, attention.value_weight)[place].shape[1]
-    return CachedJacobian(parent, wrt, chain, width, _noise(attention, x, parent, place, chain))
+    stages = (attention.query_stages, attention.key_stages, attention.value_stages)[number]
+    stored = [i for i, stage in enumerate(stages) if isinstance(stage, Rotary | UnitNorm)]
+    chain = Chain(parent.chains[number].links[stored[-1] + 1 if stored else 0 :])
+    width = (attention.query_weight, attention.key_weight, attention.value_weight)[number].shape[1]
+    return CachedJacobian(parent, wrt, chain, width, _noise(attention, x, parent, number, chain))
 
 
-def _noise(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, place: int, chain: Chain) -> Tensor:
+def _noise(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, number: int, chain: Chain) -> Tensor:
     """As `AttentionJacobian.noise`, when the tangent enters behind the projections."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     size = torch.as_tensor(chain.size(), dtype=torch.float64, device=parent.device)
     size = size.expand(*parent.mixing.query.shape[:2], 1).amax((-2, -1))
-    norms = tuple(size if here == place else torch.zeros_like(size) for here in range(3))
+    norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
     point = Point.at(attention, tokens, parent.dtype)
     noise = Noise.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
     noise = noise.reshape(*parent.batch_shape, -1)

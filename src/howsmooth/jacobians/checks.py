@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from howsmooth.checks import check_finite, check_readable
+from howsmooth.checks import check_finite, check_tensor
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.small import first_tensor, relative_error
 
@@ -25,9 +25,7 @@ SAME_VALUE = 1e-4
 
 def check_point(x: Tensor, name: str = "x") -> None:
     """Refuse what no Jacobian can be taken at: not a floating tensor, above 3-D, empty, or not finite."""
-    if not isinstance(x, Tensor):
-        raise InvalidInput(f"{name} must be a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor.")
-    check_readable(x, name)
+    check_tensor(x, name, floating=False)
     if not x.is_floating_point():
         raise InvalidInput(
             f"{name} has dtype {_short(x.dtype)}, but a Jacobian needs real floating-point numbers: pass embeddings "
@@ -37,8 +35,6 @@ def check_point(x: Tensor, name: str = "x") -> None:
         raise InvalidInput(
             f"{name} has shape {tuple(x.shape)}, but must be (n, d) or (batch, n, d): merge or index axes."
         )
-    if x.numel() == 0:
-        raise InvalidInput(f"{name} has shape {tuple(x.shape)}, which holds no numbers: every size must be at least 1.")
     check_finite(x, name)
 
 

@@ -19,11 +19,11 @@ why the earlier ones were left. What does raise a `DerivativeWarning` is reason 
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -81,7 +81,7 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
         point = x.detach().clone().to(torch.float32 if x.dtype.itemsize < 4 else x.dtype)
         call = tensor_map(f, x.dtype, point.dtype)
         if point.dim() == 3 and isinstance(f, nn.Module) and _reads_sequence_first(f, call, point):
-            call = _exchange_axes(call)
+            call = _with_axes_exchanged(call)
         tape = _Tape.record(call, point)
         checks.check_output(tape.output, point)
         checks.check_repeatable(lambda: _Tape.record(call, point).output, tape.output)
@@ -100,9 +100,8 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
         if point.dim() == 3:
             _check_independent_items(call, point, tape)
         if not pulled.any():
-            _doubt(
-                notes, "the Jacobian of f is exactly zero at x: f is constant or piecewise constant there, as round is."
-            )
+            why = "f is constant or piecewise constant there, as round is."
+            _doubt(notes, f"the Jacobian of f is exactly zero at x: {why}")
         push, noise = _forward_products(call, point, tape, u, pulled, notes)
     return FunctionJacobian(point, tape, push, tuple(notes), noise)
 
@@ -122,18 +121,13 @@ class FunctionJacobian(JacobianOperator):
         self.dtype, self.device = x.dtype, x.device
         self.blur, self.noise = _BLUR * torch.finfo(x.dtype).eps, noise
         self.method, self.notes = push.name, notes
-        self._push, self._pull = push, _Products("vjp", tape.pull, tape.pull_many)
+        self._push, self._pull = push, tape.products
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._product(self._push, v, self.in_shape)
 
     def rmatvec(self, u: Tensor) -> Tensor:
         return self._product(self._pull, u, self.out_shape)
-
-    def matvecs(self, vectors: Tensor) -> Tensor:
-        """J v for vectors stacked along a new first axis, together where f can be batched."""
-        with exact_autograd(self.device):
-            return self._push.stacked(vectors.detach().to(self.device, self.dtype)).detach()
 
     def columns(self, index: Tensor) -> Tensor:
         return self._on_basis(self._push, index, self.in_shape)
@@ -152,13 +146,7 @@ class FunctionJacobian(JacobianOperator):
         numbers = max(self.batch_size, 1) * max(self.in_size, self.out_size)
         chunk = max(1, min(256, _NUMBERS_PER_CHUNK // numbers))
         with exact_autograd(self.device):
-            parts = [products.stacked(self._unit_vectors(i, shape)) for i in index.split(chunk)]
-        return torch.cat(parts).detach()
-
-    def _unit_vectors(self, index: Tensor, shape: torch.Size) -> Tensor:
-        units = torch.zeros(len(index), math.prod(shape), dtype=self.dtype, device=self.device)
-        units[torch.arange(len(index)), index] = 1
-        return units.reshape(-1, *[1] * len(self.batch_shape), *shape).expand(-1, *self.batch_shape, *shape)
+            return torch.cat([products.stacked(self._units(i, shape)) for i in index.split(chunk)]).detach()
 
 
 @dataclass(frozen=True)
@@ -188,17 +176,15 @@ class _Tape:
         leaf = x.detach().clone().requires_grad_()
         return cls(leaf, call(leaf))
 
-    def pull(self, u: Tensor) -> Tensor:
-        return self._grad(u)
+    @property
+    def products(self) -> _Products:
+        return _Products("vjp", self.pull, partial(self.pull, batched=True))
 
-    def pull_many(self, us: Tensor) -> Tensor:
-        return self._grad(us, is_grads_batched=True)
-
-    def _grad(self, u: Tensor, **options: bool) -> Tensor:
+    def pull(self, u: Tensor, batched: bool = False) -> Tensor:
         gradient = None
         if self.output.requires_grad:
             (gradient,) = torch.autograd.grad(
-                self.output, self.leaf, u, retain_graph=True, allow_unused=True, **options
+                self.output, self.leaf, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
             )
         if gradient is None:
             raise NotDifferentiable(
@@ -233,18 +219,18 @@ def tensor_map(f: Callable[[Tensor], Any], given: torch.dtype, dtype: torch.dtyp
 def _with_own_state(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
     """The module with detached parameters in ``dtype``, and fresh copies of its buffers for each call."""
 
-    def own(tensor: Tensor) -> Tensor:
+    def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
         return tensor.clone() if tensor.is_inference() else tensor
 
-    parameters = {name: own(p) for name, p in module.named_parameters()}
-    buffers = {name: own(b) for name, b in module.named_buffers()}
+    parameters = {name: copied(p) for name, p in module.named_parameters()}
+    buffers = {name: copied(b) for name, b in module.named_buffers()}
     return lambda x: functional_call(module, parameters | {name: b.clone() for name, b in buffers.items()}, (x,))
 
 
 def _reads_sequence_first(module: nn.Module, call: Map, x: Tensor) -> bool:
     """Whether the module takes (n, batch, d): a part says ``batch_first=False`` and the items of a batch would mix."""
-    if all(getattr(part, "batch_first", True) for part in module.modules()):
+    if all(getattr(inner, "batch_first", True) for inner in module.modules()):
         return False
     try:
         tape = _Tape.record(call, _at_least_two(x))
@@ -253,7 +239,7 @@ def _reads_sequence_first(module: nn.Module, call: Map, x: Tensor) -> bool:
     return len(tape.output) != len(tape.leaf) or checks.mixes_items(tape.pull, tape.output)
 
 
-def _exchange_axes(call: Map) -> Map:
+def _with_axes_exchanged(call: Map) -> Map:
     return lambda x: call(x.transpose(0, 1)).transpose(0, 1)
 
 
@@ -319,7 +305,8 @@ def _forward_products(
         notes.append(f"forward mode is not possible: {first_line(error, kind=True)}")
     else:
         if agrees(jv, "forward mode"):
-            return _linearized(call, x, v, jv, notes) or _pushed_forward(call, x), noise
+            pushed = lambda v: jvp(call, (x,), (v,))[1]  # noqa: E731
+            return _linearized(call, x, v, jv, notes) or _Products("torch.func jvp", pushed, vmap(pushed)), noise
     try:
         products = _double_backward(tape)
         if agrees(products.one(v), "double backward"):
@@ -363,24 +350,14 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
     return _Products("torch.func linearize", one, vmap(one))
 
 
-def _pushed_forward(call: Map, x: Tensor) -> _Products:
-    def one(v: Tensor) -> Tensor:
-        return jvp(call, (x,), (v,))[1]
-
-    return _Products("torch.func jvp", one, vmap(one))
-
-
 def _double_backward(tape: _Tape) -> _Products:
     u = torch.zeros_like(tape.output).requires_grad_()
     (pulled,) = torch.autograd.grad(tape.output, tape.leaf, u, create_graph=True)
 
-    def one(v: Tensor) -> Tensor:
-        return torch.autograd.grad(pulled, u, v, retain_graph=True)[0]
+    def push(v: Tensor, batched: bool = False) -> Tensor:
+        return torch.autograd.grad(pulled, u, v, retain_graph=True, is_grads_batched=batched)[0]
 
-    def many(vs: Tensor) -> Tensor:
-        return torch.autograd.grad(pulled, u, vs, retain_graph=True, is_grads_batched=True)[0]
-
-    return _Products("double backward", one, many)
+    return _Products("double backward", push, partial(push, batched=True))
 
 
 def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
@@ -394,8 +371,8 @@ def _dense_rows(x: Tensor, tape: _Tape) -> _Products:
             "by |a|² - 2ab + |b|²), or measure fewer tokens."
         )
     basis = torch.eye(out_size, dtype=x.dtype, device=x.device).unsqueeze(1).expand(-1, batch, -1)
-    pull = _Products("vjp", tape.pull, tape.pull_many)
-    rows = [pull.stacked(part.reshape(-1, *y.shape)) for part in basis.split(max(1, _NUMBERS_PER_CHUNK // x.numel()))]
+    chunks = basis.split(max(1, _NUMBERS_PER_CHUNK // x.numel()))
+    rows = [tape.products.stacked(units.reshape(-1, *y.shape)) for units in chunks]
     matrix = torch.cat(rows).reshape(out_size, batch, in_size).movedim(0, 1)
 
     def one(v: Tensor) -> Tensor:

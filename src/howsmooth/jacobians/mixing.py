@@ -26,10 +26,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums
+from howsmooth.jacobians.point import Point
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -81,8 +83,9 @@ class Logits:
     eps: float
 
     @classmethod
-    def between(cls, query: Tensor, key: Tensor, maps: Maps, terms: Terms, softcap: float | None) -> Logits:
-        return cls(query, key, replace(maps, like=query), terms, softcap, torch.finfo(query.dtype).eps)
+    def between(cls, query: Tensor, key: Tensor, attention: AttentionMap) -> Logits:
+        maps = Maps.every(len(query) // attention.heads, attention.heads, query.shape[1], query)
+        return cls(query, key, maps, attention.terms, attention.softcap, torch.finfo(query.dtype).eps)
 
     def of(self, tile: Tile) -> Tensor:
         """The logits of a tile."""
@@ -97,10 +100,6 @@ class Logits:
         assert self.softcap is not None
         capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
         return 1 - capped.square_()
-
-    def select(self, index: Tensor, query: Tensor, key: Tensor) -> Logits:
-        """The logits of some maps, whose queries and keys are given."""
-        return replace(self, query=query, key=key, maps=self.maps.select(index))
 
 
 @dataclass(frozen=True)
@@ -124,39 +123,27 @@ class Mixing:
 
     @classmethod
     @torch.no_grad()
-    def at(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        maps: Maps,
-        terms: Terms,
-        *,
-        dtype: torch.dtype | None = None,
-        softcap: float | None = None,
-        softmax: bool = True,
-        memory: int = 2**29,
-    ) -> Mixing:
+    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
-        Logits are evaluated in the dtype of the tokens given, which may be wider than the ``dtype`` of the products.
+        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products.
         """
-        dtype = query.dtype if dtype is None else dtype
-        exact = Logits.between(query, key, maps, terms, softcap)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
+        softmax = attention.weighting == "softmax"
+        exact = Logits.between(point.query, point.key, attention)
+        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
         seen = MomentSums(key, value, centred=softmax)
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        logits = Logits.between(query, key, maps, terms, softcap)
+        logits = Logits.between(query, key, attention)
         self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
         kept: list[Tile] = []
         for band in self._bands():
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
-            found = [exact.of(tile) for tile in band] if narrow else None
+            held = [exact.of(tile) for tile in band] if narrow else None
             if softmax and band:
                 rows = band[0].queries
-                self.tops[rows] = _top(found or map(exact.of, band))
-                self.sums[rows] = _sum(found or map(exact.of, band), self.tops[rows])
-            for tile, logit in zip(band, found or map(exact.of, band), strict=True):
+                self.tops[rows] = _top(held or map(exact.of, band))
+                self.sums[rows] = _sum(held or map(exact.of, band), self.tops[rows])
+            for tile, logit in zip(band, held or map(exact.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit, exact)
                 seen.add(tile.queries, tile.keys, weights)
                 size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
@@ -195,14 +182,14 @@ class Mixing:
             row_sums = torch.zeros_like(self.sums)
         for tile in self.tiles:
             weights, slopes = self._weights(tile)
-            part = dout[tile.queries]
+            rows = dout[tile.queries]
             if score:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
-                part.baddbmm_(moved, self.value[tile.keys])
+                rows.baddbmm_(moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
             if dvalue is not None:
-                part.baddbmm_(weights, dvalue[tile.keys])
+                rows.baddbmm_(weights, dvalue[tile.keys])
         return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,8 +217,8 @@ class Mixing:
             inside = (index >= tile.maps.start) & (index < tile.maps.stop)
             if not bool(inside.any()):
                 continue
-            place = inside.nonzero().flatten()
-            span = slice(int(place[0]), int(place[-1]) + 1)
+            members = inside.nonzero().flatten()
+            span = slice(int(members[0]), int(members[-1]) + 1)
             local = index[inside] - tile.maps.start
             weights, slopes = tile.weights, tile.slopes
             if weights is not None and slopes is not None and len(local) < len(weights):
@@ -239,19 +226,11 @@ class Mixing:
                 weights = weights[local]
                 slopes = weights if same else slopes[local]
             tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
-        return replace(
-            self,
-            query=self.query[index],
-            key=self.key[index],
-            value=self.value[index],
-            output=self.output[index],
-            tops=self.tops[index],
-            sums=self.sums[index],
-            tiles=tuple(tiles),
-            logits=self.logits.select(index, self.query[index], self.key[index]),
-            moments=self.moments.select(index),
-            work=_Workspace(),
-        )
+        tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
+        maps = self.logits.maps.select(index)
+        logits = replace(self.logits, query=tensors["query"], key=tensors["key"], maps=maps)
+        moments = self.moments.select(index)
+        return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace())
 
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
@@ -323,13 +302,13 @@ class _Workspace:
 
 def _top(logits: Iterable[Tensor]) -> Tensor:
     """The largest logit of every row over several tiles; 0 for rows that see nothing, whose weights are exp(−∞) = 0."""
-    top = torch.cat([part.amax(-1, keepdim=True) for part in logits], dim=-1).amax(-1, keepdim=True)
+    top = torch.cat([tile.amax(-1, keepdim=True) for tile in logits], dim=-1).amax(-1, keepdim=True)
     return top.masked_fill(top == float("-inf"), 0.0)
 
 
 def _sum(logits: Iterable[Tensor], top: Tensor) -> Tensor:
     """Σ exp(s − top) of every row over several tiles, in the dtype of ``top``; 1 for rows that see nothing."""
     total = torch.zeros_like(top)
-    for part in logits:
-        total += (part - top).to(top.dtype).exp_().sum(-1, keepdim=True)
+    for tile in logits:
+        total += (tile - top).to(top.dtype).exp_().sum(-1, keepdim=True)
     return total.masked_fill(total == 0, 1.0)

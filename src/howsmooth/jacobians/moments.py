@@ -75,9 +75,8 @@ class MomentSums:
         total = total.masked_fill(total == 0, 1.0)
 
         def about(square: Tensor, centre: Tensor) -> Tensor:
-            return (
-                torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square) if self.centred else square
-            )
+            apart = torch.minimum((square - centre).clamp_min(0.0) + rounding * square, square)
+            return apart if self.centred else square
 
         def root(square: Tensor, longest: Tensor | float = 1.0) -> Tensor:
             return (square.sqrt() * longest).squeeze(-1)
@@ -85,7 +84,7 @@ class MomentSums:
         centre = value / total if self.centred else torch.zeros_like(value)
         far = centre.square().sum(-1, keepdim=True) * lone_total
         both = (lone_square.sqrt() + far.sqrt()).square()
-        apart = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
+        between = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
         longest_key, longest_value = self.longest_key.double(), self.longest_value.double()
         return Moments(
             root(key_square, longest_key),
@@ -93,7 +92,7 @@ class MomentSums:
             root(value_square, longest_value),
             root(about(value_square, value.square().sum(-1, keepdim=True) / total), longest_value),
             root(both, longest_value),
-            root(torch.minimum(apart.clamp_min(0.0) + rounding * both, both), longest_value),
+            root(torch.minimum(between.clamp_min(0.0) + rounding * both, both), longest_value),
             root(lone_total),
             self.columns.amax(-1).double(),
         )

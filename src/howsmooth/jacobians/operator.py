@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,11 +99,11 @@ class JacobianOperator(ABC):
 
     def columns(self, index: Tensor) -> Tensor:
         """Columns of J at the flat input coordinates ``index``: ``(len(index),) + batch_shape + out_shape``."""
-        return torch.stack([self.matvec(e) for e in self._basis(index, self.in_shape)])
+        return torch.stack([self.matvec(self._units(i, self.in_shape)[0]) for i in index.split(1)])
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of J at the flat output coordinates ``index``: ``(len(index),) + batch_shape + in_shape``."""
-        return torch.stack([self.rmatvec(e) for e in self._basis(index, self.out_shape)])
+        return torch.stack([self.rmatvec(self._units(i, self.out_shape)[0]) for i in index.split(1)])
 
     def line_costs(self) -> tuple[float, float]:
         """What all rows, and what all columns, of J cost in products: out_size and in_size without a short cut."""
@@ -151,12 +151,11 @@ class JacobianOperator(ABC):
             dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
         )
 
-    def _basis(self, index: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-        size = math.prod(shape)
-        for i in index.tolist():
-            e = torch.zeros(size, dtype=self.dtype, device=self.device)
-            e[i] = 1
-            yield e.reshape(shape).expand((*self.batch_shape, *shape))
+    def _units(self, index: Tensor, shape: torch.Size) -> Tensor:
+        """Unit vectors at flat coordinates, the same for every map: ``(len(index),) + batch_shape + shape``."""
+        units = torch.zeros(len(index), math.prod(shape), dtype=self.dtype, device=self.device)
+        units[torch.arange(len(index)), index] = 1
+        return units.reshape(-1, *[1] * len(self.batch_shape), *shape).expand(-1, *self.batch_shape, *shape)
 
     def __repr__(self) -> str:
         batch = f", batch={tuple(self.batch_shape)}" if self.batch_shape else ""

@@ -19,22 +19,11 @@ from howsmooth.jacobians.rounding import per_map, spread_of_sum
 
 
 @dataclass(frozen=True)
-class Derivatives:
-    """Derivatives of the token stages of queries, keys and values."""
-
-    query: Chain
-    key: Chain
-    value: Chain
-
-    def select(self, index: Tensor) -> Derivatives:
-        return Derivatives(self.query.select(index), self.key.select(index), self.value.select(index))
-
-
-@dataclass(frozen=True)
 class Point:
-    """Queries, keys and values after their stages, ``(maps, n, width)``, with the derivatives of those stages.
+    """Queries, keys and values after their stages, ``(maps, n, width)``.
 
     Attributes:
+        chains: the derivatives of the stages of queries, keys and values.
         errors: for queries, keys and values, how far from the truth a token of each map may be, its last rounding to
             the dtype apart, ``(maps,)``.
         sizes: for queries, keys and values, the largest norm of the derivative of the stages, ``(maps,)``.
@@ -43,7 +32,7 @@ class Point:
     query: Tensor
     key: Tensor
     value: Tensor
-    derivatives: Derivatives
+    chains: tuple[Chain, ...]
     errors: tuple[Tensor, ...]
     sizes: tuple[Tensor, ...]
 
@@ -53,16 +42,16 @@ class Point:
         wide = dtype if x.device.type == "mps" else torch.float64
         tokens = x.to(wide)
         centre = tokens.mean(-2, keepdim=True)
-        raw = [part.flatten(0, 1) for part in attention.project_about(tokens, centre)]
-        through = [Chain.through(own, t) for own, t in zip(attention.stages(raw[0], raw[1]), raw, strict=True)]
+        raw = [projected.flatten(0, 1) for projected in attention.project_about(tokens, centre)]
+        through = [Chain.through(stages, t) for stages, t in zip(attention.stages(*raw[:2]), raw, strict=True)]
         staged, sizes = [t for t, _ in through], [_largest_size(chain, t) for t, chain in through]
         errors = _errors(attention, tokens - centre, centre, raw, staged, sizes)
         query, key, value = staged
         if attention.weighting == "softmax":
             value = value - value.mean(-2, keepdim=True)
             key = key if attention.softcap is not None else key - key.mean(-2, keepdim=True)
-        chains = (chain.to(dtype) for _, chain in through)
-        return cls(query, key, value, Derivatives(*chains), errors, tuple(sizes))
+        chains = tuple(chain.to(dtype) for _, chain in through)
+        return cls(query, key, value, chains, errors, tuple(sizes))
 
 
 def _errors(
@@ -75,7 +64,7 @@ def _errors(
     biases = (attention.query_bias, attention.key_bias, attention.value_bias)
     meeting = torch.maximum(_longest(raw[0]), _longest(raw[1]))  # stages of queries and keys may look at both
     largest = (meeting, meeting, _longest(raw[2]))
-    found = []
+    errors = []
     for i, free in enumerate((False, *attention.free_of_constants)):
         length = per_map(torch.linalg.matrix_norm(weights[i].double()), reach, attention)
         projected = length * (reach if free else reach + offset)
@@ -83,8 +72,8 @@ def _errors(
         if bias is not None and not free:
             projected = projected + per_map(torch.linalg.vector_norm(bias.double(), dim=-1), reach, attention)
         before = spread_of_sum(moved.shape[-1]) * projected + 4 * largest[i]
-        found.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
-    return tuple(found)
+        errors.append(eps * (sizes[i] * before + 4 * _longest(staged[i])))
+    return tuple(errors)
 
 
 def _longest(tokens: Tensor) -> Tensor:

@@ -21,8 +21,18 @@ Heads = tuple[Tensor, Tensor, Tensor]
 class Projection(ABC):
     """The linear ends of an attention map, seen as a batch of maps on tokens."""
 
-    in_width: int
-    out_width: int
+    weight_in: Tensor
+    weight_out: Tensor
+
+    @property
+    def in_width(self) -> int:
+        """Width of a token that goes in."""
+        return self.weight_in.shape[-2]
+
+    @property
+    def out_width(self) -> int:
+        """Width of a token that comes out."""
+        return self.weight_out.shape[-1]
 
     @abstractmethod
     def into_heads(self, v: Tensor) -> Heads:
@@ -55,7 +65,7 @@ class BlockProjection(Projection):
 
     weight_in: Tensor
     weight_out: Tensor
-    widths: tuple[int, int, int]
+    widths: tuple[int, ...]
     heads: int
     kv_heads: int
 
@@ -63,35 +73,23 @@ class BlockProjection(Projection):
     def of(cls, attention: AttentionMap, dtype: torch.dtype | None = None) -> BlockProjection:
         """The projection of a map, in its own dtype or another."""
         dtype = attention.dtype if dtype is None else dtype
-        parts = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
+        weights = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
+        weight_in = torch.cat([weight.flatten(0, 1) for weight in weights]).mT.contiguous()
+        widths = tuple(weight.shape[1] for weight in weights)
         return cls(
-            torch.cat([part.flatten(0, 1) for part in parts]).mT.contiguous(),
-            attention.output_weight.to(dtype).flatten(0, 1),
-            (parts[0].shape[1], parts[1].shape[1], parts[2].shape[1]),
-            attention.heads,
-            attention.kv_heads,
+            weight_in, attention.output_weight.to(dtype).flatten(0, 1), widths, attention.heads, attention.kv_heads
         )
-
-    @property
-    def in_width(self) -> int:  # type: ignore[override]
-        return self.weight_in.shape[0]
-
-    @property
-    def out_width(self) -> int:  # type: ignore[override]
-        return self.weight_out.shape[1]
 
     def into_heads(self, v: Tensor) -> Heads:
-        groups = self._groups()
-        parts = (v @ self.weight_in).split([count * width for count, width in groups], dim=-1)
-        query, key, value = (
-            part.unflatten(-1, group).transpose(1, 2) for part, group in zip(parts, groups, strict=True)
-        )
+        heads = list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
+        projected = (v @ self.weight_in).split([count * width for count, width in heads], dim=-1)
+        query, key, value = (t.unflatten(-1, shape).transpose(1, 2) for t, shape in zip(projected, heads, strict=True))
         return query.flatten(0, 1), self._repeat(key), self._repeat(value)
 
     def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
         query = gquery.unflatten(0, (-1, self.heads))
-        parts = (query, self._gather(gkey), self._gather(gvalue))
-        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1) @ self.weight_in.mT
+        grads = (query, self._gather(gkey), self._gather(gvalue))
+        return torch.cat([grad.transpose(1, 2).flatten(2) for grad in grads], dim=-1) @ self.weight_in.mT
 
     def combine(self, mixed: Tensor) -> Tensor:
         return mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2) @ self.weight_out
@@ -105,9 +103,6 @@ class BlockProjection(Projection):
 
     def select(self, index: Tensor) -> Projection:
         return self
-
-    def _groups(self) -> list[tuple[int, int]]:
-        return list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
 
     def _repeat(self, shared: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
@@ -130,7 +125,7 @@ class HeadProjection(Projection):
 
     weight_in: Tensor  # (maps, width, q + k + v)
     weight_out: Tensor  # (maps, v, width_out)
-    widths: tuple[int, int, int]
+    widths: tuple[int, ...]
     basis_in: Tensor | None = None  # (maps, d, width)
     basis_out: Tensor | None = None  # (maps, d_out, width_out)
 
@@ -138,8 +133,8 @@ class HeadProjection(Projection):
     def of(cls, attention: AttentionMap, batch: int, reduced: bool, dtype: torch.dtype) -> HeadProjection:
         group = attention.heads // attention.kv_heads
         shared = (w.repeat_interleave(group, dim=0) for w in (attention.key_weight, attention.value_weight))
-        parts = (attention.query_weight, *shared)
-        weight_in = torch.cat(parts, dim=1).to(dtype).mT.contiguous()
+        weights = (attention.query_weight, *shared)
+        weight_in = torch.cat(weights, dim=1).to(dtype).mT.contiguous()
         weight_out = attention.output_weight.to(dtype)
         basis_in = basis_out = None
         if reduced and weight_in.shape[-1] < weight_in.shape[-2]:
@@ -148,24 +143,10 @@ class HeadProjection(Projection):
             basis_out, triangle = torch.linalg.qr(weight_out.mT)
             weight_out = triangle.mT
 
-        def per_map(weight: Tensor | None) -> Tensor | None:
-            return None if weight is None else weight.repeat(batch, 1, 1)
-
-        return cls(
-            weight_in.repeat(batch, 1, 1),
-            weight_out.repeat(batch, 1, 1),
-            (parts[0].shape[1], parts[1].shape[1], parts[2].shape[1]),
-            per_map(basis_in),
-            per_map(basis_out),
+        widths = tuple(weight.shape[1] for weight in weights)
+        return cls(weight_in, weight_out, widths, basis_in, basis_out).select(
+            torch.arange(len(weight_in)).repeat(batch)
         )
-
-    @property
-    def in_width(self) -> int:  # type: ignore[override]
-        return self.weight_in.shape[1]
-
-    @property
-    def out_width(self) -> int:  # type: ignore[override]
-        return self.weight_out.shape[2]
 
     def into_heads(self, v: Tensor) -> Heads:
         query, key, value = (v @ self.weight_in).split(self.widths, dim=-1)
@@ -183,7 +164,7 @@ class HeadProjection(Projection):
     def maps_of(self, index: Tensor) -> Tensor:
         return index
 
-    def select(self, index: Tensor) -> Projection:
+    def select(self, index: Tensor) -> HeadProjection:
         basis_in = None if self.basis_in is None else self.basis_in[index]
         basis_out = None if self.basis_out is None else self.basis_out[index]
         return HeadProjection(self.weight_in[index], self.weight_out[index], self.widths, basis_in, basis_out)

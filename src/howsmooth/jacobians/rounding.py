@@ -38,6 +38,7 @@ All of it times a bound on ‖W_o‖. For a block of heads the errors are stacke
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,13 +61,7 @@ class Noise:
 
     @classmethod
     def of(
-        cls,
-        attention: AttentionMap,
-        point: Point,
-        mixing: Mixing,
-        *,
-        by_head: bool,
-        norms: tuple[Tensor, ...] | None = None,
+        cls, attention: AttentionMap, point: Point, mixing: Mixing, by_head: bool, norms: Sequence[Tensor] | None = None
     ) -> Noise:
         """The bounds for every head, its share of the output projection included.
 
@@ -82,12 +77,10 @@ class Noise:
         norms = input_norms(attention, point, dtype) if norms is None else norms
         apart, whole = _sizes(mixing)
         weights = _weight_errors(mixing, point)
-        score, value = (
-            (weights + eps * ends) * (norms[0] * apart.query + 2 * norms[1] * apart.key)
-            + eps * products * (norms[0] * whole.query + norms[1] * whole.key)
-            + _token_errors(mixing, point, norms),
-            (weights + eps * (ends + products)) * norms[2] * apart.value,
-        )
+        score = (weights + eps * ends) * (norms[0] * apart[0] + 2 * norms[1] * apart[1])
+        score = score + eps * products * (norms[0] * whole[0] + norms[1] * whole[1])
+        score = score + _token_errors(mixing, point, norms)
+        value = (weights + eps * (ends + products)) * norms[2] * apart[2]
         lost = _underflow(mixing, attention.in_features, norms)
         output = attention.output_weight.to(dtype)
         out = per_map(schatten_8(output), score, attention) if by_head else schatten_8(output.flatten(0, 1))
@@ -102,17 +95,8 @@ class Noise:
         return {"score": self.score, "value": self.value}.get(path, self.score + self.value)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Norms of the three parts of dO as maps of dq, dk and dv, ``(maps,)``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-def _sizes(mixing: Mixing) -> tuple[_Sizes, _Sizes]:
-    """The sizes ``apart`` and ``whole`` of every map."""
+def _sizes(mixing: Mixing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The sizes ``apart`` and ``whole``: norms of the three parts of dO as maps of dq, dk and dv, ``(maps,)`` each."""
     seen, query, root = mixing.moments, _lengths(mixing.query), mixing.moments.sink.sqrt()
 
     def of_keys(rows: Tensor, lone: Tensor) -> Tensor:
@@ -121,8 +105,8 @@ def _sizes(mixing: Mixing) -> tuple[_Sizes, _Sizes]:
     key = seen.key_spread if mixing.logits.softcap is None else seen.key  # under a soft-cap slopes do not sum to zero
     value = torch.minimum(root, torch.linalg.vector_norm(seen.lone, dim=-1))
     return (
-        _Sizes((key * seen.value_spread).amax(-1), of_keys(seen.value_spread, seen.lone_spread), value),
-        _Sizes((seen.key * seen.value).amax(-1), of_keys(seen.value, seen.lone_value), value),
+        ((key * seen.value_spread).amax(-1), of_keys(seen.value_spread, seen.lone_spread), value),
+        ((seen.key * seen.value).amax(-1), of_keys(seen.value, seen.lone_value), value),
     )
 
 
@@ -142,7 +126,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
     return relative * (1 + relative)
 
 
-def _token_errors(mixing: Mixing, point: Point, norms: tuple[Tensor, ...]) -> Tensor:
+def _token_errors(mixing: Mixing, point: Point, norms: Sequence[Tensor]) -> Tensor:
     """What the errors of q, k and v before their last rounding do to the score path."""
     seen, root = mixing.moments, mixing.moments.sink.sqrt()
     query_error, key_error, value_error = point.errors
@@ -151,7 +135,7 @@ def _token_errors(mixing: Mixing, point: Point, norms: tuple[Tensor, ...]) -> Te
     return norms[0] * through_query + norms[1] * through_key * root
 
 
-def _underflow(mixing: Mixing, in_features: int, norms: tuple[Tensor, ...]) -> Tensor:
+def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Tensor:
     n, width = mixing.query.shape[1], mixing.query.shape[2] + mixing.value.shape[2]
     query, key, value = (_lengths(t).amax(-1) for t in (mixing.query, mixing.key, mixing.value))
     operations = math.sqrt(n * width) * (n + width + in_features)

@@ -41,8 +41,9 @@ class TokenBlocks(JacobianOperator):
         if not mixing.softmax:
             self.centre = torch.zeros_like(self.centre)
         spread = self.slopes * (self.value - self.centre)  # (rows, heads, n, v)
-        self.own = mixing.key.mT @ spread  # Σ_l D_il k_l (v_l − o_i)ᵀ, (rows, heads, k, v)
-        self.place = torch.arange(rows.start, rows.stop, device=weights.device)
+        self.pull = mixing.key.mT @ spread  # Σ_l D_il k_l (v_l − o_i)ᵀ, (rows, heads, k, v)
+        tokens = torch.arange(rows.start, rows.stop, device=weights.device)
+        self.diagonal = tokens - rows.start, slice(None), tokens  # (row i, every head, key i) of (rows, heads, n, ·)
         self.parent, self.projection = parent, parent.projection
         self.by_head = parent.by_head
         count = rows.stop - rows.start
@@ -54,12 +55,11 @@ class TokenBlocks(JacobianOperator):
 
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
-        query, key, value = (self._split(t) for t in self.projection.into_heads(v))
-        chains = self.parent.derivatives
-        query, key, value = chains.query.jvp(query), chains.key.jvp(key), chains.value.jvp(value)
+        heads = zip(self.parent.chains, self.projection.into_heads(v), strict=True)
+        query, key, value = (chain.jvp(self._split(t)) for chain, t in heads)
         mixed = self.weights * value
         mixed += self.slopes * (self.query * key).sum(-1, keepdim=True) * (self.value - self.centre)
-        mixed[self._diagonal()] += (self._own_tokens(query)[..., None, :] @ self.own).squeeze(-2)
+        mixed[self.diagonal] += (query[self.diagonal][..., None, :] @ self.pull).squeeze(-2)
         return self.projection.combine(self._join(mixed))
 
     @torch.no_grad()
@@ -69,20 +69,12 @@ class TokenBlocks(JacobianOperator):
         along = self.slopes * (grad * (self.value - self.centre)).sum(-1, keepdim=True)
         gkey = along * self.query
         gquery = torch.zeros_like(gkey)
-        gquery[self._diagonal()] = (self.own @ self._own_tokens(grad)[..., None]).squeeze(-1)
-        chains = self.parent.derivatives
-        back = (chains.query.vjp(gquery), chains.key.vjp(gkey), chains.value.vjp(gvalue))
-        return self.projection.from_heads(*(self._join(t) for t in back))
-
-    def _diagonal(self) -> tuple[Tensor, slice, Tensor]:
-        """Index of the entries (row i, every head, key i) of a ``(rows, heads, n, ·)`` tensor."""
-        return torch.arange(len(self.place), device=self.device), slice(None), self.place
-
-    def _own_tokens(self, tensor: Tensor) -> Tensor:
-        return tensor[self._diagonal()]
+        gquery[self.diagonal] = (self.pull @ grad[self.diagonal][..., None]).squeeze(-1)
+        heads = zip(self.parent.chains, (gquery, gkey, gvalue), strict=True)
+        return self.projection.from_heads(*(self._join(chain.vjp(t)) for chain, t in heads))
 
     def _split(self, tensor: Tensor) -> Tensor:
-        return tensor if self.by_head else tensor.unflatten(0, (len(self.place), -1))
+        return tensor if self.by_head else tensor.unflatten(0, (self.batch_shape[0], -1))
 
     def _join(self, tensor: Tensor) -> Tensor:
         return tensor if self.by_head else tensor.flatten(0, 1)

@@ -18,25 +18,6 @@ from howsmooth.meanfield.measure import Measure
 from howsmooth.meanfield.ratios import largest_ratio, ratio
 from howsmooth.meanfield.two_atom import TwoAtom, two_atom, two_atom_measure
 
-__all__ = [
-    "Field",
-    "FieldJacobian",
-    "LocalConstant",
-    "LogMass",
-    "Measure",
-    "Past",
-    "TwoAtom",
-    "WeightedJacobian",
-    "conditional",
-    "distance",
-    "field",
-    "largest_ratio",
-    "local_constant",
-    "push",
-    "ratio",
-    "two_atom",
-    "two_atom_measure",
-    "w2",
-    "wasserstein",
-    "weighted",
-]
+__all__ = ["Field", "FieldJacobian", "LocalConstant", "LogMass", "Measure", "Past", "TwoAtom", "WeightedJacobian"]
+__all__ += ["conditional", "distance", "field", "largest_ratio", "local_constant", "push", "ratio", "two_atom"]
+__all__ += ["two_atom_measure", "w2", "wasserstein", "weighted"]

@@ -23,7 +23,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.checks import check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
-from howsmooth.meanfield.measure import Measure, check_measure
+from howsmooth.meanfield.measure import Measure
 
 _POINTS_AT_ONCE = 512
 
@@ -90,24 +90,22 @@ def weighted(
         attention: unmasked when the measure has no positions, causal when it has; without rotary or relative positions.
         points, positions: further tokens, of weight zero, behind the atoms.
     """
-    found = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
+    map_ = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
     tokens, weights, places = measure.atoms, measure.weights, measure.positions
     if points is not None:
         check_finite(check_tensor(points, "points"), "points")
         if points.shape != (len(points), measure.width):
             raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
-    if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
-        raise InvalidInput("further tokens need positions when the measure has them, and only then.")
-    if positions is not None:
-        _check_vector(positions, "positions")
-    if points is not None:
         tokens = torch.cat([tokens, points])
         weights = torch.cat([weights, weights.new_zeros(len(points))])
+    if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
+        raise InvalidInput("further tokens need positions when the measure has them, and only then.")
     if places is not None and positions is not None:
+        _check_vector(positions, "positions")
         places = torch.cat([places, positions])
     terms = [LogMass(weights)] if places is None else [LogMass(weights), Past(places)]
-    found.logit_biases = nn.ModuleList(terms)
-    return found, tokens
+    map_.logit_biases = nn.ModuleList(terms)
+    return map_, tokens
 
 
 @dataclass(frozen=True)
@@ -120,13 +118,13 @@ class Field:
     def __call__(self, points: Tensor, positions: Tensor | None = None) -> Tensor:
         """Γ_μ at points, ``(q, d)`` → ``(q, d_out)``; under a mask at pairs of positions, ``(q,)``, and points."""
         self._check(points, positions)
-        found = []
+        images = []
         for start in range(0, len(points), _POINTS_AT_ONCE):
             some = slice(start, start + _POINTS_AT_ONCE)
             places = None if positions is None else positions[some].double()
             map_, tokens = weighted(self.attention, self.measure, points[some].double(), places)
-            found.append(map_(tokens)[len(self.measure) :])
-        return torch.cat(found)
+            images.append(map_(tokens)[len(self.measure) :])
+        return torch.cat(images)
 
     def _check(self, points: Tensor, positions: Tensor | None) -> None:
         width, places = self.measure.width, self.measure.positions
@@ -175,23 +173,21 @@ def push(attention: nn.Module, measure: Measure) -> Measure:
 
 def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
     """The attention as a map that measures can be put into."""
-    check_measure(measure)
-    found = as_attention(attention) if isinstance(attention, nn.Module) else None
-    if found is None:
+    map_ = as_attention(attention)
+    if map_ is None:
         raise InvalidInput(
             f"a measure needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
             ".from_torch or .from_transformers."
         )
-    if found.weighting != "softmax":
+    if map_.weighting != "softmax":
         raise InvalidInput(
-            f"{found.kind} attention is no average over its keys, hence no map of measures: use softmax weights."
+            f"{map_.kind} attention is no average over its keys, hence no map of measures: use softmax weights."
         )
-    if any(isinstance(stage, Rotary) for stage in [*found.query_stages, *found.key_stages]):
+    if any(isinstance(stage, Rotary) for stage in [*map_.query_stages, *map_.key_stages]):
         raise InvalidInput("rotary positions count tokens, which a measure cannot: leave them out of the attention.")
-    terms = list(found.logit_terms())
-    causal = found.terms.is_causal
-    if not causal and not found.terms.is_nothing:
-        names = ", ".join(type(term).__name__ for term in terms)
+    causal = map_.terms.is_causal
+    if not causal and not map_.terms.is_nothing:
+        names = ", ".join(type(term).__name__ for term in map_.logit_terms())
         raise InvalidInput(f"on measures attention is unmasked or causal, but this one has {names}: leave it out.")
     if causal and measure.positions is None:
         raise InvalidInput("causal attention needs positions: build the measure with Measure.of_tokens or give them.")
@@ -199,8 +195,8 @@ def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
         raise InvalidInput(
             "this measure has positions, but the attention is not causal: leave out one or mask the other."
         )
-    if found.in_features != measure.width:
-        raise InvalidInput(f"the atoms are {measure.width} wide, but the attention takes {found.in_features}.")
-    for name, weight in found.state_dict().items():
+    if map_.in_features != measure.width:
+        raise InvalidInput(f"the atoms are {measure.width} wide, but the attention takes {map_.in_features}.")
+    for name, weight in map_.state_dict().items():
         check_finite(weight, f"the weight {name}")
-    return found
+    return map_

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from howsmooth.checks import door
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.meanfield.attention import weighted
-from howsmooth.meanfield.measure import Measure, check_measure
+from howsmooth.meanfield.measure import Measure
 from howsmooth.measuring import solve
 from howsmooth.norms import Measurement
 
@@ -72,10 +72,8 @@ class FieldJacobian(JacobianOperator):
 
     @door
     def __init__(self, attention: nn.Module, measure: Measure):
-        check_measure(measure)
         self.inner = attention_jacobian(*weighted(attention, measure, measure.atoms, measure.positions))
-        m = len(measure)
-        self.batch_shape = torch.Size([m])
+        self.batch_shape = torch.Size([len(measure)])
         self.in_shape, self.out_shape = self.inner.in_shape[1:], self.inner.out_shape[1:]
         self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
         self.blur, self.noise = self.inner.blur, self.inner.noise  # a block of a matrix errs no more than the whole

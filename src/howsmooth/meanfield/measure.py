@@ -141,15 +141,6 @@ class Measure:
         return f"Measure({len(self)} atoms in R^{self.width}, weights {light:.4g} … {heavy:.4g}{places})"
 
 
-def check_measure(measure: object) -> None:
-    """Refuse what is no `Measure`."""
-    if not isinstance(measure, Measure):
-        raise InvalidInput(
-            f"a measure is needed, not {type(measure).__name__}: build one with Measure(atoms, weights), "
-            "Measure.empirical(x) or Measure.of_tokens(x)."
-        )
-
-
 def _vector(numbers: Tensor | Sequence[float], m: int, name: str) -> Tensor:
     vector = check_numbers(numbers, f"the {name}s of a measure")
     if vector.shape != (m,):

@@ -37,17 +37,11 @@ def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
 @door
 def largest_ratio(attention: nn.Module, pairs: Iterable[Pair]) -> tuple[float, Pair]:
     """The largest `ratio` of the pairs, and the pair that has it."""
-    found = []
-    for pair in _listed(pairs):
+    ratios, listed = [], list[object](pairs)
+    for pair in listed:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InvalidInput(f"the largest ratio takes pairs of measures, got {type(pair).__name__}.")
-        found.append((ratio(attention, *pair), (pair[0], pair[1])))
-    if not found:
+        ratios.append((ratio(attention, *pair), (pair[0], pair[1])))
+    if not ratios:
         raise InvalidInput("the largest ratio of no pairs does not exist: give at least one pair of measures.")
-    return max(found, key=lambda entry: entry[0])
-
-
-def _listed(pairs: object) -> list[object]:
-    if not isinstance(pairs, Iterable):
-        raise InvalidInput(f"the largest ratio takes pairs of measures, got {type(pairs).__name__}.")
-    return list(pairs)
+    return max(ratios, key=lambda entry: entry[0])

@@ -46,7 +46,7 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
     >>> [round(two_atom(b, 1.0).value, 2) for b in (1, 2, 3, 4, 5)]
     [2.99, 12.88, 47.98, 165.8, 546.92]
     """
-    numbers = all(isinstance(part, int | float) and part < 1e150 for part in (gamma, radius))
+    numbers = all(isinstance(number, int | float) and number < 1e150 for number in (gamma, radius))
     b = gamma * radius**2 if numbers else math.nan
     if not (numbers and gamma >= 0 and radius > 0 and math.isfinite(b)):
         raise InvalidInput(f"two atoms need γ ≥ 0 and a positive radius, both finite, got {gamma!r} and {radius!r}.")
@@ -63,7 +63,7 @@ def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
     direction = check_numbers(direction, "direction")
     if direction.dim() != 1 or not bool(direction.any()):
         raise InvalidInput("two atoms lie along a vector that is not zero: give a direction of shape (d,).")
-    if not all(isinstance(part, int | float) and 0 < part < math.inf for part in (radius, heavy)):
+    if not all(isinstance(number, int | float) and 0 < number < math.inf for number in (radius, heavy)):
         raise InvalidInput(f"two atoms need a radius and a mass ratio, positive and finite, got {radius!r}, {heavy!r}.")
     u = direction / direction.norm()
     return Measure(torch.stack([-radius * u, radius * u]), [1 / (1 + heavy), heavy / (1 + heavy)])

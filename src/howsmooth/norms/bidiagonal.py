@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.norms.certificate import Projection
-from howsmooth.norms.products import FlatProducts, not_finite
+from howsmooth.norms.products import FlatProducts, not_finite, quick_lengths
 
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
@@ -75,7 +75,7 @@ class Bidiagonalisation:
             u = torch.addcmul(u, self.beta.to(u)[:, None], self._left[:, m - 1], value=-1)
         elif m:
             u = u - torch.bmm(self._b[:, None, :m, m].to(u), self._left[:, :m]).squeeze(1)
-        short = self._restarted or bool((_norm(u) < _SHORT * self._scale).any())
+        short = self._restarted or bool((quick_lengths(u) < _SHORT * self._scale).any())
         u, alpha = self._orthonormal(u, self._left[:, : m if short else 0], side=0)
         w = torch.addcmul(self.products.rmatvec(u), alpha.to(u)[:, None], v, value=-1)
         w, beta = self._orthonormal(w, self._right[:, : m + 1], side=1)
@@ -123,7 +123,7 @@ class Bidiagonalisation:
         self._drift = self._drift[:, mask]
 
     def _orthonormal(self, x: Tensor, basis: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        length = _norm(x)
+        length = quick_lengths(x)
         self._scale = torch.maximum(self._scale, length)
         if not bool(torch.isfinite(self._scale).all()):
             raise not_finite(self.products.op)
@@ -146,14 +146,10 @@ class Bidiagonalisation:
 def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
     """The bases of the maps where ``mask`` is true, moved to the front of the same memory."""
     index = mask.nonzero().flatten().tolist()
-    for place, source in enumerate(index):
-        if place != source:
-            basis[place, :used] = basis[source, :used]
+    for target, source in enumerate(index):
+        if target != source:
+            basis[target, :used] = basis[source, :used]
     return basis[: len(index)]
-
-
-def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).cpu()
 
 
 def _combine(coefficients: Tensor, basis: Tensor) -> Tensor:
@@ -162,12 +158,12 @@ def _combine(coefficients: Tensor, basis: Tensor) -> Tensor:
 
 def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Tensor:
     """Unit vectors orthogonal to the bases ``(maps, m, size)``: along x where something of x is left, else random."""
-    unit, length, _ = _orthonormalise(x, _norm(x), basis, torch.zeros(len(x), dtype=torch.float64))
+    unit, length, _ = _orthonormalise(x, quick_lengths(x), basis, torch.zeros(len(x), dtype=torch.float64))
     dead = length == 0
     if bool(dead.any()):
         w = torch.randn(int(dead.sum()), x.shape[-1], generator=generator, dtype=x.dtype).to(x.device)
         index = dead.to(x.device)
-        unit[index], *_ = _orthonormalise(w, _norm(w), basis[index], torch.zeros(len(w), dtype=torch.float64))
+        unit[index], *_ = _orthonormalise(w, quick_lengths(w), basis[index], torch.zeros(len(w), dtype=torch.float64))
     return unit
 
 
@@ -179,10 +175,10 @@ def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> 
     """
     removed = torch.zeros_like(length)
     for _ in range(4 if basis.shape[1] else 0):
-        part = torch.bmm(basis, x.unsqueeze(-1))
-        x = x - torch.bmm(part.mT, basis).squeeze(1)
-        before, length = length, _norm(x)
-        removed = removed + _norm(part.squeeze(-1))
+        shares = torch.bmm(basis, x.unsqueeze(-1))
+        x = x - torch.bmm(shares.mT, basis).squeeze(1)
+        before, length = length, quick_lengths(x)
+        removed = removed + quick_lengths(shares.squeeze(-1))
         if bool(((length >= 0.7 * before) | (length <= floor)).all()):
             break
     alive = length > floor

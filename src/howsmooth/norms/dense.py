@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 
 from howsmooth.checks import check_one_of, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.measurement import Measurement, NormKind, rounding_note
-from howsmooth.norms.products import FlatProducts, entries_error, not_finite, power_of_two, rounding_allowance, widened
+from howsmooth.norms.measurement import Measurement, NormKind, measurement_between
+from howsmooth.norms.products import FlatProducts, entry_ends, not_finite, power_of_two
 
 
 @door
@@ -40,34 +41,15 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float
         matrix = matrix.cpu().double()
     scale = power_of_two(matrix.abs().amax((-2, -1)))
     matrix = matrix / scale[..., None, None]  # squares of its entries neither overflow nor vanish
-    left = right = values = residuals = None
+    facts: dict[str, Any] = {"norm": norm, "products": products, "method": "dense"}
     if norm == 2:
         u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
-        values, residuals = sigma[..., :k] * scale[..., None], torch.zeros_like(sigma[..., :k])
+        values, leading = sigma[..., :k] * scale[..., None], (*op.batch_shape, *(() if k == 1 else (k,)))
         value = values[..., 0]
-        triplets = () if k == 1 else (k,)
-        left = u[..., :k].mT.to(op.dtype).to(op.device).reshape((*op.batch_shape, *triplets, *op.out_shape))
-        right = vt[..., :k, :].to(op.dtype).to(op.device).reshape((*op.batch_shape, *triplets, *op.in_shape))
+        facts |= {"values": values, "residuals": torch.zeros_like(values)}
+        facts["left"] = u[..., :k].mT.to(op.dtype).to(op.device).reshape((*leading, *op.out_shape))
+        facts["right"] = vt[..., :k, :].to(op.dtype).to(op.device).reshape((*leading, *op.in_shape))
     else:
         value = torch.linalg.matrix_norm(matrix, ord=norm) * scale
-    allowance = rounding_allowance(op.dtype, products, op.blur)
-    error = entries_error(op, norm, value).reshape(op.batch_shape)
-    lower, upper = widened(value, allowance, error)
-    converged = upper <= (1.0 + rtol) * lower
-    return Measurement(
-        value=value,
-        lower=lower,
-        upper=upper,
-        confidence=1.0,
-        norm=norm,
-        converged=converged,
-        products=products,
-        method="dense",
-        dtype=op.dtype,
-        seconds=time.perf_counter() - started,
-        left=left,
-        right=right,
-        values=values,
-        residuals=residuals,
-        notes=rounding_note(~converged, op.dtype),
-    )
+    seconds = time.perf_counter() - started
+    return measurement_between(op, value, entry_ends(op, norm, value), rtol, seconds=seconds, **facts)

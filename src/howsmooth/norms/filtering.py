@@ -40,16 +40,13 @@ class Cycles:
     products: Tensor
     drift: Tensor
 
-    def _fields(self) -> list[Tensor]:
-        return [self.squares, self.weights, self.log_filter, self.shifts, self.log_norm, self.products, self.drift]
-
     def followed_by(self, later: Cycles) -> Cycles:
         """These cycles and then those."""
-        return Cycles(*(torch.cat(pair, 1) for pair in zip(self._fields(), later._fields(), strict=True)))
+        return Cycles(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(later).values(), strict=True)))
 
     def of(self, mask: Tensor) -> Cycles:
         """The cycles of the maps where ``mask`` is true."""
-        return Cycles(*(x[mask] for x in self._fields()))
+        return Cycles(*(x[mask] for x in vars(self).values()))
 
     def at(self, lam: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """log of the factor on the start's overlap, and how much overlap rounding could have hidden: (…, maps) each.

@@ -39,17 +39,16 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
+from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 from howsmooth.norms.products import (
     FlatProducts,
     absolute_noise,
-    entries_error,
     entry_blocks,
+    entry_ends,
     harmless_scale,
     not_finite,
     power_of_two,
-    rounding_allowance,
-    widened,
+    quick_lengths,
 )
 from howsmooth.small import random_stream
 
@@ -83,32 +82,18 @@ def frobenius_norm(
     cost = math.ceil(min(op.line_costs()))
     with torch.no_grad():
         exact = cost <= exact_limit
-        found = _from_entries(op, rtol, cost) if exact else _sampled(op, rtol, confidence, seed, probes)
-    return replace(found, seconds=time.perf_counter() - started)
+        m = _from_entries(op, rtol, cost) if exact else _sampled(op, rtol, confidence, seed, probes)
+    return replace(m, seconds=time.perf_counter() - started)
 
 
 def _from_entries(op: JacobianOperator, rtol: float, cost: int) -> Measurement:
     value = torch.zeros(op.batch_size, dtype=torch.float64)
     for _, block in entry_blocks(op):
         scale = power_of_two(block.abs().amax((0, -1)))
-        part = (block / scale[:, None]).square().sum((0, -1)).sqrt() * scale
-        value = torch.hypot(value, part.cpu())
-    allowance = rounding_allowance(op.dtype, min(op.in_size, op.out_size), op.blur)
-    lower, upper = widened(value, allowance, entries_error(op, "fro", value))
-    converged = upper <= (1 + rtol) * lower
-    return Measurement(
-        value=value.reshape(op.batch_shape),
-        lower=lower.reshape(op.batch_shape),
-        upper=upper.reshape(op.batch_shape),
-        confidence=1.0,
-        norm="fro",
-        converged=converged.reshape(op.batch_shape),
-        products=cost,
-        method="entries",
-        dtype=op.dtype,
-        seconds=0.0,
-        notes=rounding_note(~converged, op.dtype),
-    )
+        norm = (block / scale[:, None]).square().sum((0, -1)).sqrt() * scale
+        value = torch.hypot(value, norm.cpu())
+    ends = entry_ends(op, "fro", value)
+    return measurement_between(op, value, ends, rtol, norm="fro", products=cost, method="entries", seconds=0.0)
 
 
 def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, probes: int) -> Measurement:
@@ -131,23 +116,14 @@ def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, pr
     value = torch.minimum(torch.maximum(root * flat.scale, lower), upper)
     likely = torch.maximum(low.sqrt() / blur * flat.scale, lower) / torch.where(value > 0, value, 1.0)
     spread = samples.std(0) / math.sqrt(probes) / (2 * torch.where(root > 0, root, 1.0)) * flat.scale
-    return Measurement(
-        value=value.reshape(op.batch_shape),
-        lower=lower.reshape(op.batch_shape),
-        upper=upper.reshape(op.batch_shape),
-        confidence=confidence,
-        norm="fro",
-        converged=(upper <= (1 + rtol) * lower).reshape(op.batch_shape),
-        products=flat.count + spectral.products,
-        method="gaussian-probes",
-        dtype=op.dtype,
-        seconds=0.0,
-        residuals=spread.reshape(*op.batch_shape, 1),
-        notes=(
-            "residuals holds the standard error of the value; the norm is at least "
-            f"{float(likely.min()):.4g} times the value with probability {100 * confidence:g} %",
-            *notes,
-        ),
+    note = (
+        "residuals holds the standard error of the value; the norm is at least "
+        f"{float(likely.min()):.4g} times the value with probability {100 * confidence:g} %"
+    )
+    facts = {"norm": "fro", "products": flat.count + spectral.products, "method": "gaussian-probes", "seconds": 0.0}
+    residuals = spread.reshape(*op.batch_shape, 1)
+    return measurement_between(
+        op, value, (lower, upper), rtol, confidence, (note, *notes), residuals=residuals, **facts
     )
 
 
@@ -177,12 +153,12 @@ def _samples(flat: FlatProducts, probes: int, seed: int) -> tuple[Tensor, Tensor
     """
     op = flat.op
     generator = random_stream(seed, "frobenius probes")
-    found, squares = [], torch.zeros(op.batch_size, dtype=torch.float64)
+    squares, inputs = [], torch.zeros(op.batch_size, dtype=torch.float64)
     for _ in range(probes):
         z = torch.randn(op.batch_size, op.in_size, generator=generator, dtype=op.dtype).to(op.device)
-        found.append(torch.linalg.vector_norm(flat.matvec(z), dim=-1, dtype=torch.float64).cpu() ** 2)
-        squares += torch.linalg.vector_norm(z, dim=-1, dtype=torch.float64).cpu() ** 2
-    samples = torch.stack(found)
+        squares.append(quick_lengths(flat.matvec(z)) ** 2)
+        inputs += quick_lengths(z) ** 2
+    samples = torch.stack(squares)
     if not bool(torch.isfinite(samples).all()):
         raise not_finite(op)
-    return samples, (squares / probes).sqrt()
+    return samples, (inputs / probes).sqrt()

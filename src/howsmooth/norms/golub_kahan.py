@@ -134,10 +134,10 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
         products = FlatProducts(op, results.scale)
         products.keep(maps)
         process = Bidiagonalisation(products, _random_start(op, generator)[maps.to(op.device)], generator)
-        found = Triplets(op, 1, results.rtol, True, results.scale)
-        _run(process, _certificate(products, found, confidence), found, max_steps, limit, None)
+        again = Triplets(op, 1, results.rtol, True, results.scale)
+        _run(process, _certificate(products, again, confidence), again, max_steps, limit, None)
         count += products.count
-        largest = torch.maximum(largest, found.upper)
+        largest = torch.maximum(largest, again.upper)
         if bool((largest >= results.upper)[maps].all()):
             break
     results.upper[maps] = torch.minimum(results.upper, largest)[maps]

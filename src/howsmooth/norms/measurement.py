@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.small import rounded
 
 NormKind = float | str
@@ -108,7 +109,7 @@ class Measurement:
     def __repr__(self) -> str:
         symbol, count = _SYMBOLS[self.norm], self.value.numel()
         how = f"{self.products} products, {self.method} {str(self.dtype).removeprefix('torch.')}"
-        above = _holds(self.confidence)
+        above = " always" if self.confidence == 1 else f" with probability {100 * self.confidence:.6g} %"
         if count == 1:
             low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} always"
             high = f"≤ {rounded(float(self.upper), ROUND_CEILING)}{above}" if self.confidence else "no upper bound"
@@ -138,6 +139,23 @@ def uncrossed(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, tuple[str, 
     return lower, torch.where(crossed, math.inf, upper), notes
 
 
+def measurement_between(
+    op: JacobianOperator,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    rtol: float,
+    confidence: float = 1.0,
+    notes: tuple[str, ...] = (),
+    **facts: Any,
+) -> Measurement:
+    """From one value per map and its two ends, converged where these are rtol apart; the facts are the rest."""
+    value, lower, upper = (numbers.reshape(op.batch_shape) for numbers in (value, *ends))
+    converged = upper <= (1.0 + rtol) * lower  # a float: tensors take no huge whole numbers
+    if confidence == 1:
+        notes += rounding_note(~converged, op.dtype)
+    return Measurement(value, lower, upper, confidence, converged=converged, dtype=op.dtype, notes=notes, **facts)
+
+
 def rounding_note(limited: Tensor, dtype: torch.dtype) -> tuple[str, ...]:
     """What to say where rounding keeps maps from the accuracy that was asked for.
 
@@ -155,9 +173,5 @@ def _plain(x: Tensor | None) -> Any:
     if x is None:
         return None
     if x.ndim:
-        return [_plain(entry) for entry in x] if x.ndim > 1 else [_plain(entry) for entry in x.unbind()]
+        return [_plain(entry) for entry in x]
     return float(x) if math.isfinite(x) else None
-
-
-def _holds(confidence: float) -> str:
-    return " always" if confidence == 1 else f" with probability {100 * confidence:.6g} %"

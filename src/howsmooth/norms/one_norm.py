@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor
 from howsmooth.checks import door
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
+from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 from howsmooth.norms.products import (
     FlatProducts,
     absolute_noise,
-    entries_error,
     entry_blocks,
+    entry_ends,
     harmless_scale,
     not_finite,
     rounding_allowance,
@@ -71,37 +72,23 @@ def one_norm(
     """
     started = time.perf_counter()
     FlatProducts(op)  # refuses what has no norm
-    lines, cost = min(op.in_size, op.out_size), math.ceil(min(op.line_costs()))
+    cost = math.ceil(min(op.line_costs()))
     notes: tuple[str, ...] = ()
     with torch.no_grad():
         if cost <= exact_limit:
-            value, products, method, certain = _largest_column_sum(op), cost, "entries", 1.0
-            allowance = rounding_allowance(op.dtype, lines, op.blur)
-            lower, upper = widened(value, allowance, entries_error(op, 1, value))
+            value, products, method, confidence = _largest_column_sum(op), cost, "entries", 1.0
+            lower, upper = entry_ends(op, 1, value)
         else:
             spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
             flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
-            value, method, certain = _estimate(flat, seed), "higham-tisseur", confidence
+            value, method = _estimate(flat, seed), "higham-tisseur"
             products = flat.count + spectral.products
             error = math.sqrt(op.out_size) * absolute_noise(op)
             lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.blur), error)
             lower, upper, notes = uncrossed(lower, math.sqrt(op.out_size) * spectral.upper.reshape(-1))
             notes = ("the value is the largest column found, hence a lower bound", *notes)
-    converged = upper <= (1 + rtol) * lower
-    batch = op.batch_shape
-    return Measurement(
-        value=value.reshape(batch),
-        lower=lower.reshape(batch),
-        upper=upper.reshape(batch),
-        confidence=certain,
-        norm=1,
-        converged=converged.reshape(batch),
-        products=products,
-        method=method,
-        dtype=op.dtype,
-        seconds=time.perf_counter() - started,
-        notes=notes + (rounding_note(~converged, op.dtype) if certain == 1 else ()),
-    )
+    facts = {"norm": 1, "products": products, "method": method, "seconds": time.perf_counter() - started}
+    return measurement_between(op, value, (lower, upper), rtol, confidence, notes, **facts)
 
 
 def _largest_column_sum(op: JacobianOperator) -> Tensor:
@@ -111,8 +98,8 @@ def _largest_column_sum(op: JacobianOperator) -> Tensor:
         if by_columns:
             best = torch.maximum(best, block.abs().sum(-1).amax(0).cpu())
         else:
-            part = block.abs().sum(0)
-            sums = part if sums is None else sums + part
+            more = block.abs().sum(0)
+            sums = more if sums is None else sums + more
     return best if sums is None else sums.amax(-1).cpu()
 
 
@@ -120,29 +107,25 @@ def _estimate(flat: FlatProducts, seed: int) -> Tensor:
     """scipy's estimate for one map after the other, J padded with zeros to a square matrix."""
     maps, rows, columns = flat.op.batch_size, flat.op.out_size, flat.op.in_size
     size = max(rows, columns)
-    found = []
+    estimates = []
     for i in range(maps):
         single = FlatProducts(flat.op, flat.scale)
         if maps > 1:
             single.keep(torch.arange(maps) == i)
-
-        def forward(x: np.ndarray, single: FlatProducts = single) -> np.ndarray:
-            return _padded(single, x, columns, size, True)
-
-        def backward(x: np.ndarray, single: FlatProducts = single) -> np.ndarray:
-            return _padded(single, x, rows, size, False)
-
+        forward = partial(_padded, single.matvec, flat.op, columns, size)
+        backward = partial(_padded, single.rmatvec, flat.op, rows, size)
         with _numpy_seed(seed):
             square = LinearOperator((size, size), matvec=forward, rmatvec=backward, dtype=np.float64)
-            found.append(float(onenormest(square, t=min(4, size))))
+            estimates.append(float(onenormest(square, t=min(4, size))))
         flat.count += single.count
-    return torch.tensor(found, dtype=torch.float64) * flat.scale
+    return torch.tensor(estimates, dtype=torch.float64) * flat.scale
 
 
-def _padded(single: FlatProducts, x: np.ndarray, length: int, size: int, forward: bool) -> np.ndarray:
-    op = single.op
+def _padded(
+    product: Callable[[Tensor], Tensor], op: JacobianOperator, length: int, size: int, x: np.ndarray
+) -> np.ndarray:
     v = torch.as_tensor(np.ascontiguousarray(x).reshape(-1)[:length], dtype=op.dtype, device=op.device)[None]
-    y = (single.matvec(v) if forward else single.rmatvec(v))[0].double().cpu().numpy()
+    y = product(v)[0].double().cpu().numpy()
     if not np.isfinite(y).all():
         raise not_finite(op)
     return np.pad(y, (0, size - len(y)))

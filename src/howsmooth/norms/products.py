@@ -52,8 +52,7 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     [1.0, 1.0, 1.5, 2.0]
     """
     info = torch.finfo(op.dtype)
-    by_columns = _by_columns(op)
-    lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
+    by_columns, lines, length = _lines(op)
     end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
     one = absolute_noise(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
     if norm == 2:
@@ -104,6 +103,12 @@ def widened(value: Tensor, allowance: float, error: Tensor) -> tuple[Tensor, Ten
     return (value * (1 - allowance) - error).clamp_min(0), value * (1 + allowance) + error
 
 
+def entry_ends(op: JacobianOperator, norm: float | str, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Both ends of a norm taken from the entries, one value per map: `widened` by all that rounding may have done."""
+    allowance = rounding_allowance(op.dtype, min(op.in_size, op.out_size), op.blur)
+    return widened(value, allowance, entries_error(op, norm, value).reshape(value.shape))
+
+
 def lengths(x: Tensor) -> Tensor:
     """‖x‖ along the last dimension, in float64, to the last digit or two.
 
@@ -114,6 +119,11 @@ def lengths(x: Tensor) -> Tensor:
     """
     x = x.double()
     return (x * x).sum(-1).sqrt()
+
+
+def quick_lengths(x: Tensor) -> Tensor:
+    """‖x‖ along the last dimension, in float64 on the CPU, to √size·eps."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).cpu()
 
 
 class FlatProducts:
@@ -142,13 +152,13 @@ class FlatProducts:
         """J v for unit vectors v, once ``scale`` (unless it was given) makes its length near 1 or harmless anyway."""
         y = self.matvec(v)
         plain, reach = _PLAIN[self.op.dtype], _REACH[self.op.dtype]
-        length = torch.linalg.vector_norm(y, dim=-1, dtype=torch.float64).cpu()
+        length = quick_lengths(y)
         large = ~(length <= 2.0**plain)
         odd = large | (length < 2.0**-plain)
         if not bool(odd.any()) or bool((self.scale != 1).any()):
             return y
         self.scale = torch.exp2(reach * (large.double() - (odd & ~large).double()))
-        length = torch.linalg.vector_norm(self.matvec(v), dim=-1, dtype=torch.float64).cpu()
+        length = quick_lengths(self.matvec(v))
         wanted = (self.scale * power_of_two(length)).clamp(2.0**-1000, 2.0**1000)
         self.scale = torch.where(odd & (length > 0) & torch.isfinite(length), wanted, 1.0)
         return self.matvec(v)
@@ -192,8 +202,7 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
     A block has shape ``(lines, maps, length)``, its lines being columns of J when ``by_columns`` and rows otherwise:
     whichever costs less (`JacobianOperator.line_costs`).
     """
-    by_columns = _by_columns(op)
-    lines, length = (op.in_size, op.out_size) if by_columns else (op.out_size, op.in_size)
+    by_columns, lines, length = _lines(op)
     chunk = max(1, CHUNK_BYTES // (8 * op.batch_size * length))
     for index in torch.arange(lines, device=op.device).split(chunk):
         block = op.columns(index) if by_columns else op.rows(index)
@@ -203,9 +212,10 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
         yield by_columns, block
 
 
-def _by_columns(op: JacobianOperator) -> bool:
+def _lines(op: JacobianOperator) -> tuple[bool, int, int]:
+    """Whether columns cost no more than rows, how many lines that makes, and their length."""
     rows_cost, columns_cost = op.line_costs()
-    return columns_cost <= rows_cost
+    return (True, op.in_size, op.out_size) if columns_cost <= rows_cost else (False, op.out_size, op.in_size)
 
 
 def not_finite(op: JacobianOperator) -> InvalidInput:

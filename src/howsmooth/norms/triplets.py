@@ -12,7 +12,7 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.certificate import Certificate, Projection
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
-from howsmooth.norms.products import FlatProducts, absolute_noise, lengths, rounding_allowance
+from howsmooth.norms.products import FlatProducts, absolute_noise, lengths, rounding_allowance, widened
 
 
 class Triplets:
@@ -89,8 +89,7 @@ class Triplets:
             inverse = torch.where(norm > 0, 1 / norm, 0.0)
             self.left[:, i] = moved * inverse.to(moved)[:, None]
             self._complete(i, moved, products, generator)
-        self.lower = self.values[:, 0] * (1 - rounding_allowance(self.op.dtype, 1, self.op.blur)) - self.noise
-        self.lower = self.lower.clamp_min(0)
+        self.lower, _ = widened(self.values[:, 0], rounding_allowance(self.op.dtype, 1, self.op.blur), self.noise)
         return products.count
 
     def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:

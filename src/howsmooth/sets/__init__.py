@@ -7,14 +7,5 @@ from howsmooth.sets.embeddings import Embeddings
 from howsmooth.sets.inputs import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
 from howsmooth.sets.tokens import TokenSet
 
-__all__ = [
-    "Ball",
-    "Embeddings",
-    "Everywhere",
-    "InputSet",
-    "Neighbourhood",
-    "Normalised",
-    "Sphere",
-    "TokenSet",
-    "as_set",
-]
+__all__ = ["Ball", "Embeddings", "Everywhere", "InputSet", "Neighbourhood", "Normalised", "Sphere", "TokenSet"]
+__all__ += ["as_set"]

@@ -78,12 +78,10 @@ class InputSet(ABC):
         shifted = x if self.centre is None else x - self.centre.to(x)
         if self.reach == 0:
             return torch.zeros_like(shifted)
-        if self.axes is None:
-            return shifted / self.reach
-        return (
-            torch.linalg.lstsq(self.axes.to(x), shifted.flatten(0, -2).mT).solution.mT.reshape(*x.shape[:-1], -1)
-            / self.reach
-        )
+        if self.axes is not None:
+            columns = torch.linalg.lstsq(self.axes.to(x), shifted.flatten(0, -2).mT).solution
+            shifted = columns.mT.reshape(*x.shape[:-1], -1)
+        return shifted / self.reach
 
     def restrict_(self, z: Tensor) -> Tensor:
         """Bring coordinates back into the body, in place."""
@@ -186,20 +184,20 @@ class Normalised(InputSet):
 
     @door
     def __init__(self, tokens: TokenSet | nn.Module, surface: bool = False):
-        found = tokens if isinstance(tokens, TokenSet) else TokenSet.after(tokens)
-        left, size, _ = torch.linalg.svd(found.axes, full_matrices=False)
+        ellipsoid = tokens if isinstance(tokens, TokenSet) else TokenSet.after(tokens)
+        left, size, _ = torch.linalg.svd(ellipsoid.axes, full_matrices=False)
         kept = size > 1e-12 * size[0]
         self.axes = left[:, kept] * size[kept]  # |z| ≤ ρ maps onto the same ellipsoid, without idle coordinates
-        self.centre, self.reach, self.width = found.centre, found.reach, found.width
+        self.centre, self.reach, self.width = ellipsoid.centre, ellipsoid.reach, ellipsoid.width
         self.body = "sphere" if surface else "ball"
-        self._tokens = found
+        self._tokens = ellipsoid
 
     def token_set(self, width: int) -> TokenSet:
         return self._tokens
 
     def describe(self) -> dict[str, Any]:
-        found = self._tokens
-        kind = {"set": "normalised", "origin": found.origin, "radius": found.radius}
+        ellipsoid = self._tokens
+        kind = {"set": "normalised", "origin": ellipsoid.origin, "radius": ellipsoid.radius}
         return kind | ({"surface": True} if self.body == "sphere" else {})
 
 

@@ -82,9 +82,9 @@ class TokenSet:
         >>> TokenSet.after(nn.LayerNorm(4)).radius
         2.0
         """
-        found = read_norm(norm, width)
-        make = cls.after_layer_norm if found.centred else cls.after_rms_norm
-        return make(found.gain, found.shift)
+        image = read_norm(norm, width)
+        make = cls.after_layer_norm if image.centred else cls.after_rms_norm
+        return make(image.gain, image.shift)
 
     @classmethod
     def _after(cls, gain: Tensor, shift: Tensor | None, centring: float, name: str) -> TokenSet:

@@ -42,7 +42,7 @@ _TINY = 1e-140
 
 
 @dataclass(frozen=True)
-class Found:
+class Peak:
     """The best point of one start: its coordinates, a true lower bound on ‖J‖ there, and the start's name."""
 
     z: Tensor
@@ -57,9 +57,9 @@ class Climb(ABC):
     """
 
     def __init__(self, points: Tensor, values: Tensor, starts: list[Start]):
-        parts = zip(points, values.tolist(), starts, strict=True)
-        self.best = [Found(z.clone(), value, start.name) for z, value, start in parts]
-        self.retired: list[Found] = []
+        tried = zip(points, values.tolist(), starts, strict=True)
+        self.best = [Peak(z.clone(), value, start.name) for z, value, start in tried]
+        self.retired: list[Peak] = []
         self.history: list[float] = []
 
     @abstractmethod
@@ -71,14 +71,14 @@ class Climb(ABC):
         """Go on with the better half of the starts."""
 
     @property
-    def everyone(self) -> list[Found]:
+    def everyone(self) -> list[Peak]:
         """The best point of every start."""
         return [*self.best, *self.retired]
 
     @property
-    def leader(self) -> Found:
+    def leader(self) -> Peak:
         """The best point so far."""
-        return max(self.everyone, key=lambda found: found.value)
+        return max(self.everyone, key=lambda peak: peak.value)
 
     def settled(self, steps: int) -> bool:
         """Whether the last steps brought next to nothing."""
@@ -113,11 +113,11 @@ class Ascent(Climb):
         slope = self.roughness.slope(self.over.at(self.z), self.vectors)
         values = slope.value.tolist()
         self.best = [
-            Found(self.z[i].clone(), value, found.name) if value > found.value else found
-            for i, (value, found) in enumerate(zip(values, self.best, strict=True))
+            Peak(self.z[i].clone(), value, peak.name) if value > peak.value else peak
+            for i, (value, peak) in enumerate(zip(values, self.best, strict=True))
         ]
         self.history.append(self.leader.value)
-        self.fallen = [value < FALLEN * found.value for value, found in zip(values, self.best, strict=True)]
+        self.fallen = [value < FALLEN * peak.value for value, peak in zip(values, self.best, strict=True)]
         rate = LAST_RATE + (RATE - LAST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         self.vectors = slope.vectors
         self._move(slope.gradient / slope.value.clamp(min=_TINY)[:, None, None], rate)
@@ -126,12 +126,10 @@ class Ascent(Climb):
         """Go on with the better half, from their best points, with vectors found anew."""
         kept = self.better_half()
         self.stride = torch.stack([self.stride[i] * (SHORTER if self.fallen[i] else 1.0) for i in kept])
-        self.z = torch.stack([found.z for found in self.best])
+        self.z = torch.stack([peak.z for peak in self.best])
         values, self.vectors = first_vectors(self.over.at(self.z), self.roughness)
-        self.best = [
-            Found(found.z, max(found.value, float(value)), found.name)
-            for found, value in zip(self.best, values, strict=True)
-        ]
+        pairs = zip(self.best, values.tolist(), strict=True)
+        self.best = [Peak(peak.z, max(peak.value, value), peak.name) for peak, value in pairs]
         self._rest()
 
     def _move(self, gradient: Tensor, rate: float) -> None:

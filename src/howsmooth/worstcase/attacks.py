@@ -2,8 +2,7 @@ r"""ℓ2 attacks on a classifier: the smallest move found that changes a class, 
 
 Both are upper bounds on what can be certified. *Minimal norm*: decoupled direction and norm [1]_; δ follows the unit
 gradient of the margin m = logit of the label − largest other, its length shrinks by a factor where the class has
-changed
-and grows where it has not. *Projected gradient*: unit steps down the margin inside the ball, from random starts.
+changed and grows where it has not. *Projected gradient*: unit steps down the margin in the ball, from random starts.
 
 .. [1] J. Rony et al., *Decoupling direction and norm for efficient gradient-based L2 adversarial attacks and defenses*,
    CVPR 2019.

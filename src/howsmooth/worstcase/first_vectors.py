@@ -37,17 +37,17 @@ def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(roughness, AttentionRoughness):
         tries = [_by_power(x, roughness, i) for i in range(_ROW_TRIES if roughness.norm == math.inf else 1)]
-        values, vectors = (torch.stack(part) for part in zip(*tries, strict=True))
+        values, vectors = map(torch.stack, zip(*tries, strict=True))
         best = values.argmax(0)
         return values.amax(0), vectors[best, torch.arange(len(x))]
     if roughness.norm == math.inf:
         if x[0].numel() * roughness.out_shape(x[0]).numel() <= _ALL_ROWS:
-            rows = [_largest_row(jacobian(roughness.map, one)) for one in x]
-            return torch.stack([value for value, _ in rows]), torch.stack([signs for _, signs in rows])
+            sums, signs = zip(*(_largest_row(jacobian(roughness.map, one)) for one in x), strict=True)
+            return torch.stack(sums), torch.stack(signs)
         return _best_row(jacobian(roughness.map, x))
-    found = measure(roughness.map, x, rtol=ROUGH)
-    assert found.right is not None
-    return found.value, found.right
+    measured = measure(roughness.map, x, rtol=ROUGH)
+    assert measured.right is not None
+    return measured.value, measured.right
 
 
 def _by_power(x: Tensor, roughness: Roughness, seed: int) -> tuple[Tensor, Tensor]:
@@ -76,10 +76,10 @@ def _best_row(op: JacobianOperator) -> tuple[Tensor, Tensor]:
         probe = torch.randn((*op.batch_shape, *op.in_shape), generator=generator, dtype=op.dtype).sign()
         seen += op.matvec(probe).square().flatten(1)
     best, signs = seen.new_zeros(op.batch_size), seen.new_zeros(*op.batch_shape, *op.in_shape)
-    places = list(seen.topk(min(_SOME_ROWS, op.out_size), dim=1).indices.unbind(1))
-    for i in range(len(places) + _ROUNDS):
-        place = places[i] if i < len(places) else op.matvec(signs).flatten(1).abs().argmax(1)
-        unit_rows = torch.zeros_like(seen).scatter_(1, place[:, None], 1.0)
+    probed = list(seen.topk(min(_SOME_ROWS, op.out_size), dim=1).indices.unbind(1))
+    for i in range(len(probed) + _ROUNDS):
+        index = probed[i] if i < len(probed) else op.matvec(signs).flatten(1).abs().argmax(1)
+        unit_rows = torch.zeros_like(seen).scatter_(1, index[:, None], 1.0)
         row = op.rmatvec(unit_rows.reshape(*op.batch_shape, *op.out_shape))
         sums = row.abs().flatten(1).sum(1)
         better = sums > best

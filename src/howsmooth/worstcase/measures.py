@@ -122,16 +122,16 @@ def worst_measure(
 
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
-    >>> found = worst_measure(head, 2, radius=1.0, starts=4, steps=100)
-    >>> round(found.value, 2)
+    >>> witness = worst_measure(head, 2, radius=1.0, starts=4, steps=100)
+    >>> round(witness.value, 2)
     3.07
     """
     began = time.perf_counter()
     for name, count in (("atoms", atoms), ("starts", starts), ("steps", steps)):
         if count < 1:
             raise InvalidInput(f"the search needs at least one of {name}, got {count}.")
-    found = as_attention(attention)
-    causal = found is not None and found.terms.is_causal
+    known = as_attention(attention)
+    causal = known is not None and known.terms.is_causal
     where, in_order = _bounded(over, radius), causal if ordered is None else ordered
     climbs: list[_Climb] = []
     history: list[float] = []
@@ -150,7 +150,7 @@ def worst_measure(
         stopped = "interrupted"
     candidates = [(climb, start) for climb in climbs for start in range(starts)]
     constants = [local_constant(attention, climb.measure(start)) for climb, start in candidates]
-    best = max(range(len(candidates)), key=lambda place: constants[place].lower)
+    best = max(range(len(candidates)), key=lambda i: constants[i].lower)
     climb, start = candidates[best]
     return MeasureWitness(
         measure=climb.measure(start),
@@ -177,10 +177,10 @@ def _sizes(atoms: int) -> list[int]:
 
 def _bounded(over: InputSet | TokenSet | nn.Module | None, radius: float | None) -> InputSet:
     """A set that says of every atom by itself where it may be."""
-    found = as_set(over, radius)
-    if found.body not in ("ball", "sphere") or found.length is not None or isinstance(found, Embeddings):
+    region = as_set(over, radius)
+    if region.body not in ("ball", "sphere") or region.length is not None or isinstance(region, Embeddings):
         raise InvalidInput("each atom needs a bounded set: give a radius, a sphere or a normalisation layer.")
-    return found
+    return region
 
 
 class _Climb:
@@ -235,8 +235,8 @@ class _Climb:
         """The best of a start."""
         x, weights = self.over.at(self.best[0][start]), self.best[1][start].exp()
         k = len(weights)
-        places = torch.arange(1, k + 1, dtype=torch.float64) / k if self.ordered else None
-        return Measure(x, weights / weights.sum(), places)
+        positions = torch.arange(1, k + 1, dtype=torch.float64) / k if self.ordered else None
+        return Measure(x, weights / weights.sum(), positions)
 
     def step(self, rate: float) -> None:
         """One step of every start, with this share of the full step length."""

@@ -24,18 +24,13 @@ def one_head(attention: AttentionMap, head: int) -> AttentionMap:
     shared = head * attention.kv_heads // attention.heads
     alone = copy.copy(attention)
     alone._buffers, alone._modules = dict(attention._buffers), dict(attention._modules)
-    for name, place in {"query": head, "key": shared, "value": shared}.items():
-        for part in (f"{name}_weight", f"{name}_bias"):
-            _keep(alone, part, place)
-    _keep(alone, "output_weight", head)
-    _keep(alone, "plain_value", head)
+    numbers = {"query_weight": head, "query_bias": head, "output_weight": head, "plain_value": head}
+    numbers |= dict.fromkeys(("key_weight", "key_bias", "value_weight", "value_bias"), shared)
+    for name, number in numbers.items():
+        stacked = alone._buffers.get(name)
+        if stacked is not None:
+            setattr(alone, name, stacked[number : number + 1])
     alone.output_bias = None  # it belongs to the sum of all heads, and no derivative knows of it
     alone.logit_biases = nn.ModuleList(attention.terms.of_head(head, attention.heads))
     alone.heads = alone.kv_heads = 1
     return alone
-
-
-def _keep(alone: AttentionMap, name: str, place: int) -> None:
-    stacked = alone._buffers.get(name)
-    if stacked is not None:
-        setattr(alone, name, stacked[place : place + 1])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.checks import check_callable, check_finite, check_path, check_tensor, shown
+from howsmooth.checks import check_callable, check_finite, check_path, check_tensor, memory, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
 from howsmooth.worstcase.one_head import one_head
@@ -27,9 +25,8 @@ _RESOLUTION = 1e-3
 """Rounding of logits above which weights, and with them every number of the search, mean nothing."""
 
 
-@dataclass(frozen=True)
 class Question:
-    """What `howsmooth.worst_case` was asked, checked; nothing is searched or drawn yet.
+    """What `howsmooth.worst_case` was asked, checked, or one sentence on why it has no answer; nothing is searched yet.
 
     Attributes:
         f: the map itself, of one head when a head was asked for.
@@ -39,39 +36,24 @@ class Question:
         norm, head, steps, seconds, seed, save, source, progress: as asked.
     """
 
-    f: Callable[[Tensor], Any]
-    over: InputSet
-    n: int
-    d: int
-    given: tuple[Tensor, ...]
-    starts: int
-    constructions: bool
-    norm: float
-    head: int | None
-    steps: int
-    seconds: float | None
-    seed: int
-    save: Path | None
-    source: dict[str, Any]
-    progress: Progress | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         f: Callable[[Tensor], Any],
         n: int | None,
         radius: float | None,
         over: InputSet | TokenSet | nn.Module | None,
         start: Tensor | Sequence[Tensor] | None,
-        *,
         norm: float | str,
         head: int | None,
+        starts: int,
+        constructions: bool,
+        steps: int,
+        seconds: float | None,
+        seed: int,
         save: str | os.PathLike[str] | None,
         source: Mapping[str, Any] | None,
         progress: Progress | None,
-        **rest: Any,
-    ) -> Question:
-        """The arguments of `howsmooth.worst_case` as a question, or one sentence on why they have no answer."""
+    ):
         if norm not in _NORMS:
             raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
         if source is not None and not isinstance(source, Mapping):
@@ -79,40 +61,32 @@ class Question:
         plain_json(source or {}, "source")
         if progress is not None:
             check_callable(progress, "progress")
-        path = None if save is None else check_path(save, "save")
-        region = as_set(over, radius)
-        given = _given(start)
-        n = _length(region, given, n)
-        f = map_of(check_callable(f, "f"), n) or f
-        attention = f if isinstance(f, AttentionMap) else None
-        if attention is not None:
-            f = attention = attention if head is None else one_head(attention, head)
-            _check_map(attention, region)
-        elif head is not None:
-            raise InvalidInput(f"head={head} needs an attention map with heads, got {type(f).__name__}.")
-        d = _width(f, region, given, n)
-        region.check(n, d)
-        asked = cls(
-            f,
-            region,
-            n,
-            d,
-            given,
-            norm=_NORMS[norm],
-            head=head,
-            save=path,
-            source=dict(source or {}),
-            progress=progress,
-            **rest,
+        self.norm, self.head, self.source, self.progress = _NORMS[norm], head, dict(source or {}), progress
+        self.save = None if save is None else check_path(save, "save")
+        self.starts, self.constructions, self.steps, self.seconds, self.seed = (
+            starts,
+            constructions,
+            steps,
+            seconds,
+            seed,
         )
-        if not (given or asked.starts or asked.constructions):
+        self.over, self.given = as_set(over, radius), _given(start)
+        self.n = _length(self.over, self.given, n)
+        self.f = map_of(check_callable(f, "f"), self.n) or f
+        if isinstance(self.f, AttentionMap):
+            self.f = self.f if head is None else one_head(self.f, head)
+            _check_map(self.f, self.over)
+        elif head is not None:
+            raise InvalidInput(f"head={head} needs an attention map with heads, got {type(self.f).__name__}.")
+        self.d = _width(self.f, self.over, self.given, self.n)
+        self.over.check(self.n, self.d)
+        if not (self.given or starts or constructions):
             raise InvalidInput("there is nothing to set out from: ask for starts, or allow constructions.")
-        _check_memory(asked)
-        if attention is not None:
-            attention.terms.check(n, attention.heads, 1)
-            if not isinstance(region, Everywhere):
-                check_resolution(attention, region.random(torch.Generator().manual_seed(0), n, d))
-        return asked
+        _check_memory(self)
+        if isinstance(self.f, AttentionMap):
+            self.f.terms.check(self.n, self.f.heads, 1)
+            if not isinstance(self.over, Everywhere):
+                check_resolution(self.f, self.over.random(torch.Generator().manual_seed(0), self.n, self.d))
 
 
 def largest_logit(f: object, x: Tensor) -> float:
@@ -190,16 +164,9 @@ def _check_memory(asked: Question) -> None:
     if isinstance(asked.f, AttentionMap):
         widths = 2 * asked.f.query_weight.shape[1] + asked.f.value_weight.shape[1]
         numbers += 16 * starts * n * asked.f.heads * widths
-    needed, there = 8 * numbers, _memory()
+    needed, there = 8 * numbers, memory()
     if needed > there / 2:
         raise InvalidInput(
             f"{n} tokens from {starts} starts need about {needed / 2**30:.3g} GiB, more than half of the "
             f"{there / 2**30:.3g} GiB of this machine: ask for fewer tokens or starts."
         )
-
-
-def _memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 2**33

@@ -76,27 +76,27 @@ def sandwich(
     4 True howsmooth.sqrt_n
     8 True howsmooth.mean_field
     """
-    places = [(n, place) for n in _checked(lengths) for place in _places(n, radii, over, around, eps)]
+    questions = [(n, region) for n in _checked(lengths) for region in _regions(n, radii, over, around, eps)]
     began, cells = time.monotonic(), list[Cell]()
     try:
-        for done, (n, place) in enumerate(places):
-            label = f"n = {n}, {in_words(place)}"
+        for done, (n, region) in enumerate(questions):
+            label = f"n = {n}, {in_words(region)}"
             attention = map_of(f, n) or f
             alone = one_head(attention, head) if isinstance(attention, AttentionMap) and head is not None else attention
 
             def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
                 if progress is not None:
-                    progress(label, done + step / max(steps, 1), len(places), best)
+                    progress(label, done + step / max(steps, 1), len(questions), best)
 
             show(0, 1, 0.0)
-            upper = tightest_upper(f, n, place, norm=norm, head=head)
-            left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(places) - done)
-            file = None if files is None else files(n, place)
+            upper = tightest_upper(f, n, region, norm=norm, head=head)
+            left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(questions) - done)
+            file = None if files is None else files(n, region)
             witness = worst_case(
                 f,
                 n,
-                over=place,
-                start=_offered(n, place, cells),
+                over=region,
+                start=_offered(n, region, cells),
                 norm=norm,
                 head=head,
                 starts=starts,
@@ -107,8 +107,8 @@ def sandwich(
                 source=source,
                 progress=show,
             )
-            centre = float(evaluate(alone, place.x, norm)) if isinstance(place, Neighbourhood) else None
-            cells.append(Cell(n, place, witness, not_passed(upper, witness.value), centre, file))
+            centre = float(evaluate(alone, region.x, norm)) if isinstance(region, Neighbourhood) else None
+            cells.append(Cell(n, region, witness, not_passed(upper, witness.value), centre, file))
             if witness.stopped == "interrupted":
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -117,41 +117,41 @@ def sandwich(
 
 
 def _checked(lengths: Sequence[int]) -> list[int]:
-    found = sorted(set(lengths))
-    if not found or any(n < 1 or n != int(n) for n in found):
+    counts = sorted(set(lengths))
+    if not counts or any(n < 1 or n != int(n) for n in counts):
         raise InvalidInput(f"lengths are whole numbers of tokens, at least one, got {list(lengths)}.")
-    return [int(n) for n in found]
+    return [int(n) for n in counts]
 
 
-def _places(
+def _regions(
     n: int, radii: Any, over: Any, around: Tensor | Mapping[int, Tensor] | None, eps: Any
 ) -> Iterator[InputSet]:
     """The sets for n tokens, smallest first where they have a size."""
     if (around is None) != (eps is None) or sum(given is not None for given in (radii, over, eps)) > 1:
         raise InvalidInput("give radii, or sets (over), or an input with its neighbourhoods (around and eps).")
-    found: list[InputSet]
+    regions: list[InputSet]
     if isinstance(around, Mapping):
         around = around[n]
     if around is not None:
         if n > around.shape[-2]:
             raise InvalidInput(f"{n} tokens were asked for, but the input has {around.shape[-2]}: ask for fewer.")
-        found = [Neighbourhood(around[..., :n, :], size) for size in eps]
+        regions = [Neighbourhood(around[..., :n, :], size) for size in eps]
     elif radii is not None:
-        found = [Ball(radius) for radius in radii]
+        regions = [Ball(radius) for radius in radii]
     else:
-        found = [as_set(each, None) for each in (over if isinstance(over, Sequence) else [over])]
-    if not found:
+        regions = [as_set(each, None) for each in (over if isinstance(over, Sequence) else [over])]
+    if not regions:
         raise InvalidInput("there is no set to search: give at least one radius, set or eps.")
-    yield from sorted(found, key=lambda place: size_of(place) or 0.0)
+    yield from sorted(regions, key=lambda region: size_of(region) or 0.0)
 
 
 def _offered(n: int, over: InputSet, cells: Sequence[Cell]) -> list[Tensor]:
     """What the last witness of fewer tokens, and the last with as many, become on this set."""
-    found = [cell.witness.x for cell in cells if cell.n == n][-1:]
+    starts = [cell.witness.x for cell in cells if cell.n == n][-1:]
     for cell in [cell for cell in cells if cell.n < n and cell.over.describe() == over.describe()][-1:]:
         x = cell.witness.x
         if isinstance(over, Neighbourhood):
-            found.append(torch.cat([x, over.x[cell.n :]]))
+            starts.append(torch.cat([x, over.x[cell.n :]]))
         else:  # every token repeated, or the last one alone: an outlier stays alone
-            found += [x[torch.arange(n) * cell.n // n], torch.cat([x, x[-1:].expand(n - cell.n, -1)])]
-    return [over.project_(x.clone()) for x in found]
+            starts += [x[torch.arange(n) * cell.n // n], torch.cat([x, x[-1:].expand(n - cell.n, -1)])]
+    return [over.project_(x.clone()) for x in starts]

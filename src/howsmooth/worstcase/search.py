@@ -18,11 +18,11 @@ from howsmooth.checks import Count, Positive, Seed, Size, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
 from howsmooth.sets import Embeddings, InputSet, TokenSet
-from howsmooth.worstcase.ascent import MILESTONES, Ascent, Climb, Found
+from howsmooth.worstcase.ascent import MILESTONES, Ascent, Climb, Peak
 from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.question import Progress, Question, resolved
 from howsmooth.worstcase.sequences import Exchange
-from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness, Roughness
+from howsmooth.worstcase.slopes import AttentionRoughness, FunctionRoughness
 from howsmooth.worstcase.starts import starts_for
 from howsmooth.worstcase.witness import Stopped, Witness
 
@@ -89,22 +89,8 @@ def worst_case(
     (16.1, 'two poles')
     """
     began = time.perf_counter()
-    question = Question.of(
-        f,
-        n,
-        radius,
-        over,
-        start,
-        norm=norm,
-        head=head,
-        starts=starts,
-        constructions=constructions,
-        steps=steps,
-        seconds=seconds,
-        seed=seed,
-        save=save,
-        source=source,
-        progress=progress,
+    question = Question(
+        f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed, save, source, progress
     )
     return _Search(question, began).run()
 
@@ -126,24 +112,19 @@ class _Search:
             self._go(climb)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
-        found, measurement = self._best(climb)
+        peak, measurement = self._best(climb)
         measurement = replace(measurement, notes=(*measurement.notes, *self.notes))
-        witness = self._witness(climb, found, measurement, self.stopped)
+        witness = self._witness(climb, peak, measurement, self.stopped)
         if self.save is not None:
             self._keep(witness)
         return witness
 
     def _climb(self) -> Climb:
-        asked = self.asked
-        roughness: Roughness
-        if isinstance(asked.f, AttentionMap):
-            roughness = AttentionRoughness(asked.f, asked.norm)
-        else:
-            roughness = FunctionRoughness(asked.f, asked.norm)
-
-        if isinstance(asked.over, Embeddings):
-            return Exchange(roughness, asked.over, self.starts, asked.seed)
-        return Ascent(roughness, asked.over, self.starts, asked.seed)
+        f, over, norm, seed = self.asked.f, self.asked.over, self.asked.norm, self.asked.seed
+        roughness = AttentionRoughness(f, norm) if isinstance(f, AttentionMap) else FunctionRoughness(f, norm)
+        if isinstance(over, Embeddings):
+            return Exchange(roughness, over, self.starts, seed)
+        return Ascent(roughness, over, self.starts, seed)
 
     def _go(self, climb: Climb) -> None:
         asked, ahead, begun = self.asked, list(MILESTONES), 0
@@ -171,25 +152,25 @@ class _Search:
                 self.stopped = "settled"
                 return
 
-    def _best(self, climb: Climb) -> tuple[Found, Measurement]:
+    def _best(self, climb: Climb) -> tuple[Peak, Measurement]:
         """The best point, measured; of several that come near to it the one that measures most."""
         asked = self.asked
-        ranked = sorted((f for f in climb.everyone if math.isfinite(f.value)), key=lambda found: -found.value)
+        ranked = sorted((peak for peak in climb.everyone if math.isfinite(peak.value)), key=lambda peak: -peak.value)
         if not ranked:
             raise NotDifferentiable(
                 "the Jacobian of f has NaN or infinite entries at every point that was tried (as sqrt has at 0): "
                 "search another set, or smooth f."
             )
-        ranked = [found for found in ranked if resolved(asked.f, asked.over.at(found.z))]
+        ranked = [peak for peak in ranked if resolved(asked.f, asked.over.at(peak.z))]
         if not ranked:
             raise InvalidInput("every point that was found has logits beyond the resolution of float64: give a set.")
-        near = [found for found in ranked if found.value >= _CONTENDERS * ranked[0].value]
+        near = [peak for peak in ranked if peak.value >= _CONTENDERS * ranked[0].value]
         best = ranked[0], self._unmeasured(climb, ranked[0])
         try:
-            for found in near[: 1 if self.stopped == "interrupted" else _MOST_CONTENDERS]:
-                measured = evaluate(asked.f, asked.over.at(found.z), asked.norm)
+            for peak in near[: 1 if self.stopped == "interrupted" else _MOST_CONTENDERS]:
+                measured = evaluate(asked.f, asked.over.at(peak.z), asked.norm)
                 if best[1].method == _UNMEASURED or float(measured) > float(best[1]):
-                    best = found, measured
+                    best = peak, measured
         except KeyboardInterrupt:
             self.stopped = "interrupted"
         return best
@@ -197,9 +178,9 @@ class _Search:
     def _interim(self, climb: Climb) -> Witness:
         return self._witness(climb, climb.leader, self._unmeasured(climb, climb.leader), "running")
 
-    def _unmeasured(self, climb: Climb, found: Found) -> Measurement:
+    def _unmeasured(self, climb: Climb, peak: Peak) -> Measurement:
         """What the climb itself knows: ‖Jv‖ for one v, which is a lower bound."""
-        value = torch.tensor(found.value, dtype=torch.float64)
+        value = torch.tensor(peak.value, dtype=torch.float64)
         return Measurement(
             value=value,
             lower=value,
@@ -213,22 +194,22 @@ class _Search:
             seconds=time.perf_counter() - self.began,
         )
 
-    def _witness(self, climb: Climb, found: Found, measurement: Measurement, stopped: Stopped) -> Witness:
+    def _witness(self, climb: Climb, peak: Peak, measurement: Measurement, stopped: Stopped) -> Witness:
         asked = self.asked
         return Witness(
-            x=asked.over.at(found.z).detach(),
+            x=asked.over.at(peak.z).detach(),
             value=float(measurement),
             measurement=measurement,
             norm=asked.norm,
             head=asked.head,
             over=asked.over.describe(),
-            start=found.name,
+            start=peak.name,
             history=list(climb.history),
             seed=asked.seed,
             steps=len(climb.history),
             seconds=time.perf_counter() - self.began,
             stopped=stopped,
-            ids=found.z if isinstance(asked.over, Embeddings) else None,
+            ids=peak.z if isinstance(asked.over, Embeddings) else None,
             source=asked.source,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.sets import Embeddings
 from howsmooth.small import random_stream
-from howsmooth.worstcase.ascent import Climb, Found
+from howsmooth.worstcase.ascent import Climb, Peak
 from howsmooth.worstcase.first_vectors import first_vectors
 from howsmooth.worstcase.slopes import Roughness
 from howsmooth.worstcase.starts import Start
@@ -53,8 +53,8 @@ class Exchange(Climb):
         counts = [len(candidates) for candidates in chosen]
         if sum(counts):
             values, vectors = first_vectors(self.over.sequence(torch.cat(chosen)), self.roughness)
-            for i, part in enumerate(zip(chosen, values.split(counts), vectors.split(counts), strict=True)):
-                self._decide(i, *part)
+            for i, measured in enumerate(zip(chosen, values.split(counts), vectors.split(counts), strict=True)):
+                self._decide(i, *measured)
         self.history.append(self.leader.value)
 
     def milestone(self) -> None:
@@ -93,18 +93,14 @@ class Exchange(Climb):
         scores.scatter_(1, ids[:, None], -torch.inf)
         rank = min(skip, scores.shape[1] - 1)
         gain, token = (t[:, rank] for t in scores.topk(rank + 1, dim=1))
-        place = gain.argsort(descending=True)
-        place = place[gain[place] > -torch.inf]
-        found = []
-        for position in place[:TRIED].tolist():
-            found.append(ids.clone())
-            found[-1][position] = token[position]
-        together = 2
-        while together <= len(place):
-            found.append(ids.clone())
-            found[-1][place[:together]] = token[place[:together]]
-            together *= 2
-        return torch.stack(found) if found else ids[None][:0]
+        order = gain.argsort(descending=True)
+        order = order[gain[order] > -torch.inf]
+        exchanged = list(order[:TRIED].split(1)) if len(order) else []
+        exchanged += [order[: 2**power] for power in range(1, len(order).bit_length())]
+        sequences = ids.repeat(len(exchanged), 1)
+        for sequence, positions in zip(sequences, exchanged, strict=True):
+            sequence[positions] = token[positions]
+        return sequences
 
     def _estimate(self, ids: Tensor, vectors: Tensor) -> Tensor:
         """‖J‖ from below, by a few steps of the power method from the vectors of the sequence they come from."""
@@ -117,15 +113,14 @@ class Exchange(Climb):
         self.ids, self.vectors = self.ids.clone(), self.vectors.clone()
         self.ids[i], self.vectors[i], self.values[i], self.stuck[i] = ids, vectors, value, 0
         if value > self.best[i].value:
-            best = list(self.best)
-            best[i] = Found(ids.clone(), value, self.best[i].name)
-            self.best = best
+            peak = Peak(ids.clone(), value, self.best[i].name)
+            self.best = [*self.best[:i], peak, *self.best[i + 1 :]]
 
     def _shake(self, i: int) -> None:
         """Back to the best sequence of this start, with some of its tokens drawn anew."""
         ids = self.best[i].z.clone()
         n, vocabulary = len(ids), len(self.over.matrix)
-        place = torch.randperm(n, generator=self.generator)[: 1 + n // 8]
-        ids[place] = torch.randint(vocabulary, (len(place),), generator=self.generator)
+        positions = torch.randperm(n, generator=self.generator)[: 1 + n // 8]
+        ids[positions] = torch.randint(vocabulary, (len(positions),), generator=self.generator)
         value, vectors = first_vectors(self.over.sequence(ids[None]), self.roughness)
         self._take(i, ids, float(value[0]), vectors[0])

@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain as joined
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class AttentionRoughness(Roughness):
         self.projection = BlockProjection.of(self.map)
         one = self.map.project(torch.zeros(1, 1, self.map.in_features, dtype=torch.float64))
         stages = self.map.stages(*(t.flatten(0, 1) for t in one[:2]))
-        self.straight = all(isinstance(stage, Scale) for part in stages for stage in part)
+        self.straight = all(isinstance(stage, Scale) for stage in joined(*stages))
 
     def slope(self, x: Tensor, vectors: Tensor) -> Slope:
         x, v = x.detach().requires_grad_(not self.straight), vectors.detach().requires_grad_(not self.straight)
@@ -84,12 +85,12 @@ class AttentionRoughness(Roughness):
             moved = [chain.jvp(t) for chain, t in zip(chains, self.projection.into_heads(v), strict=True)]
             outputs = [*(token for token, _ in linear), *moved]
         with torch.no_grad():
-            mixing = _Mixing(self.map, self.projection, len(x), *(t.detach() for t in outputs))
+            mixing = _Mixing(self.map, self.projection, len(x), [t.detach() for t in outputs])
             value, gradients = mixing.steepest_row() if self.norm == math.inf else mixing.steepest()
         if self.straight:  # no second derivatives: back by hand, in two thirds of the time for short inputs
             gx, gv = (
-                self.projection.from_heads(*(chain.vjp(g) for chain, g in zip(chains, part, strict=True)))
-                for part in (gradients[:3], gradients[3:])
+                self.projection.from_heads(*(chain.vjp(g) for chain, g in zip(chains, three, strict=True)))
+                for three in (gradients[:3], gradients[3:])
             )
         else:
             pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
@@ -103,18 +104,8 @@ class AttentionRoughness(Roughness):
 class _Mixing:
     """One evaluation of ⟨u, J(X)v⟩ with its derivatives in q, k, v and in their tangents; ``(starts·heads, n, ·)``."""
 
-    def __init__(
-        self,
-        attention: AttentionMap,
-        projection: BlockProjection,
-        starts: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dquery: Tensor,
-        dkey: Tensor,
-        dvalue: Tensor,
-    ):
+    def __init__(self, attention: AttentionMap, projection: BlockProjection, starts: int, tokens: list[Tensor]):
+        query, key, value, dquery, dkey, dvalue = tokens
         self.projection, self.starts, self.heads = projection, starts, attention.heads
         self.n, self.width = query.shape[1], query.shape[2]
         self.query, self.dquery = query, dquery
@@ -143,15 +134,15 @@ class _Mixing:
     def steepest_row(self) -> tuple[Tensor, list[Tensor]]:
         """‖Jv‖_∞ of every start, and the derivatives with u the largest coordinate of Jv, which is in one row."""
         best = self.query.new_zeros(self.starts)
-        place: list[tuple[int, int, float]] = [(0, 0, 1.0)] * self.starts
+        largest: list[tuple[int, int, float]] = [(0, 0, 1.0)] * self.starts  # row, coordinate and sign
         for maps, rows in self._blocks():
             out = self.projection.combine(_Block(self, maps, rows).moved)
             for s, one in enumerate(out, maps.start // self.heads):
                 i, a = divmod(int(one.abs().argmax()), one.shape[-1])
                 if one[i, a].abs() > best[s]:
                     best[s] = one[i, a].abs()
-                    place[s] = (rows.start + i, a, float(one[i, a].sign()))
-        for s, (i, a, sign) in enumerate(place):
+                    largest[s] = (rows.start + i, a, float(one[i, a].sign()))
+        for s, (i, a, sign) in enumerate(largest):
             block = _Block(self, slice(s * self.heads, (s + 1) * self.heads), slice(i, i + 1))
             u = self.query.new_zeros(1, 1, self.projection.out_width)
             u[..., a] = sign
@@ -299,8 +290,8 @@ def unit(t: Tensor) -> Tensor:
 def largest(t: Tensor) -> Tensor:
     """The sign of the largest entry of every start, at its place, and zeros elsewhere."""
     flat = _flat(t)
-    place = flat.abs().argmax(1, keepdim=True)
-    return torch.zeros_like(flat).scatter(1, place, flat.gather(1, place).sign()).reshape(t.shape)
+    index = flat.abs().argmax(1, keepdim=True)
+    return torch.zeros_like(flat).scatter(1, index, flat.gather(1, index).sign()).reshape(t.shape)
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -45,25 +45,25 @@ class Start:
 def starts_for(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
     """Where to set out from: inputs given, the theorems' own and random ones, and what is to be noted about them."""
     f, over, n, d = asked.f, asked.over, asked.n, asked.d
-    found, notes = _given(asked)
+    starts, notes = _given(asked)
     if isinstance(over, Embeddings):
         attention = f if asked.constructions and isinstance(f, AttentionMap) else None
-        found += _sequences(attention, over, n, asked.starts, asked.seed)
+        starts += _sequences(attention, over, n, asked.starts, asked.seed)
     else:
         if asked.constructions:
-            found += constructions(f, over, n, d)
-        found += random_starts(f, over, n, d, asked.starts, asked.seed)
-    for start in found:
+            starts += constructions(f, over, n, d)
+        starts += random_starts(f, over, n, d, asked.starts, asked.seed)
+    for start in starts:
         check_resolution(f, over.sequence(start.x) if isinstance(over, Embeddings) else start.x)
-    return found, notes
+    return starts, notes
 
 
 def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
-    found, notes, over = [], [], asked.over
+    starts, notes, over = [], [], asked.over
     for i, x in enumerate(asked.given):
         name = "given" if len(asked.given) == 1 else f"given {i}"
         if isinstance(over, Embeddings):
-            found.append(Start(name, _ids(x, over, asked.n)))
+            starts.append(Start(name, _ids(x, over, asked.n)))
             continue
         check_tokens(x, "the start")
         if x.shape != (asked.n, asked.d):
@@ -73,8 +73,8 @@ def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
         if outside > 1e-9 * max(1.0, float(x.norm(dim=-1).max())):
             notes.append(f"a token of the start {name!r} lay {outside:.3g} outside the set")
             name = f"{name}, brought into the set"
-        found.append(Start(name, over.project_(x)))
-    return found, tuple(notes)
+        starts.append(Start(name, over.project_(x)))
+    return starts, tuple(notes)
 
 
 def _ids(ids: Tensor, region: Embeddings, n: int) -> Tensor:
@@ -95,14 +95,14 @@ def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
     """
     if isinstance(over, Neighbourhood):
         return [Start("the centre", over.x.clone())]
-    found = [Start("equal tokens", _centre(over, n, d))]
+    starts = [Start("equal tokens", _centre(over, n, d))]
     if isinstance(f, AttentionMap) and n > 1:
         tokens = over.token_set(d)
         if f.kind == "l2":
-            found += _l2(f, n)
+            starts += _l2(f, n)
         elif tokens is not None:
-            found += _two_clusters(f, tokens, n)
-    return [Start(start.name, over.project_(start.x)) for start in found]
+            starts += _two_clusters(f, tokens, n)
+    return [Start(start.name, over.project_(start.x)) for start in starts]
 
 
 def _centre(over: InputSet, n: int, d: int) -> Tensor:
@@ -126,8 +126,7 @@ def _two_clusters(attention: AttentionMap, tokens: TokenSet, n: int) -> Iterator
         real = eigenvalues[head]
         if not bool(real.isnan().all()):
             for sign, near, name in ((-1.0, -1.0, "−γ branch"), (1.0, 0.5, "γ/8 branch")):
-                place = int((sign * real).nan_to_num(nan=-math.inf).argmax())
-                u = tokens.radius * eigenvectors[head, place]
+                u = tokens.radius * eigenvectors[head, int((sign * real).nan_to_num(nan=-math.inf).argmax())]
                 outlier, others = (u, near * u) if sign > 0 else (near * u, u)
                 yield Start(f"two clusters, {name}{of}", torch.stack([outlier] + [others] * (n - 1)))
         yield Start(f"one between two clusters{of}", _between(attention, tokens, n, head))
@@ -189,7 +188,7 @@ def random_starts(f: object, over: InputSet, n: int, d: int, count: int, seed: i
     """Random inputs of the kinds above in turn, the same for the same seed whatever the count."""
     planes = _leading_directions(f, over) if isinstance(f, AttentionMap) else None
     unit = _natural_length(f) if isinstance(over, Everywhere) else 1.0
-    found = []
+    starts = []
     for i in range(count):
         generator = random_stream(seed, f"worst-case start {i}")
         kind = KINDS[i % len(KINDS)]
@@ -201,8 +200,8 @@ def random_starts(f: object, over: InputSet, n: int, d: int, count: int, seed: i
             size *= unit * 4 ** (2 * float(torch.rand((), generator=generator)) - 0.5)
         if over.body == "all tokens":
             z /= z.norm()
-        found.append(Start(f"random {i}, {kind}", over.at(over.restrict_(size * z)), exact=False))
-    return found
+        starts.append(Start(f"random {i}, {kind}", over.at(over.restrict_(size * z)), exact=False))
+    return starts
 
 
 def _sequences(attention: AttentionMap | None, over: Embeddings, n: int, count: int, seed: int) -> list[Start]:
@@ -210,18 +209,18 @@ def _sequences(attention: AttentionMap | None, over: Embeddings, n: int, count: 
 
     Random sequences are in turn drawn token by token, and made of one token throughout but for a rare one in front.
     """
-    found = []
+    starts = []
     if attention is not None and over.transform is None:
         radius = float(over.matrix.norm(dim=-1).max())
         for start in constructions(attention, Ball(radius), n, over.matrix.shape[1]):
-            found.append(Start(f"{start.name}, nearest tokens", over.nearest(start.x)))
+            starts.append(Start(f"{start.name}, nearest tokens", over.nearest(start.x)))
     for i in range(count):
         generator = random_stream(seed, f"worst-case sequence {i}")
         ids = torch.randint(len(over.matrix), (n,), generator=generator)
         if i % 2:
             ids[1:] = ids[-1].clone()
-        found.append(Start(f"random {i}", ids, exact=False))
-    return found
+        starts.append(Start(f"random {i}", ids, exact=False))
+    return starts
 
 
 def _random(kind: str, generator: torch.Generator, n: int, rank: int, planes: Tensor | None) -> Tensor:
@@ -253,7 +252,7 @@ def _leading_directions(attention: AttentionMap, over: InputSet) -> Tensor:
 
 
 def _top_pair(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The top left and right singular vectors of KᵀQ, both factors ``(…, k, r)``: found in k dimensions, not r."""
+    """The top left and right singular vectors of KᵀQ, both factors ``(…, k, r)``: starts in k dimensions, not r."""
     left, right = torch.linalg.qr(key.mT), torch.linalg.qr(query.mT)
     inner = torch.linalg.svd(left.R @ right.R.mT, full_matrices=False)
     return (left.Q @ inner.U)[..., 0], (right.Q @ inner.Vh.mT)[..., 0]

@@ -65,8 +65,8 @@ def read(path: Path) -> dict[str, Any]:
     except (Damaged, InvalidInput) as error:
         why = str(error).rstrip(".")
         raise InvalidInput(f"{path.name} is a witness of another version, or was changed by hand ({why}).") from error
-    found = {"x": tensors["x"], "history": tensors["history"].tolist(), "ids": tensors.get("ids")}
-    return found | {"norm": norm, "measurement": measurement} | story
+    arrays = {"x": tensors["x"], "history": tensors["history"].tolist(), "ids": tensors.get("ids")}
+    return arrays | {"norm": norm, "measurement": measurement} | story
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
@@ -111,6 +111,8 @@ def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Meas
         raise InvalidInput("converged and method are of another kind")
     if not 0 <= check_number(plain["confidence"], "confidence") <= 1:
         raise InvalidInput("confidence is no probability")
+    if not all(isinstance(note, str) for note in _list(plain["notes"], "notes")):
+        raise InvalidInput("notes are words")
     return Measurement(
         value=value,
         lower=lower,
@@ -126,7 +128,7 @@ def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Meas
         right=tensors.get("right"),
         values=values,
         residuals=residuals,
-        notes=tuple(_word(note) for note in _list(plain["notes"], "notes")),
+        notes=tuple(plain["notes"]),
     )
 
 
@@ -146,10 +148,4 @@ def _tensor(value: object, name: str) -> Tensor:
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list) or (not value and name != "notes"):
         raise InvalidInput(f"{name} is no list")
-    return value
-
-
-def _word(value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidInput("notes are words")
     return value

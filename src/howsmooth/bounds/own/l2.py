@@ -55,12 +55,12 @@ def largest_column(n: float, sight: Sight, weight: float = 0.0) -> float:
     [10.0, 19.0, 50.5]
     """
     most = 0.5 if weight <= 0.5 else weight * phi_inverse(math.exp(1 / weight))
-    sums, found = (n + 1) / 2, [1 + (n - 1) * most]
+    sums, bounds = (n + 1) / 2, [1 + (n - 1) * most]
     if sight != "any":
         roots = n**0.5 if sight == "full" else 2 * n**0.5 - 1
         sums = min(sums, roots)
-        found.append(roots * (1 + weight**2 / 2) ** 0.5)
-    return min(*found, sums + weight * (n - 1) * phi_inverse(1.0))
+        bounds.append(roots * (1 + weight**2 / 2) ** 0.5)
+    return min(*bounds, sums + weight * (n - 1) * phi_inverse(1.0))
 
 
 @lru_cache(maxsize=4096)
@@ -84,13 +84,13 @@ def average_lip_2(n: float, sight: Sight = "full") -> float:
     if c == 0:
         return 1.0
     # Every λ proves a bound, so the search need not be exact.
-    found = minimize_scalar(
+    least = minimize_scalar(
         lambda log: (1 + 4 * c * math.exp(-log)) * largest_column(n, sight, math.exp(log)),
         bounds=(-5.0, 10.0),
         method="bounded",
         options={"xatol": 1e-6},
     )
-    return 2 * c + float(found.fun) ** 0.5
+    return 2 * c + float(least.fun) ** 0.5
 
 
 def average_lip_inf(n: float, width: int) -> float:
@@ -149,9 +149,8 @@ def mixing_matrix(query: Tensor, value: Tensor, output: Tensor) -> Tensor:
 def balanced(query: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
     """[W_hᵀ/c_h] and [c_h M_h], both ``(d, d)``, with c_h² = ‖W_h‖_F/‖M_h‖_F."""
     heads = len(query)
-    sizes = [vector_norm(part.reshape(heads, -1), dim=-1) for part in (query, mixing)]
-    least = torch.finfo(query.dtype).eps
-    tied, mixed = (size.clamp(min=least) for size in sizes)
+    sizes = (vector_norm(weights.reshape(heads, -1), dim=-1) for weights in (query, mixing))
+    tied, mixed = (size.clamp(min=torch.finfo(query.dtype).eps) for size in sizes)
     c = (tied / mixed).sqrt()[:, None, None]
     return (query / c).flatten(0, 1), (mixing.unflatten(0, (heads, -1)) * c).flatten(0, 1)
 
@@ -164,8 +163,7 @@ def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     """
     s = query.shape[-2] ** 0.5
     outer = (query @ value.mT @ output).abs().sum(-2)  # (heads, d_out)
-    moved = matrix_norm(query, math.inf)
-    return average_lip_inf(n, query.shape[-2]) / s * (moved[:, None] * outer).sum(0).amax()
+    return average_lip_inf(n, query.shape[-2]) / s * (matrix_norm(query, math.inf)[:, None] * outer).sum(0).amax()
 
 
 def tight_input(n: int) -> Tensor:
@@ -283,8 +281,7 @@ def _lower_2(where: Setting, folded: bool) -> Tensor:
 
 
 _LINE = Assumption(
-    "there is one head, and it and the tokens have width one",
-    lambda where: where.map.query_weight.numel() == 1,
+    "there is one head, and it and the tokens have width one", lambda where: where.map.query_weight.numel() == 1
 )
 
 

@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.dasoulas2021 import LIPSCHITZ_NORM, projections_of
+from howsmooth.bounds.heads import output_factor, value_matrices
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 
@@ -47,7 +47,7 @@ def lipschitz_norm(mixed: Tensor, output: Tensor | float, query: Tensor, key: Te
     Args:
         mixed: ‖WW_V‖. output, query, key, value: ‖W‖, ‖W_Q‖, ‖W_K‖, ‖W_V‖. All of each head.
 
-    >>> import howsmooth as hs
+    >>> import torch, howsmooth as hs
     >>> attention = hs.LipschitzNormAttention(*torch.eye(2).repeat(3, 1, 1))
     >>> round(float(hs.bounds.get("howsmooth.lipschitz_norm")(attention)), 3)
     4.889
@@ -66,6 +66,4 @@ def _lipschitz_norm(where: Setting, folded: bool) -> Tensor:
     query, key, value = (spectral(w.double()) for w in (maps.query_weight, maps.key_weight, maps.value_weight))
     if not folded:
         return lipschitz_norm(value, 1.0, query, key, value)
-    triangle = torch.linalg.qr(maps.output_weight.double().mT).R  # W = UR with orthonormal columns in U
-    mixed = spectral(triangle @ maps.value_weight.double())
-    return lipschitz_norm(mixed, spectral(triangle), query, key, value)
+    return lipschitz_norm(spectral(value_matrices(maps)), spectral(output_factor(maps)), query, key, value)

@@ -38,32 +38,8 @@ def local(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
     >>> local(head, torch.tensor([[0.0], [1.0], [-1.0]]))  # 2/3 + (1 + 0.64)·√1.09
     tensor([2.3...], dtype=torch.float64)
     """
-    found = torch.cat([_local(part) for part in paths(attention, x, folded)])
-    return found.reshape(*x.shape[:-2], attention.heads)
-
-
-def _local(part: Paths) -> Tensor:
-    """The formula with weights, spreads and pushes raised by what rounding may have taken from them."""
-    cloud = about_means(part, part.tokens, 0.0)
-    mean = part.weights @ part.tokens if part.softmax else torch.zeros_like(part.tokens)
-    spread = (part.upper_slopes * distances(mean, part.tokens).square()).sum(-1)  # s_i²
-    pulls = (part.upper_slopes @ part.pull.square().sum(-1, keepdim=True))[..., 0]
-
-    def gram(maps: Tensor, i: Tensor) -> Tensor:
-        block = part.query_block(maps, i, part.tokens)
-        short = block if block.shape[-2] <= block.shape[-1] else block.mT
-        return short @ short.mT
-
-    diagonal = largest_block(*product_slack(part, cloud, keys(part)), spread * pulls * _gain(part.pull_map), gram)
-    push = (part.push_lengths() + push_radii(part)).masked_fill(~part.seen, 0.0).amax(-1)
-    columns = part.upper_weights.sum(-2).amax(-1)
-    lengths = spread.clamp_min(TINY).sqrt() + cloud.error
-    bound = value_gain(part) * (diagonal + (1 + lengths * push).amax(-1) * columns.sqrt())
-    return nowhere_nan(bound * part.allowance)
-
-
-def _gain(maps: Tensor | None) -> Tensor | float:
-    return 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
+    bounds = torch.cat([_local(group) for group in paths(attention, x, folded)])
+    return bounds.reshape(*x.shape[:-2], attention.heads)
 
 
 @theorem(
@@ -74,5 +50,23 @@ def _gain(maps: Tensor | None) -> Tensor | float:
     assumptions=(LINEAR_VALUES, KNOWN_ROUNDING),
     on_paths=True,
 )
-def _evaluate(part: Paths, where: Setting) -> Tensor:
-    return _local(part)
+def _local(group: Paths, where: Setting | None = None) -> Tensor:
+    """The formula with weights, spreads and pushes raised by what rounding may have taken from them."""
+    cloud = about_means(group, group.tokens, 0.0)
+    mean = group.weights @ group.tokens if group.softmax else torch.zeros_like(group.tokens)
+    spread = (group.upper_slopes * distances(mean, group.tokens).square()).sum(-1)  # s_i²
+    pulls = (group.upper_slopes @ group.pull.square().sum(-1, keepdim=True))[..., 0]
+
+    def gram(maps: Tensor, i: Tensor) -> Tensor:
+        block = group.query_block(maps, i, group.tokens)
+        short = block if block.shape[-2] <= block.shape[-1] else block.mT
+        return short @ short.mT
+
+    maps = group.pull_map
+    gain = 1.0 if maps is None else psd_norm(maps.mT @ maps, squarings=3)
+    diagonal = largest_block(*product_slack(group, cloud, keys(group)), spread * pulls * gain, gram)
+    push = (group.push_lengths() + push_radii(group)).masked_fill(~group.seen, 0.0).amax(-1)
+    columns = group.upper_weights.sum(-2).amax(-1)
+    lengths = spread.clamp_min(TINY).sqrt() + cloud.error
+    bound = value_gain(group) * (diagonal + (1 + lengths * push).amax(-1) * columns.sqrt())
+    return nowhere_nan(bound * group.allowance)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,12 +63,8 @@ _SCALES = torch.logspace(0, -1.5, 13, dtype=torch.float64)
 _RATIOS = torch.logspace(-4, 4, 401, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Clusters:
-    """Candidates for the two clusters of each head: ``outlier`` and ``others``, (heads, candidates, d)."""
-
-    outlier: Tensor
-    others: Tensor
+Clusters = tuple[Tensor, Tensor]
+"""Candidates for the outlier and for the others of each head, (heads, candidates, d)."""
 
 
 def two_cluster(value: Tensor, delta: Tensor, push: Tensor, sums: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -108,13 +103,13 @@ def sums_for(exponent: Tensor, n: float, causal: bool) -> tuple[Tensor, Tensor, 
         k = outliers(n)
         p = torch.sigmoid(exponent[..., None] - torch.log((n - k) / k))
         return _powers((n - k) / k * p.square(), 1 - p)
-    parts = [torch.zeros_like(exponent[..., None]) for _ in range(3)]
+    sums = exponent.new_zeros(3, *exponent.shape, 1)
     last = int(min(n - 1, _LONGEST_SUM))
     for first in range(1, last + 1, 2**16):
         m = torch.arange(first, min(first + 2**16, last + 1), dtype=exponent.dtype)
         p = torch.sigmoid(exponent[..., None] - m.log())
-        parts = [part + c.sum(-1, keepdim=True) for part, c in zip(parts, _powers(p.square(), 1 - p), strict=True)]
-    return parts[0], parts[1], parts[2]
+        sums += torch.stack(_powers(p.square(), 1 - p)).sum(-1, keepdim=True)
+    return sums[0], sums[1], sums[2]
 
 
 def mean_field_sums(exponent: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,34 +147,35 @@ def clusters(attention: AttentionMap, tokens: TokenSet) -> Clusters:
     best, seen_from = basis @ left[..., :1], basis @ right.mT[..., :1]
     pairs = [(-lowest, lowest), (lowest, -lowest), (highest, highest / 2), (-highest, -highest / 2)]
     pairs += [(best, seen_from), (-best, -seen_from)]
-    outlier, others = (torch.cat(part, dim=-1).mT for part in zip(*pairs, strict=True))
-    return Clusters(*(tokens.at((_SCALES[:, None, None] * z[:, None]).flatten(1, 2)) for z in (outlier, others)))
+    units = (torch.cat(ends, dim=-1).mT for ends in zip(*pairs, strict=True))
+    outlier, others = (tokens.at((_SCALES[:, None, None] * z[:, None]).flatten(1, 2)) for z in units)
+    return outlier, others
 
 
 def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: int = 0) -> Tensor:
     """The input that attains the bound for one head: the outliers first, then the others, ``(n, d)``."""
-    found, causal = clusters(attention, tokens), attention.terms.is_causal
-    values = _evaluate(attention, found, partial(sums_for, n=n, causal=causal), folded=True)[head]
-    best, place = divmod(int(values.argmax()), values.shape[1])
-    count = 1 if causal else int(outliers(n)[place])
-    parts = (found.outlier[head, best].expand(count, -1), found.others[head, best].expand(n - count, -1))
-    return torch.cat(parts)
+    (outlier, others), causal = clusters(attention, tokens), attention.terms.is_causal
+    values = _evaluate(attention, (outlier, others), partial(sums_for, n=n, causal=causal), folded=True)[head]
+    best, share = divmod(int(values.argmax()), values.shape[1])
+    count = 1 if causal else int(outliers(n)[share])
+    return torch.cat([outlier[head, best].expand(count, -1), others[head, best].expand(n - count, -1)])
 
 
 def _evaluate(attention: AttentionMap, at: Clusters, sums: Sums, folded: bool) -> Tensor:
     """The bound for every candidate and mass ratio, (heads, candidates, ratios), rounding taken off."""
     query, key, bias = query_key(attention)
-    push = (at.others @ query.mT + bias[:, None]) @ key  # w = Kᵀ(Qx_o + b_q)
-    delta = at.outlier - at.others
+    outlier, others = at
+    push = (others @ query.mT + bias[:, None]) @ key  # w = Kᵀ(Qx_o + b_q)
+    delta = outlier - others
     c = sums((delta * push).sum(-1))
     value = value_matrices(attention, folded)[:, None]
-    first, second = _rounding(attention, at, delta, push, value)
+    first, second = _rounding(attention, others, delta, push, value)
     lost = c[0].sqrt() * first[..., None] + c[2].sqrt() * second[..., None]
     return (two_cluster(value[:, None], delta[:, :, None], push[:, :, None], c) - lost).clamp(min=0)
 
 
 def _rounding(
-    attention: AttentionMap, at: Clusters, delta: Tensor, push: Tensor, value: Tensor
+    attention: AttentionMap, others: Tensor, delta: Tensor, push: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     r"""What rounding may add to the bound: :math:`\sqrt{c_0}\,e_0 + \sqrt{c_2}\,e_2`.
 
@@ -189,7 +185,7 @@ def _rounding(
     """
     query, key, bias = query_key(attention)
     steps = gamma(64 + 2 * sum(query.shape[-2:]))
-    lengths, norms = at.others.norm(dim=-1), [part.norm(dim=(-2, -1))[:, None] for part in (query, key)]
+    lengths, norms = others.norm(dim=-1), [weight.norm(dim=(-2, -1))[:, None] for weight in (query, key)]
     push_error = steps * norms[1] * (norms[0] * lengths + bias.norm(dim=-1)[:, None])
     far = delta.norm(dim=-1)
     exponent = far * (push_error + steps * push.norm(dim=-1)) + steps
@@ -264,7 +260,7 @@ def _equal_tokens_block(where: Setting) -> Tensor:
     needs=("tokens",),
 )
 def _equal_tokens(where: Setting, folded: bool) -> Tensor:
-    found, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
+    value, plain = value_matrices(where.map, folded), value_matrices(where.map, folded=False)
     outer = where.map.output_weight.double().norm(dim=(-2, -1)) if folded else 1.0
     lost = gamma(8 * where.map.output_weight[0].numel()) * plain.norm(dim=(-2, -1)) * outer
-    return (equal_tokens(found) * (1 - _SOLVER) - lost).clamp(min=0)
+    return (equal_tokens(value) * (1 - _SOLVER) - lost).clamp(min=0)

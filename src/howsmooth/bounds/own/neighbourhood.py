@@ -55,6 +55,9 @@ from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 
+_NOTHING = -1e30
+"""The logarithm of nothing, finite so that derivatives are."""
+
 
 def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool = True) -> Tensor:
     """The bound on the constant of every head over all inputs whose tokens are within ``eps`` of x's, ``(heads,)``.
@@ -75,50 +78,55 @@ def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
 
     .. math:: \hat p_j = \frac{e^{s_j+\delta_j}}{e^{s_j+\delta_j} + \sum_{k\ne j}e^{s_k-\delta_k}},
 
-    computed in logarithms: no overflow, at most 1, and 0 where the logit is −∞.
+    computed in logarithms: no overflow, at most 1, and 0 where the logit is −∞. With −radius it is the smallest each
+    can get. What the others keep is summed without the own term, not by subtraction: a logit that moves by far more
+    than the rest would leave nothing of them.
 
     >>> softmax_ceiling(torch.tensor([0.0, 0.0, -float("inf")]), torch.tensor([800.0, 800.0, 800.0]))
     tensor([1., 1., 0.])
+    >>> softmax_ceiling(torch.tensor([0.0, 1.0]), -torch.tensor([800.0, 1.0]))
+    tensor([0., 0.])
     """
     hidden = scores == float("-inf")
-    low = scores - radius
-    everyone = low.logsumexp(-1, keepdim=True)
-    # What the others keep is 1 minus the own share: where that rounds to nothing, the ceiling is 1.
-    others = everyone + torch.log1p(-(low - everyone).exp().clamp(max=1.0))
-    return torch.sigmoid(scores + radius - others).masked_fill(hidden, 0.0)
+    low = (scores - radius).clamp_min(_NOTHING)
+    nothing = torch.full_like(low[..., :1], _NOTHING)
+    before = torch.cat([nothing, low[..., :-1].logcumsumexp(-1)], -1)
+    after = torch.cat([low[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), nothing], -1)
+    logits = (scores + radius).masked_fill(hidden, 0.0)
+    return torch.sigmoid(logits - torch.logaddexp(before, after)).masked_fill(hidden, 0.0)
 
 
-def _ball(part: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
+def _ball(group: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
     """The formula of this module, every ingredient raised by its radius (`howsmooth.bounds.rounding`)."""
-    radii, width = part.radii, part.pull.shape[-1]
-    gain = torch.ones_like(radii.pull) if part.pull_map is None else part.pull_map.norm(dim=(-2, -1))
-    mean_key = part.weights @ part.pull
-    away, most = 2 * part.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
+    radii, width = group.radii, group.pull.shape[-1]
+    gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
+    mean_key = group.weights @ group.pull
+    away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
     key_radius = gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
-    pull, push = part.pull_distances(mean_key), part.push_lengths() + push_radii(part)
+    pull, push = group.pull_distances(mean_key), group.push_lengths() + push_radii(group)
     moved = eps * (pull + key_radius[..., None] + push) + eps**2 * score[:, None, None]
-    weights = softmax_ceiling(part.scores, moved + radii.weights[..., None])
+    weights = softmax_ceiling(group.scores, moved + radii.weights[..., None])
     norm = torch.minimum(nonnegative_norm(weights), weights.sum(-2).amax(-1).sqrt())
 
-    farthest = (distances(part.mean, part.value) * part.seen).amax(-1)
-    spread = torch.minimum(spread_norm(weights, part.value, part.mean).sqrt(), farthest)
+    farthest = (distances(group.mean, group.value) * group.seen).amax(-1)
+    spread = torch.minimum(spread_norm(weights, group.value, group.mean).sqrt(), farthest)
     spread = spread + radii.value.amax(-1, keepdim=True) + value[:, None] * eps
-    longest = (pull * part.seen).amax(-1)
-    lean = spread_norm(weights, part.pull, mean_key, part.pull_map).sqrt()
-    if part.pull_map is not None:  # a product of three matrices is known to within the product of their norms
-        lean = lean + gamma(4 * width) ** 0.5 * gain * spread_norm(weights, part.pull, mean_key).sqrt()
+    longest = (pull * group.seen).amax(-1)
+    lean = spread_norm(weights, group.pull, mean_key, group.pull_map).sqrt()
+    if group.pull_map is not None:  # a product of three matrices is known to within the product of their norms
+        lean = lean + gamma(4 * width) ** 0.5 * gain * spread_norm(weights, group.pull, mean_key).sqrt()
     lean = torch.minimum(lean, longest) + key_radius + score[:, None] * eps
 
     loads = weights * spread.square()[..., None]
-    queries = mixed_pairs(loads.mT, part.push, part.push)
-    off = (loads * push_radii(part).square()).sum(-2).sqrt()
-    if part.push_map is not None:
+    queries = mixed_pairs(loads.mT, group.push, group.push)
+    off = (loads * push_radii(group).square()).sum(-2).sqrt()
+    if group.push_map is not None:
         lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
-        off = off + gamma(4 * width) ** 0.5 * part.push_map.norm(dim=(-2, -1)) * lengths
-        queries = part.push_map.mT @ queries @ part.push_map
+        off = off + gamma(4 * width) ** 0.5 * group.push_map.norm(dim=(-2, -1)) * lengths
+        queries = group.push_map.mT @ queries @ group.push_map
     cross = psd_norm(queries).sqrt() + off + score[:, None] * eps * loads.sum(-2).sqrt()
     bound = norm * value + (spread * lean).amax(-1) + cross.amax(-1)
-    return nowhere_nan(bound * part.allowance)
+    return nowhere_nan(bound * group.allowance)
 
 
 @theorem(
@@ -130,6 +138,6 @@ def _ball(part: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
     assumptions=(LINEAR, NO_SOFTCAP),
     on_paths=True,
 )
-def _evaluate(part: Paths, where: Setting) -> Tensor:
+def _evaluate(group: Paths, where: Setting) -> Tensor:
     assert where.eps is not None
-    return torch.maximum(_ball(part, where.eps, *where.norms(part)), three_path_of(part))
+    return torch.maximum(_ball(group, where.eps, *where.norms(group)), three_path_of(group))

@@ -76,10 +76,10 @@ class Reach:
             return Reach(torch.zeros_like(self.least), most, self.slope * gain * (self.least**2 + stage.eps).rsqrt())
         if isinstance(stage, Rotary):  # coordinates that do not turn keep their length
             short, long = min(1.0, abs(stage.amplitude)), max(1.0, abs(stage.amplitude))
-            return Reach(self.least * short, self.most * long, self.slope * long)
-        assert isinstance(stage, Scale)
-        factor = abs(stage.factor)
-        return Reach(self.least * factor, self.most * factor, self.slope * factor)
+        else:
+            assert isinstance(stage, Scale)
+            short = long = abs(stage.factor)
+        return Reach(self.least * short, self.most * long, self.slope * long)
 
 
 def normalised(value: Tensor, spread: Tensor, query: Reach, key: Reach, growth: Tensor | float) -> Tensor:
@@ -95,11 +95,10 @@ def normalised(value: Tensor, spread: Tensor, query: Reach, key: Reach, growth: 
 
 def queries_and_keys(attention: AttentionMap, tokens: TokenSet | None) -> tuple[Reach, Reach]:
     """The reach of every head's queries and keys, for all tokens or for those of a set."""
-    group = attention.heads // attention.kv_heads
-    key_bias = None if attention.key_bias is None else attention.key_bias.repeat_interleave(group, dim=0)
+    key_bias = None if attention.key_bias is None else attention.per_head(attention.key_bias)
     return (
         Reach.of(attention.query_weight, attention.query_bias, attention.query_stages, tokens),
-        Reach.of(attention.key_weight.repeat_interleave(group, dim=0), key_bias, attention.key_stages, tokens),
+        Reach.of(attention.per_head(attention.key_weight), key_bias, attention.key_stages, tokens),
     )
 
 
@@ -107,16 +106,15 @@ def _norms(stages: Iterable[nn.Module]) -> list[UnitNorm]:
     return [stage for stage in stages if isinstance(stage, UnitNorm)]
 
 
-def _queries_and_keys_normalised(where: Setting) -> bool:
-    return bool(_norms(where.map.query_stages)) and bool(_norms(where.map.key_stages))
-
-
 def _positive_eps(where: Setting) -> bool:
     stages = [*where.map.query_stages, *where.map.key_stages, *where.map.value_stages]
     return all(norm.eps > 0 for norm in _norms(stages))
 
 
-QK_NORMALISED = Assumption("queries and keys are normalised", _queries_and_keys_normalised)
+QK_NORMALISED = Assumption(
+    "queries and keys are normalised",
+    lambda where: bool(_norms(where.map.query_stages)) and bool(_norms(where.map.key_stages)),
+)
 VALUES_NORMALISED = Assumption("values are normalised too", lambda where: bool(_norms(where.map.value_stages)))
 POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)
 
@@ -131,12 +129,7 @@ POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)
 def _cosine(where: Setting, folded: bool, every_n: bool = False) -> Tensor:
     attention = where.map
     query, key = queries_and_keys(attention, None)
-    value = Reach.of(
-        attention.value_weight.repeat_interleave(attention.heads // attention.kv_heads, dim=0),
-        None,
-        attention.value_stages,
-        None,
-    )
+    value = Reach.of(attention.per_head(attention.value_weight), None, attention.value_stages, None)
     output = spectral(attention.output_weight.double()) if folded else 1.0
     growth = torch.exp(query.most * key.most) if every_n else where.count**0.5
     return normalised(output * value.slope, output * value.most, query, key, growth)

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Scale
 from howsmooth.attention.terms import Terms
 from howsmooth.bounds.assumptions import FINITE, LINEAR
 from howsmooth.bounds.catalogue import Assumption, theorem
+from howsmooth.bounds.heads import HeadScores, output_factor, value_matrices
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 from howsmooth.sets import TokenSet
@@ -70,8 +70,8 @@ def sigmoid(numbers: SigmoidNumbers, n: float) -> Tensor:
     peak = torch.where(cross > 0, (numbers.value + cross) / (2 * cross), 1.0)
     p = torch.minimum(torch.maximum(peak, low), high)
     steepest = torch.minimum(low.clamp(min=0.5), high)
-    own = steepest * (1 - steepest) * numbers.size * numbers.pull
-    return n * (p * numbers.value + p * (1 - p) * cross + own)
+    diagonal = steepest * (1 - steepest) * numbers.size * numbers.pull
+    return n * (p * numbers.value + p * (1 - p) * cross + diagonal)
 
 
 def sigmoid_numbers(attention: AttentionMap, tokens: TokenSet, n: int, folded: bool = True) -> SigmoidNumbers:
@@ -80,36 +80,29 @@ def sigmoid_numbers(attention: AttentionMap, tokens: TokenSet, n: int, folded: b
     Queries are q₀ + QΓz and keys k₀ + KΓz on the set, |z| ≤ ρ; their dot product is multiplied out. Rotations are
     isometries (up to their amplitude), so with them every dot product is replaced by the product of its norms.
     """
-    axes, centre, reach = tokens.axes, tokens.centre, tokens.reach
-    group = attention.heads // attention.kv_heads
-    query, key = attention.query_weight.double(), attention.key_weight.double().repeat_interleave(group, dim=0)
-    at_query = query @ centre + _bias(attention.query_bias, 1)
-    at_key = key @ centre + _bias(attention.key_bias, group)
-    amplitude = None
-    for stage in attention.query_stages:
-        if isinstance(stage, Scale):
-            query, at_query = query * stage.factor, at_query * stage.factor
-        elif isinstance(stage, Rotary):
-            amplitude = max(1.0, stage.amplitude**2)  # coordinates that do not turn keep their length
+    axes, centre, reach, scores = tokens.axes, tokens.centre, tokens.reach, HeadScores.of(attention, 1)
+    query, key, rotary = scores.query, scores.key, scores.rotary
 
     def meet(left: Tensor, right: Tensor) -> Tensor:
-        if amplitude is None:
+        if rotary is None:
             return spectral(left.mT @ right)
-        return amplitude * spectral(left) * spectral(right)
+        # Coordinates that do not turn keep their length.
+        return max(1.0, rotary.amplitude**2) * spectral(left) * spectral(right)
 
-    q0, k0 = at_query[..., None], at_key[..., None]
+    q0 = (query @ centre + scores.query_bias)[..., None]
+    k0 = (key @ centre + scores.key_bias)[..., None]
     swing = reach * (meet(k0, query @ axes) + meet(q0, key @ axes) + reach * meet(key @ axes, query @ axes))
-    middle = (at_query * at_key).sum(-1)
-    if amplitude is not None:
+    middle = (q0 * k0).sum((-2, -1))
+    if rotary is not None:
         swing, middle = swing + meet(q0, k0), torch.zeros_like(middle)
     low, high = middle - swing, middle + swing
     if attention.softcap is not None:
         low, high = (attention.softcap * torch.tanh(end / attention.softcap) for end in (low, high))
     shift = _shift(attention, n)
-    value, at_value = _values(attention, centre, folded)
+    value, bias = value_matrices(attention, folded), _value_bias(attention, folded)
     return SigmoidNumbers(
         value=spectral(value),
-        size=at_value.norm(dim=-1) + reach * spectral(value @ axes),
+        size=(value @ centre + bias).norm(dim=-1) + reach * spectral(value @ axes),
         push=meet(key, q0) + reach * meet(key, query @ axes),
         pull=meet(query, k0) + reach * meet(query, key @ axes),
         low=low + shift,
@@ -117,19 +110,12 @@ def sigmoid_numbers(attention: AttentionMap, tokens: TokenSet, n: int, folded: b
     )
 
 
-def _bias(bias: Tensor | None, group: int) -> Tensor | float:
-    return 0.0 if bias is None else bias.double().repeat_interleave(group, dim=0)
-
-
-def _values(attention: AttentionMap, centre: Tensor, folded: bool) -> tuple[Tensor, Tensor]:
-    """V of every head and the value of the token in the middle of the set, bias included; up to an isometry."""
-    group = attention.heads // attention.kv_heads
-    value = attention.value_weight.double().repeat_interleave(group, dim=0)
-    middle = value @ centre + _bias(attention.value_bias, group)
-    if folded:  # W = UR with orthonormal columns in U: R is small, and keeps all norms
-        triangle = torch.linalg.qr(attention.output_weight.double().mT).R
-        value, middle = triangle @ value, (triangle @ middle[..., None])[..., 0]
-    return value, middle
+def _value_bias(attention: AttentionMap, folded: bool) -> Tensor | float:
+    """The constant that `howsmooth.bounds.heads.value_matrices` leaves out of the values."""
+    if attention.value_bias is None:
+        return 0.0
+    bias = attention.per_head(attention.value_bias.double())[..., None]
+    return (output_factor(attention) @ bias if folded else bias)[..., 0]
 
 
 def _shift(attention: AttentionMap, n: int) -> float:
@@ -140,11 +126,10 @@ def _shift(attention: AttentionMap, n: int) -> float:
     return float(block)
 
 
-def _only_masked(where: Setting) -> bool:
-    return Terms(list(where.map.terms)[:-1]).hides_only
-
-
-ONLY_MASKED = Assumption("nothing but a mask and the shift is added to the logits", _only_masked)
+ONLY_MASKED = Assumption(
+    "nothing but a mask and the shift is added to the logits",
+    lambda where: Terms(list(where.map.terms)[:-1]).hides_only,
+)
 
 
 @theorem(

@@ -31,17 +31,7 @@ def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> softmax_jacobian(hs.SelfAttention.random(4), torch.ones(3, 4)) > 0
     tensor([True])
     """
-    return torch.cat([_bound(part) for part in paths(attention, x, folded)])
-
-
-def _bound(part: Paths) -> Tensor:
-    radii = part.radii
-    value, pull, push = (
-        spectral(vectors) + radius.norm(dim=-1)
-        for vectors, radius in ((part.value, radii.value), (part.pull, radii.pull), (part.push, radii.push))
-    )
-    bound = weights_norm(part) * value_gain(part) + sharpness(part) * value * (pull + push)
-    return nowhere_nan(bound * part.allowance)
+    return torch.cat([_bound(group) for group in paths(attention, x, folded)])
 
 
 @theorem(
@@ -51,5 +41,11 @@ def _bound(part: Paths) -> Tensor:
     assumptions=(LINEAR, NO_ROTARY, NO_SOFTCAP),
     on_paths=True,
 )
-def _evaluate(part: Paths, where: Setting) -> Tensor:
-    return _bound(part)
+def _bound(group: Paths, where: Setting | None = None) -> Tensor:
+    radii = group.radii
+    value, pull, push = (
+        spectral(vectors) + radius.norm(dim=-1)
+        for vectors, radius in ((group.value, radii.value), (group.pull, radii.pull), (group.push, radii.push))
+    )
+    bound = weights_norm(group) * value_gain(group) + sharpness(group) * value * (pull + push)
+    return nowhere_nan(bound * group.allowance)

@@ -72,12 +72,12 @@ def three_path_parts(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(torch.eye(1), torch.eye(1))
     >>> parts = three_path_parts(head, torch.tensor([[0.0], [1.0], [-1.0]]))
-    >>> [round(float(part), 3) for part in (parts.value, parts.diagonal, parts.cross)]
+    >>> [round(float(path), 3) for path in (parts.value, parts.diagonal, parts.cross)]
     [1.008, 0.667, 0.556]
     """
-    found = [_parts(part) for part in paths(attention, x, folded)]
+    groups = [_parts(group) for group in paths(attention, x, folded)]
     shape = (*x.shape[:-2], attention.heads)
-    return ThreePath(*(torch.cat(parts).reshape(shape) for parts in zip(*found, strict=True)))
+    return ThreePath(*(torch.cat(parts).reshape(shape) for parts in zip(*groups, strict=True)))
 
 
 def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tensor:
@@ -98,14 +98,23 @@ def three_path(attention: AttentionMap, x: Tensor, folded: bool = True) -> Tenso
     return three_path_parts(attention, x, folded).total
 
 
-def three_path_of(part: Paths) -> Tensor:
+@theorem(
+    "howsmooth.three_path",
+    r"\|P\|\,\|WM^v\|+\max_i\|W\,\mathrm{Cov}_i(v,k)M^q_i\|"
+    r"+\bigl(\max_j\|M^{k\top}_j\textstyle\sum_iP_{ij}\lambda_iq_iq_i^\top M^k_j\|\bigr)^{1/2}",
+    scope="point",
+    kinds=(),
+    assumptions=(KNOWN_ROUNDING,),
+    on_paths=True,
+)
+def three_path_of(group: Paths, where: Setting | None = None) -> Tensor:
     """The bound of each map of a group, ``(g,)``."""
-    return ThreePath(*_parts(part)).total
+    return ThreePath(*_parts(group)).total
 
 
-def _parts(part: Paths) -> tuple[Tensor, ...]:
-    value, cross = weights_norm(part) * value_gain(part), cross_norm(part, key_weights(part))
-    return tuple(nowhere_nan(one * part.allowance) for one in (value, diagonal_norm(part), cross))
+def _parts(group: Paths) -> tuple[Tensor, ...]:
+    value, cross = weights_norm(group) * value_gain(group), cross_norm(group, key_weights(group))
+    return tuple(nowhere_nan(one * group.allowance) for one in (value, diagonal_norm(group), cross))
 
 
 def nowhere_nan(bound: Tensor) -> Tensor:
@@ -113,24 +122,24 @@ def nowhere_nan(bound: Tensor) -> Tensor:
     return torch.where(bound.isnan(), torch.inf, bound)
 
 
-def value_gain(part: Paths) -> Tensor:
+def value_gain(group: Paths) -> Tensor:
     """max_j ‖WM^v_j‖, ``(g,)``."""
-    return (spectral(part.value_map) + part.radii.value_map).amax(1)
+    return (spectral(group.value_map) + group.radii.value_map).amax(1)
 
 
-def weights_norm(part: Paths) -> Tensor:
+def weights_norm(group: Paths) -> Tensor:
     """‖P‖, ``(g,)``, from above; where the weights of a row sum to one, also at most the root of a column sum."""
-    upper = part.upper_weights
+    upper = group.upper_weights
     norm = nonnegative_norm(upper)
-    return torch.minimum(norm, upper.sum(-2).amax(-1).sqrt()) if part.softmax else norm
+    return torch.minimum(norm, upper.sum(-2).amax(-1).sqrt()) if group.softmax else norm
 
 
-def diagonal_norm(part: Paths) -> Tensor:
+def diagonal_norm(group: Paths) -> Tensor:
     """The largest query block, ``(g,)``."""
-    slack, ceiling = product_slack(part, about_means(part, part.value, part.radii.value), keys(part))
-    blocks = cross_scatter(part.slopes, part.value, part.mean, part.pull)
-    if part.pull_map is not None:
-        blocks = blocks @ part.pull_map
+    slack, ceiling = product_slack(group, about_means(group, group.value, group.radii.value), keys(group))
+    blocks = cross_scatter(group.slopes, group.value, group.mean, group.pull)
+    if group.pull_map is not None:
+        blocks = blocks @ group.pull_map
     short = blocks if blocks.shape[-2] <= blocks.shape[-1] else blocks.mT
     grams = short @ short.mT
     sizes = torch.linalg.vector_norm(grams, dim=(-2, -1))
@@ -146,51 +155,51 @@ def largest_block(slack: Tensor, ceiling: Tensor, sizes: Tensor, build: Callable
     """
     clean = slack <= NOISY * ceiling
     sizes = torch.where(clean, sizes, 0.0)
-    found = largest(sizes, lambda maps, i: build(maps, i) * clean[maps, i, None, None]).sqrt()
-    found = found + slack.masked_fill(~clean, 0.0).amax(1)
-    return torch.maximum(found, ceiling.masked_fill(clean, 0.0).amax(1))
+    norms = largest(sizes, lambda maps, i: build(maps, i) * clean[maps, i, None, None]).sqrt()
+    norms = norms + slack.masked_fill(~clean, 0.0).amax(1)
+    return torch.maximum(norms, ceiling.masked_fill(clean, 0.0).amax(1))
 
 
-def cross_norm(part: Paths, weights: Tensor) -> Tensor:
+def cross_norm(group: Paths, weights: Tensor) -> Tensor:
     r"""The bound of the cross score path with the key weights τ, ``(g, n) → (g,)``.
 
     When queries as keys feel them are off by :math:`\varepsilon_{ij}` it grows by at most
     :math:`\max_j(\sum_iS^+_{ij}\lambda_i\varepsilon_{ij}^2/\tau_j)^{1/2}`.
     """
-    loads = value_spread(part, weights)
-    shares = part.upper_slopes * loads[..., None]
-    traces = (shares * part.push_lengths().square()).sum(-2)
-    found = largest(traces / weights, lambda maps, j: part.key_block(maps, j, loads) / weights[maps, j, None, None])
-    off = (shares * push_radii(part).square()).sum(-2) / weights
-    return found.sqrt() + off.amax(-1).sqrt()
+    loads = value_spread(group, weights)
+    shares = group.upper_slopes * loads[..., None]
+    traces = (shares * group.push_lengths().square()).sum(-2)
+    squares = largest(traces / weights, lambda maps, j: group.key_block(maps, j, loads) / weights[maps, j, None, None])
+    off = (shares * push_radii(group).square()).sum(-2) / weights
+    return squares.sqrt() + off.amax(-1).sqrt()
 
 
 @torch.no_grad()
-def push_radii(part: Paths) -> Tensor:
+def push_radii(group: Paths) -> Tensor:
     """How far off M^k_jᵀq_i may be, ``(g, n, n)`` or ``(g, n, 1)``."""
-    radius = part.radii.push[..., None]
-    if part.push_map is None:
+    radius = group.radii.push[..., None]
+    if group.push_map is None:
         return radius
-    gain, lean = part.push_map.norm(dim=(-2, -1))[:, None], part.radii.push_map[:, None]
-    rounding = gamma(2 * part.push.shape[-1])
-    return part.push.norm(dim=-1, keepdim=True) * (lean + rounding * gain) + (gain + lean) * radius
+    gain, lean = group.push_map.norm(dim=(-2, -1))[:, None], group.radii.push_map[:, None]
+    rounding = gamma(2 * group.push.shape[-1])
+    return group.push.norm(dim=-1, keepdim=True) * (lean + rounding * gain) + (gain + lean) * radius
 
 
-def value_spread(part: Paths, weights: Tensor) -> Tensor:
+def value_spread(group: Paths, weights: Tensor) -> Tensor:
     """λ_i of every token, ``(g, n)``, from above; the weights τ are at most 1."""
-    cloud = about_means(part, part.value, part.radii.value)
-    loads = part.upper_slopes * weights[:, None]
-    found = spread_norm(loads, part.value, part.mean)
+    cloud = about_means(group, group.value, group.radii.value)
+    loads = group.upper_slopes * weights[:, None]
+    norms = spread_norm(loads, group.value, group.mean)
     with torch.no_grad():
-        apart = distances(part.mean, part.value).square() * part.seen
+        apart = distances(group.mean, group.value).square() * group.seen
         ceiling = (loads * apart).sum(-1)
-        if part.softmax:
+        if group.softmax:
             ceiling = torch.minimum(ceiling, apart.amax(-1))
-        ceiling = ceiling * (1 + gamma(4 * apart.shape[-1] + part.value.shape[-1]))
-        noisy = ~(moment_slack(loads, part.value, part.mean) <= NOISY * ceiling)
-        noisy |= part.radii.slopes > NOISY
-    found = torch.where(noisy, torch.minimum(found, ceiling), found)
-    return (found.clamp_min(TINY).sqrt() + cloud.error).square()
+        ceiling = ceiling * (1 + gamma(4 * apart.shape[-1] + group.value.shape[-1]))
+        noisy = ~(moment_slack(loads, group.value, group.mean) <= NOISY * ceiling)
+        noisy |= group.radii.slopes > NOISY
+    norms = torch.where(noisy, torch.minimum(norms, ceiling), norms)
+    return (norms.clamp_min(TINY).sqrt() + cloud.error).square()
 
 
 def spread_norm(weights: Tensor, vectors: Tensor, centres: Tensor, maps: Tensor | None = None) -> Tensor:
@@ -211,7 +220,7 @@ def moment_slack(weights: Tensor, vectors: Tensor, centres: Tensor) -> Tensor:
     return gamma(4 * (weights.shape[-1] + 8)) * squares[..., 0]
 
 
-def key_weights(part: Paths, steps: int = 8) -> Tensor:
+def key_weights(group: Paths, steps: int = 8) -> Tensor:
     r"""Key weights τ that make the cross part small, ``(g, n)``, at most 1.
 
     With traces in place of norms the square of the cross part is :math:`\max_j (N\tau)_j/\tau_j`,
@@ -221,10 +230,10 @@ def key_weights(part: Paths, steps: int = 8) -> Tensor:
     which the Perron vector of N minimises (Collatz–Wielandt). Its square root is taken because traces exaggerate. Any
     τ > 0 gives a bound, so a few steps of power iteration will do.
     """
-    values, means = (vectors.square().sum(-1) for vectors in (part.value, part.mean))
-    apart = values[:, None] - 2 * part.mean @ part.value.mT + means[..., None]
-    spread, push = part.slopes * apart.clamp_min(0), part.slopes * part.push_lengths().square()
-    weights = torch.ones_like(part.weights[..., :1])
+    values, means = (vectors.square().sum(-1) for vectors in (group.value, group.mean))
+    apart = values[:, None] - 2 * group.mean @ group.value.mT + means[..., None]
+    spread, push = group.slopes * apart.clamp_min(0), group.slopes * group.push_lengths().square()
+    weights = torch.ones_like(group.weights[..., :1])
     for _ in range(steps):
         weights = push.mT @ (spread @ weights)
         weights = weights / weights.amax(1, keepdim=True).clamp_min(TINY)
@@ -303,9 +312,9 @@ def largest(ceilings: Tensor, build: Callable[[Tensor, Tensor], Tensor]) -> Tens
             matrices = build(of, i)
             open_ = torch.linalg.vector_norm(matrices, dim=(-2, -1)) > best[of]
             of, i = of[open_], i[open_]
-            for g, index, found in zip(of.tolist(), i.tolist(), top(matrices[open_]).tolist(), strict=True):
-                if found > norms[g]:
-                    norms[g], places[g] = found, index
+            for g, index, norm in zip(of.tolist(), i.tolist(), top(matrices[open_]).tolist(), strict=True):
+                if norm > norms[g]:
+                    norms[g], places[g] = norm, index
             best = best.new_tensor(norms)
             pending = pending[ceilings[pending.unbind(1)] > best[pending[:, 0]]]
         winner = winner.new_tensor(places)
@@ -322,16 +331,3 @@ def top(matrices: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(matrices)[..., -1].clamp_min(TINY)
     kept = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrices, 0.0))[..., -1]
     return torch.where(finite, kept.clamp_min(TINY), torch.inf)
-
-
-@theorem(
-    "howsmooth.three_path",
-    r"\|P\|\,\|WM^v\|+\max_i\|W\,\mathrm{Cov}_i(v,k)M^q_i\|"
-    r"+\bigl(\max_j\|M^{k\top}_j\textstyle\sum_iP_{ij}\lambda_iq_iq_i^\top M^k_j\|\bigr)^{1/2}",
-    scope="point",
-    kinds=(),
-    assumptions=(KNOWN_ROUNDING,),
-    on_paths=True,
-)
-def _evaluate(part: Paths, where: Setting) -> Tensor:
-    return three_path_of(part)
