@@ -229,14 +229,14 @@ def check_numbers(value: object, name: str) -> Tensor:
     howsmooth.errors.InvalidInput: weights must be an array of real numbers, got [0.5, 'x'].
     """
     try:
-        found = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+        numbers = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InvalidInput(f"{name} must be an array of real numbers, got {shown(value)}.") from None
-    check_readable(found, name)
-    if found.is_complex():
+    check_readable(numbers, name)
+    if numbers.is_complex():
         raise InvalidInput(f"{name} must be an array of real numbers, got complex ones.")
-    check_finite(found, name)
-    return found.double()
+    check_finite(numbers, name)
+    return numbers.double()
 
 
 def check_fields(record: Any) -> None:

@@ -85,13 +85,13 @@ def explain(
     >>> bool(story.influence[0, 5] == 0)  # the first token cannot see the last
     True
     """
-    found = as_attention(attention, *x.shape[-2:-1])
-    if found is None:
+    known = as_attention(attention, *x.shape[-2:-1])
+    if known is None:
         raise InvalidInput(
             f"explain needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
             ".from_torch or .from_transformers; token_influence and measure take any function."
         )
-    operator = attention_jacobian(found, x, per_head=per_head, reduced=per_head, memory=memory)
+    operator = attention_jacobian(known, x, per_head=per_head, reduced=per_head, memory=memory)
     options: dict[str, Any] = {"rtol": rtol, "seed": seed, "confidence": confidence}
     total = operator_norm(operator, **options)
     assert total.left is not None
@@ -100,7 +100,7 @@ def explain(
     lifted = in_tokens(operator, total)
     assert lifted.left is not None
     assert lifted.right is not None
-    sums = operator.mixing.column_sums().unflatten(0, (*x.shape[:-2], found.heads))
+    sums = operator.mixing.column_sums().unflatten(0, (*x.shape[:-2], known.heads))
     sink = sums.max(-1)
     return Explanation(
         total=lifted,
@@ -109,7 +109,7 @@ def explain(
         value_share=by_value / total.value.clamp_min(torch.finfo(torch.float64).tiny),
         sink=sink.values,
         sink_token=sink.indices,
-        entropy=operator.mixing.entropy().unflatten(0, (*x.shape[:-2], found.heads)),
+        entropy=operator.mixing.entropy().unflatten(0, (*x.shape[:-2], known.heads)),
         input_energy=lifted.right.square().sum(-1),
         output_energy=lifted.left.square().sum(-1),
         influence=_influence(operator, max(rtol, 1e-2), seed) if influence else None,
@@ -137,15 +137,15 @@ def token_influence(
         head: this head alone, ``(…, n, n)``.
         rtol: relative accuracy of each entry.
     """
-    found = as_attention(f, *x.shape[-2:-1])
-    if found is None:
+    attention = as_attention(f, *x.shape[-2:-1])
+    if attention is None:
         return _dense_influence(f, x)
     if head is None:
-        operator = attention_jacobian(found, x, per_head=per_head, reduced=per_head, memory=memory)
+        operator = attention_jacobian(attention, x, per_head=per_head, reduced=per_head, memory=memory)
         return _influence(operator, rtol, seed)
-    if not -found.heads <= head < found.heads:
-        raise InvalidInput(f"there is no head {head}: the attention has {found.heads}, counted from 0.")
-    operator = attention_jacobian(found, x, per_head=True, reduced=True, memory=memory)
+    if not -attention.heads <= head < attention.heads:
+        raise InvalidInput(f"there is no head {head}: the attention has {attention.heads}, counted from 0.")
+    operator = attention_jacobian(attention, x, per_head=True, reduced=True, memory=memory)
     index = torch.arange(operator.batch_size, device=operator.device).unflatten(0, operator.batch_shape)[..., head]
     maps = [_influence_of_one(operator.subset(item[None]), rtol, seed)[0] for item in index.reshape(-1)]
     return torch.stack(maps).reshape(*index.shape, *maps[0].shape)
@@ -153,30 +153,24 @@ def token_influence(
 
 def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     operator = jacobian(f, x)
-    shapes = operator.out_shape, operator.in_shape
-    if len(shapes[0]) != 2 or len(shapes[1]) != 2:
-        raise InvalidInput(f"token influence needs tokens in and out, but f maps {shapes[1]} to {shapes[0]}.")
-    blocks = operator.dense().unflatten(-1, shapes[1]).unflatten(-3, shapes[0]).transpose(-3, -2)
-    return spectral(blocks)
+    into, out = operator.in_shape, operator.out_shape
+    if len(into) != 2 or len(out) != 2:
+        raise InvalidInput(f"token influence needs tokens in and out, but f maps {into} to {out}.")
+    return spectral(operator.dense().unflatten(-1, into).unflatten(-3, out).transpose(-3, -2))
 
 
 def _influence(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
     items = operator.batch_shape[:-1] if operator.by_head else operator.batch_shape
     maps_per_item = operator.batch_shape[-1] if operator.by_head else 1
-    count = max(1, operator.batch_size // maps_per_item)
-    found = []
-    for item in range(count):
-        index = torch.arange(item * maps_per_item, (item + 1) * maps_per_item, device=operator.device)
-        found.append(_influence_of_one(operator.subset(index), rtol, seed))
-    return torch.stack(found).reshape(*items, *found[0].shape)
+    maps = torch.arange(operator.batch_size, device=operator.device).split(maps_per_item)
+    influences = [_influence_of_one(operator.subset(index), rtol, seed) for index in maps]
+    return torch.stack(influences).reshape(*items, *influences[0].shape)
 
 
 def _influence_of_one(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
     n = operator.in_shape[0]
     chunk = max(1, _BLOCK_ENTRIES // (n * max(operator.in_shape[1], operator.out_shape[1]) * operator.batch_size))
-    parts = []
-    for start in range(0, n, chunk):
-        blocks = TokenBlocks(operator, slice(start, min(start + chunk, n)))
-        parts.append(operator_norm(blocks, rtol=rtol, seed=seed).value)
-    full = torch.cat(parts)  # (n, n) or (n, heads, n)
+    rows = (slice(start, min(start + chunk, n)) for start in range(0, n, chunk))
+    norms = [operator_norm(TokenBlocks(operator, some), rtol=rtol, seed=seed).value for some in rows]
+    full = torch.cat(norms)  # (n, n) or (n, heads, n)
     return full.transpose(0, 1) if operator.by_head else full

@@ -43,17 +43,17 @@ def kinds(function: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.annotation is not p.empty]
     names = inspect.unwrap(function).__globals__
-    found = {p.name: _resolved(p.annotation, names) for p in plain}
+    annotations = {p.name: _resolved(p.annotation, names) for p in plain}
     rest = {p.name for p in plain if p.kind is p.VAR_POSITIONAL}
-    found |= {name: types.GenericAlias(tuple, (found[name], ...)) for name in rest}
-    return {name: kind for name, kind in found.items() if kind is not None}
+    annotations |= {name: types.GenericAlias(tuple, (annotations[name], ...)) for name in rest}
+    return {name: kind for name, kind in annotations.items() if kind is not None}
 
 
 def field_kinds(record: type) -> dict[str, Any]:
     """The annotations of the fields of a dataclass, in the same way."""
     names = vars(sys.modules[record.__module__])
-    found = {part.name: _resolved(part.type, names) for part in fields(record)}
-    return {name: kind for name, kind in found.items() if kind is not None}
+    annotations = {field.name: _resolved(field.type, names) for field in fields(record)}
+    return {name: kind for name, kind in annotations.items() if kind is not None}
 
 
 def _resolved(said: Any, names: dict[str, Any]) -> Any:
@@ -61,8 +61,8 @@ def _resolved(said: Any, names: dict[str, Any]) -> Any:
         return eval(said, names) if isinstance(said, str) else said
     except NameError as error:  # named for type checkers only
         name = str(error.name)
-        found = _class_of_ours(name)
-        return found and _resolved(said, names | {name: found})
+        class_ = _class_of_ours(name)
+        return class_ and _resolved(said, names | {name: class_})
     except (AttributeError, TypeError):
         return None
 
@@ -70,8 +70,10 @@ def _resolved(said: Any, names: dict[str, Any]) -> Any:
 def _class_of_ours(name: str) -> type | None:
     """The class of that name of a module of this package that is loaded: whoever has an instance has loaded it."""
     ours = [module for path, module in list(sys.modules.items()) if path.startswith(f"{__package__}.")]
-    found = [vars(module).get(name) for module in ours]
-    return next((one for one in found if isinstance(one, type) and one.__module__.startswith(f"{__package__}.")), None)
+    candidates = [vars(module).get(name) for module in ours]
+    return next(
+        (one for one in candidates if isinstance(one, type) and one.__module__.startswith(f"{__package__}.")), None
+    )
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -150,8 +152,8 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     if not isinstance(value, list | tuple):
         return True
     if origin is tuple and Ellipsis not in inner:
-        return len(value) == len(inner) and all(fits(part, one) for part, one in zip(value, inner, strict=True))
-    return not inner or all(fits(part, inner[0]) for part in value)
+        return len(value) == len(inner) and all(fits(item, one) for item, one in zip(value, inner, strict=True))
+    return not inner or all(fits(item, inner[0]) for item in value)
 
 
 def _is_path_kind(kind: Any) -> bool:

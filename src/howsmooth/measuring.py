@@ -89,14 +89,14 @@ def measure_heads(
     """
     check_options(options, [*_OPTIONS, "memory"], "measure_heads")
     memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
-    found = as_attention(attention, *x.shape[-2:-1])
-    if found is None:
+    known = as_attention(attention, *x.shape[-2:-1])
+    if known is None:
         raise InvalidInput(
             f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "
             "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
         )
     unitary = norm in (2, "2", "fro")
-    operator = attention_jacobian(found, x, per_head=True, reduced=unitary, memory=memory)
+    operator = attention_jacobian(known, x, per_head=True, reduced=unitary, memory=memory)
     return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
 
 

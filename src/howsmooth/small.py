@@ -10,21 +10,51 @@ import hashlib
 import math
 import os
 import secrets
+import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from decimal import ROUND_HALF_EVEN, Context, Decimal
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from filelock import FileLock, Timeout
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from howsmooth.errors import InvalidInput
 
+if TYPE_CHECKING:  # torch takes a second to import, and the first line of a help is due before
+    import torch
+    from torch import Tensor, nn
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, direction marks, halves of pairs, line separators
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def on_demand(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package whose names are imported when they are first asked for.
+
+    A name that no module lists is looked for among the package's own modules, as if they had been imported.
+
+    Args:
+        package: its name.
+        homes: module of the package → the names that come from there.
+    """
+    home = {name: module for module, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in home:
+            value = getattr(import_module(f"{package}.{home[name]}"), name)
+            setattr(sys.modules[package], name, value)
+            return value
+        module = f"{package}.{name}"
+        if not name.startswith("_") and find_spec(module) is not None:
+            return import_module(module)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home})
+
+    return get, listed
 
 
 class Busy(InvalidInput):
@@ -45,13 +75,16 @@ def rounded(x: float, rounding: str = ROUND_HALF_EVEN, digits: int = 5) -> str:
 def relative_error(value: Tensor, reference: Tensor, offset: Tensor | None = None) -> float:
     """‖value − reference‖ / ‖reference − offset‖: 0 when they agree, infinite when only the denominator vanishes.
 
+    >>> import torch
     >>> relative_error(torch.tensor([3.0, 0.0]), torch.tensor([2.0, 0.0]))
     0.5
     >>> relative_error(torch.tensor([3.0]), torch.tensor([2.0]), offset=torch.tensor([1.0]))
     1.0
     """
+    import torch
+
     size = reference if offset is None else reference - offset
-    error, scale = (float(torch.linalg.vector_norm(part)) for part in (value - reference, size))
+    error, scale = (float(torch.linalg.vector_norm(difference)) for difference in (value - reference, size))
     return 0.0 if error == 0 else error / scale if scale else math.inf
 
 
@@ -61,10 +94,13 @@ def random_stream(seed: int, purpose: str) -> torch.Generator:
     The certificate needs a start that has nothing to do with the operator. With the seed itself, the start would be the
     very input of someone who wrote ``torch.manual_seed(0); x = torch.randn(n, d)`` and left ``seed=0``.
 
+    >>> import torch
     >>> plain = torch.randn(4, generator=torch.Generator().manual_seed(0))
     >>> torch.equal(plain, torch.randn(4, generator=random_stream(0, "start")))
     False
     """
+    import torch
+
     mixed = hashlib.sha256(f"howsmooth {purpose} {seed}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(mixed[:4], "little"))
 
@@ -72,9 +108,12 @@ def random_stream(seed: int, purpose: str) -> torch.Generator:
 def digest(tensors: Mapping[str, Tensor], preface: bytes = b"") -> str:
     """SHA-256 of a preface and then of tensors in the order of their names, each with name, dtype, shape and numbers.
 
+    >>> import torch
     >>> digest({"a": torch.zeros(2)}) == digest({"a": torch.zeros(2, 1)})
     False
     """
+    import torch
+
     total = hashlib.sha256(preface)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous().flatten()
@@ -93,20 +132,21 @@ def file_digest(path: Path) -> str:
 def evaluating(module: nn.Module) -> Iterator[None]:
     """The module as at evaluation; every part in its own mode again when the block ends.
 
+    >>> from torch import nn
     >>> net = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with evaluating(net):
-    ...     [part.training for part in net]
+    ...     [layer.training for layer in net]
     [False, False]
-    >>> [part.training for part in net]
+    >>> [layer.training for layer in net]
     [True, False]
     """
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(inner, inner.training) for inner in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for inner, mode in modes:
+            inner.training = mode
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -115,6 +155,7 @@ def first_tensor(output: Any) -> Tensor:
     A tensor is itself; a transformers ``ModelOutput`` gives ``last_hidden_state`` or else its first tensor; a tuple,
     list or mapping gives the first tensor in it, however deep.
 
+    >>> import torch
     >>> first_tensor((None, (torch.ones(2), "text"), torch.zeros(3)))
     tensor([1., 1.])
     """
@@ -126,6 +167,8 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
+    from torch import Tensor
+
     named = getattr(output, "last_hidden_state", None)
     if isinstance(named, Tensor):
         output = named
@@ -147,6 +190,8 @@ def exclusive(path: Path) -> Iterator[None]:
         InvalidInput: there is a link, a folder or a file with content, which is no lock.
         OSError: none can be made there.
     """
+    from filelock import FileLock, Timeout
+
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
         raise InvalidInput(f"{path} is in the way: it is no lock of howsmooth, so remove it, or take another name.")

@@ -113,18 +113,18 @@ def check_bound(
     bound = get(bound) if isinstance(bound, str) else bound
     known = as_attention(attention)
     attention = copy.deepcopy(attention).double() if known is None else known.in_dtype(torch.float64)
-    place = setting(attention, **where)
-    value = float(bound.at(place))
+    case = setting(attention, **where)
+    value = float(bound.at(case))
     _require(not math.isnan(value) and value >= 0, f"{bound.name} is {value}, and a bound is no less than 0.")
     if bound.side == "upper":
-        reached, limit, said = _attack(bound, place, starts, steps, seed), value, "‖J‖ at an input found there"
+        reached, limit, said = _attack(bound, case, starts, steps, seed), value, "‖J‖ at an input found there"
     else:
-        reached, limit, said = value, _least_upper(bound, place), "the lower bound"
+        reached, limit, said = value, _least_upper(bound, case), "the lower bound"
     ratio = 0.0 if reached == 0 else reached / limit if limit else math.inf
     against = bound.name if bound.side == "upper" else f"the least upper bound, against {bound.name},"
     _require(ratio <= 1 + rtol, f"{said} is {reached:.9g}, above {against} which says {limit:.9g}.")
-    _check_scaling(bound, place, where, value, rtol)
-    _check_order(bound, place, where, value, rtol)
+    _check_scaling(bound, case, where, value, rtol)
+    _check_order(bound, case, where, value, rtol)
     return ratio
 
 
@@ -149,13 +149,13 @@ def _check_products(f: object, expected: Tensor, operator: JacobianOperator, rto
 
 def _check_heads(attention: AttentionMap, x: Tensor, out: Tensor, expected: Tensor, rtol: float) -> None:
     bias = torch.zeros_like(out) if attention.output_bias is None else attention.output_bias
-    alone = torch.stack([_only_head(attention, h)(x) for h in range(attention.heads)])
-    _agree(alone.sum(0), out - bias, rtol, f"the heads of {_name(attention)} do not add up to the block")
+    outputs = torch.stack([_only_head(attention, h)(x) for h in range(attention.heads)])
+    _agree(outputs.sum(0), out - bias, rtol, f"the heads of {_name(attention)} do not add up to the block")
     operator = attention_jacobian(attention, x, per_head=True)
     _agree(operator.dense().sum(0), expected, rtol, f"the Jacobians of the heads of {_name(attention)} do not add up")
     for h in range(attention.heads):
-        own = dense_jacobian(_only_head(attention, h), x)
-        _agree(operator.dense()[h], own, rtol, f"the Jacobian of head {h} of {_name(attention)} is not its derivative")
+        head = dense_jacobian(_only_head(attention, h), x)
+        _agree(operator.dense()[h], head, rtol, f"the Jacobian of head {h} of {_name(attention)} is not its derivative")
 
 
 def _check_masks(attention: AttentionMap, x: Tensor, expected: Tensor) -> None:
@@ -175,56 +175,56 @@ def _check_masks(attention: AttentionMap, x: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"token {j} moves the output of token {i} of {_name(attention)}, from which it is hidden.")
 
 
-def _attack(bound: Bound, place: Setting, starts: int, steps: int, seed: int) -> float:
+def _attack(bound: Bound, case: Setting, starts: int, steps: int, seed: int) -> float:
     """The largest norm of the Jacobian that is found where the bound holds, from the matrix written out."""
-    f, x, over = place.attention, place.x, {"global": None}.get(bound.scope, place.tokens)
-    still = bound.scope == "point" or (bound.scope == "neighbourhood" and not place.eps)
+    f, x, over = case.attention, case.x, {"global": None}.get(bound.scope, case.tokens)
+    still = bound.scope == "point" or (bound.scope == "neighbourhood" and not case.eps)
     if x is None or not still:
         near = bound.scope == "neighbourhood" and x is not None
-        n = 8 if place.n is None or math.isinf(place.n) else int(place.n)
-        where = Neighbourhood(x, place.eps) if near else over  # type: ignore[arg-type]
+        n = 8 if case.n is None or math.isinf(case.n) else int(case.n)
+        where = Neighbourhood(x, case.eps) if near else over  # type: ignore[arg-type]
         x = worst_case(f, n, over=where, norm=bound.norm, starts=starts, steps=steps, seed=seed).x
     return float(torch.linalg.matrix_norm(dense_jacobian(f, x.double()), bound.norm))
 
 
-def _least_upper(bound: Bound, place: Setting) -> float:
+def _least_upper(bound: Bound, case: Setting) -> float:
     """What holds for every n bounds what holds for one, and not the other way round."""
-    others = [other for other in applicable(place) if (other.side, other.norm) == ("upper", bound.norm)]
+    others = [other for other in applicable(case) if (other.side, other.norm) == ("upper", bound.norm)]
     every = bound.scope.startswith("mean-field")
     there = [o for o in others if (o.scope == bound.scope if every else o.scope not in ("point", "neighbourhood"))]
-    return min((float(other.at(place)) for other in there), default=math.inf)
+    return min((float(other.at(case)) for other in there), default=math.inf)
 
 
-def _check_scaling(bound: Bound, place: Setting, where: dict[str, Any], value: float, rtol: float) -> None:
-    attention = place.attention
+def _check_scaling(bound: Bound, case: Setting, where: dict[str, Any], value: float, rtol: float) -> None:
+    attention = case.attention
     if not isinstance(attention, AttentionMap):
         return
-    n = len(place.x) if place.x is not None else 3 if place.n is None or math.isinf(place.n) else int(place.n)
+    n = len(case.x) if case.x is not None else 3 if case.n is None or math.isinf(case.n) else int(case.n)
     x = torch.randn(n, attention.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     plain = _without_bias(attention)
-    for part in ("value", "output"):  # every weight of that name: L2 attention keeps W^V with and without its factor
+    for factor in ("value", "output"):  # every weight of that name: L2 attention keeps W^V with and without its factor
         scaled = _without_bias(attention)
         for name, weight in list(scaled.named_buffers(recurse=False)):
-            if part in name.split("_"):
+            if factor in name.split("_"):
                 setattr(scaled, name, _FACTOR * weight)
         if relative_error(scaled(x), _FACTOR * plain(x)) > rtol:
             continue  # a map that is not linear in them, such as one that normalises its values
-        found = float(bound(scaled, **where))
-        same = found == _FACTOR * value or abs(found - _FACTOR * value) <= rtol * _FACTOR * value
-        said = f"with {_FACTOR:g} times the {part} matrix {bound.name} is {found:.9g}"
+        larger = float(bound(scaled, **where))
+        same = larger == _FACTOR * value or abs(larger - _FACTOR * value) <= rtol * _FACTOR * value
+        said = f"with {_FACTOR:g} times the {factor} matrix {bound.name} is {larger:.9g}"
         _require(same, f"{said}, not {_FACTOR:g} times {value:.9g}.")
 
 
-def _check_order(bound: Bound, place: Setting, where: dict[str, Any], value: float, rtol: float) -> None:
-    attention, x = place.attention, place.x
+def _check_order(bound: Bound, case: Setting, where: dict[str, Any], value: float, rtol: float) -> None:
+    attention, x = case.attention, case.x
     if x is None or not isinstance(attention, AttentionMap):
         return
     turned = x.flip(0)
     if relative_error(attention(turned.double()), attention(x.double()).flip(0)) > rtol:
         return
-    found = float(bound(attention, **(where | {"x": turned})))
-    same = found == value or abs(found - value) <= rtol * abs(value)
-    _require(same, f"{bound.name} is {value:.9g} at an input and {found:.9g} at the same tokens in another order.")
+    after = float(bound(attention, **(where | {"x": turned})))
+    same = after == value or abs(after - value) <= rtol * abs(value)
+    _require(same, f"{bound.name} is {value:.9g} at an input and {after:.9g} at the same tokens in another order.")
 
 
 def _only_head(attention: AttentionMap, head: int) -> AttentionMap:
@@ -242,8 +242,8 @@ def _without_bias(attention: AttentionMap) -> AttentionMap:
     return plain
 
 
-def _agree(found: Tensor, expected: Tensor, rtol: float, sentence: str) -> None:
-    error = relative_error(found, expected)
+def _agree(value: Tensor, expected: Tensor, rtol: float, sentence: str) -> None:
+    error = relative_error(value, expected)
     _require(error <= rtol, f"{sentence}: relative error {error:.2g}, at most {rtol:.2g}.")
 
 

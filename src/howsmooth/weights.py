@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from howsmooth.small import first_line, printable
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
 _DEEPEST = 32
-_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ def load_attention(
     ...     load_attention(f"{folder}/mha.pt", heads=2, mask="causal").heads
     2
     """
-    found = read_attention_weights(path, prefix, heads, kv_heads=kv_heads, dtype=dtype, rotary="rotary" in options)
-    return found.attention(mask, **options)
+    weights = read_attention_weights(path, prefix, heads, kv_heads=kv_heads, dtype=dtype, rotary="rotary" in options)
+    return weights.attention(mask, **options)
 
 
 def read_attention_weights(
@@ -146,37 +145,23 @@ def read_attention_weights(
     blocks = find_blocks(tensors)
     prefix = _choose(prefix, blocks, path)
     convention = blocks[prefix]
-    parts: dict[str, Tensor] = {}
-    for name in (*convention.required, *convention.optional):
-        if prefix + name in tensors:
-            parts[name] = _real(tensors[prefix + name], prefix + name, path, dtype)
+    names = [name for name in (*convention.required, *convention.optional) if prefix + name in tensors]
+    stored = {name: _real(tensors[prefix + name], prefix + name, path, dtype) for name in names}
     _refuse_unknown([n.removeprefix(prefix) for n in tensors if n.startswith(prefix)], convention, prefix, rotary, path)
     heads = _count("heads", heads, metadata)
     if heads is None:
         raise InvalidInput(f"{path.name} does not say how many heads it has: give heads (--heads on the command line).")
-    weights = _split(tuple(parts[name] for name in convention.required), convention, prefix)
-    names = convention.optional
-    biases = tuple(parts.get(name) for name in names[:-2])
+    query, key, value = _split(tuple(stored[name] for name in convention.required), convention, prefix)
+    *biases, output, output_bias = (stored.get(name) for name in convention.optional)
     if len(biases) == 1:
-        biases = (None,) * 3 if biases[0] is None else biases[0].chunk(3)
-    output = parts.get(names[-2])
+        biases = [None] * 3 if biases[0] is None else list(biases[0].chunk(3))
+    query_bias, key_bias, value_bias = biases
     if output is not None and convention.transposed:
         output = output.T
     kv_heads = _count("kv_heads", kv_heads, metadata)
     if kv_heads is None:  # shared keys show in the shapes: as many key features per head as query features
-        kv_heads = max(1, heads * weights[1].shape[0] // weights[0].shape[0])
-    return AttentionWeights(
-        query=weights[0],
-        key=weights[1],
-        value=weights[2],
-        output=output,
-        query_bias=biases[0],
-        key_bias=biases[1],
-        value_bias=biases[2],
-        output_bias=parts.get(names[-1]),
-        heads=heads,
-        kv_heads=kv_heads,
-    )
+        kv_heads = max(1, heads * key.shape[0] // query.shape[0])
+    return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias, heads, kv_heads)
 
 
 def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
@@ -185,7 +170,7 @@ def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
     >>> list(find_blocks({"h.3.attn.c_attn.weight": None, "h.3.mlp.c_proj.weight": None}))
     ['h.3.attn.']
     """
-    found: dict[str, Convention] = {}
+    blocks: dict[str, Convention] = {}
     taken: set[str] = set()
     for convention in sorted(CONVENTIONS, key=lambda c: -len(c.required[0])):  # self.query before query
         first = convention.required[0]
@@ -195,9 +180,9 @@ def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
             if not whole or name in taken or not all(prefix + other in tensors for other in convention.required):
                 continue
             rivals = [c for c in CONVENTIONS if c.required == convention.required]
-            found[prefix] = next((c for c in rivals if f"{prefix}{c.output}.weight" in tensors), convention)
+            blocks[prefix] = next((c for c in rivals if f"{prefix}{c.output}.weight" in tensors), convention)
             taken.update(prefix + other for other in convention.required)
-    return found
+    return blocks
 
 
 def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
@@ -275,12 +260,12 @@ class _Lazy(Mapping[str, Tensor]):
 
 def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
     """The tensors in nested dictionaries with their joined names; a dictionary that holds itself has no end."""
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     waiting: list[tuple[str, object, int]] = [("", stored, 0)]
     while waiting:
         name, entry, depth = waiting.pop()
         if isinstance(entry, Tensor):
-            found.append((name or "tensor", entry.detach()))
+            tensors.append((name or "tensor", entry.detach()))
         elif isinstance(entry, Mapping):
             if depth == _DEEPEST:
                 raise InvalidInput(
@@ -289,7 +274,7 @@ def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
                 )
             inner = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in entry.items()]
             waiting += reversed(inner)
-    return found
+    return tensors
 
 
 def _plain(tensor: Tensor, name: str, path: Path) -> Tensor:
@@ -312,20 +297,14 @@ def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) ->
     for candidate in (prefix, f"{prefix}."):
         if prefix is not None and candidate in blocks:
             return str(candidate)
-    names = sorted(blocks)
-    choices = ", ".join(repr(printable(p)[:100]) for p in names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    )
     problem = "several attention blocks" if prefix is None else f"no attention block with the prefix {prefix!r}"
-    raise InvalidInput(f"{path.name} holds {problem}: choose a prefix (--prefix) from {choices}.")
+    raise InvalidInput(f"{path.name} holds {problem}: choose a prefix (--prefix) from {_few(blocks, 24)}.")
 
 
 def _refuse_unknown(names: list[str], convention: Convention, prefix: str, rotary: bool, path: Path) -> None:
-    known = {*convention.required, *convention.optional, *_HARMLESS}
+    known = {*convention.required, *convention.optional, *_HARMLESS, *["rotary_emb.inv_freq"] * rotary}
     for name in sorted(set(names) - known):
         if name == "rotary_emb.inv_freq":
-            if rotary:
-                continue
             raise UnsupportedModel(
                 f"{path.name} stores rotary frequencies under {prefix!r}: say so with rotary (--rope)."
             )
@@ -364,18 +343,21 @@ def _count(name: str, given: int | None, metadata: Mapping[str, Any]) -> int | N
     stored = metadata.get(name)
     if isinstance(stored, str):
         stored = int(stored) if stored.isdecimal() and len(stored) <= 9 else None
-    found = given if given is not None else stored if isinstance(stored, int) else None
-    if found is not None and found < 1:
-        raise InvalidInput(f"{name} must be at least 1, got {found}.")
-    return found
+    count = given if given is not None else stored if isinstance(stored, int) else None
+    if count is not None and count < 1:
+        raise InvalidInput(f"{name} must be at least 1, got {count}.")
+    return count
 
 
-def _listed(tensors: Mapping[str, Any], most: int = 8) -> str:
-    names = sorted(tensors)
-    shown = ", ".join(repr(name) for name in names[:most])
-    return (f"the tensors {shown}" if names else "no tensors") + (
-        f" and {len(names) - most} more" * (len(names) > most)
-    )
+def _listed(tensors: Mapping[str, Any]) -> str:
+    return f"the tensors {_few(tensors, 8)}" if tensors else "no tensors"
+
+
+def _few(names: Iterable[str], most: int) -> str:
+    """The first names, safe to show, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" * (len(ordered) > most)
+    return ", ".join(repr(printable(name)[:100]) for name in ordered[:most]) + more
 
 
 def _said(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_every_cell_is_run_once_and_kept(tmp_path: Path) -> None:
     told.clear()
     assert run_grid(CORPUS, GRID, tmp_path, progress=told.append) == found
     assert told == []
+
+
+def test_an_executor_gives_the_results_of_this_process(tmp_path: Path) -> None:
+    here = run_grid(CORPUS, GRID, tmp_path / "here")
+    with ThreadPoolExecutor(1) as threads:
+        there = run_grid(CORPUS, GRID, tmp_path / "there", executor=threads)
+    assert [r.valid_bits for r in there] == [r.valid_bits for r in here]
+    assert len(there) == 8
+    assert (tmp_path / "there" / TABLE).exists()
 
 
 def test_a_grid_that_lost_a_cell_makes_it_anew_to_the_bit(tmp_path: Path) -> None:

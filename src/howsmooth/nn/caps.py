@@ -102,8 +102,7 @@ class SpectralCaps:
         if space is None or space.shape[1] == min(matrix.shape):
             return False
         precise = matrix.to(space.dtype)
-        if not bool(precise.isfinite().all()):
-            check_finite(matrix, f"the weight {name}")
+        check_finite(matrix, f"the weight {name}")
         space = torch.linalg.qr(precise.mT @ (precise @ space)).Q
         left, sizes, turn = torch.linalg.svd(precise @ space, full_matrices=False)
         space = space @ turn.mT  # Ritz vectors: M·space = left·sizes

@@ -70,10 +70,9 @@ class SmoothnessMonitor:
         certified: bool = False,
         rtol: float = 1e-2,
     ):
-        for name, value, least in (("every", every, 1), ("steps", steps, 2)):  # one step would stay at its start
-            check_count(value, name, least)
-        check_fraction(rtol, "rtol")
-        self.every, self.steps, self.certified, self.rtol = int(every), int(steps), certified, rtol
+        self.every = check_count(every, "every")
+        self.steps = check_count(steps, "steps", least=2)  # one step would stay at its start
+        self.certified, self.rtol = certified, check_fraction(rtol, "rtol")
         self._model, self._log = model, as_log(log)
         self._listener = Listener(model, layers)
         self._vectors: dict[str, Tensor] = {}
@@ -98,8 +97,7 @@ class SmoothnessMonitor:
         self._listener.open = self._next % self.every == 0
         if now % self.every or not heard:
             return {}
-        self.problems = {}
-        self.latest = {}
+        self.problems, self.latest = {}, {}
         for name, call in heard.items():
             self.latest |= self._values(name, call)
         if self._log is not None:

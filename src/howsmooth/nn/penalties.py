@@ -36,8 +36,8 @@ class _Penalty(ABC):
             self._check(name, module)
 
     def _check(self, name: str, module: nn.Module) -> None:
-        """Refuse what the penalty does not speak of."""
-        return  # most penalties speak of every layer
+        """Refuse what the penalty does not speak of; most speak of every layer."""
+        return
 
     @abstractmethod
     def _value(self, name: str, heard: Heard) -> Tensor:
@@ -88,10 +88,8 @@ class JacobianPenalty(_Penalty):
 
     @door
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
-        check_count(power, "power", most=2)
-        check_count(steps, "steps")
+        self.power, self.steps = check_count(power, "power", most=2), check_count(steps, "steps")
         super().__init__(model, layers)
-        self.power, self.steps = power, steps
         self._vectors: dict[str, Tensor] = {}
 
     def _value(self, name: str, heard: Heard) -> Tensor:

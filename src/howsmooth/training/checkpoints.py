@@ -30,8 +30,11 @@ CHECKPOINT = "checkpoint.safetensors"
 FORMAT = "howsmooth training checkpoint 2"
 _FIRST_FORMAT = "howsmooth training checkpoint 1"
 """Had a hash of its tensors alone, inside the JSON text."""
-_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+_ENTRIES = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter."""
+_KINDS: dict[str, Any] = {"step": int, "settings": dict, "alphabet": str, "text": str, "seconds": (int, float)}
+_KINDS |= {"losses": list}
+"""What the header says, and of which kind."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,7 @@ class Checkpoint:
         if optimiser is None:
             return
         for name, parameter in parameters.items():
-            entries = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
-            optimiser.state[parameter] = {entry: t.clone() for entry, t in entries.items() if t is not None}
+            optimiser.state[parameter] = {entry: t.clone() for entry, t in self._entries(name).items()}
         torch.set_rng_state(self.tensors["random"])
 
     def _check_model(self, wanted: dict[str, Tensor]) -> None:
@@ -106,30 +108,25 @@ class Checkpoint:
         """All that AdamW keeps of a parameter is there, or nothing; and there is nothing else."""
         left = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
         for name, parameter in parameters.items():
-            entries = {entry: self.tensors.get(f"optimiser.{name}.{entry}") for entry in (_STEP, *_MOMENTS)}
+            entries = self._entries(name)
             left -= {f"optimiser.{name}.{entry}" for entry in entries}
-            if any(tensor is not None for tensor in entries.values()):
+            if entries:
                 self._check_entries(name, parameter, entries)
         if left:
             raise InvalidInput(f"the checkpoint holds {min(left)!r}, which belongs to no parameter of this model.")
 
-    def _check_entries(self, name: str, parameter: Tensor, entries: dict[str, Tensor | None]) -> None:
-        step, mean, square = entries.values()
-        sound = (
-            step is not None
-            and mean is not None
-            and square is not None
-            and _alike(step, torch.zeros(()))
-            and _alike(mean, parameter)
-            and _alike(square, parameter)
-        )
-        if not sound:
+    def _entries(self, name: str) -> dict[str, Tensor]:
+        """What is there of a parameter's part of the optimiser."""
+        names = {entry: f"optimiser.{name}.{entry}" for entry in _ENTRIES}
+        return {entry: self.tensors[full] for entry, full in names.items() if full in self.tensors}
+
+    def _check_entries(self, name: str, parameter: Tensor, entries: dict[str, Tensor]) -> None:
+        pairs = zip(entries.values(), (torch.zeros(()), parameter, parameter), strict=False)
+        if len(entries) < len(_ENTRIES) or not all(_alike(tensor, wanted) for tensor, wanted in pairs):
             raise InvalidInput(
                 f"the checkpoint holds the optimiser of another model: what it has for {name} does not fit."
             )
-        assert step is not None
-        assert mean is not None
-        assert square is not None
+        step, mean, square = entries.values()
         counted = float(step).is_integer() and 0 <= float(step) <= self.step
         if not (counted and bool((square >= 0).all()) and not bool(mean.isnan().any())):
             raise InvalidInput(
@@ -148,15 +145,8 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Write the file; a file of that name is replaced only by a complete one."""
-        header = {
-            "format": FORMAT,
-            "step": self.step,
-            "settings": self.settings.to_dict(),
-            "alphabet": self.alphabet,
-            "text": self.text,
-            "seconds": self.seconds,
-            "losses": self.losses,
-        }
+        header = {"format": FORMAT} | {name: getattr(self, name) for name in _KINDS}
+        header |= {"settings": self.settings.to_dict()}
         write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
@@ -172,7 +162,8 @@ class Checkpoint:
             _check_format(header, tensors, under_seal)
             return cls(**_checked(header), tensors=tensors)
         except (Damaged, HowsmoothError) as error:
-            raise _damaged(path, str(error).rstrip(".")) from error
+            why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
+            raise InvalidInput(f"{why}: move it away to start the run anew.") from error
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -197,11 +188,10 @@ def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal
 
 def _checked(header: dict[str, Any]) -> dict[str, Any]:
     """What the header says, each of it of its kind and in its range."""
-    kinds = {"step": int, "settings": dict, "alphabet": str, "text": str, "seconds": (int, float), "losses": list}
-    if header.keys() != kinds.keys():
-        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ kinds.keys())))}")
-    for name, kind in kinds.items():
-        if not isinstance(header[name], kind) or isinstance(header[name], bool):  # type: ignore[arg-type]
+    if header.keys() != _KINDS.keys():
+        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ _KINDS.keys())))}")
+    for name, kind in _KINDS.items():
+        if not isinstance(header[name], kind) or isinstance(header[name], bool):
             raise Damaged(f"its {name} is {header[name]!r:.40}")
     settings = Settings.from_dict(header["settings"])
     losses = header["losses"]
@@ -214,7 +204,3 @@ def _checked(header: dict[str, Any]) -> dict[str, Any]:
     if len(set(header["alphabet"])) != len(header["alphabet"]):
         raise Damaged("its alphabet has a character twice")
     return header | {"settings": settings}
-
-
-def _damaged(path: Path, why: str) -> InvalidInput:
-    return InvalidInput(f"{path} is damaged or no checkpoint of howsmooth ({why}): move it away to start the run anew.")

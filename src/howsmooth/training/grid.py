@@ -9,12 +9,15 @@ import csv
 import io
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from howsmooth.checks import check_fields, door
+from howsmooth.engines import complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
 from howsmooth.small import Busy, spreadsheet_safe, write_whole
@@ -75,9 +78,19 @@ def run_grid(
     *,
     intervals: Intervals | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
+    executor: Executor | None = None,
 ) -> list[Result]:
-    """Run what is missing and return the finished cells; the table is written after each."""
+    """Run what is missing and return the finished cells; the table is written after each.
+
+    Args:
+        executor: any that runs cells instead of this process, on machines that see the folder; there is no progress
+            inside cells then.
+    """
     cells, folder = grid.cells(), Path(folder)
+    if executor is not None:
+        runs = {name: (corpus, settings, folder / name, intervals) for name, settings in cells}
+        complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
+        cells = []
     for number, (name, settings) in enumerate(cells, start=1):
         show = lambda status, n=number, name=name: progress(Cell(n, len(cells), name, status))  # noqa: E731
         try:
@@ -88,6 +101,13 @@ def run_grid(
     results = finished(folder, grid)
     write_table(folder, results)
     return results
+
+
+def _run_cell(run: tuple[Corpus, Settings, Path, Intervals | None]) -> None:
+    """One cell, in whatever process this runs; what another process works on is left to it."""
+    corpus, settings, folder, intervals = run
+    with suppress(Busy):
+        train(corpus, settings, folder, resume=True, intervals=intervals)
 
 
 def finished(folder: Path, grid: Grid) -> list[Result]:

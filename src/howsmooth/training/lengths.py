@@ -15,6 +15,7 @@ function of the seed and the step alone: a run that goes on from a checkpoint se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -122,14 +123,14 @@ class Chunks(Plan):
 
     def batch(self, step: int) -> Batch:
         size = self.n * self.pieces
-        index = torch.cat([self._place(step * size + row * self.n) for row in range(self.pieces)])
+        index = torch.cat([self._stretch(step * size + row * self.n) for row in range(self.pieces)])
         shape = (self.pieces, self.n)
         # Two passes over a text may meet in one chunk: the document of the next pass is another one.
         passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
         owner = self.owner[index] + passes * len(self.sizes)
         return Batch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
 
-    def _place(self, begin: int) -> Tensor:
+    def _stretch(self, begin: int) -> Tensor:
         """Where the n characters from ``begin`` of the endless stream are in the text."""
         size, stretches, left = len(self.targets), [], self.n
         while left:
@@ -166,14 +167,11 @@ class Curriculum(Plan):
             raise InvalidInput(f"a curriculum of {steps} steps has between 1 and {steps} cycles, got {cycles}.")
         self.seed, self.batch_tokens = seed, batch_tokens
         self.targets, self.inputs, _, begins = _joined(parts)
-        cuts = [
-            (int(b) + at, size)
-            for b, document in zip(begins, parts, strict=True)
-            for at, size in powers(len(document), length)
-        ]
-        self.buckets = {
-            size: torch.tensor([at for at, of in cuts if of == size]) for size in sorted({size for _, size in cuts})
-        }
+        starts: dict[int, list[int]] = defaultdict(list)
+        for begin, document in zip(begins.tolist(), parts, strict=True):
+            for at, size in powers(len(document), length):
+                starts[size].append(begin + at)
+        self.buckets = {size: torch.tensor(starts[size]) for size in sorted(starts)}
         self.order = _short_to_long({size: size * len(at) for size, at in self.buckets.items()}, steps, cycles)
 
     def length(self, step: int) -> int:

@@ -33,6 +33,7 @@ from howsmooth.training.results import METRICS, RESULT, Intervals, Result, Statu
 from howsmooth.training.settings import Settings
 from howsmooth.training.text import Corpus
 
+Progress = Callable[[Status], None]
 _CHARACTERS_AT_ONCE = 8192
 
 
@@ -52,7 +53,7 @@ def train(
     *,
     resume: bool = False,
     intervals: Intervals | None = None,
-    progress: Callable[[Status], None] = lambda status: None,
+    progress: Progress = lambda status: None,
 ) -> Result:
     """Train a character language model and return what came of it.
 
@@ -84,10 +85,10 @@ def evaluate(model: CharacterModel, batch: Batch) -> float:
     rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
     with evaluating(model), torch.no_grad():
         for start in range(0, len(batch.inputs), rows):
-            part = slice(start, start + rows)
-            document = None if batch.document is None else batch.document[part]
-            some = Batch(batch.inputs[part], batch.targets[part], document)
-            total += float(nats(model, some)) * some.tokens
+            some = slice(start, start + rows)
+            document = None if batch.document is None else batch.document[some]
+            pieces = Batch(batch.inputs[some], batch.targets[some], document)
+            total += float(nats(model, pieces)) * pieces.tokens
     return total / batch.tokens / math.log(2)
 
 
@@ -124,25 +125,13 @@ class _Run:
     """One run from its first or next step to its end."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        settings: Settings,
-        folder: Path | None,
-        intervals: Intervals,
-        progress: Callable[[Status], None],
+        self, corpus: Corpus, settings: Settings, folder: Path | None, intervals: Intervals, progress: Progress
     ):
         settings.check_memory(corpus.symbols)
         self.corpus, self.settings, self.folder = corpus, settings, folder
         self.intervals, self.progress = intervals, progress
-        self.plan = plan(
-            corpus,
-            settings.lengths,
-            settings.length,
-            settings.batch_tokens,
-            settings.seed,
-            settings.steps,
-            settings.cycles,
-        )
+        sizes = settings.length, settings.batch_tokens, settings.seed, settings.steps, settings.cycles
+        self.plan = plan(corpus, settings.lengths, *sizes)
         self.rows: list[dict[str, Any]] = []
         self.step, self.seconds, self.losses = 0, 0.0, list[float]()
         self.journal = None if folder is None else Journal(folder / METRICS)
@@ -230,32 +219,16 @@ class _Run:
             self.journal.add(row)
 
     def _show(self, speed: float) -> None:
-        latest = self.losses or [row["train_bits"] for row in self.rows[-1:]]
-        self.progress(
-            Status(
-                self.step,
-                self.settings.steps,
-                sum(latest) / len(latest),
-                self.rows[-1]["bound"] if self.rows else None,
-                speed,
-                (self.settings.steps - self.step) / speed,
-            )
-        )
+        latest, steps = self.losses or [row["train_bits"] for row in self.rows[-1:]], self.settings.steps
+        bits, bound = sum(latest) / len(latest), self.rows[-1]["bound"] if self.rows else None
+        self.progress(Status(self.step, steps, bits, bound, speed, (steps - self.step) / speed))
 
     def _save(self) -> None:
         """Keep the run as it is; one that has run away keeps its last sound step, from which it runs away again."""
         if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
-        Checkpoint.take(
-            self.step,
-            self.settings,
-            self.corpus.alphabet,
-            self.corpus.sha256,
-            self.seconds,
-            self.losses,
-            self.model,
-            self.optimiser,
-        ).save(self.folder / CHECKPOINT)
+        said = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
+        Checkpoint.take(*said, self.model, self.optimiser).save(self.folder / CHECKPOINT)
 
     def _valid_bits(self, most: int | None = None) -> float:
         return evaluate(self.model, validation(self.corpus, self.settings.lengths, self.settings.length, most))

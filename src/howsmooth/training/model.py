@@ -178,10 +178,10 @@ class CharacterModel(nn.Module):
         """
         try:
             with evaluating(self):
-                found = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
+                bound = max(block.attention_bound(n, self.mask()) for block in self.blocks)  # type: ignore[operator]
         except DoesNotApply:
             return None
-        return found if math.isfinite(found) else None
+        return bound if math.isfinite(bound) else None
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Parameters for the optimiser: only matrices decay."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from howsmooth.checks import check_count, check_number, door
+from howsmooth.checks import NotNegative, Size, check_count, check_fields, door
 from howsmooth.errors import InvalidInput
 from howsmooth.sealed import read_json
 from howsmooth.training.files import Journal
@@ -59,31 +59,21 @@ class Result:
     """
 
     settings: Settings
-    train_bits: float | None
-    valid_bits: float | None
-    bound: float | None
-    diverged: int | None
-    tokens: int
-    seconds: float
-    parameters: int
+    train_bits: NotNegative | None
+    valid_bits: NotNegative | None
+    bound: NotNegative | None
+    diverged: Size | None
+    tokens: Size
+    seconds: NotNegative
+    parameters: Size
     how: str
     text: str
     rows: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
 
-    def _check(self) -> None:
-        for name in ("train_bits", "valid_bits", "bound", "diverged"):
-            if getattr(self, name) is not None:
-                check_number(getattr(self, name), name, least=0)
-        for name in ("tokens", "seconds", "parameters"):
-            check_number(getattr(self, name), name, least=0)
-        if not (isinstance(self.how, str) and isinstance(self.text, str)):
-            raise InvalidInput("the text and how it was split are words.")
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it, without the rows."""
-        return {name: value for name, value in asdict(self).items() if name != "rows"} | {
-            "settings": self.settings.to_dict()
-        }
+        kept = {name: value for name, value in asdict(self).items() if name != "rows"}
+        return kept | {"settings": self.settings.to_dict()}
 
     @classmethod
     @door
@@ -97,7 +87,7 @@ class Result:
             content = read_json(path.read_text(encoding="utf-8"))
             settings = Settings.from_dict(content.pop("settings"))
             result = cls(settings, **content, rows=Journal(folder / METRICS).rows())
-            result._check()
+            check_fields(result)
             return result
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error}): move it away to make it anew with --resume.") from error

@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from howsmooth.checks import (
-    check_count,
+    Count,
+    NotNegative,
+    Positive,
+    Seed,
+    Size,
+    check_fields,
     check_memory,
-    check_number,
     check_one_of,
     check_positive,
-    check_seed,
     door,
     shown,
 )
@@ -20,17 +23,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
 from howsmooth.training.lengths import LENGTHS, Lengths
 
-Attention = Literal[
-    "dot-product",
-    "l2",
-    "l2-untied",
-    "contractive-inf",
-    "contractive-2",
-    "sigmoid",
-    "cosine",
-    "norm-controlled",
-    "gradient-step",
-]
+_Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
+Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 """The kinds of attention a model can be trained with."""
 
@@ -66,24 +60,24 @@ class Settings:
     """
 
     attention: Attention = "dot-product"
-    depth: int = 2
-    width: int = 128
-    heads: int = 4
+    depth: Count = 2
+    width: Count = 128
+    heads: Count = 4
     blocks: Blocks | None = None
-    coefficient: float = 0.9
-    window: int | None = None
+    coefficient: Positive = 0.9
+    window: Count | None = None
     lengths: Lengths = "fixed"
-    length: int = 64
-    cycles: int = 1
-    steps: int = 1000
-    batch_tokens: int = 1024
-    rate: float = 1e-3
+    length: Count = 64
+    cycles: Count = 1
+    steps: Count = 1000
+    batch_tokens: Count = 1024
+    rate: Positive = 1e-3
     schedule: Schedule = "cosine"
-    warmup: int = 100
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    dropout: float = 0.0
-    seed: int = 0
+    warmup: Size = 100
+    weight_decay: NotNegative = 0.01
+    clip: NotNegative = 1.0
+    dropout: NotNegative = 0.0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", renamed(self.attention))
@@ -91,16 +85,8 @@ class Settings:
         check_one_of(self.lengths, LENGTHS, "lengths")
         check_one_of(self.schedule, get_args(Schedule), "schedule")
         check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
-        for name in ("depth", "width", "heads", "length", "cycles", "steps", "batch_tokens"):
-            check_count(getattr(self, name), name)
-        if self.window is not None:
-            check_count(self.window, "window")
-        check_count(self.warmup, "warmup", least=0)
-        check_seed(self.seed)
         check_positive(self.rate, "the learning rate")
-        check_positive(self.coefficient, "coefficient")
-        for name in ("weight_decay", "clip", "dropout"):
-            check_number(getattr(self, name), name, least=0)
+        check_fields(self)
         if self.width % self.heads:
             raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
         if self.batch_tokens % self.length:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,17 +92,12 @@ class Listener:
         self.modules, self.sites = _find(model, layers)
         self.calls: dict[str, Heard] = {}
         self.open = True
-        self._hooks = [
-            module.register_forward_pre_hook(self._hear(name), with_kwargs=True)
-            for name, module in self.modules.items()
-        ]
+        hooks = ((module, partial(self._hear, name)) for name, module in self.modules.items())
+        self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
 
-    def _hear(self, name: str) -> Callable[..., None]:
-        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.open and torch.is_grad_enabled() and not _REPEATING.get():
-                self.calls[name] = Heard(module, args, kwargs, self.sites.get(name))
-
-        return hear
+    def _hear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.open and torch.is_grad_enabled() and not _REPEATING.get():
+            self.calls[name] = Heard(module, args, kwargs, self.sites.get(name))
 
     def take(self) -> dict[str, Heard]:
         """What was heard since the last time, by name."""
@@ -123,11 +119,9 @@ def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.
         if missing or not wanted:
             raise InvalidInput(f"{type(model).__name__} has no module at {missing or wanted}: give dotted paths.")
         return {name: everything[name] for name in wanted}, {}
-    modules: dict[str, nn.Module] = {
-        name: module for name, module in everything.items() if isinstance(module, _ATTENTION)
-    }
     sites = {site.path: site for site in _sites(model)}
-    modules |= {path: site.block for path, site in sites.items()}
+    ours = [name for name, module in everything.items() if isinstance(module, _ATTENTION)]
+    modules = {name: everything[name] for name in ours} | {path: site.block for path, site in sites.items()}
     if not modules:
         raise UnsupportedModel(
             f"no attention was found in this {type(model).__name__}: name the modules with layers=[...]."
@@ -165,13 +159,11 @@ def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     if any(given.get(name) is not None and given[name] is not query for name in ("key", "value")):
         raise InvalidInput("this layer attends to other tokens than its own, which is no self-attention.")
     x = query[None] if query.dim() == 2 else query if layer.batch_first else query.transpose(0, 1)
-    batch, n, _ = x.shape
-    causal = given.get("is_causal", False)
-    sight = Sight.of((batch, n, layer.num_heads), given.get("attn_mask"), causal, given.get("key_padding_mask"))
-    keep = torch.ones(batch, n, dtype=torch.bool, device=x.device) if sight.keep is None else sight.keep
-    item = _first_text(keep)
-    mask = _mask_of(sight, item, keep[item], layer.num_heads, x)
-    tokens = x[item][keep[item]].detach()
+    shape, causal = (*x.shape[:2], layer.num_heads), given.get("is_causal", False)
+    sight = Sight.of(shape, given.get("attn_mask"), causal, given.get("key_padding_mask"))
+    item, keep = _first_text(x, sight.keep)
+    mask = _mask_of(sight, item, keep, layer.num_heads, x)
+    tokens = x[item][keep].detach()
     if isinstance(layer, AttentionLayer):
         return layer.map(mask, n=len(tokens)), tokens
     attention = SelfAttention.from_torch(layer)
@@ -179,12 +171,14 @@ def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return attention, tokens
 
 
-def _first_text(keep: Tensor) -> int:
-    """The first item of a batch that is not all padding."""
+def _first_text(x: Tensor, keep: Tensor | None) -> tuple[int, Tensor]:
+    """The first item of a batch that is not all padding, and which of its tokens are none."""
+    keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
     real = keep.any(-1)
     if not bool(real.any()):
         raise InvalidInput("the batch holds nothing but padding.")
-    return int(real.int().argmax())
+    item = int(real.int().argmax())
+    return item, keep[item]
 
 
 def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
@@ -200,17 +194,16 @@ def _block(model: Any, heard: Heard, site: Site) -> tuple[Callable[[Tensor], Ten
     given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
     seen = Seen.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
-    keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen.padding is None else ~seen.padding
-    item = _first_text(keep)
-    found = read_attention(model, site)
-    terms = [term for term in found.terms if not term.hides_only]
+    item, keep = _first_text(x, None if seen.padding is None else ~seen.padding)
+    attention = read_attention(model, site)
+    terms = [term for term in attention.terms if not term.hides_only]
     if seen.causal:
         terms.append(Causal())
     elif seen.mask is not None:
         mask = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask
-        terms.append(DenseBias(mask[item][:, keep[item]][:, :, keep[item]]))
-    found.logit_biases = nn.ModuleList(terms)
-    return found, x[item][keep[item]].detach()
+        terms.append(DenseBias(mask[item][:, keep][:, :, keep]))
+    attention.logit_biases = nn.ModuleList(terms)
+    return attention, x[item][keep].detach()
 
 
 def first_output(heard: Heard, x: Tensor) -> Tensor:

@@ -89,8 +89,7 @@ def replace_attention(
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
-        options = _written(options)
-        _replace_in_transformers(model, kind, layers, tie, drop_positions, options)  # type: ignore[arg-type]
+        _replace_in_transformers(model, kind, layers, tie, drop_positions, _written(options))
     else:
         _replace_in_torch(model, kind, layers, tie, options)
     return model
@@ -128,14 +127,7 @@ class Replacement:
         """
         if any(True for _ in replaced_layers(model)):
             raise InvalidInput("attention of this model has been replaced already: build the model anew.")
-        _replace_in_transformers(
-            model,  # type: ignore[arg-type]
-            self.kind,
-            self.layers,
-            None,
-            self.drop_positions,
-            dict(self.options),
-        )
+        _replace_in_transformers(model, self.kind, self.layers, None, self.drop_positions, dict(self.options))
 
 
 def replacement_of(config: Any) -> Replacement | None:
@@ -213,12 +205,7 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
 
 
 def _replace_in_transformers(
-    model: PreTrainedModel,
-    kind: str,
-    layers: Iterable[int] | None,
-    tie: Tie | None,
-    drop_positions: bool,
-    options: dict[str, Any],
+    model: Any, kind: str, layers: Iterable[int] | None, tie: Tie | None, drop_positions: bool, options: dict[str, Any]
 ) -> None:
     """Without ``tie`` the new layers keep their first weights."""
     if model.config.model_type not in REPLACEABLE:
@@ -226,9 +213,7 @@ def _replace_in_transformers(
             f"attention of a {type(model).__name__} (model type {model.config.model_type!r}) cannot be replaced, but "
             f"that of {', '.join(REPLACEABLE)} can."
         )
-    sites = attention_sites(model)
-    chosen = _chosen(sites, layers)
-    hosted = []
+    chosen, hosted = _chosen(attention_sites(model), layers), []
     for site in chosen:  # all are made before the first is put in: a refusal leaves the model as it was
         old = read_attention(model, site)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
@@ -240,7 +225,12 @@ def _replace_in_transformers(
             )
         causal = bool(getattr(site.owner, "is_causal", False))
         options = _for_any_length(kind, model.config, options) if causal else options
-        layer = _make(kind, old, None if drop_positions else _rotary(old), _dropout(site.owner), causal, options, tie)
+        if causal and not KINDS[kind].causal:
+            raise InvalidInput(
+                "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
+            )
+        rotary = None if drop_positions else next((s for s in old.query_stages if isinstance(s, Rotary)), None)
+        layer = _make(kind, old, rotary, _dropout(site.owner), options, tie)
         number, after = getattr(site.owner, "layer_idx", site.layer), getattr(site.owner, "resid_dropout", None)
         names = list(inspect.signature(site.owner.forward).parameters)[1:]
         hosted.append(HostedAttention(layer, causal, number, getattr(after, "p", 0.0), names))
@@ -268,7 +258,7 @@ def _replace_in_torch(
     chosen, new = _chosen(blocks, layers), []
     for block in chosen:
         old, given = SelfAttention.from_torch(block.self_attn), {"batch_first": block.self_attn.batch_first}
-        layer = _make(kind, old, None, block.self_attn.dropout, False, given | options, tie)
+        layer = _make(kind, old, None, block.self_attn.dropout, given | options, tie)
         new.append(layer.train(block.training))
     for block, layer in zip(chosen, new, strict=True):
         block.self_attn = layer
@@ -278,20 +268,9 @@ def _replace_in_torch(
 
 
 def _make(
-    kind: str,
-    old: SelfAttention,
-    rotary: Rotary | None,
-    dropout: float,
-    causal: bool,
-    options: dict[str, Any],
-    tie: Tie | None,
+    kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, options: dict[str, Any], tie: Tie | None
 ) -> AttentionLayer:
-    if causal and not KINDS[kind].causal:
-        raise InvalidInput(
-            "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
-        )
-    layer = build(kind, old, rotary, dropout, **options)
-    layer = layer.to(device=old.query_weight.device, dtype=old.dtype)
+    layer = build(kind, old, rotary, dropout, **options).to(device=old.query_weight.device, dtype=old.dtype)
     if tie is not None:
         start_from(layer, old, tie)
     return layer
@@ -315,10 +294,6 @@ def _chosen(blocks: list[Any], layers: Iterable[int] | None) -> list[Any]:
     if not wanted or not 0 <= wanted[0] <= wanted[-1] < len(blocks):
         raise InvalidInput(f"layers {wanted} cannot be replaced: choose among 0 to {len(blocks) - 1}.")
     return [blocks[number] for number in wanted]
-
-
-def _rotary(old: SelfAttention) -> Rotary | None:
-    return next((stage for stage in old.query_stages if isinstance(stage, Rotary)), None)
 
 
 def _dropout(owner: nn.Module) -> float:

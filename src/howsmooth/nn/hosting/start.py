@@ -64,16 +64,12 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
         )
     if rotary is not None:
         layer = _turned(layer, rotary)
-    settings = {"bias": has_bias(old)} | ({"dropout": dropout} if chosen.dropout else {})
+    biases = (old.query_bias, old.key_bias, old.value_bias, old.output_bias)
+    settings = {"bias": any(bias is not None for bias in biases)} | ({"dropout": dropout} if chosen.dropout else {})
     try:
         return layer(d, heads, **{**settings, **chosen.options, **options})
     except TypeError as error:
         raise InvalidInput(f"attention of kind {kind!r} does not take these options: {error}.") from None
-
-
-def has_bias(old: SelfAttention) -> bool:
-    """Whether an attention has any bias."""
-    return any(bias is not None for bias in (old.query_bias, old.key_bias, old.value_bias, old.output_bias))
 
 
 def check_plain(old: SelfAttention, where: str) -> None:
@@ -83,9 +79,9 @@ def check_plain(old: SelfAttention, where: str) -> None:
         "normalised queries and keys": any(isinstance(stage, UnitNorm) for stage in old.query_stages),
         "a bias by relative position": not old.terms.hides_only,
     }
-    found = [name for name, present in features.items() if present]
-    if found:
-        raise UnsupportedModel(f"{where} has {' and '.join(found)}, which no layer of howsmooth.nn can take over.")
+    present = [name for name, there in features.items() if there]
+    if present:
+        raise UnsupportedModel(f"{where} has {' and '.join(present)}, which no layer of howsmooth.nn can take over.")
 
 
 @torch.no_grad()

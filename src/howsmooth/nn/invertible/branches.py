@@ -167,17 +167,17 @@ class Composed(Branch):
         return max((branch.reach_at(n) for branch in self._branches()), key=_FAR.index)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
-        blocks: Tensor | None = None
-        for branch in self._branches():
-            here = branch.diagonal_blocks(x)
-            blocks = here if blocks is None else here @ blocks
+        first, *others = self._branches()
+        blocks = first.diagonal_blocks(x)
+        x = first(x)
+        for branch in others:
+            blocks = branch.diagonal_blocks(x) @ blocks
             x = branch(x)
-        assert blocks is not None
         return blocks
 
 
-class _Certified(Branch):
-    """A module of the user's own that has ``lipschitz_bound(n)``, and perhaps a ``reach``."""
+class _Foreign(Branch):
+    """A module of the user's, with ``lipschitz_bound(n)`` or taken on trust without, and perhaps with a ``reach``."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -190,19 +190,14 @@ class _Certified(Branch):
         return self.module(x)
 
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        bound = self.module.lipschitz_bound
-        if "norm" in inspect.signature(bound).parameters:  # type: ignore[arg-type]
-            return bound(n, norm=norm)  # type: ignore[operator]
+        bound = getattr(self.module, "lipschitz_bound", None)
+        if not callable(bound):
+            raise DoesNotApply(f"{type(self.module).__name__} has no Lipschitz bound.")
+        if "norm" in inspect.signature(bound).parameters:
+            return bound(n, norm=norm)
         if norm != 2:
             raise DoesNotApply(f"{type(self.module).__name__}.lipschitz_bound knows no norm but 2.")
-        return bound(n)  # type: ignore[operator]
-
-
-class _Uncertified(_Certified):
-    """A module without any bound, taken on trust."""
-
-    def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        raise DoesNotApply(f"{type(self.module).__name__} has no Lipschitz bound.")
+        return bound(n)
 
 
 def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch:
@@ -220,10 +215,8 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
         raise InvalidInput(f"a mask is for attention, but {type(f).__name__} is none: give it to the attention inside.")
     if isinstance(f, Branch):
         return f
-    if callable(getattr(f, "lipschitz_bound", None)):
-        return _Certified(f)
-    if trust and isinstance(f, nn.Module):
-        return _Uncertified(f)
+    if callable(getattr(f, "lipschitz_bound", None)) or (trust and isinstance(f, nn.Module)):
+        return _Foreign(f)
     raise InvalidInput(
         f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
         "constant, as ContractiveL2Attention and ContractiveMLP have it."

@@ -116,14 +116,8 @@ def solve(
     (2.0, 3)
     """
     c, size, batch = contraction.coefficient, contraction.size, len(start)
-    answer = FixedPoint(
-        start.clone(),
-        start.new_full((batch,), math.inf),
-        start.new_full((batch,), math.inf),
-        torch.zeros(batch, dtype=torch.long, device=start.device),
-        torch.zeros(batch, dtype=torch.bool, device=start.device),
-        torch.zeros(batch, dtype=torch.long, device=start.device),
-    )
+    unknown, none = start.new_full((batch,), math.inf), torch.zeros(batch, dtype=torch.long, device=start.device)
+    answer = FixedPoint(start.clone(), unknown, unknown.clone(), none, none.bool(), none.clone())
     work, scale = _Work(start, memory), scale.to(start)
     eps, places = torch.finfo(start.dtype).eps, math.prod(start.shape[1:])
     made_from = start.clone()
@@ -148,11 +142,8 @@ def solve(
         items = work.index[better]
         answer.x[items], answer.residual[items], made_from[items] = image[better], residual[better], work.point[better]
         answer.iterations[work.index] += 1
-        aim = wanted
-        if tolerance is None:  # as far as rounding lets it come
-            aim = torch.maximum(
-                wanted, torch.maximum(SMALL * rounded[work.index], ROUNDING * eps * magnitude) / (1 - c)
-            )
+        floor = torch.maximum(SMALL * rounded[work.index], ROUNDING * eps * magnitude) / (1 - c)
+        aim = torch.maximum(wanted, floor) if tolerance is None else wanted  # as far as rounding lets it come
         done = better & (left <= aim)
         if bool(done.any()):
             bound, rounding = certified(work.point, residual, magnitude)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from scipy.stats import chi2
@@ -39,11 +39,11 @@ from torch import Tensor
 from howsmooth.checks import check_count, check_fraction, check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.invertible.diagonal_blocks import token_wise_blocks
+from howsmooth.nn.invertible.diagonal_blocks import pulled_back, token_wise_blocks
 from howsmooth.nn.invertible.fixed_point import Contraction
 
 Method = Literal["auto", "blocks", "dense", "series", "roulette"]
-METHODS = ("auto", "blocks", "dense", "series", "roulette")
+METHODS: tuple[str, ...] = get_args(Method)
 DENSE = 256
 """Most coordinates n·d for which "auto" takes the dense Jacobian."""
 MAX_TERMS = 1000
@@ -117,12 +117,11 @@ def total(terms: Sequence[LogDeterminant]) -> LogDeterminant:
 def log_determinant(
     branch: Branch,
     x: Tensor,
-    method: Method = "auto",
-    *,
+    method: Method,
     contraction: Callable[[], Contraction],
-    samples: int = 16,
-    tolerance: float = 1e-3,
-    generator: torch.Generator | None = None,
+    samples: int,
+    tolerance: float,
+    generator: torch.Generator | None,
 ) -> LogDeterminant:
     """log|det(I + J)| of ``x + branch(x)`` at every item of x, ``(batch, n, d)``.
 
@@ -192,8 +191,7 @@ class _Estimate:
         """
         q, certain = max(0.5, self.c), 2
         uniform = torch.rand(self.samples, generator=self.generator, dtype=torch.float64)
-        drawn = certain + (uniform.log() / math.log(q)).floor()
-        drawn = drawn.clamp(max=MAX_TERMS).to(self.x)
+        drawn = (certain + (uniform.log() / math.log(q)).floor()).clamp(max=MAX_TERMS).to(self.x)
 
         def weight(k: int) -> Tensor:
             return (drawn >= k) / q ** max(0, k - certain)
@@ -222,15 +220,7 @@ class _Estimate:
         applied = torch.zeros_like(self.probes)  # Av
         while k < MAX_TERMS and (k == 0 or more(k, moved.detach())):
             k += 1
-            moved = torch.autograd.grad(
-                out,
-                copies,
-                moved.flatten(0, 1),
-                create_graph=follow,
-                retain_graph=True,
-                materialize_grads=True,
-                allow_unused=True,
-            )[0].view_as(self.probes)
+            moved = pulled_back(out, copies, moved.flatten(0, 1), create_graph=follow).view_as(self.probes)
             trace = (self.probes * moved).flatten(2).sum(-1)  # (samples, batch)
             share = (-1) ** (k + 1) / k * weight(k)
             terms = terms + share[:, None] * trace

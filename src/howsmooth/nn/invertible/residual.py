@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from howsmooth.checks import check_count, check_finite, check_number, check_positive, door
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.nn.invertible.branches import as_branch
+from howsmooth.nn.invertible.diagonal_blocks import pulled_back
 from howsmooth.nn.invertible.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
 from howsmooth.nn.invertible.rounding import UnknownRounding, evaluation_error
@@ -98,13 +100,13 @@ class InvertibleResidual(nn.Module):
         for norm in (2, math.inf) if self.norm is None else (self.norm,):
             try:
                 with evaluating(self.branch):
-                    found = float(self.branch.lipschitz_bound(n, norm))
+                    bound = float(self.branch.lipschitz_bound(n, norm))
             except DoesNotApply as refusal:
                 reasons.append(str(refusal).rstrip("."))
                 continue
-            if found < 1 and found <= limit * (1 + 1e-6):
-                return Contraction(found, norm, True)
-            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {found:.4g}")
+            if bound < 1 and bound <= limit * (1 + 1e-6):
+                return Contraction(bound, norm, True)
+            reasons.append(f"the bound for {n} token(s) in the {norm:g}-norm is {bound:.4g}")
         if self.trust:
             assert self.coefficient is not None
             return Contraction(self.coefficient, 2 if self.norm is None else self.norm, False)
@@ -121,12 +123,7 @@ class InvertibleResidual(nn.Module):
         return out[0] if x.dim() == 2 else out
 
     def inverse(
-        self,
-        y: Tensor,
-        *,
-        tolerance: float | None = None,
-        max_iterations: int = 500,
-        accelerate: bool = True,
+        self, y: Tensor, *, tolerance: float | None = None, max_iterations: int = 500, accelerate: bool = True
     ) -> Inversion:
         """The x with x + f(x) = y, for f as it is in evaluation (no dropout, exact norms).
 
@@ -144,20 +141,14 @@ class InvertibleResidual(nn.Module):
         tokens = _in_dtype_of(self.branch, _tokens(y))
         with evaluating(self.branch), without_autocast(tokens):
             contraction = self.contraction(tokens.shape[1])
-            options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
-            options |= {"memory": 8 if accelerate else 0}
-            fixed = tokens.detach()
+            memory, fixed = 8 if accelerate else 0, tokens.detach()
+            options = {"tolerance": tolerance, "max_iterations": max_iterations, "memory": memory}
             allowance = self._allowance(fixed, contraction)
             if allowance is None:
                 contraction = replace(contraction, certified=False)
+            step: Step = lambda x, index: fixed[index] - self.branch(x)  # noqa: E731
             with torch.no_grad():
-                solution = _solved(
-                    lambda x, index: fixed[index] - self.branch(x),
-                    fixed,
-                    contraction,
-                    options | {"allowance": allowance},
-                    "inverse",
-                )
+                solution = _solved(step, fixed, contraction, options | {"allowance": allowance}, "inverse")
             if torch.is_grad_enabled() and (tokens.requires_grad or any(p.requires_grad for p in self.parameters())):
                 solution = replace(solution, x=self._attached(tokens, solution.x, contraction, options))
         values = {field.name: getattr(solution, field.name) for field in fields(FixedPoint)}
@@ -185,10 +176,7 @@ class InvertibleResidual(nn.Module):
         def solved(u: Tensor) -> Tensor:
             def step(w: Tensor, index: Tensor) -> Tensor:
                 every = torch.zeros_like(u).index_copy(0, index, w)
-                back = torch.autograd.grad(
-                    moved, leaf, every, retain_graph=True, materialize_grads=True, allow_unused=True
-                )[0]
-                return (u - back)[index]
+                return (u - pulled_back(moved, leaf, every))[index]
 
             # That the map contracts has been checked on the way to x.
             return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
@@ -213,15 +201,8 @@ class InvertibleResidual(nn.Module):
         if not self.training:
             self.contraction(tokens.shape[1])
         with without_autocast(tokens):
-            estimate = log_determinant(
-                self.branch,
-                tokens,
-                method,
-                contraction=lambda: self.contraction(tokens.shape[1]),
-                samples=samples,
-                tolerance=tolerance,
-                generator=generator,
-            )
+            contraction = partial(self.contraction, tokens.shape[1])
+            estimate = log_determinant(self.branch, tokens, method, contraction, samples, tolerance, generator)
         if x.dim() == 3:
             return estimate
         names = ("value", "standard_error", "truncation", *(() if estimate.limit is None else ("limit",)))
@@ -273,9 +254,9 @@ def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
     check_finite(tokens.detach(), "the input")
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    own = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
+    widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits) if dtypes else tokens.dtype
     if any(torch.finfo(dtype).bits < 32 for dtype in dtypes):
         raise InvalidInput("an inverse needs weights in float32 or float64, not half precision: call .float() first.")
-    if torch.finfo(own).bits < torch.finfo(tokens.dtype).bits:
+    if torch.finfo(widest).bits < torch.finfo(tokens.dtype).bits:
         raise InvalidInput("the tokens are float64 but the weights float32: convert one of them.")
-    return tokens.to(torch.promote_types(own, torch.float32))
+    return tokens.to(torch.promote_types(widest, torch.float32))

@@ -237,6 +237,10 @@ def _exact(run: _Running, out: Tensor, a: Tensor, *_: Any, **__: Any) -> Tensor:
     return run.of(a)
 
 
+def _constant(run: _Running, out: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(out)
+
+
 def _largest(run: _Running, out: Tensor, a: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return run.of(a).amax(dim, keepdim)
 
@@ -269,19 +273,17 @@ _SHAPES = {
 _COMPARISONS = {aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne}
 _PIECES = {aten.split, aten.split_with_sizes, aten.chunk, aten.unbind}
 _RULES: dict[Any, Rule] = {
-    aten.add: _sum,
-    aten.sub: _sum,
-    aten.rsub: _sum,  # b − a, with the same errors
+    **dict.fromkeys((aten.add, aten.sub, aten.rsub), _sum),  # rsub is b − a, with the same errors
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _matrices),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), _added),
+    **dict.fromkeys((aten.tanh, aten.sin, aten.cos), _steep(1.0)),
+    **dict.fromkeys((aten.relu, aten.abs, aten.neg, aten.clamp, aten.clamp_min, aten.lift_fresh), _exact),
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like), _constant),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full), _constant),
     aten.mul: _product,
     aten.div: _quotient,
     aten.reciprocal: lambda run, out, a: _quotient(run, out, 1.0, a),
     aten.rsqrt: _inverse_root,
-    aten.mm: _matrices,
-    aten.bmm: _matrices,
-    aten.mv: _matrices,
-    aten.dot: _matrices,
-    aten.addmm: _added,
-    aten.baddbmm: _added,
     aten.sum: _reduced,
     aten.mean: _mean,
     aten.pow: _power,
@@ -289,23 +291,11 @@ _RULES: dict[Any, Rule] = {
     aten.exp: _exponential,
     aten._softmax: _softmax,
     aten.sigmoid: _steep(0.25),
-    aten.tanh: _steep(1.0),
-    aten.sin: _steep(1.0),
-    aten.cos: _steep(1.0),
     aten.silu: _steep(1.1),
     aten.softplus: _softplus,
-    aten.relu: _exact,
-    aten.abs: _exact,
-    aten.neg: _exact,
-    aten.clamp: _exact,
-    aten.clamp_min: _exact,
-    aten.lift_fresh: _exact,
     aten.amax: _largest,
     aten.masked_fill: _filled,
     aten.where: _chosen,
     aten.linalg_vector_norm: _length,
     aten._to_copy: _converted,
-} | dict.fromkeys(
-    (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full),
-    lambda run, out, *_, **__: torch.zeros_like(out),
-)
+}

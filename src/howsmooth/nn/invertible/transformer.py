@@ -114,15 +114,13 @@ class InvertibleTransformer(nn.Module):
 
     def forward_and_log_det(self, x: Tensor, **options: Any) -> tuple[Tensor, LogDeterminant]:
         """The output and its log-determinant."""
-        parts = []
+        terms = []
         for layer in self.layers:
+            assert isinstance(layer, InvertibleResidual | ActNorm)
             moved = layer(x)  # first: it sets up ActNorm
-            if isinstance(layer, InvertibleResidual):
-                parts.append(layer.log_det(x, **options))
-            elif isinstance(layer, ActNorm):
-                parts.append(layer.log_det(x))
+            terms.append(layer.log_det(x) if isinstance(layer, ActNorm) else layer.log_det(x, **options))
             x = moved
-        return x, total(parts)
+        return x, total(terms)
 
     def residuals(self) -> Iterator[InvertibleResidual]:
         """The residual blocks, in order."""

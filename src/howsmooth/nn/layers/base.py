@@ -179,6 +179,7 @@ class MixingLayer(AttentionLayer):
         exact_logits: whether logits stay in the dtype of the queries also under autocast.
     """
 
+    out_proj: nn.Linear
     scale: float = 1.0
     weighting: str = "softmax"
     exact_logits: bool = False
@@ -187,9 +188,9 @@ class MixingLayer(AttentionLayer):
     def project(self, x: Tensor, sight: Sight) -> Heads:
         """Queries, keys and values of x, ``(batch, n, d)``, ready to meet."""
 
-    @abstractmethod
     def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
-        """The output, from the weighted sums of all heads side by side, ``(batch, n, d)``."""
+        """The output, from the weighted sums of all heads side by side, ``(batch, n, d)``: their output projection."""
+        return self.out_proj(mixed)
 
     def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Output and, when asked for, weights ``(batch, heads, n, n)`` of a batch ``(batch, n, d)``."""

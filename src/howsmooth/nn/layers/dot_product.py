@@ -70,9 +70,6 @@ class DotProductAttention(MixingLayer):
             value = stage(value)
         return Heads(query, key, value)
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
-        return self.out_proj(mixed)
-
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
         options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, **self.options()}
@@ -129,8 +126,7 @@ class SigmoidAttention(DotProductAttention):
 class CosineAttention(DotProductAttention):
     """Scaled cosine attention ν·softmax(τ q̂ k̂ᵀ) v̂, t̂ = t/√(|t|² + ε) (LipsFormer, Qi et al. 2023).
 
-    Values are normalised too: without, no global constant exists. The bound
-    grows as ε^{−½}.
+    Values are normalised too: without, no global constant exists. The bound grows as ε^{−½}.
 
     Args:
         temperature: τ. value_scale: ν. eps: ε > 0.

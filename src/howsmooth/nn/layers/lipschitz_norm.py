@@ -42,9 +42,6 @@ class LipschitzNormAttention(MixingLayer):
         divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
         return Heads(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
-        return self.out_proj(mixed)
-
     def attached_map(self, mask: Mask, n: int | None) -> nn.Module:
         if mask is not None:
             raise InvalidInput(_NO_MASKS)
