@@ -15,7 +15,7 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import NAMED, open_model
-from howsmooth.models.cache import built, built_once, cache_folder, cached, is_built
+from howsmooth.models.cache import built, cache_folder, cached, is_built
 from howsmooth.models.named import NamedModel
 from howsmooth.small import file_digest as sha256
 from tests.models.tiny import TINY
@@ -33,7 +33,7 @@ def test_folder_is_built_once() -> None:
         calls.append(folder)
         (folder / "a.txt").write_text("a")
 
-    first, second = built_once("thing", build), built_once("thing", build)
+    first, second = built("thing", build).folder, built("thing", build).folder
     assert first == second == cache_folder() / "thing"
     assert len(calls) == 1
     assert is_built("thing")
@@ -46,7 +46,7 @@ def test_interrupted_build_leaves_nothing() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        built_once("thing", build)
+        built("thing", build)
     assert not list(cache_folder().iterdir())
 
 
@@ -54,10 +54,10 @@ def test_damaged_folder_is_built_again() -> None:
     def build(folder: Path) -> None:
         (folder / "a.txt").write_text("good")
 
-    folder = built_once("thing", build)
+    folder = built("thing", build).folder
     (folder / "a.txt").write_text("evil")
     assert cached("thing") is None
-    assert built_once("thing", build) == folder
+    assert built("thing", build).folder == folder
     assert (folder / "a.txt").read_text() == "good"
 
 
@@ -67,9 +67,9 @@ def test_quicker_process_wins() -> None:
 
     def slow(folder: Path) -> None:
         (folder / "a.txt").write_text("slow")
-        built_once("thing", quick)  # as another process would, meanwhile
+        built("thing", quick)  # as another process would, meanwhile
 
-    assert (built_once("thing", slow) / "a.txt").read_text() == "quick"
+    assert (built("thing", slow).folder / "a.txt").read_text() == "quick"
     assert [path.name for path in cache_folder().iterdir()] == ["thing"]
 
 
@@ -77,7 +77,7 @@ def test_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HOWSMOOTH_CACHE", str(tmp_path / "file"))
     with pytest.raises(InvalidInput, match=r"cannot be written .* set HOWSMOOTH_CACHE"):
-        built_once("thing", lambda folder: None)
+        built("thing", lambda folder: None)
 
 
 def sliced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -184,16 +184,16 @@ def test_files_changed_after_the_check_are_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("content", ["nonsense", "\x00", "abc  a.txt", f"{'0' * 64}  ../a.txt", "a\n\nb"])
 def test_damaged_list_of_hashes_means_a_new_build(content: str) -> None:
-    built_once("thing", lambda folder: (folder / "a.txt").write_text("good") and None)
+    built("thing", lambda folder: (folder / "a.txt").write_text("good") and None)
     (cache_folder() / "thing" / "SHA256SUMS").write_text(content)
     assert cached("thing") is None
-    folder = built_once("thing", lambda folder: (folder / "a.txt").write_text("again") and None)
+    folder = built("thing", lambda folder: (folder / "a.txt").write_text("again") and None).folder
     assert (folder / "a.txt").read_text() == "again"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX permissions")
 def test_cache_belongs_to_the_user_alone() -> None:
-    folder = built_once("thing", lambda folder: (folder / "a.txt").write_text("mine") and None)
+    folder = built("thing", lambda folder: (folder / "a.txt").write_text("mine") and None).folder
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache_folder(), folder)] == [0o700, 0o700]
     folder.chmod(0o777)
     assert cached("thing") is None  # others may have written it
@@ -209,7 +209,7 @@ def test_leftovers_of_killed_builds_are_removed() -> None:
         folder.mkdir()
         (folder / "half.txt").write_text("half")
     os.utime(old, (0, 0))
-    built_once("thing", lambda folder: (folder / "a.txt").write_text("a") and None)
+    built("thing", lambda folder: (folder / "a.txt").write_text("a") and None)
     assert sorted(path.name for path in cache_folder().iterdir()) == sorted(
         ["thing", running.name, recent.name, other.name]
     )

@@ -7,16 +7,39 @@
 ['encoder.layer.0.attention', 'encoder.layer.1.attention']
 """
 
-from howsmooth.models.conventions import MODEL_TYPES
-from howsmooth.models.inputs import AttentionInputs, attention_inputs
-from howsmooth.models.maps import from_transformers
-from howsmooth.models.named import NAMED, NamedModel
-from howsmooth.models.opened import OpenModel, load, open_model
-from howsmooth.models.random_models import RANDOM_NAMES
-from howsmooth.models.sites import CapturedSite, capture, site
-from howsmooth.models.targets import WHATS, Targets, target
-from howsmooth.models.texts import alice
-from howsmooth.models.windows import Window
+from typing import TYPE_CHECKING
+
+from howsmooth.small import on_demand
+
+if TYPE_CHECKING:
+    from howsmooth.models.conventions import MODEL_TYPES, RANDOM_NAMES
+    from howsmooth.models.held import held_model
+    from howsmooth.models.inputs import AttentionInputs, attention_inputs
+    from howsmooth.models.layerwise import LayeredModel
+    from howsmooth.models.maps import from_transformers
+    from howsmooth.models.named import NAMED, NamedModel
+    from howsmooth.models.opened import OpenModel, load, open_model
+    from howsmooth.models.sites import CapturedSite, capture, site
+    from howsmooth.models.targets import WHATS, Targets, target
+    from howsmooth.models.texts import alice
+    from howsmooth.models.windows import Window
+
+__getattr__, __dir__ = on_demand(
+    __name__,
+    {
+        "conventions": ("MODEL_TYPES", "RANDOM_NAMES"),
+        "held": ("held_model",),
+        "inputs": ("AttentionInputs", "attention_inputs"),
+        "layerwise": ("LayeredModel",),
+        "maps": ("from_transformers",),
+        "named": ("NAMED", "NamedModel"),
+        "opened": ("OpenModel", "load", "open_model"),
+        "sites": ("CapturedSite", "capture", "site"),
+        "targets": ("WHATS", "Targets", "target"),
+        "texts": ("alice",),
+        "windows": ("Window",),
+    },
+)
 
 __all__ = [
     "MODEL_TYPES",
@@ -25,6 +48,7 @@ __all__ = [
     "WHATS",
     "AttentionInputs",
     "CapturedSite",
+    "LayeredModel",
     "NamedModel",
     "OpenModel",
     "Targets",
@@ -33,6 +57,7 @@ __all__ = [
     "attention_inputs",
     "capture",
     "from_transformers",
+    "held_model",
     "load",
     "open_model",
     "site",

@@ -69,9 +69,9 @@ def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | No
     The folder appears under its name only when it is complete, so that an interrupted build leaves nothing behind that
     looks finished, and two processes that build at the same time do not meet. It belongs to the user alone.
     """
-    found = cached(name, pins)
-    if found is not None:
-        return Built(found, pins or _own_sums(found))
+    folder = cached(name, pins)
+    if folder is not None:
+        return Built(folder, pins or _own_sums(folder))
     try:
         root = cache_folder()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,11 +93,6 @@ def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | No
             "HOWSMOOTH_CACHE to a folder that can."
         ) from error
     return Built(root / name, sums)
-
-
-def built_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder of `built`."""
-    return built(name, build).folder
 
 
 def _own_sums(folder: Path) -> dict[str, str]:
@@ -125,14 +120,11 @@ def _sweep(root: Path, name: str) -> None:
 
 def _alive(pid: int) -> bool:
     """Whether a process runs; where that cannot be asked without harm, it may."""
-    if sys.platform == "win32":
-        return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
+        if sys.platform != "win32":
+            os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

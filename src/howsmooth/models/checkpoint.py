@@ -55,19 +55,19 @@ class Checkpoint:
         >>> Checkpoint({"module.h.0._orig_mod.weight": torch.zeros(1)}).unwrapped().tensors.keys()
         dict_keys(['h.0.weight'])
         """
-        removed = {part for name in self.tensors for part in name.split(".") if part in _WRAPPERS}
+        removed = {word for name in self.tensors for word in name.split(".") if word in _WRAPPERS}
         if not removed:
             return self
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            plain = ".".join(word for word in name.split(".") if word not in _WRAPPERS)
             if plain in tensors:
                 raise InvalidInput(
                     f"the weights hold {printable(plain)!r} twice, with and without the name of a wrapper: save the "
                     "model itself, not what torch.compile or DataParallel made of it."
                 )
             tensors[plain] = tensor
-        said = " and ".join(f"{part!r}" for part in sorted(removed))
+        said = " and ".join(f"{word!r}" for word in sorted(removed))
         return Checkpoint(tensors, (*self.notes, f"{said} was taken out of the names of {len(tensors)} weights"))
 
 
@@ -78,9 +78,9 @@ def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) ->
         try:
             if sums is None:
                 # Copies: a file that is changed or cut short later must not change the model.
-                found = {name: tensor.clone() for name, tensor in load_file(path).items()}
+                stored = {name: tensor.clone() for name, tensor in load_file(path).items()}
             else:
-                found = load(verified_content(path, sums))
+                stored = load(verified_content(path, sums))
         except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, InvalidInput):
                 raise
@@ -89,7 +89,7 @@ def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) ->
                 f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors ({reason[:200]}): "
                 "get the file again."
             ) from error
-        tensors |= found
+        tensors |= stored
     _refuse_integers(tensors)
     return Checkpoint(tensors)
 

@@ -10,11 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
-
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 Layout = Literal["separate", "contiguous", "per_head"]
@@ -68,6 +67,13 @@ MODEL_TYPES = tuple(sorted(CONVENTIONS))
 """The model types that can be read."""
 
 
+RANDOM_NAMES = (
+    *("bert", "distilbert", "electra", "gemma", "gemma2", "gemma3", "gpt-neox", "gpt2", "llama", "mistral", "mpnet"),
+    *("opt", "phi", "qwen2", "qwen3", "roberta", "t5", "vit", "wav2vec2", "whisper"),
+)
+"""The architectures that come with random weights."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One attention block of a model, and its dotted path there."""
@@ -80,9 +86,9 @@ class Site:
     @property
     def owner(self) -> nn.Module:
         """The module that holds the projections and their settings (head width, scale, causal or not)."""
-        return self.part(self.names.inputs[0].rpartition(".")[0])
+        return self.submodule(self.names.inputs[0].rpartition(".")[0])
 
-    def part(self, path: str) -> nn.Module:
+    def submodule(self, path: str) -> nn.Module:
         """A submodule of the block."""
         return self.block.get_submodule(path)
 
@@ -105,14 +111,14 @@ def attention_sites(model: PreTrainedModel) -> list[Site]:
             "function."
         )
     names = CONVENTIONS[kind]
-    found = {path: module for path, module in model.named_modules() if names.fits(module)}
-    stacks = sorted({re.sub(r"\b\d+\b", "*", path) for path in found})
+    blocks = {path: module for path, module in model.named_modules() if names.fits(module)}
+    stacks = sorted({re.sub(r"\b\d+\b", "*", path) for path in blocks})
     if len(stacks) != 1:
         raise UnsupportedModel(
             f"this {type(model).__name__} holds {len(stacks)} stacks of attention ({', '.join(stacks) or 'none'}), but "
             "one stack of self-attention can be read: pass the part of the model that has it."
         )
-    return [Site(layer, block, names, path) for layer, (path, block) in enumerate(found.items())]
+    return [Site(layer, block, names, path) for layer, (path, block) in enumerate(blocks.items())]
 
 
 def attention_site(model: PreTrainedModel, layer: int) -> Site:

@@ -32,6 +32,9 @@ _PROCESSORS = {
     "input_values": "AutoFeatureExtractor",
     "input_features": "AutoFeatureExtractor",
 }
+_LISTED = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+"""Weights of another size are listed by transformers, and refused by `Match`."""
+_LOADING: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **_LISTED}
 _NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
 """Settings of config.json by which transformers would patch itself, read other files or run other code."""
 
@@ -55,13 +58,13 @@ def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | N
         pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
     """
     path = Path(source)
-    if path.exists() and not _is_utf8(source):
+    if path.exists() and source.encode(errors="ignore").decode() != source:  # other languages do not take such a name
         raise InvalidInput(f"the name {printable(source)} is not UTF-8, so weights in it cannot be opened: rename it.")
     with quiet(), tempfile.TemporaryDirectory(prefix="howsmooth-") as private:
         try:
             if path.suffix == ".gguf":
-                found = unpacked_gguf(path, pins)
-                return _load(str(found.folder), head, found.sums, Path(private))
+                unpacked = unpacked_gguf(path, pins)
+                return _load(str(unpacked.folder), head, unpacked.sums, Path(private))
             return _load(source, head, pins, Path(private))
         except HowsmoothError:
             raise
@@ -116,19 +119,17 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_size(skeleton, sum(int(tensor.n_elements) for tensor in tensors))
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    listed: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with torch.random.fork_rng(devices=[]):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **where, **options, **listed)
-    model, found = loaded
-    _match(found).judge(model, model)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **where, **_LOADING)
+    model, report = loaded
+    _match(report).judge(model, model)
     return model, transformers.AutoTokenizer.from_pretrained(path.parent, **where)
 
 
-def _match(found: Mapping[str, Any]) -> Match:
+def _match(report: Mapping[str, Any]) -> Match:
     """What transformers says about the weights it has loaded."""
-    mismatched = frozenset(each[0] for each in found["mismatched_keys"])
-    return Match(frozenset(found["missing_keys"]), frozenset(found["unexpected_keys"]), mismatched)
+    mismatched = frozenset(each[0] for each in report["mismatched_keys"])
+    return Match(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
@@ -171,7 +172,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
             delattr(config, name)
     config._attn_implementation, config._experts_implementation, config.dtype = "eager", None, torch.float32
     model, notes = _with_weights(config, head, checkpoint)
-    processor = _processor(source, model.main_input_name, revision)
+    processor = processor_of(source, model.main_input_name, revision)
     return Loaded(model, processor, checkpoint.precision, notes)
 
 
@@ -188,8 +189,8 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
     revision = {"revision": config.parent.name} if config.parent.parent.name == "snapshots" else {}
 
     def get(name: str, needed: bool = True) -> Path | None:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=needed, **revision)
-        return None if found is None else Path(found)
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=needed, **revision)
+        return None if file is None else Path(file)
 
     whole = get(WEIGHTS, needed=False)
     if whole is not None:
@@ -199,7 +200,7 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
         raise InvalidInput(
             f"the model {source!r} has no safetensors weights on the hub, and pickles are never read: convert it."
         )
-    return config, [found for name in shard_names(index) if (found := get(name)) is not None], revision
+    return config, [file for name in shard_names(index) if (file := get(name)) is not None], revision
 
 
 def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreTrainedModel, tuple[str, ...]]:
@@ -208,19 +209,13 @@ def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreT
     with torch.device("meta"):
         skeleton = _build(config, head or replacement is not None)
     check_size(skeleton, checkpoint.size)
-    checkpoint = checkpoint.unwrapped() if not _wrapped(skeleton) else checkpoint
+    if not Checkpoint(skeleton.state_dict()).unwrapped().notes:  # no part of the model is called like a wrapper's
+        checkpoint = checkpoint.unwrapped()
     with torch.random.fork_rng(devices=[]):
         if replacement is None:
-            whole, found = type(skeleton).from_pretrained(
-                None,
-                config=skeleton.config,
-                state_dict=dict(checkpoint.tensors),
-                dtype=torch.float32,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # they are listed, and refused below
-                output_loading_info=True,
-            )
-            match = _match(found)
+            given = {"config": skeleton.config, "state_dict": dict(checkpoint.tensors)}
+            whole, report = type(skeleton).from_pretrained(None, **given, **_LOADING)
+            match = _match(report)
         else:
             whole = _build(config, True).float()
             replacement.apply(whole)
@@ -235,16 +230,11 @@ def _build(config: Any, head: bool) -> Any:
     import transformers
 
     names = getattr(config, "architectures", None) or []
-    own = getattr(transformers, str(names[0]), None) if head and names else None
-    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
-        return own(config)
+    named = getattr(transformers, str(names[0]), None) if head and names else None
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        return named(config)
     kind: Any = transformers.AutoModelForCausalLM if head else transformers.AutoModel
     return kind.from_config(config, trust_remote_code=False)
-
-
-def _wrapped(skeleton: Any) -> bool:
-    """Whether the model itself has a part that is called as wrappers call what they wrap."""
-    return bool(Checkpoint(skeleton.state_dict()).unwrapped().notes)
 
 
 def _replacement(config: Any) -> Any:
@@ -258,30 +248,31 @@ def _replacement(config: Any) -> Any:
 
 def _put_in(model: Any, checkpoint: Checkpoint) -> Match:
     """Load weights by their names, which are those that ``save_pretrained`` gave them; what did not fit."""
-    own = model.state_dict()
-    fits = {name: t for name, t in checkpoint.tensors.items() if name in own and own[name].shape == t.shape}
+    slots = model.state_dict()
+    fits = {name: t for name, t in checkpoint.tensors.items() if name in slots and slots[name].shape == t.shape}
     model.load_state_dict(fits, strict=False)
     # Tied weights are stored once: what shares memory with a stored weight is there.
-    there = {own[name].data_ptr() for name in fits}
-    absent = {name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in there}
-    mismatched = (checkpoint.tensors.keys() & own.keys()) - fits.keys()
-    strangers = checkpoint.tensors.keys() - own.keys()
+    there = {slots[name].data_ptr() for name in fits}
+    absent = {name for name, tensor in slots.items() if tensor.numel() and tensor.data_ptr() not in there}
+    mismatched = (checkpoint.tensors.keys() & slots.keys()) - fits.keys()
+    strangers = checkpoint.tensors.keys() - slots.keys()
     return Match(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
 
 
-def _processor(source: str, reads: str, revision: dict[str, str]) -> Any:
+def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = None) -> Any:
     """The tokenizer, image processor or feature extractor beside the weights, or None."""
     import transformers
 
     if reads not in _PROCESSORS:
         return None
     try:
-        found = getattr(transformers, _PROCESSORS[reads]).from_pretrained(source, trust_remote_code=False, **revision)
+        kind: Any = getattr(transformers, _PROCESSORS[reads])
+        processor = kind.from_pretrained(source, trust_remote_code=False, **(revision or {}))
     except (OSError, ValueError, ImportError):
         return None
     # Without files transformers makes up a tokenizer that knows special tokens only.
-    empty = reads == "input_ids" and len(found.get_vocab()) <= len(found.all_special_tokens)
-    return None if empty else found
+    empty = reads == "input_ids" and len(processor.get_vocab()) <= len(processor.all_special_tokens)
+    return None if empty else processor
 
 
 def _refusal(source: str, error: Exception) -> InvalidInput:
@@ -289,7 +280,9 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
     from huggingface_hub import errors as hub
 
     offline = f"or choose one that needs no network: {', '.join(NAMED)}, random:bert, …"
-    causes = list(_causes(error))
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes):
         return InvalidInput(f"the model {source!r} asks for a licence to be accepted: do so on its page and log in.")
     if any(isinstance(cause, hub.RepositoryNotFoundError | hub.HFValidationError) for cause in causes):
@@ -305,21 +298,6 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
         f"cannot load the model {source!r} ({first_line(error)}): give a folder with config.json and safetensors "
         f"weights, a hub id, {offline}."
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_utf8(name: str) -> bool:
-    """Whether a file name is one that libraries in other languages take too."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def licence_in(folder: Path) -> str:

@@ -85,7 +85,7 @@ def _linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
     """Copies of a projection's weight ``(out, in)`` and bias."""
     from transformers.pytorch_utils import Conv1D
 
-    module = site.part(path)
+    module = site.submodule(path)
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise UnsupportedModel(
@@ -110,7 +110,7 @@ def _projections(site: Site, heads: int, width: int) -> tuple[list[Tensor], list
 
     def split(rows: Tensor) -> list[Tensor]:
         if site.names.layout == "per_head":
-            return [part.flatten(0, 1) for part in rows.unflatten(0, (heads, 3, width)).unbind(1)]
+            return [third.flatten(0, 1) for third in rows.unflatten(0, (heads, 3, width)).unbind(1)]
         shared = (len(rows) - heads * width) // 2
         return list(rows.split([heads * width, shared, shared]))
 

@@ -43,9 +43,11 @@ class Match:
         if lacking:
             absent, other = self.missing & used, self.mismatched & used
             causes = [f"{len(absent)} are missing"] * bool(absent) + [f"{len(other)} have another shape"] * bool(other)
+            lost = sorted(self.unexpected)
+            strangers = f", while {len(lost)} of the file fit nowhere, first {_listed(lost)}" if lost else ""
             raise InvalidInput(
                 f"the weights do not fit the model: of {len(used)} tensors {' and '.join(causes)}, first "
-                f"{_listed(lacking)}{_strangers(self.unexpected)}: give the weights that belong to config.json."
+                f"{_listed(lacking)}{strangers}: give the weights that belong to config.json."
             )
         denied = sorted(name for name in self.unexpected if _inside_a_layer(name, whole))
         if denied:
@@ -94,17 +96,13 @@ def _inside_a_layer(name: str, whole: nn.Module) -> bool:
     prefix = getattr(whole, "base_model_prefix", "")
     for path in (parts, parts[1:] if parts[0] == prefix else [], [prefix, *parts]):
         module: nn.Module | None = whole
-        for part in path[:-1]:
-            module = getattr(module, part, None)
+        for step in path[:-1]:
+            module = getattr(module, step, None)
             if not isinstance(module, nn.Module):
                 break
             if module._parameters and not module._modules:
                 return True
     return False
-
-
-def _strangers(unexpected: frozenset[str]) -> str:
-    return f", while {len(unexpected)} of the file fit nowhere, first {_listed(sorted(unexpected))}" * bool(unexpected)
 
 
 def _listed(names: list[str]) -> str:

@@ -69,16 +69,16 @@ class NamedModel:
         return weights.parent
 
     def _whole(self) -> Path | None:
-        place = _package_folder(self.package)
-        weights = None if place is None else place / self.folder / self.weights
+        folder = _package_folder(self.package)
+        weights = None if folder is None else folder / self.folder / self.weights
         return weights if weights is not None and weights.is_file() else None
 
     def _pieces(self) -> list[Path]:
         """The slices in order, or none when one of them is missing."""
         pieces = []
         for number in range(1, self.slices + 1):
-            place = _package_folder(self.package.format(number))
-            files = [] if place is None else sorted((place / self.folder).glob(f"*.zip.{number:03}"))
+            folder = _package_folder(self.package.format(number))
+            files = [] if folder is None else sorted((folder / self.folder).glob(f"*.zip.{number:03}"))
             if len(files) != 1:
                 return []
             pieces.append(files[0])
@@ -107,11 +107,11 @@ class NamedModel:
 
     def _check(self, name: str, folder: Path) -> None:
         for file, expected in self.pins.items():
-            found = file_digest(folder / file) if (folder / file).is_file() else "missing"
-            if found != expected:
+            digest = file_digest(folder / file) if (folder / file).is_file() else "missing"
+            if digest != expected:
                 what = "weights" if file == self.weights else f"files ({file})"
                 raise InvalidInput(
-                    f"the {what} of {name!r} are not the expected ones (sha256 {found[:12]}…, not {expected[:12]}…): "
+                    f"the {what} of {name!r} are not the expected ones (sha256 {digest[:12]}…, not {expected[:12]}…): "
                     f"run `{self.install} --force-reinstall`."
                 )
 

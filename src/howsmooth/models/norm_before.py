@@ -90,11 +90,11 @@ def _adds_one(source: str, name: str) -> bool | None:
         module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     except (OSError, ValueError, KeyError, TypeError, ImportError):
         return None if name.rpartition(".")[2] in _IN_DOUBT else False
-    found = set()
+    answers = set()
     for entry in vars(module).values():
         if isinstance(entry, type) and issubclass(entry, nn.Module) and "norm" in entry.__name__.lower():
             with suppress(Exception):  # classes that take other arguments, or do something else
                 norm: Any = entry(_WIDTH)
                 norm.weight.data.uniform_(0.25, 0.75)
-                found.add(not torch.equal(read_norm(norm).gain, norm.weight.detach().double()))
-    return found.pop() if len(found) == 1 else None if found else False
+                answers.add(not torch.equal(read_norm(norm).gain, norm.weight.detach().double()))
+    return answers.pop() if len(answers) == 1 else None if answers else False

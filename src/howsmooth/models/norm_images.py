@@ -45,8 +45,8 @@ def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
     Args:
         width: of the tokens, for a module that does not know it.
 
-    >>> found = read_norm(nn.LayerNorm(4))
-    >>> found.centred, found.gain
+    >>> norm = read_norm(nn.LayerNorm(4))
+    >>> norm.centred, norm.gain
     (True, tensor([1., 1., 1., 1.], dtype=torch.float64))
     """
     asked = _frozen(norm)
@@ -57,9 +57,9 @@ def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
     scale = max(1e-30, float((_answer(norm, asked, _LARGE * _random(width)) - shift).abs().max()))
     centred = bool((constant - shift).abs().max() <= _TOLERANCE * scale)
     for gain in _explanations(asked, width):
-        found = NormImage(gain, _exact(asked, shift), centred)
-        if _explains(found, norm, asked, scale):
-            return found
+        image = NormImage(gain, _exact(asked, shift), centred)
+        if _explains(image, norm, asked, scale):
+            return image
     raise _refused(norm)
 
 
@@ -69,14 +69,10 @@ def _frozen(norm: nn.Module) -> nn.Module:
     shape = getattr(norm, "normalized_shape", (1,))
     if len(shape if isinstance(shape, tuple | list | torch.Size) else (shape,)) != 1:
         raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {tuple(shape)}.")
-    if isinstance(norm, _NormBase | nn.GroupNorm) or _takes_more_than_tokens(norm):
+    gated = len(inspect.signature(norm.forward).parameters) != 1  # something else scales what it gives out
+    if isinstance(norm, _NormBase | nn.GroupNorm) or gated:
         raise _refused(norm)
     return copy.deepcopy(norm).double().eval()
-
-
-def _takes_more_than_tokens(norm: nn.Module) -> bool:
-    """Whether something else, as a gate, scales what it gives out."""
-    return len(inspect.signature(norm.forward).parameters) != 1
 
 
 def _width(norm: nn.Module) -> int | None:
@@ -93,12 +89,12 @@ def _answer(norm: nn.Module, asked: nn.Module, x: Tensor) -> Tensor:
     """What the module makes of tokens (…, n, d), in float64; refused when that is no array of the same tokens."""
     like: Any = next(asked.parameters(), torch.zeros((), dtype=torch.float64))
     try:
-        found = asked(x.to(like) if like.is_floating_point() else x.double())
+        answer = asked(x.to(like) if like.is_floating_point() else x.double())
     except Exception as error:
         raise _refused(norm) from error
-    if not isinstance(found, Tensor) or found.shape != x.shape or not bool(found.isfinite().all()):
+    if not isinstance(answer, Tensor) or answer.shape != x.shape or not bool(answer.isfinite().all()):
         raise _refused(norm)
-    return found.double()
+    return answer.double()
 
 
 def _random(width: int) -> Tensor:
@@ -119,31 +115,29 @@ def _exact(asked: nn.Module, shift: Tensor) -> Tensor:
     """The bias itself, where the module gives it out at zero up to rounding."""
     bias = getattr(asked, "bias", None)
     if isinstance(bias, Tensor) and bias.shape == shift.shape:
-        own = bias.detach().double()
-        if bool((own - shift).abs().max() <= 1e-6 * (1 + float(own.abs().max()))):
-            return own
+        exact = bias.detach().double()
+        if bool((exact - shift).abs().max() <= 1e-6 * (1 + float(exact.abs().max()))):
+            return exact
     return shift
 
 
-def _explains(found: NormImage, norm: nn.Module, asked: nn.Module, scale: float) -> bool:
+def _explains(image: NormImage, norm: nn.Module, asked: nn.Module, scale: float) -> bool:
     """Whether the module gives out what the image says, at tokens of many sizes, for one ε."""
-    x = _random(len(found.gain))
-    z = x - x.mean(-1, keepdim=True) if found.centred else x
+    x = _random(len(image.gain))
+    z = x - x.mean(-1, keepdim=True) if image.centred else x
     unit = z / z.square().mean(-1, keepdim=True).sqrt()
-    limit = found.gain * unit
+    limit, slack = image.gain * unit, _TOLERANCE * scale
     for size in _SIZES:
-        own = _answer(norm, asked, size * x) - found.shift
-        together = _answer(norm, asked, size * x[None])[0] - found.shift
-        alone = _answer(norm, asked, size * x[:1]) - found.shift
-        if not bool(
-            (together - own).abs().max() <= _TOLERANCE * scale and (alone - own[:1]).abs().max() <= _TOLERANCE * scale
-        ):
+        answer = _answer(norm, asked, size * x) - image.shift
+        together = _answer(norm, asked, size * x[None])[0] - image.shift
+        alone = _answer(norm, asked, size * x[:1]) - image.shift
+        if not bool((together - answer).abs().max() <= slack and (alone - answer[:1]).abs().max() <= slack):
             return False
         # Short of the limit by a factor between 0 and 1, which is 1 for large tokens.
         square = limit.square().sum(-1, keepdim=True)
-        share = (own * limit).sum(-1, keepdim=True) / square.clamp_min(1e-300)
+        share = (answer * limit).sum(-1, keepdim=True) / square.clamp_min(1e-300)
         beyond = bool((share > 1 + _TOLERANCE).any() or (share < -_TOLERANCE).any())
-        if beyond or bool((own - share * limit).abs().max() > _TOLERANCE * scale):
+        if beyond or bool((answer - share * limit).abs().max() > slack):
             return False
         if size >= 1e4 and bool((share < 1 - _TOLERANCE).any()):
             return False

@@ -46,6 +46,7 @@ class OpenModel:
         limit: the longest input, in tokens.
         licence: of the weights.
         notes: what else the reader should know, such as names of weights that were repaired.
+        reads_bytes: whether the bytes of a text are its token ids where there is no tokenizer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class OpenModel:
     limit: int
     licence: str
     notes: tuple[str, ...] = ()
+    reads_bytes: bool = False
 
     def windows(
         self, source: str | Path, length: int | None = None, count: int = 1, seed: int | None = 0
@@ -89,7 +91,7 @@ class OpenModel:
         return self.limit if self.limit < UNLIMITED else _USUAL
 
     def _text(self, source: str | Path) -> Tokens:
-        if self.processor is None and not is_random(self.name):
+        if self.processor is None and not (self.reads_bytes or is_random(self.name)):
             raise InvalidInput(f"{self.name} has no tokenizer beside its weights: add one, or capture token ids.")
         return Tokens(str(source), self.processor)
 
@@ -98,13 +100,11 @@ class OpenModel:
         return {self.model.main_input_name: window.ids}
 
     def _image(self, source: str | Path, length: int | None, count: int) -> Window:
-        pixels = image_pixels(source, self.model.config, self.processor)
-        tokens = [f"patch {i}" for i in range(self.limit)]
-        patches = (pixels.shape[-1] // self.model.config.patch_size) * (
-            pixels.shape[-2] // self.model.config.patch_size
-        )
+        pixels, side = image_pixels(source, self.model.config, self.processor), self.model.config.patch_size
+        patches = (pixels.shape[-1] // side) * (pixels.shape[-2] // side)
         special = self.limit - patches
-        tokens = [f"[special {i}]" if special > 1 else "[CLS]" for i in range(special)] + tokens[:patches]
+        tokens = [f"[special {i}]" if special > 1 else "[CLS]" for i in range(special)]
+        tokens += [f"patch {i}" for i in range(min(patches, self.limit))]
         if length not in (None, self.limit) or count != 1:
             raise InvalidInput(f"an image is one window of {self.limit} tokens: leave length and count out.")
         return Window(pixels, tokens, 0)
@@ -182,16 +182,30 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):
             precision = gguf_precision(Path(spec))
+    return opened(spec, model, processor, precision, licence, sha256, notes)
+
+
+def opened(
+    name: str,
+    model: PreTrainedModel,
+    processor: Any,
+    precision: str,
+    licence: str,
+    sha256: str | None = None,
+    notes: tuple[str, ...] = (),
+    reads_bytes: bool = False,
+) -> OpenModel:
+    """A loaded model with what can be told from itself; its weights need no gradients from now on."""
     model.requires_grad_(False)
     model.config._attn_implementation = "eager"
     modality = _MODALITIES.get(model.main_input_name)
     if modality is None:
         raise UnsupportedModel(
-            f"{spec!r} reads {model.main_input_name!r}, but models of text, images and sound can be opened."
+            f"{name!r} reads {model.main_input_name!r}, but models of text, images and sound can be opened."
         )
     limit = longest(model, processor)
     sha256 = sha256 or content_sha256(model)
-    return OpenModel(spec, model, processor, modality, sha256, precision, limit, licence, notes)
+    return OpenModel(name, model, processor, modality, sha256, precision, limit, licence, notes, reads_bytes)
 
 
 @door
@@ -217,7 +231,8 @@ def longest(model: PreTrainedModel, processor: Any = None) -> int:
     """The longest input in tokens: what the position embeddings and the tokenizer allow."""
     config: Any = model.config
     if model.main_input_name == "pixel_values":
-        return image_tokens(model)
+        table = next(p for name, p in model.named_parameters() if name.endswith("position_embeddings"))
+        return int(table.shape[1])  # patches and special ones
     if model.main_input_name == "input_features":
         return int(config.max_source_positions)
     limits = [_tokenizer_limit(processor)]
@@ -241,9 +256,3 @@ def _tokenizer_limit(processor: Any) -> int | None:
             "into tokenizer_config.json."
         )
     return int(min(most, UNLIMITED))
-
-
-def image_tokens(model: PreTrainedModel) -> int:
-    """How many tokens an image has, patches and special ones."""
-    table = next(p for name, p in model.named_parameters() if name.endswith("position_embeddings"))
-    return int(table.shape[1])

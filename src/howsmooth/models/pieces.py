@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.running import listening
 
 _BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
 _PROBE_LENGTH = 8
@@ -102,14 +103,11 @@ class Reading:
         x = torch.randn(_PROBE_LENGTH, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x = x.to(next(self.model.parameters()))
         seen = [x]
-        handle = None
-        if self.entry is not None:  # transformers add positions to the embeddings first
-            handle = self.entry.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
-        own = self.run(x)
-        if handle is not None:
-            handle.remove()
-        with torch.no_grad():
-            error = float((_run(self.pieces, seen[-1]) - own).norm() / own.norm())
+        entries = [] if self.entry is None else [self.entry]  # transformers add positions to the embeddings first
+        hooks = [entry.register_forward_pre_hook(lambda module, args: seen.append(args[0][0])) for entry in entries]
+        with listening(hooks), torch.no_grad():
+            output = self.run(x)
+            error = float((_run(self.pieces, seen[-1]) - output).norm() / output.norm())
         if not error <= _TOLERANCE:
             raise UnsupportedModel(
                 f"the layers as read from this {type(self.model).__name__} differ from what it computes by a relative "
@@ -215,7 +213,7 @@ def _layer(
     norm_first: bool,
 ) -> list[Piece]:
     """One layer: x + f(norm(x)) twice, or norm(x + f(x)) twice."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     maps: tuple[tuple[str, Piece], ...] = (
         ("attention", AttentionPiece(f"layer {index}: attention", attention, fed)),
         ("MLP", MLPPiece(f"layer {index}: MLP", *parts)),
@@ -224,8 +222,8 @@ def _layer(
         order = "before" if norm_first else "after"
         normed = NormPiece(f"layer {index}: norm {order} {name}", norm)
         skip = f"layer {index}: x + {name}"
-        found += [ResidualPiece(skip, (normed, piece))] if norm_first else [ResidualPiece(skip, (piece,)), normed]
-    return found
+        pieces += [ResidualPiece(skip, (normed, piece))] if norm_first else [ResidualPiece(skip, (piece,)), normed]
+    return pieces
 
 
 def _run(pieces: Iterable[Piece], x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.alone import alone
+from howsmooth.models.conventions import RANDOM_NAMES
 from howsmooth.models.files import quiet
 from howsmooth.models.sizes import check_memory
 
@@ -23,12 +24,6 @@ _SLIDING = ("gemma2", "gemma3", "mistral", "qwen2", "qwen3")
 _IMAGE = ("deit", "dinov2", "vit")
 _AUDIO = ("wav2vec2", "whisper")
 _TYPES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
-RANDOM_NAMES = (
-    *("bert", "distilbert", "electra", "gemma", "gemma2", "gemma3", "gpt-neox", "gpt2", "llama", "mistral", "mpnet"),
-    *("opt", "phi", "qwen2", "qwen3", "roberta", "t5", "vit", "wav2vec2", "whisper"),
-)
-"""The architectures that come with random weights."""
-
 _OBJECTS = 2**15
 """What the modules of a layer take beside their weights, in numbers of four bytes."""
 LARGEST_SEED = 2**63 - 1
@@ -95,7 +90,7 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
         )
     options = dict(_DEFAULTS)
     for pair in filter(None, (parsed["pairs"] or "").split(",")):
-        key, _, value = (part.strip() for part in pair.partition("="))
+        key, _, value = (word.strip() for word in pair.partition("="))
         if key not in _DEFAULTS or not value.isdecimal():
             raise InvalidInput(
                 f"{pair!r} is not an option of a random model: write name=number with a name of {', '.join(_DEFAULTS)}."

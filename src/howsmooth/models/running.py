@@ -44,33 +44,24 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
     are written out. No other thread is in a model meanwhile.
     """
-    with LOCK, evaluating(model), torch.no_grad():
-        yield from _reference_mode(model, implementation)
-
-
-def _reference_mode(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    configs = list(_with_parts(model.config))
-    before = [(config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
-    try:
-        model.config._attn_implementation = implementation
-        for config in configs:
+    with LOCK, evaluating(model), torch.no_grad(), ExitStack() as restored:
+        configs = list(_with_inner(model.config))
+        # Setting it on a configuration sets it on those inside it as well, so these are restored after their whole.
+        for config in reversed(configs):
+            restored.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             if hasattr(config, "use_cache"):
+                restored.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
+        model.config._attn_implementation = implementation
         yield
-    finally:
-        # Setting it on a configuration sets it on its parts as well, so parts are restored after their whole.
-        for config, (kept, cache) in zip(configs, before, strict=True):
-            config._attn_implementation = kept
-            if hasattr(config, "use_cache"):
-                config.use_cache = cache
 
 
-def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from _with_parts(part)
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield from _with_inner(inner)
 
 
 def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
@@ -104,12 +95,8 @@ def _check_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
     words = getattr(model.get_input_embeddings(), "num_embeddings", None)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (words is not None and high >= words):
-        wrong = low if low < 0 else high
-        raise InvalidInput(
-            f"there is no token with the id {wrong}: the ids of this {type(model).__name__} go from 0 to {words - 1}."
-            if words is not None
-            else f"there is no token with the id {wrong}."
-        )
+        known = "" if words is None else f": the ids of this {type(model).__name__} go from 0 to {words - 1}"
+        raise InvalidInput(f"there is no token with the id {low if low < 0 else high}{known}.")
 
 
 @contextmanager
@@ -124,18 +111,15 @@ def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 @alone
 def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[int, Call]:
     """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
-    calls: dict[int, Call] = {}
+    calls: dict[nn.Module, Call] = {}
 
-    def listener(layer: int) -> Any:
-        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[layer] = Call.of(args, kwargs)
+    def hear(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[block] = Call.of(args, kwargs)
 
-        return listen
-
-    hooks = [site.block.register_forward_pre_hook(listener(site.layer), with_kwargs=True) for site in sites]
+    hooks = [site.block.register_forward_pre_hook(hear, with_kwargs=True) for site in sites]
     with listening(hooks), reference_mode(model):
         run(model, inputs)
-    return calls
+    return {site.layer: calls[site.block] for site in sites}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.conventions import Site
-from howsmooth.models.running import Call, record_calls, reference_mode
+from howsmooth.models.running import Call, listening, record_calls, reference_mode
 from howsmooth.small import relative_error
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAtten
         block = copy.deepcopy(site.block).to("cpu", torch.float64)
         seen = _double(call.hidden, sharp)
         for tokens in (seen, _loud_tokens(exact, seen)):
-            own = _own_output(Site(site.layer, block, site.names), call, tokens, sharp)
-            error = relative_error(exact(tokens), own, exact.output_bias)
+            output = _own_output(Site(site.layer, block, site.names), call, tokens, sharp)
+            error = relative_error(exact(tokens), output, exact.output_bias)
             if not error <= TOLERANCE:
                 raise UnsupportedModel(
                     f"the attention of layer {site.layer} as read from {type(model).__name__} differs from what the "
@@ -67,18 +67,17 @@ def random_inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
         return {"input_ids": torch.randint(config.vocab_size, (1, length), generator=generator)}
     if model.main_input_name == "pixel_values":
         size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        image = torch.randn(1, config.num_channels, height, width, generator=generator)
-        return {"pixel_values": image.to(model.dtype)}
-    if model.main_input_name == "input_values":
-        samples = samples_of_frames(length, config.conv_kernel, config.conv_stride)
-        return {"input_values": torch.randn(1, samples, generator=generator).to(model.dtype)}
-    if model.main_input_name == "input_features":
-        frames = 2 * config.max_source_positions
-        return {"input_features": torch.randn(1, config.num_mel_bins, frames, generator=generator).to(model.dtype)}
-    raise UnsupportedModel(
-        f"{type(model).__name__} takes {model.main_input_name!r}, but only token ids, images and audio can be checked."
-    )
+        shape = (config.num_channels, *((size, size) if isinstance(size, int) else size))
+    elif model.main_input_name == "input_values":
+        shape = (samples_of_frames(length, config.conv_kernel, config.conv_stride),)
+    elif model.main_input_name == "input_features":
+        shape = (config.num_mel_bins, 2 * config.max_source_positions)
+    else:
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes {model.main_input_name!r}, but only token ids, images and audio can be "
+            "checked."
+        )
+    return {model.main_input_name: torch.randn(1, *shape, generator=generator).to(model.dtype)}
 
 
 def samples_of_frames(frames: int, kernels: Sequence[int], strides: Sequence[int]) -> int:
@@ -111,11 +110,9 @@ def _loud_tokens(attention: SelfAttention, like: Tensor) -> Tensor:
 def _own_output(site: Site, call: Call, tokens: Tensor, sharp: Rotations) -> Tensor:
     """What the block's output projection returns when the block is called on ``tokens``."""
     outputs: list[Tensor] = []
-    handle = site.part(site.names.output).register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
+    projection = site.submodule(site.names.output)
+    with listening([projection.register_forward_hook(lambda module, args, output: outputs.append(output))]):
         site.block(tokens, *_double(call.args, sharp), **_double(call.kwargs, sharp))
-    finally:
-        handle.remove()
     return outputs[-1]
 
 
@@ -143,13 +140,6 @@ def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
         sharp.update({id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)})
 
-    handles = [
-        module.register_forward_hook(listen, with_kwargs=True)
-        for path, module in model.named_modules()
-        if path.split(".")[-1] == "rotary_emb"
-    ]
-    try:
+    rotary = [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]
+    with listening(module.register_forward_hook(listen, with_kwargs=True) for module in rotary):
         yield sharp
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,52 +77,46 @@ def capture(
     wanted = None if layers is None else list(layers)
     if model.config.model_type in CONVENTIONS:
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
-        found = _capture_by_name(model, inputs, sites)
+        captured = _capture_by_name(model, inputs, sites)
     else:
         keep = RealTokens.of(inputs).keep
-        found = {
-            number: _compared(model, number, each.name, each.attention, each.x, each.output, each.call, keep)
-            for number, each in enumerate(find_attention(model, inputs))
-        }
+        listened = enumerate(find_attention(model, inputs))
+        captured = {number: _compared(model, number, *attention, keep) for number, attention in listened}
         for layer in wanted or ():
-            if layer not in found:
-                raise no_such_layer(model, layer, len(found))
-    return [found[layer] for layer in (sorted(found) if wanted is None else wanted)]
+            if layer not in captured:
+                raise no_such_layer(model, layer, len(captured))
+    return [captured[layer] for layer in (sorted(captured) if wanted is None else wanted)]
 
 
 def _capture_by_name(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site]
 ) -> dict[int, CapturedSite]:
     real = RealTokens.of(inputs)
-    tokens: dict[int, Tensor] = {}
+    tokens: dict[nn.Module, Tensor] = {}
     calls: dict[nn.Module, AttentionCall] = {}
     owners = {site.owner for site in sites}
-    found: dict[int, CapturedSite] = {}
+    of_output = {site.submodule(site.names.output): site for site in sites}
+    captured: dict[int, CapturedSite] = {}
 
-    def on_entry(site: Site) -> Callable[..., None]:
-        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tokens[site.layer] = Call.of(args, kwargs).hidden
-
-        return hear
-
-    def on_output(site: Site) -> Callable[..., None]:
-        def hear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            # Compared at once and let go: the weights of all layers together would not fit into memory.
-            x, call = tokens.pop(site.layer), calls.pop(site.owner, None)
-            attention = read_attention(model, site, real.positions)
-            found[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real.keep)
-
-        return hear
+    def on_entry(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens[block] = Call.of(args, kwargs).hidden
 
     def on_call(call: AttentionCall) -> None:
         if call.module in owners:
             calls[call.module] = call
 
-    hooks = [site.block.register_forward_pre_hook(on_entry(site), with_kwargs=True) for site in sites]
-    hooks += [site.part(site.names.output).register_forward_hook(on_output(site)) for site in sites]
+    def on_output(projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        # Compared at once and let go: the weights of all layers together would not fit into memory.
+        site = of_output[projection]
+        x, call = tokens.pop(site.block), calls.pop(site.owner, None)
+        attention = read_attention(model, site, real.positions)
+        captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real.keep)
+
+    hooks = [site.block.register_forward_pre_hook(on_entry, with_kwargs=True) for site in sites]
+    hooks += [projection.register_forward_hook(on_output) for projection in of_output]
     with listening(hooks), attention_calls(model, on_call):
         run(model, inputs)
-    return found
+    return captured
 
 
 def _compared(
@@ -141,27 +136,25 @@ def _compared(
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
-            parts = dict(zip(("queries", "keys", "values", "weights"), call.part(keep), strict=True))
-            ours = (*staged(attention, x), attention.weights(x))
-            errors |= {part: relative_error(mine, own) for mine, (part, own) in zip(ours, parts.items(), strict=True)}
-    for part, difference in errors.items():
+            stages = ("queries", "keys", "values", "weights")
+            ours, theirs = (*staged(attention, x), attention.weights(x)), call.kept(keep)
+            errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
+    for stage, difference in errors.items():
         if not difference <= TOLERANCE:
             raise UnsupportedModel(
-                f"the {part} of layer {layer} ({name}) as read from {type(model).__name__} differ from the model's own "
-                f"by a relative {difference:.1e}: a feature of it is not modelled, so measure it as a function instead."
+                f"the {stage} of layer {layer} ({name}) as read from {type(model).__name__} differ from the model's "
+                f"own by a relative {difference:.1e}: a feature of it is not modelled, so measure it as a function "
+                "instead."
             )
     return CapturedSite(layer, name, attention, x[0].detach(), error)
 
 
 def staged(attention: AttentionMap, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as they enter the logits: projected, normalised, rotated and scaled."""
-    query, key, value = attention.project(x)
-    staged = []
-    for projected, stages in zip((query, key, value), attention.stages(query, key), strict=True):
-        for stage in stages:
-            projected = stage(projected)
-        staged.append(projected)
-    return staged[0], staged[1], staged[2]
+    projected = attention.project(x)
+    pairs = zip(projected, attention.stages(*projected[:2]), strict=True)
+    query, key, value = (reduce(lambda tensor, stage: stage(tensor), stages, tensor) for tensor, stages in pairs)
+    return query, key, value
 
 
 def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
@@ -197,7 +190,7 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
     True
     """
     try:
-        part = module.get_submodule(path)
+        inner = module.get_submodule(path)
     except AttributeError:
         known = ", ".join(name for name, _ in module.named_children())
         raise InvalidInput(
@@ -205,17 +198,18 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
         ) from None
     heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def hear(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         heard.append((args, kwargs))
 
     # A transformers model must not fill a cache, to which every later call would add.
     mode: Any = reference_mode(module) if hasattr(module, "config") else torch.no_grad()  # type: ignore[arg-type]
-    with listening([part.register_forward_pre_hook(hear, with_kwargs=True)]), mode:
+    with listening([inner.register_forward_pre_hook(hear, with_kwargs=True)]), mode:
         module(*args, **kwargs)
     if not heard:
         raise InvalidInput(f"the module at {path!r} was not called when {type(module).__name__} ran: choose another.")
-    own_args, own_kwargs = heard[0]
-    x = next((a for a in (*own_args, *own_kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
+    inner_args, inner_kwargs = heard[0]
+    given = (*inner_args, *inner_kwargs.values())
+    x = next((a for a in given if isinstance(a, Tensor) and a.is_floating_point()), None)
     if x is None:
         raise InvalidInput(f"the module at {path!r} receives no floating-point tensor: choose one that comes later.")
     single = x.dim() == 3 and len(x) == 1
@@ -223,9 +217,8 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
     @alone
     def function(y: Tensor) -> Tensor:
         y = y[None] if single else y
-        output = first_tensor(
-            part(*(y if a is x else a for a in own_args), **{k: y if a is x else a for k, a in own_kwargs.items()})
-        )
+        moved = [y if a is x else a for a in inner_args]
+        output = first_tensor(inner(*moved, **{k: y if a is x else a for k, a in inner_kwargs.items()}))
         return output[0] if single else output
 
     return function, (x[0] if single else x).detach()

@@ -48,7 +48,7 @@ class AttentionCall:
     weights: Tensor
     output: Tensor
 
-    def part(self, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def kept(self, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, key, value (shared ones repeated) and weights of the tokens to keep."""
         group = self.query.shape[1] // self.key.shape[1]
         tokens = (self.query, self.key.repeat_interleave(group, dim=1), self.value.repeat_interleave(group, dim=1))
@@ -75,20 +75,10 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         output, weights = eager_attention(module)(module, query, key, value, mask, *args, **options)
-        scale = options.get("scaling")
-        position_bias = options.get("position_bias")
-        hear(
-            AttentionCall(
-                module,
-                query * (query.shape[-1] ** -0.5 if scale is None else scale),
-                key,
-                value,
-                mask if position_bias is None else position_bias if mask is None else mask + position_bias,
-                options.get("softcap"),
-                weights,
-                output.flatten(2),
-            )
-        )
+        scale, softcap, positions = (options.get(name) for name in ("scaling", "softcap", "position_bias"))
+        scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+        bias = mask if positions is None else positions if mask is None else mask + positions
+        hear(AttentionCall(module, scaled, key, value, bias, softcap, weights, output.flatten(2)))
         return output, weights
 
     with answering(model, attend):
@@ -97,12 +87,12 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
 
 def eager_attention(module: nn.Module) -> Callable[..., Any]:
     """The function that defines what an attention module computes."""
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
         raise UnsupportedModel(
             f"{type(module).__name__} has no eager attention to compare with: measure it as a function instead."
         )
-    return own
+    return eager
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import LOCK, alone
-from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer, submodule
+from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer
 from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
 from howsmooth.small import first_tensor, relative_error
@@ -140,21 +140,20 @@ class Targets:
         self._run()
         if what == "mlp":
             return self._mlp_function(layer)
-        module = self._layers[layer]
-        if what == "prefix":
-            return self._checked(what, self._chain(self._layers[: layer + 1]), self._input(0), self._outputs[module])
-        if what == "layer":
-            return self._checked(what, self._chain([module]), self._input(layer), self._outputs[module])
-        return self._residual(layer), self._input(layer)
+        if what == "residual":
+            return self._residual(layer), self._input(layer)
+        first = 0 if what == "prefix" else layer
+        chain, output = self._chain(self._layers[first : layer + 1]), self._outputs[self._layers[layer]]
+        return self._checked(what, chain, self._input(first), output)
 
     def _layer_modules(self) -> list[nn.Module]:
         """The layers: the members of the model's list of modules that hold its attention blocks."""
         known = self._sites
         paths = [s.path for s in attention_sites(self.model)] if known is None else [s.name for s in known]
-        found = [re.match(r"(.*?\b\d+)\b", path) for path in paths]
-        if not all(found):
+        numbered = [re.match(r"(.*?\b\d+)\b", path) for path in paths]
+        if not all(numbered):
             raise UnsupportedModel(f"{type(self.model).__name__} holds no list of layers: measure 'attention' only.")
-        layers = [self.model.get_submodule(match[1]) for match in found if match is not None]
+        layers = [self.model.get_submodule(match[1]) for match in numbered if match is not None]
         if len(set(layers)) != len(layers):
             raise UnsupportedModel(
                 f"the layers of {type(self.model).__name__} share their modules, so that a call does not tell which "
@@ -171,7 +170,7 @@ class Targets:
     @contextmanager
     def _hearing(self) -> Iterator[None]:
         """Keeps what the layers and their MLPs are called with and give out while the model runs."""
-        modules = [*self._layers, *(part for mlp in self._mlps if mlp for part in mlp)]
+        modules = [*self._layers, *(module for mlp in self._mlps if mlp for module in mlp)]
         last, base = self._layers[-1], self.model.base_model
 
         def on_entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -189,7 +188,7 @@ class Targets:
 
         hooks = [module.register_forward_pre_hook(on_entry, with_kwargs=True) for module in modules]
         hooks += [module.register_forward_hook(on_exit) for module in [*modules, base]]
-        inside = {part for layer in self._layers for part in layer.modules()}
+        inside = {module for layer in self._layers for module in layer.modules()}
         leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
         hooks += [module.register_forward_hook(after) for module in leaves]
         with listening([*hooks, self.model.register_forward_hook(at_the_end)]):
@@ -213,9 +212,9 @@ class Targets:
 
     def _checked(self, what: str, function: Function, x: Tensor, output: Tensor) -> tuple[Function, Tensor]:
         with torch.no_grad():
-            found = function(x)
-        same_size = found.numel() == output.numel()
-        error = relative_error(found, output.reshape(found.shape)) if same_size else float("inf")
+            ours = function(x)
+        same_size = ours.numel() == output.numel()
+        error = relative_error(ours, output.reshape(ours.shape)) if same_size else float("inf")
         if not error <= TOLERANCE:
             raise UnsupportedModel(
                 f"the {what} of this {type(self.model).__name__} is more than its modules one after the other "
@@ -223,20 +222,20 @@ class Targets:
             )
         return function, x
 
-    def _parts(self, layer: int) -> list[nn.Module]:
-        parts = self._mlps[layer]
-        if parts is None or parts[0] not in self._calls:
+    def _mlp_modules(self, layer: int) -> list[nn.Module]:
+        modules = self._mlps[layer]
+        if modules is None or modules[0] not in self._calls:
             raise UnsupportedModel(
                 f"no MLP was found in layer {layer} of this {type(self.model).__name__}: measure its attention or the "
                 "whole layer."
             )
-        return parts
+        return modules
 
     def _mlp_function(self, layer: int) -> tuple[Function, Tensor]:
-        parts = self._parts(layer)
-        hidden = self._calls[parts[0]].hidden
+        modules = self._mlp_modules(layer)
+        hidden = self._calls[modules[0]].hidden
         x = hidden.reshape(-1, hidden.shape[-1]).detach()  # OPT drops the batch axis
-        return self._checked("mlp", self._chain(parts), x, self._outputs[parts[-1]])
+        return self._checked("mlp", self._chain(modules), x, self._outputs[modules[-1]])
 
     def _residual(self, layer: int) -> Function:
         """The layer up to its MLP: what the MLP receives where normalisation comes last, else the layer without MLP.
@@ -245,21 +244,17 @@ class Targets:
         Where it ends in a sum (GPT-2, Llama), the sum without the MLP's term is the residual stream after attention,
         also when MLP and attention stand side by side (GPT-NeoX).
         """
-        module, parts = self._layers[layer], self._parts(layer)
-        run_layer = self._chain([module])
+        mlp = self._mlp_modules(layer)
+        run_layer = self._chain([self._layers[layer]])
         norm_last = self._ends_in_norm(layer)
 
         @alone
         def function(x: Tensor) -> Tensor:
             heard: list[Tensor] = []
-
-            def hear(part: nn.Module, args: tuple[Any, ...]) -> None:
-                heard.append(args[0])
-
-            def silence(part: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-                return torch.zeros_like(output)
-
-            hook = parts[0].register_forward_pre_hook(hear) if norm_last else parts[-1].register_forward_hook(silence)
+            if norm_last:
+                hook = mlp[0].register_forward_pre_hook(lambda module, args: heard.append(args[0]))
+            else:
+                hook = mlp[-1].register_forward_hook(lambda module, args, output: torch.zeros_like(output))
             with listening([hook]):
                 output = run_layer(x)
             return heard[0].reshape(x.shape) if norm_last else output
@@ -269,13 +264,10 @@ class Targets:
     def _ends_in_norm(self, layer: int) -> bool:
         """Whether the layer's output is the output of one of its normalisations."""
         module = self._layers[layer]
-        outputs: list[Tensor] = []
-
-        def hear(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            outputs.append(output)
-
-        norms = [part for part in module.modules() if "norm" in type(part).__name__.lower()]
-        with listening(norm.register_forward_hook(hear) for norm in norms), torch.no_grad():
+        outputs: list[Any] = []
+        norms = [inner for inner in module.modules() if "norm" in type(inner).__name__.lower()]
+        hooks = (norm.register_forward_hook(lambda norm, args, output: outputs.append(output)) for norm in norms)
+        with listening(hooks), torch.no_grad():
             call = self._calls[module]
             last = first_tensor(module(call.hidden, *call.args, **call.kwargs))
         return any(output is last for output in outputs)
@@ -311,7 +303,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _mlp(layer: nn.Module) -> list[nn.Module] | None:
     for paths in _MLPS:
-        parts = [submodule(layer, path) for path in paths]
-        if all(part is not None for part in parts):
-            return [part for part in parts if part is not None]
+        with suppress(AttributeError):
+            return [layer.get_submodule(path) for path in paths]
     return None

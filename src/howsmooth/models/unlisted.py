@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 _SAME = 1e-5
 
 
-@dataclass(frozen=True)
-class FoundAttention:
+class FoundAttention(NamedTuple):
     """A self-attention found through the socket: its map, input and output ``(1, n, d)``, and the call itself."""
 
     name: str
@@ -40,28 +39,21 @@ class FoundAttention:
 
 
 @dataclass(frozen=True)
-class _LinearCall:
+class _Linear:
+    """Weight ``(out, d)`` and bias that made y out of x."""
+
     weight: Tensor
     bias: Tensor | None
     x: Tensor
     y: Tensor
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """Weight ``(heads · width, d)`` and bias that make queries, keys or values out of x."""
-
-    weight: Tensor
-    bias: Tensor | None
-    x: Tensor
-
-
 def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[FoundAttention]:
     """All self-attentions of one run, in the order of computing; cross-attention is passed over."""
-    linears: list[_LinearCall] = []
+    linears: list[_Linear] = []
     waiting: list[AttentionCall] = []
     names = {module: name for name, module in model.named_modules()}
-    found: list[FoundAttention] = []
+    attentions: list[FoundAttention] = []
     real = RealTokens.of(inputs)
 
     def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
@@ -69,12 +61,12 @@ def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list
             return  # a router that is built on a linear layer, and returns more than its product
         weight = module.weight.detach()
         bias = None if module.bias is None else module.bias.detach()
-        one = _LinearCall(weight if isinstance(module, nn.Linear) else weight.T, bias, args[0], y)
+        one = _Linear(weight if isinstance(module, nn.Linear) else weight.T, bias, args[0], y)
         if waiting and one.x.shape == waiting[0].output.shape and torch.equal(one.x, waiting[0].output):
             call = waiting.pop()
             x, attention = _rebuild(model, names[call.module], call, linears, one, real)
             if attention is not None:
-                found.append(FoundAttention(names[call.module], attention, x, y, call))
+                attentions.append(FoundAttention(names[call.module], attention, x, y, call))
             linears.clear()
         else:
             linears.append(one)
@@ -90,33 +82,23 @@ def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list
                 "hs.SelfAttention does not model: measure the module as a function, models.site(model, path, …)."
             )
 
-    kinds = _linear_kinds()
-    hooks = [module.register_forward_hook(on_linear) for module in model.modules() if isinstance(module, kinds)]
-    with listening(hooks), attention_calls(model, on_call):
+    from transformers.pytorch_utils import Conv1D
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    with listening(layer.register_forward_hook(on_linear) for layer in layers), attention_calls(model, on_call):
         run(model, inputs)
         refuse_unprojected()
-    if not found:
+    if not attentions:
         raise UnsupportedModel(
             f"no self-attention was found in {type(model).__name__} (model type {model.config.model_type!r}): it has "
             "none, or computes it without transformers' attention interface; measure a module of it as a function, "
             "models.site(model, path, …)."
         )
-    return found
-
-
-def _linear_kinds() -> tuple[type[nn.Module], ...]:
-    from transformers.pytorch_utils import Conv1D
-
-    return nn.Linear, Conv1D
+    return attentions
 
 
 def _rebuild(
-    model: PreTrainedModel,
-    name: str,
-    call: AttentionCall,
-    linears: list[_LinearCall],
-    last: _LinearCall,
-    real: RealTokens,
+    model: PreTrainedModel, name: str, call: AttentionCall, linears: list[_Linear], last: _Linear, real: RealTokens
 ) -> tuple[Tensor, SelfAttention | None]:
     """The map behind one call of the socket and its input; no map when queries and keys come from different tokens."""
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
@@ -164,7 +146,7 @@ def _rotations(model: PreTrainedModel, module: nn.Module, real: RealTokens) -> I
             yield Rotary(rotary.frequencies, True, rotary.amplitude, rotary.positions)
 
 
-def _source(made: Tensor, linears: list[_LinearCall], rotary: Rotary | None) -> _Projection | None:
+def _source(made: Tensor, linears: list[_Linear], rotary: Rotary | None) -> _Linear | None:
     """The linear layer, or the part of one, that made these queries, keys or values; the factor on them included."""
     _, heads, _, width = made.shape
     for one in reversed(linears):
@@ -177,7 +159,7 @@ def _source(made: Tensor, linears: list[_LinearCall], rotary: Rotary | None) -> 
             factor = float((made * turned).sum()) / size if size > 0 else 1.0
             if relative_error(factor * turned, made) <= _SAME:
                 bias = None if one.bias is None else one.bias[rows] * factor
-                return _Projection(one.weight[rows] * factor, bias, one.x)
+                return _Linear(one.weight[rows] * factor, bias, one.x, made)
     return None
 
 
@@ -191,7 +173,7 @@ def _splits(features: int, heads: int, width: int) -> Iterator[Tensor]:
     for start in range(0, features - size + 1, width):
         yield everything[start : start + size]
     if features == 3 * size:
-        yield from (part.flatten() for part in everything.unflatten(0, (heads, 3, width)).unbind(1))
+        yield from (third.flatten() for third in everything.unflatten(0, (heads, 3, width)).unbind(1))
 
 
 def _mask(bias: Tensor | None, keep: Tensor | None) -> LogitBias | None:

@@ -31,26 +31,13 @@ class Window:
     start: int
 
 
-class Bytes:
-    """A tokenizer for models without one: byte b of the text has the id b + 3.
+def byte_ids(text: str) -> list[int]:
+    """The tokens of models without a tokenizer: byte b of the text has the id b + 3.
 
-    >>> Bytes().encode("hé")
+    >>> byte_ids("hé")
     [107, 198, 172]
-    >>> Bytes().words([107, 198, 172, 1])
-    ['h', '<c3>', '<a9>', '<1>']
     """
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return [byte + SPECIAL for byte in text.encode("utf-8", errors="surrogateescape")]
-
-    def words(self, ids: Sequence[int]) -> list[str]:
-        """The ids in readable form."""
-        return [_byte_in_words(i - SPECIAL) if i >= SPECIAL else f"<{i}>" for i in ids]
-
-
-def _byte_in_words(byte: int) -> str:
-    return chr(byte) if 32 <= byte < 127 or byte in (9, 10) else f"<{byte:02x}>"
+    return [byte + SPECIAL for byte in text.encode("utf-8", errors="surrogateescape")]
 
 
 class Tokens:
@@ -65,7 +52,7 @@ class Tokens:
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase | None):
         self.tokenizer: Any = tokenizer
         if tokenizer is None:
-            self.ids, self.before, self.after = Bytes().encode(text), list[int](), list[int]()
+            self.ids, self.before, self.after = byte_ids(text), list[int](), list[int]()
         else:
             self.ids = list(tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
             self.before, self.after = _special_tokens(tokenizer)
@@ -129,9 +116,14 @@ def spread_starts(total: int, inside: int, count: int, seed: int | None) -> list
 
 
 def words(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Token ids in readable form, with spaces as spaces."""
+    """Token ids in readable form, with spaces as spaces.
+
+    >>> words([107, 198, 172, 1], None)
+    ['h', '<c3>', '<a9>', '<1>']
+    """
     if tokenizer is None:
-        return Bytes().words(ids)
+        letters = {byte + SPECIAL: chr(byte) for byte in (9, 10, *range(32, 127))}
+        return [letters.get(i, f"<{i - SPECIAL:02x}>" if i >= SPECIAL else f"<{i}>") for i in ids]
     raw = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     if any("Ġ" in token or "Ċ" in token for token in raw):  # bytes written as letters (GPT-2 and descendants)
         return [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]

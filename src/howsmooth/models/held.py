@@ -1,0 +1,91 @@
+"""Models that somebody holds in memory: a transformers model, a pipeline, a compiled or an adapted one.
+
+What is measured is a copy, in float32 and evaluation mode with eager attention, so that nothing of the caller's model
+changes: not its dtype, its hooks, its gradients or its device.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from howsmooth.checks import shown
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.alone import alone
+from howsmooth.models.files import processor_of, quiet
+from howsmooth.models.named import FULL_PRECISION
+from howsmooth.models.opened import OpenModel, opened
+from howsmooth.small import first_line
+
+NO_TOKENIZER = "the model came without a tokenizer, so it has read the bytes of the text as token ids"
+
+
+@alone
+def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device: str | None = None) -> OpenModel:
+    """A model in memory, ready to be measured.
+
+    Args:
+        source: a model of transformers, one wrapped by `torch.compile` or PEFT (the copy has the adapter merged), or a
+            pipeline, which brings its own tokenizer.
+        tokenizer: the tokenizer, image processor or feature extractor; by default the one that transformers finds under
+            the name of the model. A model of text that has neither reads bytes as token ids, and a note says so.
+        head: with its task head, for "logits".
+        device: where to measure; by default where the model is.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300))
+    >>> held = held_model(model)
+    >>> held.name, held.precision, held.notes
+    ('GPT2LMHeadModel in memory', 'float32', ('the model came without a tokenizer, ...',))
+    """
+    from transformers import Pipeline, PreTrainedModel
+
+    if isinstance(source, Pipeline):
+        beside = [getattr(source, name, None) for name in ("tokenizer", "image_processor", "feature_extractor")]
+        tokenizer = tokenizer or next((each for each in beside if each is not None), None)
+        source = source.model
+    whole = _plain(getattr(source, "_orig_mod", source))
+    if not isinstance(whole, nn.Module):
+        raise InvalidInput(f"model must be a text or a model of transformers, got {shown(source)}.")
+    if not isinstance(whole, PreTrainedModel):
+        raise UnsupportedModel(
+            f"a model of transformers can be scanned, got {type(source).__name__}: of any other function, "
+            "hs.measure takes one input at a time."
+        )
+    kinds = {str(weight.dtype).removeprefix("torch.") for weight in whole.parameters()}
+    stored = " and ".join(sorted(kinds))
+    if any(weight.is_meta for weight in whole.parameters()):
+        raise InvalidInput("some weights of the model are on the meta device: load them before measuring.")
+    if getattr(whole.config, "quantization_config", None) is not None:
+        raise UnsupportedModel("the weights of the model are quantised: measure it in full precision.")
+    name = whole.config.name_or_path
+    if tokenizer is None and name:
+        with quiet():
+            tokenizer = processor_of(name, whole.main_input_name)
+    model: Any = whole if head else whole.base_model
+    if getattr(whole.config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    try:
+        model = model.eval().to(device or whole.device, torch.float32)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(f"the model cannot be brought to the device {device}: {first_line(error)}.") from error
+    precision = FULL_PRECISION if kinds == {FULL_PRECISION} else f"{stored} weights, computed in float32"
+    notes = (NO_TOKENIZER,) if tokenizer is None and model.main_input_name == "input_ids" else ()
+    label = name or f"{type(whole).__name__} in memory"
+    return opened(label, model, tokenizer, precision, "not stated", notes=notes, reads_bytes=bool(notes))
+
+
+def _plain(model: Any) -> Any:
+    """A copy without the hooks of others, with adapters merged into the weights."""
+    if not isinstance(model, nn.Module):
+        return model
+    twin: Any = copy.deepcopy(model)
+    if hasattr(twin, "merge_and_unload"):  # a model of PEFT
+        twin = twin.merge_and_unload()
+    for module in twin.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            hooks.clear()
+    return twin

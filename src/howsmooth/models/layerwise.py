@@ -1,0 +1,243 @@
+"""A model larger than memory: one layer at a time is read from its files, and what passes between layers is on disk.
+
+The model is built without weights. Those of a layer are read from memory-mapped safetensors when they are needed, and
+let go after; embedding tables stay in their files, of which only the rows of the text's tokens are touched. So memory
+holds one layer in float32, and the tokens of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from howsmooth.attention import SelfAttention
+from howsmooth.checks import check_count, door
+from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.alone import alone
+from howsmooth.models.checkpoint import weight_files
+from howsmooth.models.conventions import attention_sites, no_such_layer
+from howsmooth.models.maps import read_attention
+from howsmooth.models.running import listening, reference_mode, run
+from howsmooth.models.sites import CapturedSite, capture
+from howsmooth.small import first_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LayeredModel:
+    """A model folder of which one layer at a time is in memory.
+
+    Args:
+        folder: with config.json and safetensors files, one or several with an index.
+        scratch: an existing folder for what passes between layers; n·d numbers for every layer.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     LlamaModel(config).save_pretrained(folder)
+    ...     layers = LayeredModel(folder, scratch=folder)
+    ...     layers.read({"input_ids": torch.tensor([[5, 7, 11]])})
+    ...     site = layers.site(1)
+    >>> site.name, tuple(site.x.shape), site.error < 1e-5
+    ('layers.1.self_attn', (3, 16), True)
+    """
+
+    @door
+    @alone
+    def __init__(self, folder: Path | str, scratch: Path | str):
+        from transformers import AutoConfig, AutoModel
+
+        self.folder, self.scratch = Path(folder), Path(scratch)
+        if not (self.folder / "config.json").is_file():
+            raise InvalidInput(f"{self.folder} holds no config.json: name the folder of a model.")
+        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            self.model: PreTrainedModel = AutoModel.from_config(
+                config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+            )
+        self.model.requires_grad_(False).eval()
+        self._sites = attention_sites(self.model)
+        paths = [site.path.split(f".{site.layer}.")[0] + f".{site.layer}" for site in self._sites]
+        self._layers = dict(zip(paths, map(self.model.get_submodule, paths), strict=True))
+        self._files = self._where()
+        self._fill_rest()
+        self._inputs: Mapping[str, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @alone
+    def attention(self, layer: int) -> SelfAttention:
+        """The attention of a layer as its weights describe it, for bounds."""
+        path = self._path(layer)
+        with self._loaded(path):
+            return read_attention(self.model, self._sites[layer])
+
+    @alone
+    def read(self, inputs: Mapping[str, Tensor]) -> None:
+        """Run the model on one text, layer by layer, and keep on disk what each layer receives."""
+        with self._streaming(), reference_mode(self.model):
+            run(self.model, inputs)
+        self._inputs = inputs
+
+    @alone
+    def site(self, layer: int) -> CapturedSite:
+        """The attention of a layer with the tokens it received when the model read; compared with the model's own."""
+        path = self._path(layer)
+        if self._inputs is None:
+            raise InvalidInput("the model has read nothing yet: call read(inputs) first.")
+        tokens = load_file(self._file(layer))["tokens"]
+        with self._only(path, tokens):
+            (site,) = capture(self.model, self._inputs, layers=[layer])
+        return site
+
+    def _path(self, layer: int) -> str:
+        if not 0 <= check_count(layer, "layer", least=0) < len(self):
+            raise no_such_layer(self.model, layer, len(self))
+        return list(self._layers)[layer]
+
+    def _file(self, layer: int) -> Path:
+        return self.scratch / f"tokens-{layer}.safetensors"
+
+    def _where(self) -> dict[str, tuple[Path, str]]:
+        """Weight of the model → the file that holds it, and its name there."""
+        there: dict[str, Path] = {}
+        for path in weight_files(self.folder):
+            with safe_open(path, framework="pt") as file:
+                there |= dict.fromkeys(file.keys(), path)
+        prefix = self.model.base_model_prefix
+        files = {}
+        for name in self.model.state_dict():
+            stored = next((one for one in (name, f"{prefix}.{name}") if one in there), None)
+            if stored is None:
+                raise UnsupportedModel(
+                    f"{self.folder} has no weight {name}: its files must name weights as {type(self.model).__name__} "
+                    "does, or be small enough to be opened whole."
+                )
+            files[name] = (there[stored], stored)
+        return files
+
+    def _tensor(self, name: str, dtype: torch.dtype | None = torch.float32) -> Tensor:
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(stored)
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(f"{name} is stored as {tensor.dtype}: write it out in floating point first.")
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _fill_rest(self) -> None:
+        """What no layer holds: norms and projections in memory, tables in their files, and what is computed."""
+        inside = {module for layer in self._layers.values() for module in layer.modules()}
+        for path, module in list(self.model.named_modules()):
+            if module in inside:
+                continue
+            for name in [name for name, weight in module._parameters.items() if weight is not None]:
+                full = f"{path}.{name}".lstrip(".")
+                if isinstance(module, nn.Embedding):
+                    parent, _, attribute = path.rpartition(".")
+                    setattr(self.model.get_submodule(parent), attribute, _Table(self._tensor(full, None)))
+                else:
+                    module._parameters[name] = nn.Parameter(self._tensor(full), requires_grad=False)
+            self._fill_buffers(path, module)
+        for path, layer in self._layers.items():
+            if any(buffer.is_meta for buffer in layer.buffers()):
+                raise UnsupportedModel(f"{path} holds numbers that are in no file: open this model whole.")
+
+    def _fill_buffers(self, path: str, module: nn.Module) -> None:
+        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not missing:
+            return
+        if hasattr(module, "inv_freq"):  # rotary positions, computed from the configuration
+            fresh: Any = type(module)(self.model.config)
+            module._buffers.update(fresh._buffers)
+            return
+        for name in missing:
+            shape = module._buffers[name].shape  # type: ignore[union-attr]
+            if f"{path}.{name}" in self._files:
+                module._buffers[name] = self._tensor(f"{path}.{name}")
+            elif name == "position_ids":
+                module._buffers[name] = torch.arange(shape[-1]).expand(shape)
+            elif name == "token_type_ids":
+                module._buffers[name] = torch.zeros(shape, dtype=torch.long)
+            else:
+                raise UnsupportedModel(f"{path}.{name} is in no file: open this model whole.")
+
+    @contextmanager
+    def _loaded(self, path: str) -> Iterator[nn.Module]:
+        """A layer with its weights, which it loses again."""
+        layer = self._layers[path]
+        names = list(layer.state_dict())
+        layer.load_state_dict({name: self._tensor(f"{path}.{name}") for name in names}, assign=True)
+        layer.requires_grad_(False)
+        try:
+            yield layer
+        finally:
+            layer.to("meta")
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        """Every layer has its weights while it runs, and what it receives is written down."""
+        holding: dict[nn.Module, Any] = {}
+
+        def enter(number: int, path: str) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                tokens = first_tensor((*args, *kwargs.values()))
+                save_file({"tokens": tokens.contiguous()}, self._file(number))
+                holding[module] = self._loaded(path)
+                holding[module].__enter__()
+
+            return hook
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            holding.pop(module).__exit__(None, None, None)
+
+        hooks = []
+        for number, (path, layer) in enumerate(self._layers.items()):
+            hooks.append(layer.register_forward_pre_hook(enter(number, path), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(leave))
+        with listening(hooks):
+            yield
+
+    @contextmanager
+    def _only(self, chosen: str, tokens: Tensor) -> Iterator[None]:
+        """One layer runs, on the given tokens; the others pass on what they receive."""
+        others = [layer for path, layer in self._layers.items() if path != chosen]
+        for layer in others:
+            layer.forward = _pass_on
+
+        def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return (tokens, *args[1:]), kwargs
+
+        try:
+            hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
+            with listening([hook]), self._loaded(chosen):
+                yield
+        finally:
+            for layer in others:
+                del layer.forward
+
+
+class _Table(nn.Module):
+    """An embedding that stays in its file, in the precision it has there; only rows that are asked for are read."""
+
+    def __init__(self, rows: Tensor):
+        super().__init__()
+        self.rows = rows
+        # A model is where its first weight is, and computes in its precision: not the layers, which are nowhere.
+        self.place = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows[ids].float()
+
+
+def _pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden
