@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import Tensor
 
 import howsmooth as hs
-from evidence.certificates import ball_attacks, draw, minilm
+from evidence.certificates import CURVED, ball_attacks, curved_attacks, draw, draw_curved, minilm
+from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
 from howsmooth.bounds import TokenSet, head_numbers
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.paths import paths
 from howsmooth.certify import around
+from howsmooth.certify.curved import CurvedBall, curved_bound
 from howsmooth.errors import DoesNotApply
 
 
@@ -59,6 +64,18 @@ def test_weights_stay_within_their_bounds_and_half_of_the_moves_is_caught() -> N
     assert weights_left(0.5) > 0.01
 
 
+def test_ends_of_weights_hold_when_one_logit_moves_by_far_more_than_the_others() -> None:
+    """The smallest value of its weight is zero, not what is left of the others after cancellation."""
+    scores = torch.tensor([[0.0, 1.0, -1.0], [2.0, 0.0, -torch.inf]], dtype=torch.float64)
+    moves = torch.tensor([[3000.0, 1.0, 0.0], [50.0, 0.0, 4.0]], dtype=torch.float64)
+    here = scores.softmax(-1)
+    low, high = softmax_ceiling(scores, -moves), softmax_ceiling(scores, moves)
+    assert bool((low <= here).all() and (here <= high).all())
+    for signs in itertools.product((-1, 1), repeat=3):
+        corner = (scores + moves * torch.tensor(signs)).softmax(-1)
+        assert bool((low <= corner * (1 + 1e-12)).all() and (corner <= high * (1 + 1e-12)).all())
+
+
 def test_fewer_moving_tokens_give_a_smaller_bound_and_none_the_value_itself() -> None:
     attention, x = hs.SelfAttention.random(6).in_dtype(torch.float64), torch.randn(5, 6, dtype=torch.float64)
     every, one, none = (float(hs.certify(attention, x, radius=0.05, tokens=tokens).upper) for tokens in (None, [2], []))
@@ -73,13 +90,49 @@ def test_a_frobenius_ball_says_on_which_ball_it_is_proved() -> None:
     assert any("larger ball" in note for note in proof.notes)
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [hs.SelfAttention.random(4, softcap=2.0), hs.SelfAttention.random(4, qk_norm="rms"), hs.SigmoidAttention.random(4)],
-)
-def test_maps_without_a_proof_are_refused(attention: hs.SelfAttention) -> None:
-    with pytest.raises(DoesNotApply, match="no bound around an input"):
-        hs.certify(attention, torch.ones(3, 4), radius=0.1)
+class Squared(TokenStage):
+    """A stage of which nothing is known."""
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        return x.square(), Multiple(1.0)
+
+
+def test_maps_without_a_proof_are_refused() -> None:
+    attention = hs.SelfAttention.random(4)
+    attention.query_stages.append(Squared())
+    with pytest.raises(DoesNotApply, match="no bound around an input is proved for Squared"):
+        curved_bound(attention, torch.ones(3, 4), torch.full((3,), 0.1))
+
+
+@pytest.mark.parametrize("kind", CURVED)
+def test_curved_maps_are_never_above_their_certificate_on_a_ball(kind: str) -> None:
+    found = curved_attacks(kind, range(6), steps=6)
+    assert found.tried == 12
+    assert found.passed == 0
+    assert found.closest > 0.15
+
+
+def curved_weights_left(kind: str, share: float) -> float:
+    """By how much weights of curved maps leave their ends inside a ball, when these are made for a share of it."""
+    worst = -torch.inf
+    for seed in range(4):
+        attention, x, _ = draw_curved(kind, seed)
+        ball = CurvedBall(attention, x, torch.full((len(x),), share * 0.2, dtype=torch.float64))
+        for aim in range(len(x)):
+            here = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(attention.weights(here)[0, -1, aim], here)
+            for sign in (-1, 1):
+                away = sign * 0.2 * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+                moved = attention.weights(x + away)
+                ends = moved - ball.weights.high, ball.weights.low - moved
+                worst = max(worst, *(float(end.max()) for end in ends))
+    return worst
+
+
+@pytest.mark.parametrize("kind", CURVED)
+def test_weights_of_curved_maps_stay_within_their_ends_and_a_third_of_the_moves_is_caught(kind: str) -> None:
+    assert curved_weights_left(kind, 1.0) <= 1e-12
+    assert curved_weights_left(kind, 0.3) > 1e-3
 
 
 def test_largest_mean_equals_a_linear_programme() -> None:

@@ -1,9 +1,8 @@
 """Proved statements: at an input, around it, and through a network.
 
-`certify` chooses: an attention map gets a `Certificate` for its local Lipschitz constant, a `PatchTransformer` with a
-label a `Robustness`, the radius within which its class cannot change. Nothing here is an estimate: every number holds
-in
-exact arithmetic, rounding included.
+`certify` chooses: an attention map gets a `Certificate` for its local Lipschitz constant; a `PatchTransformer` or a
+`SequenceClassifier` with a label a `Robustness`, the radius within which its class cannot change. Nothing here is an
+estimate: every number holds in exact arithmetic, rounding included.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.certify.around import enclose_block_around, enclose_heads_around, move_radii
 from howsmooth.certify.at_point import enclose_block, enclose_heads
+from howsmooth.certify.deep import Linearised, certified_margins, check_cost
 from howsmooth.certify.network import PatchTransformer
+from howsmooth.certify.parts import CentredNorm, Residual, SelfAttend, SequenceClassifier, read_network
 from howsmooth.certify.results import Certificate, Robustness
 from howsmooth.certify.robustness import Classifier, Neighbourhood
 from howsmooth.checks import (
@@ -38,11 +39,29 @@ from howsmooth.jacobians.checks import check_tokens
 BALLS = ("token", "frobenius")
 NORMS = (2, 1, torch.inf)
 
-__all__ = ["Certificate", "PatchTransformer", "Robustness", "certify"]
+__all__ = [
+    "CentredNorm",
+    "Certificate",
+    "PatchTransformer",
+    "Residual",
+    "Robustness",
+    "SelfAttend",
+    "SequenceClassifier",
+    "certified_margins",
+    "certify",
+]
 
 
 @overload
-def certify(f: PatchTransformer, x: Tensor, label: int, *, norm: float = 2) -> Robustness: ...
+def certify(
+    f: PatchTransformer | SequenceClassifier,
+    x: Tensor,
+    label: int,
+    *,
+    ball: str = "token",
+    tokens: Sequence[int] | None = None,
+    norm: float = 2,
+) -> Robustness: ...
 @overload
 def certify(
     f: Callable[[Tensor], Tensor],
@@ -72,18 +91,20 @@ def certify(
 
     Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at x, or the upper end
     for every input within ``radius`` of it; deterministic, with rounding accounted for (`howsmooth.certify.at_point`,
-    `howsmooth.certify.around`). With a label: the largest radius found for which no image within it has another
-    class (`howsmooth.certify.robustness`).
+    `howsmooth.certify.around`). With a label: the largest radius found for which no input within it has another
+    class (`howsmooth.certify.robustness` for one layer read at its class token, `howsmooth.certify.deep` for several).
 
     Args:
-        f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer`.
-        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1. Everything is computed in float64.
+        f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer` or a
+            `SequenceClassifier`.
+        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1, or tokens or their numbers ``(n,)``.
+            Everything is computed in float64.
         label: the class that is to stay; the radius is 0 where the network says another.
         radius: how far inputs may be from x.
         ball: "token", every token within the radius of its own place, or "frobenius", all of them together.
         tokens: the tokens that move, all when None; the Jacobian is that of all tokens either way.
         per_head: one enclosure for every head x ↦ W_h f_h(x) instead of one for the block.
-        norm: in which images are near, with a label: 2, 1 or inf.
+        norm: in which inputs are near, with a label: 2, 1 or inf.
 
     >>> import torch, howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2, mask="causal")
@@ -95,17 +116,25 @@ def certify(
     True
     """
     start = perf_counter()
-    check_tensor(x, "x")
-    check_finite(x, "x")
+    check_tensor(x, "x", floating=not isinstance(f, SequenceClassifier))
+    if x.is_floating_point():
+        check_finite(x, "x")
     if label is not None:
-        if radius or tokens is not None or per_head:
-            raise InvalidInput("with a label the radius is what is found: leave out radius, tokens and per_head.")
-        return _robustness(f, x, check_count(label, "label", least=0), norm, start)
-    if isinstance(f, PatchTransformer):
+        if radius or per_head:
+            raise InvalidInput("with a label the radius is what is found: leave out radius and per_head.")
+        label = check_count(label, "label", least=0)
+        if isinstance(f, SequenceClassifier):
+            return certify_sequence(f, x, label, ball=ball, tokens=tokens, norm=norm)
+        if tokens is not None or ball != "token":
+            raise InvalidInput("an image moves as a whole: leave out radius, ball and tokens.")
+        return _robustness(f, x, label, norm, start)
+    if isinstance(f, PatchTransformer | SequenceClassifier):
         raise InvalidInput("a network is certified for a class: pass its label.")
     attention = as_attention(f)
     if attention is None:
-        raise UnsupportedModel(f"certify takes an attention map or a PatchTransformer, not {type(f).__name__}.")
+        raise UnsupportedModel(
+            f"certify takes an attention map, a PatchTransformer or a SequenceClassifier, not {type(f).__name__}."
+        )
     check_tokens(x)
     if x.dim() != 2:
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
@@ -149,7 +178,9 @@ def certify_tokens(
 
 def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> Robustness:
     if not isinstance(f, PatchTransformer):
-        raise UnsupportedModel(f"{type(f).__name__} has no certificate for a class: a PatchTransformer has.")
+        raise UnsupportedModel(
+            f"{type(f).__name__} has no certificate for a class: a PatchTransformer and a SequenceClassifier have."
+        )
     return certify_patches(f.folded(), f.patches(x.double()), label, norm, start)
 
 
@@ -170,3 +201,44 @@ def certify_patches(
         return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
     radius, limiting = Neighbourhood(network, tokens, label, norm).radius()
     return Robustness(label, predicted, radius, limiting, perf_counter() - start)
+
+
+def certify_sequence(
+    network: SequenceClassifier,
+    x: Tensor,
+    label: int,
+    *,
+    ball: str = "token",
+    tokens: Sequence[int] | None = None,
+    norm: float = 2,
+) -> Robustness:
+    """The certificate of a network of several layers, with the arguments of `certify`."""
+    start = perf_counter()
+    check_one_of(norm, NORMS, "norm")
+    check_one_of(ball, BALLS, "ball")
+    if x.dim() != 1 + x.is_floating_point():
+        raise InvalidInput(f"tokens (n, d) or their numbers (n,) are certified, got shape {tuple(x.shape)}.")
+    vectors = network.embed(x)
+    hidden = network.placed(vectors).double()
+    moved = _moving_tokens(len(hidden), tokens)
+    parts = read_network(network, len(hidden))
+    check_cost(parts, hidden.shape[0], hidden.shape[1], len(moved))
+    lines = Linearised(parts, hidden, moved, together=ball == "frobenius")
+    classes, predicted = len(lines.logits), int(lines.logits.argmax())
+    if label >= classes:
+        raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")
+    notes = ["computed in float64"] if vectors.dtype != torch.float64 else []
+    if predicted != label:
+        notes.append(f"the class of this input is {predicted}, not {label}: no radius keeps it")
+        return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, tuple(notes))
+    radius, limiting = lines.radius(label, norm=norm)
+    if radius == 0:
+        notes.append("vacuous: rounding alone may change the class")
+    return Robustness(label, predicted, radius, limiting, perf_counter() - start, tuple(notes))
+
+
+def _moving_tokens(n: int, tokens: Sequence[int] | None) -> list[int]:
+    moved = list(range(n)) if tokens is None else [check_count(t, "tokens", least=0, most=n - 1) for t in tokens]
+    if not moved or len(set(moved)) < len(moved):
+        raise InvalidInput(f"tokens names those that move, each once and at least one, got {tokens}.")
+    return moved

@@ -1,10 +1,10 @@
 r"""The constant of a head on a ball around an input: the least of three proofs.
 
 For all X with :math:`|x_j - x^0_j| \le ε_j` (0 for tokens that stay); linear queries, keys and values, any mask, bias,
-grouped heads, rotary positions. The notation is that of `howsmooth.bounds.neighbourhood`: logits of row i move, up to a
-shift of the row, by at most :math:`δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + ε_iε_j\|A\|`, and
-softmax is
-monotone in each logit, so its extremes over the box are at corners: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`.
+grouped heads, rotary positions (other maps: `howsmooth.certify.curved`). The notation is that of
+`howsmooth.bounds.neighbourhood`: logits of row i move, up to a shift of the row, by at most :math:`δ_{ij} =
+ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + ε_iε_j\|A\|`, and softmax is monotone in each logit, so its extremes
+over the box are at corners: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`.
 
 **Three paths** (`howsmooth.bounds.neighbourhood.three_path_ball`).
 
@@ -48,8 +48,9 @@ from howsmooth.bounds.own.three_path import nonnegative_norm, nowhere_nan, psd_n
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs, paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.at_point import Enclosure, enclose_block, enclose_heads
+from howsmooth.certify.curved import curved_bound
+from howsmooth.certify.rows import largest_mean
 from howsmooth.checks import check_count
-from howsmooth.errors import DoesNotApply
 
 
 def enclose_heads_around(
@@ -59,17 +60,22 @@ def enclose_heads_around(
 
     ``here`` are the enclosures at x itself, where they are known.
     """
-    _check(attention)
     here = enclose_heads(attention, x) if here is None else here
+    if _is_curved(attention):
+        bounds = curved_bound(attention, x, moves).tolist()
+        return [
+            Enclosure(head.lower, max(upper, head.upper), "curved paths")
+            for head, upper in zip(here, bounds, strict=True)
+        ]
     change, rows = _bounds(attention, x, moves)
-    found = {
+    candidates = {
         "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + change,
         "rows stay distributions": rows,
         "three paths": three_path_ball(attention, x, float(moves.max())),
     }
-    least, which = torch.stack(list(found.values())).min(0)
+    least, which = torch.stack(list(candidates.values())).min(0)
     return [
-        Enclosure(head.lower, max(float(upper), head.upper), list(found)[int(index)])
+        Enclosure(head.lower, max(float(upper), head.upper), list(candidates)[int(index)])
         for head, upper, index in zip(here, least, which, strict=True)
     ]
 
@@ -79,9 +85,9 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     if attention.heads == 1:
         return enclose_heads_around(attention, x, moves)[0]
     heads, block = enclose_heads_around(attention, x, moves), enclose_block(attention, x)
-    change, _ = _bounds(attention, x, moves)
     raised = 1 + gamma(len(heads) + 2)
-    together, apart = (block.upper + float(change.sum())) * raised, sum(head.upper for head in heads) * raised
+    change = torch.inf if _is_curved(attention) else float(_bounds(attention, x, moves)[0].sum())
+    together, apart = (block.upper + change) * raised, sum(head.upper for head in heads) * raised
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
     return Enclosure(
@@ -94,60 +100,59 @@ def _bounds(attention: AttentionMap, x: Tensor, moves: Tensor) -> tuple[Tensor, 
     unit = TokenSet.ball(1.0, attention.in_features)
     numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
     value, score = numbers.value + lost[0], numbers.score + lost[1]
-    found, first = [], 0
-    for part in paths(attention, x):
-        own = slice(first, first := first + len(part.value))
-        ball = _Ball(part, moves.double(), value[own], score[own])
-        found.append((ball.change(), ball.rows()))
-    change, rows = (torch.cat(parts) for parts in zip(*found, strict=True))
+    by_group, first = [], 0
+    for group in paths(attention, x):
+        heads = slice(first, first := first + len(group.value))
+        ball = _Ball(group, moves.double(), value[heads], score[heads])
+        by_group.append((ball.change(), ball.rows()))
+    change, rows = (torch.cat(parts) for parts in zip(*by_group, strict=True))
     return change, rows
 
 
-def _check(attention: AttentionMap) -> None:
+def _is_curved(attention: AttentionMap) -> bool:
+    """Whether queries, keys or values are not linear, logits capped, or weights no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
-    strange = [type(stage).__name__ for stage in stages if not isinstance(stage, Scale | Rotary)]
-    if attention.kind != "dot_product" or strange or attention.softcap is not None:
-        what = (
-            strange[0] if strange else "a soft-cap" if attention.softcap is not None else f"{attention.kind} attention"
-        )
-        raise DoesNotApply(f"no bound around an input is proved for {what}: certify at the input alone (radius 0).")
+    linear = all(isinstance(stage, Scale | Rotary) for stage in stages)
+    return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 
 class _Ball:
     """The ingredients of the module for a group of heads, every one raised by what rounding may have done."""
 
-    def __init__(self, part: Paths, moves: Tensor, value: Tensor, score: Tensor):
-        self.part, self.value, self.score = part, value, score
+    def __init__(self, group: Paths, moves: Tensor, value: Tensor, score: Tensor):
+        self.group, self.value, self.score = group, value, score
         self.eps = float(moves.max())
-        radii, width = part.radii, part.pull.shape[-1]
-        self.gain = torch.ones_like(radii.pull) if part.pull_map is None else part.pull_map.norm(dim=(-2, -1))
-        self.mean_key = part.weights @ part.pull
-        away, most = 2 * part.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
+        radii, width = group.radii, group.pull.shape[-1]
+        self.gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
+        self.mean_key = group.weights @ group.pull
+        away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
         self.key_radius = self.gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
-        self.keys_apart = part.pull_distances(self.mean_key) + self.key_radius[..., None]
-        self.values_apart = distances(part.mean, part.value) + radii.value.amax(-1)[:, None, None]
-        push = part.push_lengths() + push_radii(part)
+        self.keys_apart = group.pull_distances(self.mean_key) + self.key_radius[..., None]
+        self.values_apart = distances(group.mean, group.value) + radii.value.amax(-1)[:, None, None]
+        push = group.push_lengths() + push_radii(group)
         moved = moves[:, None] * self.keys_apart + moves * push + moves[:, None] * moves * score[:, None, None]
         moved = moved + radii.weights[..., None]
-        self.high, self.low = softmax_ceiling(part.scores, moved), softmax_ceiling(part.scores, -moved)
-        change = torch.maximum(self.high - part.weights, part.weights - self.low).clamp_min(0.0)
-        self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * part.weights
+        self.high, self.low = softmax_ceiling(group.scores, moved), softmax_ceiling(group.scores, -moved)
+        change = torch.maximum(self.high - group.weights, group.weights - self.low).clamp_min(0.0)
+        self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * group.weights
 
     def change(self) -> Tensor:
         """‖J − J⁰‖ on the ball, ``(g,)``."""
-        part, d, eps, value, score = self.part, self.change_of_weights, self.eps, self.value, self.score
+        group, d, eps, value, score = self.group, self.change_of_weights, self.eps, self.value, self.score
         norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
         a_moment, b_moment = self._value_moment(d), self._key_moment(d)
         a_mean, b_mean = (d * self.values_apart).sum(-1), (d * self.keys_apart).sum(-1)
         spread, lean = self._spread(), self._lean()
-        own = eps * (value[:, None] * lean + spread * score[:, None]) + (a_moment * b_moment).sqrt() + a_mean * b_mean
-        relative = torch.where(d > 0, d.square() / part.weights, 0.0)
+        diagonal = (
+            eps * (value[:, None] * lean + spread * score[:, None]) + (a_moment * b_moment).sqrt() + a_mean * b_mean
+        )
+        relative = torch.where(d > 0, d.square() / group.weights, 0.0)
         shifted = self._value_moment(relative) * (1 + relative.sum(-1).sqrt()).square()
-        cross = self._cross(part.weights * torch.exp(part.radii.weights)[..., None] * shifted[..., None]).amax(-1)
+        cross = self._cross(group.weights * torch.exp(group.radii.weights)[..., None] * shifted[..., None]).amax(-1)
         cross = cross + eps * value * self._cross(self.high).amax(-1)
         loads = (self.high * spread.square()[..., None]).sum(-2).amax(-1)
-        bound = norm * value + own.amax(-1) + cross + score * eps * loads.sqrt()
-        return nowhere_nan(bound * part.allowance)
+        bound = norm * value + diagonal.amax(-1) + cross + score * eps * loads.sqrt()
+        return nowhere_nan(bound * group.allowance)
 
     def rows(self) -> Tensor:
         """‖J‖ on the ball, ``(g,)``."""
@@ -155,7 +160,7 @@ class _Ball:
         spread, lean = self._spread(), self._lean()
         loads = self.high * spread.square()[..., None]
         cross = self._cross(loads) + self.score[:, None] * self.eps * loads.sum(-2).sqrt()
-        return nowhere_nan((norm * self.value + (spread * lean).amax(-1) + cross.amax(-1)) * self.part.allowance)
+        return nowhere_nan((norm * self.value + (spread * lean).amax(-1) + cross.amax(-1)) * self.group.allowance)
 
     def _spread(self) -> Tensor:
         """ℓ_i: the standard deviation of values in any direction, over the ball."""
@@ -170,43 +175,28 @@ class _Ball:
         return moment.sqrt() + self.score[:, None] * self.eps
 
     def _value_moment(self, weights: Tensor) -> Tensor:
-        part, mass = self.part, weights.sum(-1)
-        root = spread_norm(weights, part.value, part.mean).sqrt()
-        return (root + part.radii.value.amax(-1, keepdim=True) * mass.sqrt()).square()
+        group, mass = self.group, weights.sum(-1)
+        root = spread_norm(weights, group.value, group.mean).sqrt()
+        return (root + group.radii.value.amax(-1, keepdim=True) * mass.sqrt()).square()
 
     def _key_moment(self, weights: Tensor) -> Tensor:
-        part, mass = self.part, weights.sum(-1)
-        root = spread_norm(weights, part.pull, self.mean_key, part.pull_map).sqrt()
-        if part.pull_map is not None:  # a product of three matrices is known to within the product of their norms
-            wide = spread_norm(weights, part.pull, self.mean_key).sqrt()
-            root = root + gamma(4 * part.pull.shape[-1]) ** 0.5 * self.gain * wide
+        group, mass = self.group, weights.sum(-1)
+        root = spread_norm(weights, group.pull, self.mean_key, group.pull_map).sqrt()
+        if group.pull_map is not None:  # a product of three matrices is known to within the product of their norms
+            wide = spread_norm(weights, group.pull, self.mean_key).sqrt()
+            root = root + gamma(4 * group.pull.shape[-1]) ** 0.5 * self.gain * wide
         return (root + self.key_radius * mass.sqrt()).square()
 
     def _cross(self, loads: Tensor) -> Tensor:
         """(‖Σ_i loads_ij t_ij t_ijᵀ‖)^½ for every key j, ``(g, n)``."""
-        part, width = self.part, self.part.push.shape[-1]
-        queries = mixed_pairs(loads.mT, part.push, part.push)
-        off = (loads * push_radii(part).square()).sum(-2).sqrt()
-        if part.push_map is not None:
+        group, width = self.group, self.group.push.shape[-1]
+        queries = mixed_pairs(loads.mT, group.push, group.push)
+        off = (loads * push_radii(group).square()).sum(-2).sqrt()
+        if group.push_map is not None:
             lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
-            off = off + gamma(4 * width) ** 0.5 * part.push_map.norm(dim=(-2, -1)) * lengths
-            queries = part.push_map.mT @ queries @ part.push_map
+            off = off + gamma(4 * width) ** 0.5 * group.push_map.norm(dim=(-2, -1)) * lengths
+            queries = group.push_map.mT @ queries @ group.push_map
         return psd_norm(queries).sqrt() + off
-
-
-def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """max Σ_j p_j·number_j over low ≤ p ≤ high, Σp = 1, along the last axis: what is free goes to the largest first.
-
-    >>> n, none, most = torch.tensor([1.0, 5.0, 3.0]), torch.zeros(3), torch.tensor([1.0, 0.25, 0.5])
-    >>> float(largest_mean(n, none, most))  # ¼·5 + ½·3 + ¼·1
-    3.0
-    """
-    order = numbers.argsort(-1, descending=True)
-    sorted_numbers, floor, room = (t.gather(-1, order) for t in (numbers, low, high - low))
-    free = (1 - low.sum(-1, keepdim=True)).clamp_min(0.0)
-    before = room.cumsum(-1) - room
-    taken = torch.minimum((free - before).clamp_min(0.0), room)
-    return ((floor + taken) * sorted_numbers).sum(-1) * (1 + gamma(8 * numbers.shape[-1]))
 
 
 def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:

@@ -42,6 +42,18 @@ class Enclosure:
     method: str
 
 
+def expected_seconds(attention: AttentionMap, n: int) -> float:
+    """About how long the enclosures of all heads take on one core, to be said before they start.
+
+    A Gram matrix of N rows takes some N³ operations, at 1.6·10¹⁰ of them a second; gone through row by row, four times
+    that; the three-path bound takes no time beside it.
+    """
+    rows = n * min(attention.value_weight.shape[-2], attention.out_features)
+    if rows > DEFLATION:
+        return 0.0
+    return attention.heads * rows**3 / 1.6e10 * (1 if rows <= CHOLESKY else 4)
+
+
 def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
     """Every head x ↦ W_h f_h(x) at one input ``(n, d)``."""
     n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)
@@ -103,10 +115,10 @@ def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
 
 def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
     """Leading left singular vectors of every head in the coordinates of its triangular factor, ``(n·k, r)``."""
-    found = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
-    assert found is not None
+    left = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
+    assert left is not None
     bases = []
-    for head, vectors in enumerate(found.double()):
+    for head, vectors in enumerate(left.double()):
         output = attention.output_weight[head].double().mT
         turn = torch.linalg.qr(output).Q if output.shape[0] > output.shape[1] else torch.eye(len(output)).double()
         bases.append((vectors @ turn).flatten(1).mT)

@@ -82,30 +82,30 @@ class HeadBlocks:
         both = self.weights[i] * self.weights
         if len(self.value) == 1:
             squares = (self.value[0] @ self.value[0].mT).flatten()
-            found = both.sum(-1)[:, None] * squares
+            blocks = both.sum(-1)[:, None] * squares
         else:
-            found = both @ (self.value @ self.value.mT).flatten(1)
-        found = found.unflatten(-1, (k, k))  # (i', k, k)
-        found = found + (self.weights[i, :, None] * lean).mT @ pushed  # Σ_j P_ij e_i'j (S u)_i'jᵀ
-        found = found + pushed[i].mT @ (self.weights[..., None] * lean[i])
+            blocks = both @ (self.value @ self.value.mT).flatten(1)
+        blocks = blocks.unflatten(-1, (k, k))  # (i', k, k)
+        blocks = blocks + (self.weights[i, :, None] * lean).mT @ pushed  # Σ_j P_ij e_i'j (S u)_i'jᵀ
+        blocks = blocks + pushed[i].mT @ (self.weights[..., None] * lean[i])
         dots = (self.push * self.push[i]).sum(-1)  # (i', n or 1)
-        found = found + pushed[i].mT @ (dots[..., None] * pushed)
+        blocks = blocks + pushed[i].mT @ (dots[..., None] * pushed)
         here = self.value if len(self.value) == 1 else self.value[i]
         fixed = self.push[:, 0] if self.push.shape[1] == 1 else self.push[:, i]
         # B_i against J_i'i without its own B, for every i'
-        found = found + (self.own[i] @ here.mT.reshape(-1, k)) * self.weights[:, i, None, None]
-        found = found + (fixed @ self.own[i].mT)[:, :, None] * pushed[:, i, None, :]
+        blocks = blocks + (self.own[i] @ here.mT.reshape(-1, k)) * self.weights[:, i, None, None]
+        blocks = blocks + (fixed @ self.own[i].mT)[:, :, None] * pushed[:, i, None, :]
         theirs = self.weights[i, :, None, None] * (self.value @ self.own.mT)
         push = self.push[i].expand(n, -1)
         theirs = theirs + pushed[i][:, :, None] * (self.own @ push[..., None]).mT
-        found = found + theirs
-        found[i] = found[i] + self.own[i] @ self.own[i].mT
-        return found.transpose(0, 1).reshape(k, n * k)
+        blocks = blocks + theirs
+        blocks[i] = blocks[i] + self.own[i] @ self.own[i].mT
+        return blocks.transpose(0, 1).reshape(k, n * k)
 
     def gram(self) -> Tensor:
         """JJᵀ, ``(n·k, n·k)``, symmetric."""
-        found = torch.cat([self.gram_rows(i) for i in range(len(self.weights))])
-        return (found + found.mT) / 2
+        product = torch.cat([self.gram_rows(i) for i in range(len(self.weights))])
+        return (product + product.mT) / 2
 
     @cached_property
     def _leans(self) -> Tensor:
@@ -117,30 +117,30 @@ class HeadBlocks:
 
 def head_blocks(attention: AttentionMap, x: Tensor, whole: bool = False) -> list[HeadBlocks]:
     """The blocks of every head at one input ``(n, d)``; behind W itself where the whole output is wanted."""
-    found: list[HeadBlocks] = []
+    blocks: list[HeadBlocks] = []
     with torch.no_grad():
-        for part in paths(attention, x, folded=False, reduced=False):
-            for one in range(len(part.value)):
-                output = attention.output_weight[len(found)].double().mT
-                found.append(_behind(part, one, output, whole))
-    return found
+        for group in paths(attention, x, folded=False, reduced=False):
+            for one in range(len(group.value)):
+                output = attention.output_weight[len(blocks)].double().mT
+                blocks.append(_behind(group, one, output, whole))
+    return blocks
 
 
-def _behind(part: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
+def _behind(group: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
     """The blocks of one map of a group, behind its output matrix ``(d_out, k)``."""
-    weights, slopes, value_map = part.weights[one], part.slopes[one], part.value_map[one]
-    apart = part.value[one] - part.mean[one][:, None]
-    if part.push_map is None:
-        push = part.push[one][:, None]
+    weights, slopes, value_map = group.weights[one], group.slopes[one], group.value_map[one]
+    apart = group.value[one] - group.mean[one][:, None]
+    if group.push_map is None:
+        push = group.push[one][:, None]
     else:
-        push = torch.einsum("ik,jkd->ijd", part.push[one], part.push_map[one])
-    own = (slopes[..., None] * apart).mT @ part.pull[one]
-    if part.pull_map is not None:
-        own = own @ part.pull_map[one]
+        push = torch.einsum("ik,jkd->ijd", group.push[one], group.push_map[one])
+    diagonal = (slopes[..., None] * apart).mT @ group.pull[one]
+    if group.pull_map is not None:
+        diagonal = diagonal @ group.pull_map[one]
     tall = output.shape[0] > output.shape[1] and not whole
     factor = torch.linalg.qr(output, mode="r").R if tall else output
-    off = _off(part, one, apart, push, value_map)
-    size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), part, one)
+    off = _off(group, one, apart, push, value_map)
+    size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), group, one)
     width = factor.norm().item()
     lost = gamma(8 * output.numel()) if tall else 0.0
     return HeadBlocks(
@@ -149,31 +149,33 @@ def _behind(part: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
         factor @ value_map,
         apart @ factor.mT,
         push,
-        factor @ own,
+        factor @ diagonal,
         width * (off + (lost + gamma(4 * sum(value_map.shape[-2:]))) * size),
         width * size,
     )
 
 
-def _off(part: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
+def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
     """≥ ‖J − Ĵ‖ before the output matrix; see the module."""
-    radii = part.radii
-    cloud = about_means(part, part.value, radii.value)
+    radii = group.radii
+    cloud = about_means(group, group.value, radii.value)
     grown_p, grown_s = (torch.expm1(r[one])[:, None] for r in (radii.weights, radii.slopes))
     sizes, lean = value_map.norm(dim=(-2, -1)), radii.value_map[one]
-    value = part.weights[one] * (grown_p * sizes + (1 + grown_p) * lean)
+    value = group.weights[one] * (grown_p * sizes + (1 + grown_p) * lean)
     moved = radii.value[one][None] + cloud.off[one][:, None]
-    u, t, t_off = apart.norm(dim=-1), push.norm(dim=-1), push_radii(part)[one]
-    cross = part.slopes[one] * (grown_s * u * t + (1 + grown_s) * (moved * t + (u + moved) * t_off))
-    slack, _ = product_slack(part, cloud, keys(part))
-    extra = gamma(4 * sum(part.value.shape[1:]) + 64) * _size(
-        part.weights[one], part.slopes[one], sizes, u, t, part, one
+    u, t, t_off = apart.norm(dim=-1), push.norm(dim=-1), push_radii(group)[one]
+    cross = group.slopes[one] * (grown_s * u * t + (1 + grown_s) * (moved * t + (u + moved) * t_off))
+    slack, _ = product_slack(group, cloud, keys(group))
+    extra = gamma(4 * sum(group.value.shape[1:]) + 64) * _size(
+        group.weights[one], group.slopes[one], sizes, u, t, group, one
     )
     return float(value.norm() + cross.norm() + slack[one].amax()) + extra
 
 
-def _size(weights: Tensor, slopes: Tensor, values: Tensor, apart: Tensor, push: Tensor, part: Paths, one: int) -> float:
+def _size(
+    weights: Tensor, slopes: Tensor, values: Tensor, apart: Tensor, push: Tensor, group: Paths, one: int
+) -> float:
     """≥ the Frobenius norm of Ĵ with absolute values inside, before the output matrix."""
-    gain = 1.0 if part.pull_map is None else part.pull_map[one].norm(dim=(-2, -1))
-    own = (slopes * apart * part.pull[one].norm(dim=-1)).sum(-1) * gain
-    return float((weights * values).norm() + (slopes * apart * push).norm() + own.norm()) * (1 + gamma(64))
+    gain = 1.0 if group.pull_map is None else group.pull_map[one].norm(dim=(-2, -1))
+    diagonal = (slopes * apart * group.pull[one].norm(dim=-1)).sum(-1) * gain
+    return float((weights * values).norm() + (slopes * apart * push).norm() + diagonal.norm()) * (1 + gamma(64))

@@ -135,9 +135,9 @@ class PatchTransformer(nn.Module):
         )
 
     def _map(self, name: str) -> Affine:
-        found = getattr(self, name)
-        assert isinstance(found, Affine)
-        return found
+        affine = getattr(self, name)
+        assert isinstance(affine, Affine)
+        return affine
 
     @property
     def side(self) -> int:
@@ -189,28 +189,28 @@ class _Fold:
 
     def __init__(self, net: PatchTransformer, read: object):
         assert callable(read)
-        part = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in _MAPS}
-        (patch, patch_offset), (norm, norm_offset) = part["patch"], part["first_norm"]
+        maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in _MAPS}
+        (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
         centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
         inner = patch @ centre + patch_offset
         tokens = torch.cat([read(net.cls_token)[None], inner.expand(net.grid**2, -1)]) + read(net.positions)
         normed = tokens @ norm.mT + norm_offset  # what the layer sees of an image of zeros
         token_map = norm @ patch / net.deviation
         heads = (net.heads, -1)
-        (wq, bq), (wk, bk), (wv, bv) = (part[name] for name in _UNBIASED)
+        (wq, bq), (wk, bk), (wv, bv) = (maps[name] for name in _UNBIASED)
         query = (normed[0] @ wq.mT + bq).unflatten(0, heads)
         query = query * query.shape[-1] ** -0.5
         at_query = torch.einsum("hk,hkd->hd", query, wk.unflatten(0, heads))
         self.keys = at_query @ token_map
         self.key_offsets = at_query @ normed.mT + (query * bk.unflatten(0, heads)).sum(-1, keepdim=True)
-        wo, bo = part["output"]
+        wo, bo = maps["output"]
         mixed = torch.einsum("ohv,hvd->hod", wo.unflatten(1, heads), wv.unflatten(0, heads))
         shift = torch.einsum("ohv,hv->ho", wo.unflatten(1, heads), bv.unflatten(0, heads))
         self.values = mixed @ token_map
         self.value_offsets = normed @ mixed.mT + shift[:, None]
         self.constant = bo + tokens[0]
-        (g2, s2), (up, up_offset), (down, down_offset) = part["second_norm"], part["up"], part["down"]
-        (g3, s3), (classes, class_offset) = part["last_norm"], part["classes"]
+        (g2, s2), (up, up_offset), (down, down_offset) = maps["second_norm"], maps["up"], maps["down"]
+        (g3, s3), (classes, class_offset) = maps["last_norm"], maps["classes"]
         self.hidden, self.hidden_offset = up @ g2, up @ s2 + up_offset
         self.direct = classes @ g3
         self.direct_offset = self.direct @ down_offset + classes @ s3 + class_offset

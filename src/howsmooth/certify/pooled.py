@@ -126,8 +126,8 @@ class Expansion:
     @cached_property
     def _covariance_norm(self) -> Tensor:
         """‖D‖ of every head."""
-        found = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
-        return found + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
+        largest = torch.linalg.eigvalsh(self.covariance)[:, -1].clamp_min(0.0)
+        return largest + len(self.covariance[0]) ** 2 * 2**-50  # LAPACK's backward error; the entries are at most ¼
 
     def functionals(self, directions: Tensor) -> Functionals:
         """The functionals a·o for every row a of ``(g, m)``."""
@@ -181,8 +181,8 @@ class Functionals:
         form = torch.cat([torch.cat([keys, mixed], -1), torch.cat([mixed, torch.zeros_like(mixed)], -1)], -2)
         # The computed eigenvalues are those of a form that differs by less than this (LAPACK's backward error).
         margin = form.shape[-1] ** 2 * 2**-50 * torch.linalg.matrix_norm(form)
-        found = torch.linalg.eigvalsh(form)
-        least, most = (found[..., 0] - margin).clamp_max(0.0), (found[..., -1] + margin).clamp_min(0.0)
+        eigenvalues = torch.linalg.eigvalsh(form)
+        least, most = (eigenvalues[..., 0] - margin).clamp_max(0.0), (eigenvalues[..., -1] + margin).clamp_min(0.0)
         return least.sum(-1), most.sum(-1)
 
     def bend(self, moves: Tensor) -> Tensor:

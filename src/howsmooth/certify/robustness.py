@@ -194,9 +194,9 @@ class Neighbourhood:
             return 0.0, others[0]
         best, limiting = min(2 * reach[others[0]], _FARTHEST * (1 + float(self.tokens.norm()))), others[0]
         for other in others:
-            found = self._largest(other, best, float(margins[other]))
-            if found < best:
-                best, limiting = found, other
+            radius = self._largest(other, best, float(margins[other]))
+            if radius < best:
+                best, limiting = radius, other
         return best, limiting
 
     def _largest(self, other: int, most: float, margin: float) -> float:

@@ -34,8 +34,8 @@ def ball_minimum(gradient: Tensor, bend: Tensor, floor: Tensor, radius: float) -
     square = v.square().sum(-1)
     usable = stiffness > 1e-12 * square.sqrt()
     lift = torch.where(usable, square / stiffness.where(usable, torch.ones_like(stiffness)), 0.0)
-    part = torch.where(usable, stiffness.square() / square.clamp_min(1e-300), 0.0).clamp_max(1.0)
-    along, across = part * size.square(), (1 - part) * size.square()
+    share = torch.where(usable, stiffness.square() / square.clamp_min(1e-300), 0.0).clamp_max(1.0)
+    along, across = share * size.square(), (1 - share) * size.square()
     shift = _best_shift(torch.stack([across, along], -1), torch.stack([torch.zeros_like(lift), lift], -1), radius)
     dual = across / shift + along / (shift + lift)
     return -0.5 * dual - 0.5 * (shift - floor) * radius**2

@@ -1,0 +1,177 @@
+"""Random networks of several layers under attack: their certificates, their remainders, what is inside their radii."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import howsmooth as hs
+from howsmooth.certify import CentredNorm, Residual, SequenceClassifier
+from howsmooth.certify.deep import Linearised
+from howsmooth.certify.parts import (
+    AttentionPart,
+    BendPart,
+    DividePart,
+    LinearPart,
+    Part,
+    PoolPart,
+    ResidualPart,
+    read_network,
+)
+from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
+
+NORMS = {"mean only": CentredNorm, "standard": nn.LayerNorm, "rms": nn.RMSNorm}
+ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+MASKS = ("none", "causal", "window", "boolean")
+CLASSES = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random network, an input, its class, and what it is made of."""
+
+    network: SequenceClassifier
+    x: Tensor
+    label: int
+    norm: str
+    activation: str
+    mask: str
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A proved radius; the least margin met inside; the nearest change of class; by how much bounds were passed."""
+
+    radius: float
+    inside: float
+    nearest: float
+    excess: float
+
+
+def cases(count: int) -> Iterator[Case]:
+    """The first random networks."""
+    return (draw_network(seed) for seed in range(count))
+
+
+def draw_network(seed: int) -> Case:
+    """One to three pre-norm layers of any norm, activation, mask, grouping and pool, and an input, in float64."""
+    torch.manual_seed(seed)
+
+    def pick(*choices: object) -> object:
+        return choices[int(torch.randint(len(choices), ()))]
+
+    n, d, depth = int(torch.randint(2, 6, ())), 4, int(torch.randint(1, 4, ()))
+    norm, activation, mask = str(pick(*NORMS)), str(pick(*ACTIVATIONS)), str(pick(*MASKS))
+    masks = {
+        "none": None,
+        "causal": "causal",
+        "window": hs.SlidingWindow(2),
+        "boolean": (torch.rand(n, n) > 0.4) | torch.eye(n, dtype=torch.bool),
+    }
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        weights = [torch.randn(d, d) for _ in range(4)]
+        kv = int(pick(1, 2))  # type: ignore[call-overload]
+        rotary = hs.Rotary.standard(2) if bool(pick(False, True)) else None
+        weights[1], weights[2] = weights[1][: 2 * kv], weights[2][: 2 * kv]
+        attention = hs.SelfAttention(*weights, heads=2, kv_heads=kv, mask=masks[mask], rotary=rotary)  # type: ignore[arg-type]
+        mlp = nn.Linear(d, 6), ACTIVATIONS[activation](), nn.Linear(6, d)
+        layers += [Residual(NORMS[norm](d), attention), Residual(NORMS[norm](d), *mlp)]
+    head = nn.Sequential(NORMS[norm](d), nn.Linear(d, CLASSES))
+    net = SequenceClassifier(layers, head, positions=torch.randn(n, d), pool=str(pick("mean", "first")))
+    net = net.double().requires_grad_(False)
+    x = 2 * torch.randn(n, d, dtype=torch.float64)
+    return Case(net, x, int(net(x).argmax()), norm, activation, mask)
+
+
+def attacked(case: Case, starts: int = 2, steps: int = 20) -> Attacked:
+    """Attacks on the class inside and outside the radius of one token, and on the bounds of all margins inside."""
+    token = case.label % len(case.x)
+    lines = Linearised(read_network(case.network, len(case.x)), case.network.placed(case.x), [token])
+    radius = lines.radius(case.label)[0]
+    bounds = lines.margins(case.label, torch.full((1,), radius, dtype=torch.float64))
+
+    def moved(delta: Tensor) -> Tensor:
+        place = nn.functional.one_hot(torch.tensor(token), len(case.x)).double()
+        return case.network(case.x + place[:, None] * delta[:, None])
+
+    zero, label = torch.zeros(1, case.x.shape[1], dtype=torch.float64), torch.tensor([case.label])
+    inside = projected_attack(moved, zero, label, radius, steps=steps, starts=starts)
+    logits = moved(inside.point)[0]
+    excess = bounds - (logits[case.label] - logits)
+    nearest = minimal_norm_attack(moved, zero, label, steps=4 * steps).distance
+    return Attacked(radius, float(inside.margin), float(nearest), float(excess.max()))
+
+
+def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
+    """By how much true remainders pass their bounds at random moves on a sphere of one token; at most 0 when sound."""
+    token, radius = case.label % len(case.x), share * 0.2
+    parts, start = read_network(case.network, len(case.x)), case.network.placed(case.x)
+    lines = Linearised(parts, start, [token])
+    reach, worst = torch.tensor([1.0, radius], dtype=torch.float64), -torch.inf
+    ends = []
+    for left in lines.remainders:
+        ends.append((*left.numbers(reach), left.lengths(reach)))
+        reach = torch.cat([reach, ends[-1][2]])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(draws):
+        move = torch.randn(case.x.shape[1], generator=generator, dtype=torch.float64)
+        there = start.clone()
+        there[token] += radius * move / move.norm()
+        for true, (lower, upper, lengths) in zip(true_remainders(parts, start, there), ends, strict=True):
+            groups = true.unflatten(-1, (upper.shape[-1], -1))
+            numbers = groups[..., 0] if groups.shape[-1] == 1 else groups.norm(dim=-1)
+            worst = max(worst, float((numbers - upper).max()), float((true.norm(dim=-1) - lengths).max()))
+            if groups.shape[-1] == 1:
+                worst = max(worst, float((lower - numbers).max()))
+    return worst
+
+
+def true_remainders(parts: tuple[Part, ...], start: Tensor, there: Tensor) -> list[Tensor]:
+    """What Taylor's formula at ``start`` leaves of every part that is not linear, when the network is at ``there``."""
+    found: list[Tensor] = []
+
+    def through(parts: tuple[Part, ...], here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        for part in parts:
+            match part:
+                case ResidualPart(branch):
+                    left, right = through(branch, here, there)
+                    here, there = here + left, there + right
+                case LinearPart(weight, bias):
+                    shift = 0.0 if bias is None else bias
+                    here, there = here @ weight.mT + shift, there @ weight.mT + shift
+                case PoolPart(pool):
+                    here, there = (t.mean(0)[None] if pool == "mean" else t[:1] for t in (here, there))
+                case _:
+                    f = _function(part)
+                    value, slope = torch.func.jvp(f, (here,), (there - here,))
+                    found.append(f(there) - value - slope)
+                    here, there = _after(part, here), _after(part, there)
+        return here, there
+
+    through(parts, start, there)
+    return found
+
+
+def _function(part: Part):  # type: ignore[no-untyped-def]
+    """The map whose remainder a source holds: heads before they are put together."""
+    match part:
+        case DividePart(eps):
+            return lambda z: z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
+        case BendPart(activation):
+            return {"relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}[activation]
+        case AttentionPart(attention):
+
+            def heads(x: Tensor) -> Tensor:
+                query, key, value = attention._heads(x[None])
+                return (attention._weights(query, key) @ value)[0].transpose(0, 1).flatten(1)
+
+            return heads
+    raise AssertionError(part)
+
+
+def _after(part: Part, x: Tensor) -> Tensor:
+    return part.map(x) if isinstance(part, AttentionPart) else _function(part)(x)
