@@ -1,43 +1,47 @@
 """Rounded keys and values of real models: proved, predicted and measured, and what a budget of bits is best spent on.
 
-Every function takes a model and windows, so that tests run the same code on a tiny one.
+Every function takes a model and windows, so that tests run the same code on a tiny one. What is found of a window is
+kept as soon as it is known in the file that ``HOWSMOOTH_KEPT`` names, from where a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from evidence.rounded_caches_sinks import PICTURES, sink_damage, sink_picture, sink_table
+from evidence.rounded_caches_spending import SPENT, Spending, run_choices, spending_table
+from evidence.rounded_caches_windows import Step, in_windows, kept_file, window_run
 from evidence.stories import stories15m
 from evidence.tables import table
 from howsmooth.models import OpenModel, Window, open_model
+from howsmooth.models.socket import answering
 from howsmooth.rounding import Format, parse_format, parse_formats
-from howsmooth.rounding.allocation import allocate, by_sensitivity, first_and_last, uniform
 from howsmooth.rounding.answers import answers
 from howsmooth.rounding.caches import PARTS
-from howsmooth.rounding.noise import rounding_noise
-from howsmooth.rounding.quantising import Check, checked
+from howsmooth.rounding.noise import Noise, rounding_noise
 from howsmooth.rounding.rivals import RIVALS, rivals
-from howsmooth.rounding.running import Reader
+from howsmooth.rounding.running import Choices, Layers, Reader, rounding, run_whole
 from howsmooth.rounding.scores import Scores, joined, sampled_scores
+from howsmooth.rounding.store import Tensors, each_window
 
 TITLE = "Rounded keys and values"
 FORMATS = (
     "int8,int6,int4,int3,int2,int8[asymmetric],int4[asymmetric],int3[asymmetric],int4[per=channel],int4[group=16],"
     "int4[per=channel,group=32],int4[first=4],int4[rotary=before],fp8_e4m3,fp8_e5m2,nvfp4,mxfp4,bf16,fp16"
 )
-SPENT = "int8,int6,int4,int3,int2"
-BUDGETS = ("int3", "int4", "int6")
-"""Budgets are what these formats take everywhere, so that uniform spends all of it."""
 RANKED = "int3"
-Step = Callable[[str], None]
+ABOUT = """Heads by themselves in all windows; what takes passes through the model in at most eight of them.
+`predicted KL` of a choice is the sum over caches; intervals are over windows (1.96 standard errors)."""
+PASSES = 8
+"""Windows for what takes passes through the model: heads by themselves are looked at in all of them."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,16 @@ class Ratios:
 
 def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[Format], tell: Step) -> list[Ratios]:
     """Proved ÷ actual (median and least) and first order ÷ actual (median, and the median of |ratio − 1|)."""
-    proved: list[Tensor] = []
-    first: list[Tensor] = []
-    wrong = torch.zeros(len(PARTS), len(formats))
-    for place, window in enumerate(windows):
-        tell(f"{opened.name}: heads in window {place + 1} of {len(windows)}")
-        for site in Reader.of(opened.model, opened.inputs(window)).sites:
-            found = answers(site, formats)
-            wrong += (found.proved < found.actual).sum(-1)
-            actual = found.actual.clamp_min(1e-300)
-            proved.append(found.proved / actual)
-            first.append(found.predicted / actual)
-    bound, order = torch.cat(proved, -1), torch.cat(first, -1)
+    names = ("actual", "predicted", "proved")
+
+    def of(reader: Reader, window: Window) -> Tensors:
+        found = [answers(site, formats) for site in reader.sites]
+        return {name: torch.cat([getattr(one, name) for one in found], -1) for name in names}
+
+    found = in_windows(opened, windows, "heads", [form.name for form in formats], of, tell)
+    actual, first, proved = (torch.cat([one[name] for one in found], -1) for name in names)
+    wrong = (proved < actual).sum(-1)
+    bound, order = (some / actual.clamp_min(1e-300) for some in (proved, first))
     return [
         Ratios(
             form.name,
@@ -98,29 +100,61 @@ def predicted(
     opened: OpenModel, windows: Sequence[Window], formats: Sequence[Format], samples: int, tell: Step
 ) -> Scores:
     """Sampled scores of all windows."""
-    found = []
-    for place, window in enumerate(windows):
-        tell(f"{opened.name}: scores in window {place + 1} of {len(windows)}")
-        reader = Reader.of(opened.model, opened.inputs(window))
-        found.append(sampled_scores(reader, formats, samples, seed=place))
-    return joined(found)
+
+    def of(reader: Reader, window: Window) -> Tensors:
+        scores = sampled_scores(reader, formats, samples, seed=window.start)
+        return {"products": scores.products, "sizes": torch.tensor([scores.tokens, scores.group])}
+
+    found = in_windows(opened, windows, "scores", [samples, *(form.name for form in formats)], of, tell)
+    return joined([Scores(one["products"], *one["sizes"].tolist()) for one in found])
 
 
 def direct(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
     """KL of rounding one layer's (or head's) keys or values at a time, a pass for each: ``(layers, 2, heads or 1)``."""
-    total: Tensor | float = 0.0
-    for place, window in enumerate(windows):
-        tell(f"{opened.name}: direct KL in window {place + 1} of {len(windows)}")
-        reader = Reader.of(opened.model, opened.inputs(window))
-        exact, heads = reader.outcome(), reader.sites[0].attention.kv_heads
+    return direct_by_window(opened, windows, form, by_head, tell).mean(0)
+
+
+def direct_by_window(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
+    """The same for every window, windows first."""
+
+    def of(reader: Reader, window: Window) -> Tensors:
+        heads, whole = reader.sites[0].attention.kv_heads, Suffixes(reader)
         alone = [[form if h == head else None for h in range(heads)] for head in range(heads)] if by_head else [form]
         rows = [
-            [[reader.damage(exact, reader.outcome({(layer, part): one})) for one in alone] for part in PARTS]
+            [[reader.damage(whole.exact, whole.outcome(layer, part, one)) for one in alone] for part in PARTS]
             for layer in range(len(reader.sites))
         ]
-        total = total + torch.tensor(rows, dtype=torch.float64)
-    assert isinstance(total, Tensor)
-    return total / len(windows)
+        return {"direct": torch.tensor(rows, dtype=torch.float64)}
+
+    found = in_windows(opened, windows, "direct KL", [form.name, by_head], of, tell)
+    return torch.stack([one["direct"] for one in found])
+
+
+class Suffixes:
+    """What a Llama says with one layer rounded: the layers before it are not run again, as they say what they said."""
+
+    def __init__(self, reader: Reader):
+        self.reader, self.blocks, self.outputs = reader, list(reader.model.model.layers), list[Any]()
+        hooks = [block.register_forward_hook(lambda *call: self.outputs.append(call[2])) for block in self.blocks]
+        try:
+            self.exact = reader.outcome()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def outcome(self, layer: int, part: str, choices: Choices) -> Tensor:
+        """As `Reader.outcome` has it."""
+        layers = Layers(len(self.blocks), layer)
+        try:
+            for block, output in zip(self.blocks[:layer], self.outputs, strict=False):
+                block.forward = lambda *args, said=output, **options: said
+            with answering(self.reader.model, rounding(self.reader.rotaries, {(layer, part): choices}, layers)):
+                outcome = self.reader.read(run_whole(self.reader))
+        finally:
+            for block in self.blocks[:layer]:
+                del block.forward
+        layers.check_all(self.reader.model)
+        return outcome
 
 
 def correlations(guess: Tensor, truth: Tensor) -> list[str]:
@@ -129,92 +163,51 @@ def correlations(guess: Tensor, truth: Tensor) -> list[str]:
     return [f"{spearmanr(a.flatten().numpy(), b.flatten().numpy()).statistic:.2f}" for a, b in pairs]
 
 
-def ranking(
-    opened: OpenModel, scores: Scores, truth: Tensor, windows: Sequence[Window], form: Format, place: int
-) -> str:
-    """The predicted damage and its rivals against the direct one, layer by layer."""
-    guess = scores.by_layer[:, :, place]
+def mean_rivals(opened: OpenModel, windows: Sequence[Window], form: Format, tell: Step) -> dict[str, Tensor]:
+    """Every rival, mean over windows, name → ``(layers, 2)``."""
+
+    def of(reader: Reader, window: Window) -> Tensors:
+        return rivals(reader.sites, form)
+
+    found = in_windows(opened, windows, "rivals", form.name, of, tell)
+    return {name: torch.stack([one[name] for one in found]).mean(0) for name in RIVALS}
+
+
+def ranking(guess: Tensor, truth: Tensor, others: dict[str, Tensor]) -> str:
+    """The predicted damage and its rivals against the direct one, layer by layer, ``(layers, 2)`` each."""
     rows = [["predicted KL", *correlations(guess, truth), f"{float((guess / truth).median()):.2f}"]]
-    found = [rivals(Reader.of(opened.model, opened.inputs(window)).sites, form) for window in windows]
-    for name in RIVALS:
-        mean = torch.stack([one[name] for one in found]).mean(0)
-        rows.append([name, *correlations(mean, truth), "–"])
+    rows += [[name, *correlations(others[name], truth), "–"] for name in RIVALS]
     return table(["ranked by", "keys", "values", "together", "median predicted ÷ direct"], rows)
 
 
-def spending(
-    opened: OpenModel, scores: Scores, windows: Sequence[Window], learnt: Sequence[Window], length: int, tell: Step
-) -> str:
-    """Allocations of equal bits on held-out windows."""
-    formats = parse_formats(SPENT)
-    reader = Reader.of(opened.model, opened.inputs(learnt[0]))
-    attention = reader.sites[0].attention
-    bits = [form.bits_per_number(attention.key_weight.shape[1], length, attention.kv_heads) for form in formats]
-    found, others, rows = scores.by_cache, rivals(reader.sites, parse_format("int4")), []
-    for budget in (bits[[form.name for form in formats].index(name)] for name in BUDGETS):
-        choices = {
-            "allocation, per head": allocate(found, formats, bits, budget, "head"),
-            "allocation": allocate(found, formats, bits, budget, "part"),
-            "uniform": uniform(found, formats, bits, budget),
-            "first and last N": first_and_last(found, formats, bits, budget),
-            **{name: by_sensitivity(others[name], found, formats, bits, budget) for name in RIVALS if name != "ends"},
-        }
-        tell(f"{opened.name}: {budget:.4g} bits")
-        checks = checked(opened, windows, {"exact": None, **choices})
-        ours = next(check for check in checks if check.name == "allocation")
-        rows += [_spent(budget, check, ours) for check in checks if check.allocation is not None]
-    head = [
-        "budget",
-        "choice",
-        "bits",
-        "predicted KL",
-        "KL",
-        "± 95 %",
-        "KL less that of the allocation, ± 95 %",
-        "perplexity",
-    ]
-    return table(head, rows)
+def ranking_by_size(scores: Scores, truth: Tensor, place: int) -> str:
+    """How many windows and samples the ranking takes; ``truth`` is ``(windows, layers, 2)``, ``place`` of the format.
 
-
-def _spent(budget: float, check: Check, ours: Check) -> list[str]:
-    assert check.allocation is not None
-    apart = torch.tensor(check.damage).double() - torch.tensor(ours.damage).double()
-    wide = 1.96 * float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-    return [
-        f"{budget:.4g}",
-        check.name,
-        f"{check.allocation.bits:.3f}",
-        f"{check.allocation.damage:.4g}",
-        f"{check.mean:.4g}",
-        f"{1.96 * check.error:.2g}",
-        f"{float(apart.mean()):+.2g} ± {wide:.2g}",
-        f"{check.perplexity:.4g}" if check.perplexity is not None else "–",
-    ]
-
-
-def sinks(opened: OpenModel, windows: Sequence[Window], tell: Step) -> str:
-    """KL with everything in int4 and int3, and with the first tokens kept exact."""
+    The direct KL is that of the same windows. Means over all disjoint sets of so many windows.
+    """
+    windows, layers = len(truth), truth.shape[1]
+    products = scores.products.sum(-1)[:, :, :, place].unflatten(0, (windows, -1))
     rows = []
-    for base in ("int4", "int3"):
-        damage: dict[int, list[list[float]]] = {}
-        for window in windows:
-            tell(f"{opened.name}: first tokens, {base}")
-            reader = Reader.of(opened.model, opened.inputs(window))
-            exact, layers = reader.outcome(), range(len(reader.sites))
-            for first in (0, 1, 4):
-                form = parse_format(f"{base}[first={first}]")
-                kinds = [("key",), ("value",), PARTS]
-                runs = [{(layer, part): form for layer in layers for part in parts} for parts in kinds]
-                damage.setdefault(first, []).append([reader.damage(exact, reader.outcome(one)) for one in runs])
-        for first, values in damage.items():
-            mean = torch.tensor(values).mean(0).tolist()
-            rows.append([base, first, *(f"{value:.4g}" for value in mean)])
-    return table(["format", "first tokens exact", "KL, keys", "KL, values", "KL, both"], rows)
+    for count in (size for size in (1, 2, 4, 8, 16) if windows % size == 0):
+        for samples in sorted({max(products.shape[1] // 3, 2), products.shape[1]}):
+            found = []
+            for some, exact in zip(products.split(count), truth.split(count), strict=True):
+                guess = scores.damage(some[:, :samples].flatten(0, 1))[0]
+                found.append([float(one) for one in correlations(guess, exact.mean(0))])
+            least = torch.tensor(found).amin(0).tolist()
+            mean = torch.tensor(found).mean(0).tolist()
+            rows.append([count, samples, *(f"{a:.2f} ({b:.2f})" for a, b in zip(mean, least, strict=True))])
+    return table(["windows", "samples each", f"keys, {layers} layers: mean (least)", "values", "together"], rows)
 
 
 def noise_table(opened: OpenModel, window: Window, dtype: str) -> tuple[str, list[str]]:
     """The noise of low precision layer by layer, and Spearman with the ratio."""
-    found = rounding_noise(opened, window, dtype)
+
+    def find(_: int) -> Tensors:
+        return vars(rounding_noise(opened, window, dtype))
+
+    [numbers] = each_window(kept_file(), window_run(opened, window, "noise", dtype), 1, find)
+    found = Noise(**numbers)
     rows = [
         [
             row["layer"],
@@ -236,38 +229,59 @@ def noise_table(opened: OpenModel, window: Window, dtype: str) -> tuple[str, lis
 
 
 def study(
-    opened: OpenModel, learn: str, held: str, length: int, windows: int, samples: int, by_head: bool, tell: Step
+    opened: OpenModel,
+    learn: str,
+    held: str,
+    length: int,
+    windows: int,
+    samples: int,
+    by_head: bool,
+    tell: Step,
+    rival_windows: int = 1,
+    picture: Path | None = None,
 ) -> list[str]:
-    """All tables of one model."""
-    learnt = opened.windows(learn, length, windows, 0)
-    kept = opened.windows(held, length, windows, 0)
+    """All tables of one model: heads in all windows, what takes passes through the model in `PASSES` of them.
+
+    ``picture``: where that of the first tokens goes; None draws none.
+    """
+    every, apart = opened.windows(learn, length, windows, 0), max(1, windows // PASSES)
+    learnt, kept = every[::apart], opened.windows(held, length, windows, 0)[::apart]
     width = opened.model.config.hidden_size // opened.model.config.num_attention_heads
     fitting = [one for one in parse_formats(FORMATS) if one.per != "token" or width % (one.group or width) == 0]
-    ratios = head_ratios(opened, learnt, fitting, tell)
-    spent = parse_formats(SPENT)
+    ratios = head_ratios(opened, every, fitting, tell)
+    spent, form = parse_formats(SPENT), parse_format(RANKED)
     scores = predicted(opened, learnt, spent, samples, tell)
-    form = parse_format(RANKED)
-    truth = direct(opened, learnt, form, False, tell).sum(-1)
-    ranks = ranking(opened, scores, truth, learnt[:2], form, spent.index(form))
-    heads = f"{opened.name}, {windows} windows of {length} tokens of WikiText-2, {samples} samples each"
+    truth = direct_by_window(opened, learnt, form, False, tell).sum(-1)
+    spending, some = Spending.of(opened, scores, length), kept[::2]
+    run = run_choices(opened, kept, spending.choices(), "choices", tell)
+    first = sink_damage(opened, some, tell)
+    others = mean_rivals(opened, learnt[:rival_windows], form, tell)
+    run += run_choices(opened, kept, spending.rival_choices(others), "choices of rivals", tell)
+    place = spent.index(form)
     parts = [
-        f"## {heads} ({opened.precision})",
+        f"## {opened.name}, {windows} windows of {length} tokens of WikiText-2 ({opened.precision})",
         "Change of each head's output, keys or values rounded: proved ÷ actual and first order ÷ actual.",
         ratio_table(ratios),
-        f"Spearman's correlation with the KL of rounding one layer to {RANKED} at a time, on the same windows.",
-        ranks,
+        f"Spearman's correlation with the KL of rounding one layer to {RANKED} at a time, in {len(learnt)} of the "
+        f"windows with {samples} samples each (rivals: in {rival_windows} of them).",
+        ranking(scores.by_layer[:, :, place], truth.mean(0), others),
+        "The same for fewer windows and samples: means over disjoint sets of windows, the least in brackets.",
+        ranking_by_size(scores, truth, place),
     ]
     if by_head:
-        alone = direct(opened, learnt, form, True, tell)
-        guess = scores.by_cache[:, :, spent.index(form)]
+        few = min(len(learnt), 4)
+        alone = direct(opened, learnt[:few], form, True, tell)
+        own = Scores(scores.products[: few * samples], scores.tokens, scores.group)
+        guess = own.by_cache[:, :, place]
         parts.append(
-            f"One head at a time ({alone.numel()} caches): Spearman {', '.join(correlations(guess, alone))} for keys, "
+            f"One head at a time ({alone.numel()} caches, {few} windows): Spearman "
+            f"{', '.join(correlations(guess, alone))} for keys, "
             f"values and together; median predicted ÷ direct {float((guess / alone).median()):.2f}."
         )
-    parts.append("Equal bits, chosen on the windows above and run on as many windows of the test text.")
-    parts.append(spending(opened, scores, kept, learnt, length, tell))
-    parts += ["What the first tokens carry, everything rounded.", sinks(opened, kept, tell)]
-    return parts
+    parts.append(f"Equal bits, chosen on these windows and run on {len(kept)} of the test text.")
+    parts.append(spending_table(run))
+    parts += [f"What the first tokens carry, everything rounded, {len(some)} windows.", sink_table(first)]
+    return parts if picture is None else [*parts, sink_picture(first, opened, picture)]
 
 
 def texts() -> tuple[str, str]:
@@ -281,10 +295,9 @@ def parts(tell: Step) -> list[str]:
     sample = bool(os.environ.get("HOWSMOOTH_SAMPLE"))
     length, windows, samples = (64, 2, 16) if sample else (256, 16, 24)
     learn, held = texts()
-    sizes = (128, 8, 16) if sample else (256, 16, 24)
-    found = study(stories15m(), learn[:400_000], held[:400_000], *sizes, True, tell)
     smollm2 = open_model("smollm2", head=True)
-    found += study(smollm2, learn, held, length, windows, samples, False, tell)
+    picture = PICTURES / "sink-tokens.png"
+    found = [ABOUT, *study(smollm2, learn, held, length, windows, samples, False, tell, picture=picture)]
     tell("smollm2: noise")
     whole = open_model("smollm2")
     noise, said = noise_table(whole, whole.windows(learn, 64, 1, 0)[0], "bf16")
@@ -294,4 +307,6 @@ def parts(tell: Step) -> list[str]:
         f"token); median ratio for the median token {said[2]}. Matrix products in bfloat16 are torch's on this CPU.",
         noise,
     ]
-    return found
+    sizes = (128, 8, 16) if sample else (256, 16, 24)
+    picture = PICTURES / "sink-tokens-stories15m.png"
+    return found + study(stories15m(), learn[:400_000], held[:400_000], *sizes, True, tell, 2, picture)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from evidence import rounded_caches, stories
+from evidence import rounded_caches, rounded_caches_sinks, stories
 from howsmooth.models import OpenModel, alice, open_model
 from howsmooth.rounding import parse_format, parse_formats
+from howsmooth.rounding.running import Reader
+from howsmooth.rounding.scores import Scores
 
 
 def silent(label: str) -> None:
@@ -42,6 +44,62 @@ def test_predicted_ranks_follow_the_direct_ones_head_by_head(tiny: OpenModel) ->
     assert truth.shape == (3, 2, 2)
     _, _, together = rounded_caches.correlations(scores.by_cache[:, :, 0], truth)
     assert float(together) >= 0.9
+
+
+def test_layers_before_a_rounded_one_need_not_be_run_again(tiny: OpenModel) -> None:
+    reader = Reader.of(tiny.model, tiny.inputs(tiny.windows(alice(), 24)[0]))
+    whole, form = rounded_caches.Suffixes(reader), parse_format("int3")
+    assert torch.equal(whole.exact, reader.outcome())
+    for layer in (2, 0, 1):
+        assert torch.equal(whole.outcome(layer, "value", form), reader.outcome({(layer, "value"): form}))
+
+
+def test_a_run_that_was_stopped_goes_on_behind_the_windows_it_has(
+    tiny: OpenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows, formats = tiny.windows(alice(), 16, 3), parse_formats("int4")
+    whole = rounded_caches.head_ratios(tiny, windows, formats, silent)
+    monkeypatch.setenv("HOWSMOOTH_KEPT", str(tmp_path / "kept.sqlite"))
+    said: list[str] = []
+
+    def stop(label: str) -> None:
+        said.append(label)
+        if "window 3" in label:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rounded_caches.head_ratios(tiny, windows, formats, stop)
+    again: list[str] = []
+    assert rounded_caches.head_ratios(tiny, windows, formats, again.append) == whole
+    assert len(said) == 3
+    assert again == said[2:]
+
+
+def test_the_ranking_is_stated_for_sets_of_windows_and_samples() -> None:
+    """Scores whose squares are the truth itself: every set ranks perfectly, whatever its size."""
+    truth = torch.rand(4, 5, 2, generator=torch.Generator().manual_seed(0)).double() + 0.1
+    products = (2 * 7 * truth).sqrt()[:, None].expand(4, 6, 5, 2).flatten(0, 1)[:, :, :, None, None]
+    page = rounded_caches.ranking_by_size(Scores(products, 7, 1), truth, 0)
+    assert page.count("1.00 (1.00)") == 3 * 2 * 3
+    assert "| 4 | 6 |" in page
+    assert "| 1 | 2 |" in page
+
+
+def test_the_picture_of_the_first_tokens_shows_ratios_of_means(tmp_path: Path, tiny: OpenModel) -> None:
+    """Bars against ratios taken by hand, their numbers against the means, and the dots against the windows."""
+    damage = torch.rand(3, 2, 3, 3, generator=torch.Generator().manual_seed(0)).double() + 0.5
+    for b, panel in enumerate(rounded_caches_sinks.sink_figure(damage, "tiny").axes):
+        for r in range(3):
+            for k in range(3):
+                none, some = damage[:, b, 0, r].tolist(), damage[:, b, k, r].tolist()
+                assert panel.patches[3 * r + k].get_height() == pytest.approx(100 * sum(some) / sum(none))
+                assert panel.texts[3 * r + k].get_text() == f"{sum(some) / 3:#.3g}"
+                if k:
+                    shares = [100 * a / c for a, c in zip(some, none, strict=True)]
+                    assert list(panel.lines[2 * r + k - 1].get_ydata()) == pytest.approx(shares)
+    shown = rounded_caches_sinks.sink_picture(damage, tiny, tmp_path / "sinks.png")
+    assert shown.endswith("(../images/sinks.png)")
+    assert (tmp_path / "sinks.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -54,6 +54,18 @@ def test_a_layer_with_large_weights_takes_over() -> None:
     assert float(found.share[1]) > 0.5
 
 
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(1e7, "layer 1 of .* leaves the range of fp16"), (float("nan"), "layers.1.mlp.down_proj.weight holds NaN")],
+)
+def test_layers_that_overflow_are_named(factor: float, said: str) -> None:
+    opened = open_model(TINY)
+    opened.model.layers[1].mlp.down_proj.weight.mul_(factor)
+    [window] = opened.windows(TEXT, length=8)
+    with pytest.raises(InvalidInput, match=said):
+        rounding_noise(opened, window, "fp16")
+
+
 def test_the_command_prints_rows_and_refuses_other_dtypes() -> None:
     rows = Command("noise").json(TINY, "--length", 12)
     assert [row["layer"] for row in rows] == [0, 1, 2]

@@ -6,6 +6,7 @@ import ast
 import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,41 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert len(calls) == 5
     quantise(TINY, out=out, resume=False, **QUICK)
     assert len(calls) == 7
+
+
+def test_a_run_stopped_while_it_checks_its_choice_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, said, again = tmp_path / "s.sqlite", list[str](), list[str]()
+    whole = quantise(TINY, budget=5.0, **QUICK)
+
+    def stop(label: str) -> None:
+        said.append(label)
+        if label == "checking on window 2 of 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantise(TINY, budget=5.0, out=out, progress=stop, **QUICK)
+    assert len(said) == 4
+    found = quantise(TINY, budget=5.0, out=out, progress=again.append, **QUICK)
+    assert again == ["checking on window 2 of 2"]
+    assert (found.rows(), found.checks[-1].damage) == (whole.rows(), whole.checks[-1].damage)
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [({"budget": 6.0}, 2), ({"budget": 5.0, "samples": 5}, 4), ({"budget": 5.0, "seed": 1}, 4)],
+)
+def test_other_settings_are_other_numbers_in_the_store(tmp_path: Path, change: dict[str, Any], windows: int) -> None:
+    """Nothing is taken from a run whose settings decide other numbers; another budget only checks anew."""
+    out, said = tmp_path / "s.sqlite", list[str]()
+    quantise(TINY, budget=5.0, out=out, **QUICK)
+    found = quantise(TINY, out=out, progress=said.append, **QUICK | change)
+    assert len(said) == windows
+    assert found.rows() == quantise(TINY, **QUICK | change).rows()
+    said.clear()
+    quantise(TINY, budget=5.0, out=out, progress=said.append, **QUICK)
+    assert said == []  # the first run is still there
 
 
 def test_a_damaged_window_is_named(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ class Curve:
 
     @property
     def end(self) -> tuple[float, float]:
-        """The point at the largest n."""
-        return self.points[-1]
+        """The point at the largest n; 0 at 0 where there is none."""
+        return self.points[-1] if self.points else (0.0, 0.0)
 
 
 def bounds_against_n(
@@ -95,12 +95,12 @@ def _lengths(lengths: Sequence[int] | None, x: Tensor | None) -> list[int]:
     most = 4096 if x is None else len(x)
     if lengths is None:
         lengths = [*(2**power for power in range(1, 13) if 2**power < most), most]
-    found = sorted(set(lengths))
-    if len(found) < 2 or found[0] < 1 or math.isinf(found[-1]) or (x is not None and found[-1] > most):
+    rising = sorted(set(lengths))
+    if len(rising) < 2 or rising[0] < 1 or math.isinf(rising[-1]) or (x is not None and rising[-1] > most):
         raise InvalidInput(
-            f"a picture needs at least two lengths, whole and not above those of the input, got {found}."
+            f"a picture needs at least two lengths, whole and not above those of the input, got {rising}."
         )
-    return found
+    return rising
 
 
 def _at(where: Setting, n: int, seed: int) -> Table:
@@ -111,16 +111,16 @@ def _at(where: Setting, n: int, seed: int) -> Table:
 
 def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     """Name → its curve; bounds that agree everywhere share one, since one line would hide the other."""
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for n, rows in zip(places, tables, strict=True):
         for row in rows:
             near = row.kind != "measured" and row.scope in ("point", "neighbourhood")
             name = f"{row.name} ({SCOPES[row.scope]})" if near else row.name
             if row.value > 0:  # what logarithmic axes can show
-                points = found.get(name, Curve(row.kind)).points
-                found[name] = Curve(row.kind, (*points, (n, row.value)))
+                points = curves.get(name, Curve(row.kind)).points
+                curves[name] = Curve(row.kind, (*points, (n, row.value)))
     names: dict[Curve, list[str]] = {}
-    for name, curve in found.items():
+    for name, curve in curves.items():
         names.setdefault(curve, []).append(name)
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
@@ -136,16 +136,16 @@ def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
     """σ at random tokens on the boundary of the set; where they are too many to be quick, nothing."""
     assert where.tokens is not None
     x = random_tokens(where.tokens, seed)
-    found = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
-    return Curve("measured", tuple((n, float(m)) for n, m in found.items() if float(m) > 0))
+    measured = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
+    return Curve("measured", tuple((n, float(m)) for n, m in measured.items() if float(m) > 0))
 
 
 def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
     smallest = min((curve.end[1] for curve in curves.values() if curve.kind == "upper"), default=math.inf)
     colours = colormaps["tab20" if len(curves) > 11 else "tab10"]
     labels: list[Label] = []
-    for place, (name, curve) in enumerate(sorted(curves.items(), key=_height)):
-        colour = "black" if curve.kind == "measured" else colours(place % colours.N)
+    for number, (name, curve) in enumerate(sorted(curves.items(), key=lambda item: (item[1].end[1], item[0]))):
+        colour = "black" if curve.kind == "measured" else colours(number % colours.N)
         if curve.points and curve.end[1] > smallest * 10**_DECADES:
             labels.append((f"↑ {name}: {_power(curve.end[1])}", None, colour))
         elif curve.points:
@@ -160,10 +160,6 @@ def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
     _label_ends(ax, labels)
 
 
-def _height(item: tuple[str, Curve]) -> tuple[float, str]:
-    return (item[1].end[1] if item[1].points else 0.0, item[0])
-
-
 def _label_ends(ax: Axes, labels: Sequence[Label]) -> None:
     """Names to the right of the frame, given from the lowest to the highest and moved apart where they would touch."""
     low, high = (math.log(limit) for limit in ax.get_ylim())
@@ -171,12 +167,12 @@ def _label_ends(ax: Axes, labels: Sequence[Label]) -> None:
     def height(label: Label) -> float:
         return 1.0 if label[1] is None else (math.log(label[1][1]) - low) / (high - low)
 
-    for (name, end, colour), place in zip(labels, spaced([height(label) for label in labels], _GAP), strict=True):
+    for (name, end, colour), shifted in zip(labels, spaced([height(label) for label in labels], _GAP), strict=True):
         style: dict[str, Any] = {"color": colour, "va": "center", "fontsize": 8.5, "annotation_clip": False}
         if end is not None:
             line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)}
             style |= {"arrowprops": line | {"shrinkA": 1, "shrinkB": 0}}
-        ax.annotate(name, end or ax.get_xlim(), (1.03, place), textcoords=ax.transAxes, **style)
+        ax.annotate(name, end or ax.get_xlim(), (1.03, shifted), textcoords=ax.transAxes, **style)
 
 
 def spaced(heights: Sequence[float], gap: float) -> list[float]:

@@ -35,11 +35,11 @@ def growth_figure(
     figure, ax = axes(ax, 7.6, 5.4)
     n = np.geomspace(found.lengths[0], found.lengths[-1], 101)
     _draw_data(ax, found)
-    band = np.array([found.band(place) or (np.nan, np.nan) for place in n])
+    band = np.array([found.band(count) or (np.nan, np.nan) for count in n])
     if found.interval is not None:
         sure = f"{100 * found.confidence:g} % band ({found.method})"
         ax.fill_between(n, band[:, 0], band[:, 1], color=ACCENT, alpha=0.18, linewidth=0, label=sure)
-    fitted = [found.at(place) for place in n]
+    fitted = [found.at(count) for count in n]
     ax.plot(n, fitted, color=ACCENT, linewidth=2, label=f"$n^{{{found.exponent:.2f}}}$")
     middle = float(np.sqrt(n[0] * n[-1]))
     for (name, slope), style in zip(_SLOPES.items(), ("--", "-."), strict=True):
@@ -51,19 +51,19 @@ def growth_figure(
     return figure
 
 
-def _draw_data(ax: Axes, found: Growth) -> None:
+def _draw_data(ax: Axes, law: Growth) -> None:
     """Every value, and where a length has several their geometric mean."""
-    n = np.repeat(found.lengths, [len(row) for row in found.values])
-    several = len(n) > len(found.lengths)
+    n = np.repeat(law.lengths, [len(row) for row in law.values])
+    several = len(n) > len(law.lengths)
     style = {"color": "0.6", "markersize": 3.5} if several else {"color": "black", "markersize": 5}
-    ax.plot(n, np.concatenate(found.values), "o", label="inputs" if several else "values", zorder=3, **style)  # type: ignore[arg-type]
+    ax.plot(n, np.concatenate(law.values), "o", label="inputs" if several else "values", zorder=3, **style)  # type: ignore[arg-type]
     if several:
-        means = [float(np.exp(np.log(row).mean())) for row in found.values]
-        ax.plot(found.lengths, means, "D", color="black", markersize=5, zorder=4, label="geometric means")
+        means = [float(np.exp(np.log(row).mean())) for row in law.values]
+        ax.plot(law.lengths, means, "D", color="black", markersize=5, zorder=4, label="geometric means")
 
 
-def _draw_plateau(ax: Axes, found: Growth, n: np.ndarray) -> None:
-    plateau = found.plateau
+def _draw_plateau(ax: Axes, law: Growth, n: np.ndarray) -> None:
+    plateau = law.plateau
     if plateau is None:
         return
     bent = plateau.level * np.minimum(n / plateau.start, 1.0) ** plateau.exponent
@@ -76,10 +76,10 @@ def _draw_plateau(ax: Axes, found: Growth, n: np.ndarray) -> None:
     ax.annotate(text, at, (3, -4), xycoords=ax.get_xaxis_transform(), textcoords="offset points", va="top", fontsize=8)
 
 
-def _dress(ax: Axes, found: Growth) -> None:
+def _dress(ax: Axes, law: Growth) -> None:
     ax.set_xscale("log")
     plain_decades(ax)
-    shown = found.lengths[:: -(-len(found.lengths) // _MOST_TICKS)]
+    shown = law.lengths[:: -(-len(law.lengths) // _MOST_TICKS)]
     ax.set_xticks(shown, labels=[f"{n:g}" for n in shown])
     ax.xaxis.set_minor_locator(NullLocator())
     light_grid(ax)

@@ -69,12 +69,5 @@ def head_bars(
 
 
 def _short(value: float) -> str:
-    return (
-        f"{value:.3g}"
-        if value < 0.1
-        else f"{value:.2f}"
-        if value < 1
-        else f"{value:.1f}"
-        if value < 100
-        else f"{value:.0f}"
-    )
+    style = ".3g" if value < 0.1 else ".2f" if value < 1 else ".1f" if value < 100 else ".0f"
+    return f"{value:{style}}"

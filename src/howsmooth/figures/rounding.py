@@ -7,12 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth.figures.style import literal, new_figure
-from howsmooth.rounding.allocation import allocate
+from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.quantising import Quantisation
 
 _COLOURS = {"key": "#31688e", "value": "#b23c0c"}
-_POINTS = 25
 
 
 def quantisation_figure(found: Quantisation) -> Figure:
@@ -28,9 +27,9 @@ def quantisation_figure(found: Quantisation) -> Figure:
     form = int(np.argmin(found.bits))
     damage = found.scores.by_head[:, :, form].clamp_min(1e-300).log10().numpy()
     low, high = float(np.quantile(damage, 0.02)), float(damage.max())
-    for place, part in enumerate(PARTS):
-        image = panels[place].imshow(damage[:, place], aspect="auto", cmap="viridis", vmin=low, vmax=high)
-        panels[place].set(xlabel="head", ylabel="layer", title=literal(f"{part}s in {found.formats[form].name}"))
+    for column, kind in enumerate(PARTS):
+        image = panels[column].imshow(damage[:, column], aspect="auto", cmap="viridis", vmin=low, vmax=high)
+        panels[column].set(xlabel="head", ylabel="layer", title=literal(f"{kind}s in {found.formats[form].name}"))
     figure.colorbar(image, ax=panels[1], label=f"log₁₀ predicted {found.damage_name}")
     _draw_changes(panels[2], found)
     _draw_frontier(panels[3], found)
@@ -38,27 +37,26 @@ def quantisation_figure(found: Quantisation) -> Figure:
     return figure
 
 
-def _draw_changes(ax: Axes, found: Quantisation) -> None:
-    for place, part in enumerate(PARTS):
+def _draw_changes(ax: Axes, result: Quantisation) -> None:
+    for column, kind in enumerate(PARTS):
         actual, first, proved = (
-            found.found[name][:, place].flatten().numpy() for name in ("actual", "predicted", "proved")
+            result.found[name][:, column].flatten().numpy() for name in ("actual", "predicted", "proved")
         )
-        ax.loglog(actual, proved, ".", color=_COLOURS[part], alpha=0.25, label=f"{part}s, proved (upper bound)")
-        ax.loglog(actual, first, "x", color=_COLOURS[part], markersize=3, label=f"{part}s, first order")
+        ax.loglog(actual, proved, ".", color=_COLOURS[kind], alpha=0.25, label=f"{kind}s, proved (upper bound)")
+        ax.loglog(actual, first, "x", color=_COLOURS[kind], markersize=3, label=f"{kind}s, first order")
     ends = ax.get_xlim()
     ax.plot(ends, ends, color="0.4", linewidth=1)
     ax.set(xlabel="actual change", ylabel="first order, and bound", title="change of every head")
     ax.legend(fontsize=7)
 
 
-def _draw_frontier(ax: Axes, found: Quantisation) -> None:
-    damage = found.scores.by_cache
-    least, most = min(found.bits), max(found.bits)
-    chosen = [allocate(damage, found.formats, found.bits, float(b)) for b in np.linspace(least, most, _POINTS)]
+def _draw_frontier(ax: Axes, result: Quantisation) -> None:
+    damage = result.scores.by_cache
+    chosen = frontier(damage, result.formats, result.bits)
     ax.semilogy([one.bits for one in chosen], [one.damage for one in chosen], color="#31688e", label="allocation")
     uniform = damage.sum((0, 1, 3)).tolist()
-    ax.semilogy(found.bits, uniform, "o", color="#b23c0c", label="uniform")
-    for bits, total, form in zip(found.bits, uniform, found.formats, strict=True):
+    ax.semilogy(result.bits, uniform, "o", color="#b23c0c", label="uniform")
+    for bits, total, form in zip(result.bits, uniform, result.formats, strict=True):
         ax.annotate(literal(form.name), (bits, total), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    ax.set(xlabel="bits per number", ylabel=f"predicted {found.damage_name} (estimate)", title="what bits buy")
+    ax.set(xlabel="bits per number", ylabel=f"predicted {result.damage_name} (estimate)", title="what bits buy")
     ax.legend(fontsize=7)

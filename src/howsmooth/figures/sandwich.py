@@ -44,14 +44,14 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
         name = "distance ε that tokens may move" if near else "radius R of the tokens"
         panels.append((name, lambda cell: cell.size, lambda cell: f"n = {cell.n}"))
     figure, axes = new_figure(len(panels), 6.8, 5.2)
-    for ax, (label, place, group) in zip(axes, panels, strict=True):
-        _draw(ax, cells, place, group)
+    for ax, (label, x_of, group) in zip(axes, panels, strict=True):
+        _draw(ax, cells, x_of, group)
         ax.set(xlabel=label, ylabel=f"Lipschitz constant in the {_norm(cells[0])}, output per input")
     figure.suptitle("L ≤ Lip ≤ U: the worst input found, and the best theorem known", fontsize=11)
     return figure
 
 
-def _draw(ax: Axes, cells: Sequence[Cell], place: Callable[[Cell], Any], group: Callable[[Cell], str]) -> None:
+def _draw(ax: Axes, cells: Sequence[Cell], x_of: Callable[[Cell], Any], group: Callable[[Cell], str]) -> None:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(group(cell), []).append(cell)
@@ -59,17 +59,17 @@ def _draw(ax: Axes, cells: Sequence[Cell], place: Callable[[Cell], Any], group: 
     legend: list[Any] = []
     for number, (name, members) in enumerate(groups.items()):
         colour = colours(0.9 * number / max(1, len(groups) - 1))
-        members = sorted((cell for cell in members if cell.lower > 0), key=place)
+        members = sorted((cell for cell in members if cell.lower > 0), key=x_of)
         bounded = [cell for cell in members if cell.upper is not None and not cell.upper.vacuous]
-        ax.plot([place(cell) for cell in members], [cell.lower for cell in members], "o--", color=colour, markersize=4)
+        ax.plot([x_of(cell) for cell in members], [cell.lower for cell in members], "o--", color=colour, markersize=4)
         highs = [cell.upper.value for cell in bounded if cell.upper is not None]
-        at = [place(cell) for cell in bounded]
+        at = [x_of(cell) for cell in bounded]
         ax.plot(at, highs, "-" if len(at) > 1 else "_", color=colour, linewidth=1.6)
         ax.fill_between(at, [cell.lower for cell in bounded], highs, color=colour, alpha=0.12, linewidth=0)
         if number < _MOST_CURVES:
             legend.append(Patch(color=colour, label=name))
     ax.set(xscale="log", yscale="log")
-    places = sorted({place(cell) for cell in cells})
+    places = sorted({x_of(cell) for cell in cells})
     if len(places) <= _MOST_TICKS:
         ax.set_xticks(places, labels=[f"{at:.4g}" for at in places])
         ax.xaxis.set_minor_locator(NullLocator())

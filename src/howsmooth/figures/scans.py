@@ -73,11 +73,11 @@ def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mappi
     """Smallest, median and largest bound / σ of every bound; those far beyond are named with their median."""
     figure, (ax,) = new_figure(1, 7.2, 1.4 + 0.45 * len(ratios))
     names = list(ratios)[::-1]
-    for place, name in enumerate(names):
+    for height, name in enumerate(names):
         smallest, middle, largest = ratios[name]
-        ax.plot([smallest, largest], [place, place], color="0.55", linewidth=2)
-        ax.plot([middle], [place], "o", color=ACCENT)
-        ax.annotate(f"{middle:.3g}", (middle, place), (0, 7), textcoords="offset points", ha="center", fontsize=8)
+        ax.plot([smallest, largest], [height, height], color="0.55", linewidth=2)
+        ax.plot([middle], [height], "o", color=ACCENT)
+        ax.annotate(f"{middle:.3g}", (middle, height), (0, 7), textcoords="offset points", ha="center", fontsize=8)
     ax.set_yticks(range(len(names)), labels=[literal(name) for name in names])
     ax.set_ylim(-0.6, len(names) - 0.2)
     ax.axvline(1, color="black", linewidth=0.8)
@@ -104,6 +104,6 @@ def depth_lines(lines: Mapping[str, Points], title: str) -> Figure:
 def _largest(points: Points) -> tuple[list[float], list[float]]:
     """The largest value at every place."""
     values: dict[float, float] = {}
-    for place, value in points:
-        values[place] = max(values.get(place, 0.0), value)
-    return sorted(values), [values[place] for place in sorted(values)]
+    for x, value in points:
+        values[x] = max(values.get(x, 0.0), value)
+    return sorted(values), [values[x] for x in sorted(values)]

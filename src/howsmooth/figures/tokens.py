@@ -54,9 +54,9 @@ def token_energies(
     """Shares of the top singular vectors per token: input upwards, output downwards; each adds up to one."""
     came, went = array(input_energy), array(output_energy)
     figure, ax = axes(ax, 7.2, 4.6)
-    place = np.arange(len(came))
-    ax.fill_between(place, 0, came, step="mid", color=CRIMSON, label="input: share of the top right singular vector")
-    ax.fill_between(place, 0, -went, step="mid", color=BLUE, label="output: share of the top left singular vector")
+    token = np.arange(len(came))
+    ax.fill_between(token, 0, came, step="mid", color=CRIMSON, label="input: share of the top right singular vector")
+    ax.fill_between(token, 0, -went, step="mid", color=BLUE, label="output: share of the top left singular vector")
     ax.axhline(0, color="black", linewidth=0.6)
     _label_tokens(ax, "x", np.maximum(came, went), tokens)
     ax.yaxis.set_major_formatter(lambda value, _: f"{100 * abs(value):.3g} %")
@@ -76,9 +76,9 @@ def chosen_labels(weight: np.ndarray, most: int = _MOST_LABELS) -> list[int]:
     if n <= most:
         return list(range(n))
     gap, chosen = n / most, list[int]()
-    for place in np.argsort(-weight, kind="stable"):
-        if len(chosen) < most // 2 and all(abs(int(place) - other) >= gap for other in chosen):
-            chosen.append(int(place))
+    for position in np.argsort(-weight, kind="stable"):
+        if len(chosen) < most // 2 and all(abs(int(position) - other) >= gap for other in chosen):
+            chosen.append(int(position))
     return sorted(chosen)
 
 

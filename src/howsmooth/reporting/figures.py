@@ -10,15 +10,7 @@ from matplotlib.figure import Figure
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import (
-    FORMATS,
-    bound_ratios,
-    depth_lines,
-    literal,
-    save_figure,
-    scanned_growth,
-    scanned_heads,
-)
+from howsmooth.figures import FORMATS, bound_ratios, depth_lines, literal, save_figure, scanned_growth, scanned_heads
 from howsmooth.reporting.findings import KINDS, bounds_of, distances, growths, main_kind, place_of
 from howsmooth.reporting.source import Group, Source, cell_of, groups
 
@@ -31,13 +23,13 @@ _FARTHEST = 1e6
 def write_figures(source: Source, folder: str | PathLike[str], formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every figure the scan has numbers for, in every format, and say where they are."""
     wanted = check_formats(formats)
-    found = groups(source)
+    scanned = groups(source)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for place, group in enumerate(found):
+    for number, group in enumerate(scanned):
         name = "".join(letter if letter.isalnum() else "-" for letter in group.model)[:_LONGEST_NAME]
-        stem = name if [other.model for other in found].count(group.model) == 1 else f"{name}-{place + 1}"
+        stem = name if [other.model for other in scanned].count(group.model) == 1 else f"{name}-{number + 1}"
         for kind, draw in FIGURES.items():
             figure = draw(group)
             if figure is not None:
@@ -76,11 +68,11 @@ def growth_figure(group: Group) -> Figure | None:
     if fit is None:
         return None
     cells = {cell: rows for cell, rows in group.cells.items() if cell[0] == what}
-    own = cells[cell_of(worst)]
+    rows_of_worst = cells[cell_of(worst)]
     lines = {place_of(rows[0]): [(row["length"], row["value"]) for row in rows] for rows in cells.values()}
     bounds = {
-        one.name: [(row["length"], bounds_of(row)[one.name]) for row in own if one.name in bounds_of(row)]
-        for one in distances(own)
+        one.name: [(row["length"], bounds_of(row)[one.name]) for row in rows_of_worst if one.name in bounds_of(row)]
+        for one in distances(rows_of_worst)
     }
     return scanned_growth(lines, place_of(worst), fit, bounds, _titled(group))
 

@@ -97,11 +97,11 @@ def why(row: Row, group: Group) -> str:
 
 def token_name(group: Group, row: Row) -> str:
     """The sink of a head by its word and position."""
-    place = row["sink_token"]
+    position = row["sink_token"]
     tokens = group.tokens.get((row["length"], row["window"]))
-    if tokens is None or place >= len(tokens):
-        return f"the token at position {place}"
-    return f"the token “{readable(tokens)[place].strip()}” at position {place}"
+    if tokens is None or position >= len(tokens):
+        return f"the token at position {position}"
+    return f"the token “{readable(tokens)[position].strip()}” at position {position}"
 
 
 def ends(row: Mapping[str, Any]) -> str:
@@ -135,7 +135,7 @@ def growths(group: Group) -> dict[Cell, PowerLaw]:
     neighbouring lengths from that of the fit. With fewer than three lengths there is none.
     """
     points = {cell: [(row["length"], row["value"]) for row in rows] for cell, rows in group.cells.items()}
-    fits = {cell: fit_power_law(*zip(*found, strict=True)) for cell, found in points.items()}
+    fits = {cell: fit_power_law(*zip(*pairs, strict=True)) for cell, pairs in points.items()}
     return {cell: _with_doubt(fit, points[cell]) for cell, fit in fits.items() if fit is not None}
 
 
@@ -158,15 +158,15 @@ def distances(rows: Iterable[Row]) -> list[Distance]:
         for name, bound in bounds_of(row).items():
             if row["value"] > 0:
                 ratios.setdefault(name, []).append(bound / row["value"])
-    found = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
-    return sorted(found, key=lambda distance: distance.middle)
+    several = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
+    return sorted(several, key=lambda distance: distance.middle)
 
 
 def bounds_of(row: Row) -> dict[str, float]:
     """All upper bounds of a cell, the three-path bound among them."""
     proved = row.get("proved")
-    own = {} if proved is None or not isfinite(proved) else {PROVED: float(proved)}
-    return own | row["bounds"]
+    three_path = {} if proved is None or not isfinite(proved) else {PROVED: float(proved)}
+    return three_path | row["bounds"]
 
 
 def not_converged(group: Group) -> int:
@@ -197,7 +197,7 @@ def methods(group: Group) -> list[tuple[str, str]]:
     total, seconds = len(group.rows), sum(row.get("seconds") or 0.0 for row in group.rows)
     starts = sorted({row["window_start"] for row in group.rows if row.get("window_start") is not None})
     missed = not_converged(group)
-    found = [
+    facts = [
         ("model", group.model),
         ("weights, sha256", _all(group, "model_sha256")),
         ("precision of the weights", group.precision or "not said"),
@@ -218,8 +218,8 @@ def methods(group: Group) -> list[tuple[str, str]]:
         ("howsmooth", _all(group, "howsmooth")),
     ]
     listed = ("rtol", "seed", "confidence")
-    found += [(f"setting {name}", _said(value)) for name, value in group.settings.items() if name not in listed]
-    return [(name, value) for name, value in found if value]
+    facts += [(f"setting {name}", _said(value)) for name, value in group.settings.items() if name not in listed]
+    return [(name, value) for name, value in facts if value]
 
 
 def percent(share: float) -> str:
@@ -263,9 +263,9 @@ def _windows(group: Group) -> str:
 
 def _ranges(numbers: Iterable[int | None]) -> str:
     """Whole numbers with runs written short: 0–5, 8."""
-    found = sorted({number for number in numbers if number is not None})
+    rising = sorted({number for number in numbers if number is not None})
     runs: list[list[int]] = []
-    for number in found:
+    for number in rising:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:

@@ -61,27 +61,27 @@ def check_report_path(path: Path) -> None:
         raise InvalidInput(f"the folder of {path} does not exist: create it first.")
 
 
-def page(found: Sequence[Group], documentation: str | None = None) -> str:
+def page(scanned: Sequence[Group], documentation: str | None = None) -> str:
     """The whole page as text."""
-    style = _asset("report.css")
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    style = asset("report.css")
+    script = "\n".join(asset(name) for name in _SCRIPTS)
     links = theory_links(documentation or _documentation())
-    data = {"groups": group_data(found), "bounds": links.bounds, "pages": links.pages}
-    return Template(_asset("report.html")).substitute(
-        title=html.escape(visible(title(found))),
-        policy=f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
+    data = {"groups": group_data(scanned), "bounds": links.bounds, "pages": links.pages}
+    return Template(asset("report.html")).substitute(
+        title=html.escape(visible(title(scanned))),
+        policy=f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest(script)}'",
         style=style,
         script=script,
-        headlines="\n".join(_headline(place, group) for place, group in enumerate(found)),
+        headlines="\n".join(_headline(number, group) for number, group in enumerate(scanned)),
         theory="\n".join(_theory_entry(name, links.pages.get(name)) for name in THEORY),
         data=embedded(data),
     )
 
 
-def title(found: Sequence[Group]) -> str:
+def title(scanned: Sequence[Group]) -> str:
     """The question that the report answers."""
-    models = list(dict.fromkeys(group.model for group in found))
-    texts = list(dict.fromkeys(group.text for group in found if group.text))
+    models = list(dict.fromkeys(group.model for group in scanned))
+    texts = list(dict.fromkeys(group.text for group in scanned if group.text))
     verb = "is" if len(models) == 1 else "are"
     on = f" on {_listed(texts)}" if texts else ""
     return f"How smooth {verb} {_listed(models)}{on}?"
@@ -112,13 +112,13 @@ def _named(code: int) -> str:
     return "⇥" if code == ord("\t") else f"⟨U+{code:04X}⟩"
 
 
-def _shown_escape(found: re.Match[str]) -> str:
+def _shown_escape(escape: re.Match[str]) -> str:
     """What JSON itself has escaped: controls below a space. Quotes and backslashes stay."""
-    said = json.loads(f'"{found[0]}"')
-    return found[0] if said in '"\\/' else _named(ord(said))
+    said = json.loads(f'"{escape[0]}"')
+    return escape[0] if said in '"\\/' else _named(ord(said))
 
 
-def _headline(place: int, group: Group) -> str:
+def _headline(number: int, group: Group) -> str:
     worst = group.roughest(main_kind(group))[0]
     reason = why(worst, group)
     parts = {
@@ -126,8 +126,8 @@ def _headline(place: int, group: Group) -> str:
         "reason": reason,
         "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
     }
-    said = "".join(f'<p class="{name}">{html.escape(visible(part))}</p>' for name, part in parts.items() if part)
-    return f'<div class="headline" data-group="{place}">{said}</div>'
+    said = "".join(f'<p class="{name}">{html.escape(visible(words))}</p>' for name, words in parts.items() if words)
+    return f'<div class="headline" data-group="{number}">{said}</div>'
 
 
 def _theory_entry(name: str, address: str | None) -> str:
@@ -146,10 +146,11 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _digest(content: str) -> str:
+def digest(content: str) -> str:
     """How a page's security policy names the one script and the one style it allows."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file that pages are made of."""
     return (files("howsmooth.reporting") / "assets" / name).read_text(encoding="utf-8")

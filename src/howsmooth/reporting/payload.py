@@ -34,14 +34,14 @@ _NUMBERS: dict[str, str] = {
 }
 
 
-def group_data(found: Sequence[Group]) -> list[dict[str, Any]]:
+def group_data(scanned: Sequence[Group]) -> list[dict[str, Any]]:
     """One object per group, ready for JSON."""
-    shown = [shown_rows(group, _MOST_ROWS // len(found)) for group in found]
-    packed = [_pack(group, rows) for group, rows in zip(found, shown, strict=True)]
-    for place, chosen in enumerate(_chosen_shares(found, shown)):
-        several = getattr(found[place].energies, "several", None)
-        shares = {key: found[place].energies[key] for key in chosen} if several is None else several(chosen)
-        packed[place]["energies"] = {"/".join(map(str, key)): pack_shares(share) for key, share in shares.items()}
+    shown = [shown_rows(group, _MOST_ROWS // len(scanned)) for group in scanned]
+    packed = [_pack(group, rows) for group, rows in zip(scanned, shown, strict=True)]
+    for number, chosen in enumerate(_chosen_shares(scanned, shown)):
+        several = getattr(scanned[number].energies, "several", None)
+        shares = {key: scanned[number].energies[key] for key in chosen} if several is None else several(chosen)
+        packed[number]["energies"] = {"/".join(map(str, key)): pack_shares(share) for key, share in shares.items()}
     return packed
 
 
@@ -55,7 +55,7 @@ def shown_rows(group: Group, most: int) -> list[Row]:
     return [row for row in group.rows if id(row) in kept]
 
 
-def _chosen_shares(found: Sequence[Group], shown: Sequence[Sequence[Row]]) -> list[list[tuple[Any, ...]]]:
+def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> list[list[tuple[Any, ...]]]:
     """Which shares of tokens have room in the page, for every group.
 
     First those of the roughest heads at every length, then of all heads in their roughest window, long windows first,
@@ -63,29 +63,24 @@ def _chosen_shares(found: Sequence[Group], shown: Sequence[Sequence[Row]]) -> li
     """
     sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
     for at, rows in enumerate(shown):
-        ranks = found[at].ranks
-        heads = [row for row in rows if row["what"] == "head" and _place(row) in found[at].energies]
+        ranks = scanned[at].ranks
+        heads = [row for row in rows if row["what"] == "head" and _cell_key(row) in scanned[at].energies]
         for row in sorted(heads, key=lambda row: -row["value"]):
             sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
     first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
     rest = [rows[_FIRST_HEADS:] if key[0] == 0 else rows for key, rows in sorted(sets.items())]
-    room, chosen = _ROOM_FOR_ENERGIES, [list[tuple[Any, ...]]() for _ in found]
+    room, chosen = _ROOM_FOR_ENERGIES, [list[tuple[Any, ...]]() for _ in scanned]
     for several in [*first, *rest]:
-        size = sum(_packed_size(row["length"]) for _, row in several)
+        size = sum(4 * -(-2 * row["length"] // 3) for _, row in several)  # characters of base64, two bytes a token
         if size <= room:
             room -= size
             for at, row in several:
-                chosen[at].append(_place(row))
+                chosen[at].append(_cell_key(row))
     return chosen
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _cell_key(row: Row) -> tuple[Any, ...]:
     return row.get("layer"), row.get("head"), row["length"], row["window"]
-
-
-def _packed_size(length: int) -> int:
-    """Characters of packed shares."""
-    return 4 * -(-2 * length // 3)
 
 
 def pack_shares(shares: Sequence[float]) -> str:
@@ -100,12 +95,13 @@ def pack_shares(shares: Sequence[float]) -> str:
 
 def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
     bounds = [bounds_of(row) for row in rows]
-    names = list(dict.fromkeys(name for found in bounds for name in found))
+    names = list(dict.fromkeys(name for of_row in bounds for name in of_row))
     columns: dict[str, list[Any]] = {
         name: [row.get(name) for row in rows]
         for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start", "confidence")
     }
     columns |= {name: [_digits(row.get(name), way) for row in rows] for name, way in _NUMBERS.items()}
+    laws = {cell: (fit.exponent, fit.error, fit.factor) for cell, fit in growths(group).items()}
     columns["converged"] = [row.get("converged") in (None, True, 1) for row in rows]
     return {
         "model": group.model,
@@ -116,14 +112,10 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
         "length": group.main_length(group.kinds[0]),
         "columns": {name: _shortened(column) for name, column in columns.items()},
-        "bounds": {name: [_digits(found.get(name), ROUND_CEILING) for found in bounds] for name in names},
+        "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},
         "growth": {
-            "/".join("" if part is None else str(part) for part in cell): [
-                _digits(fit.exponent),
-                _digits(fit.error),
-                _digits(fit.factor),
-            ]
-            for cell, fit in growths(group).items()
+            "/".join("" if word is None else str(word) for word in cell): [_digits(number) for number in law]
+            for cell, law in laws.items()
         },
         "tokens": {"/".join(map(str, key)): readable(tokens) for key, tokens in _tokens(group, rows).items()},
         "energies": {},
@@ -134,13 +126,13 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
 def _tokens(group: Group, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[str]]:
     """The tokens of the windows that are shown, those with most rows first, as many as have room."""
     count = Counter((row["length"], row["window"]) for row in rows)
-    found, room = {}, _ROOM_FOR_TOKENS
-    for place, _ in count.most_common():
-        tokens = group.tokens.get(place)
+    kept, room = {}, _ROOM_FOR_TOKENS
+    for window, _ in count.most_common():
+        tokens = group.tokens.get(window)
         if tokens is not None and len(tokens) <= room:
-            found[place] = tokens
+            kept[window] = tokens
             room -= len(tokens)
-    return {place: found[place] for place in group.tokens if place in found}
+    return {window: kept[window] for window in group.tokens if window in kept}
 
 
 def _left_out(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -65,25 +65,25 @@ class Group:
     def kinds(self) -> list[str]:
         """What was measured, heads first, then from the block to the model."""
         order = ["head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits"]
-        found = {row["what"] for row in self.rows}
-        return [kind for kind in order if kind in found] + sorted(found - set(order))
+        measured = {row["what"] for row in self.rows}
+        return [kind for kind in order if kind in measured] + sorted(measured - set(order))
 
     @cached_property
     def _grouped(self) -> dict[tuple[str, int], dict[Cell, list[Row]]]:
         """What and length → cell → its rows, the roughest window first; the roughest cell first."""
-        found: dict[tuple[str, int], dict[Cell, list[Row]]] = {}
+        grouped: dict[tuple[str, int], dict[Cell, list[Row]]] = {}
         for row in sorted(self.rows, key=lambda row: -row["value"]):
-            found.setdefault((row["what"], row["length"]), {}).setdefault(cell_of(row), []).append(row)
-        return found
+            grouped.setdefault((row["what"], row["length"]), {}).setdefault(cell_of(row), []).append(row)
+        return grouped
 
     @cached_property
     def cells(self) -> dict[Cell, list[Row]]:
         """Cell → all its rows: every length and window, short ones first."""
-        found: dict[Cell, list[Row]] = {}
-        for place in sorted(self._grouped, key=lambda place: place[1]):
-            for cell, rows in self._grouped[place].items():
-                found.setdefault(cell, []).extend(rows)
-        return found
+        cells: dict[Cell, list[Row]] = {}
+        for key in sorted(self._grouped, key=lambda key: key[1]):
+            for cell, rows in self._grouped[key].items():
+                cells.setdefault(cell, []).extend(rows)
+        return cells
 
     @cached_property
     def ranks(self) -> dict[int, int]:
@@ -136,31 +136,30 @@ def groups(source: Source) -> list[Group]:
     given = scan.rows if hasattr(scan, "rows") else scan
     if not isinstance(given, Iterable):
         raise InvalidInput(f"a report is made from a store, a scan or rows, got {shown(source)}.")
-    found: dict[tuple[Any, ...], Group] = {}
+    grouped: dict[tuple[Any, ...], Group] = {}
     settings = dict(getattr(scan, "settings", None) or {})
-    beside = getattr(scan, "energies", None) or {}
+    texts, beside = getattr(scan, "tokens", None) or {}, getattr(scan, "energies", None) or {}
     for raw in given:
         row = _row(raw)
         if not math.isfinite(row["value"]):
             continue
-        key = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "rtol"))
-        place: tuple[Any, ...] = (row.get("layer"), row.get("head"), row["length"], row["window"])
-        own = row.pop("input_energy", None)
-        own = list(own) if isinstance(own, tuple) else own  # keys of a scan are tuples
-        if key not in found:
+        about = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "rtol"))
+        window = (row["length"], row["window"])
+        cell: tuple[Any, ...] = (row.get("layer"), row.get("head"), *window)
+        shares = row.pop("input_energy", None)
+        shares = list(shares) if isinstance(shares, tuple) else shares  # keys of a scan are tuples
+        if about not in grouped:
             named = (row["model"], row.get("precision") or "", row.get("text") or "")
-            shares = Shares({}, partial(_fetched, beside))
-            found[key] = Group(*named, rows=[], energies=shares, settings=settings)
-        group = found[key]
+            grouped[about] = Group(*named, rows=[], energies=Shares({}, partial(_fetched, beside)), settings=settings)
+        group = grouped[about]
         group.rows.append(row)
         if row["what"] == "head":
-            key_of = own if own is not None else next((name for name in _names(row, place) if name in beside), None)
-            if key_of is not None:
-                group.energies.keys_of[place] = key_of
-        tokens = None if place[2:] in group.tokens else _looked_up(getattr(scan, "tokens", None) or {}, row, place[2:])
-        if tokens is not None:
-            group.tokens[place[2:]] = json.loads(tokens) if isinstance(tokens, str) else list(tokens)
-    return _some(list(found.values()))
+            shares = _key(beside, row, cell) if shares is None else shares
+            if shares is not None:
+                group.energies.keys_of[cell] = shares
+        if window not in group.tokens and (key := _key(texts, row, window)) is not None:
+            group.tokens[window] = json.loads(texts[key]) if isinstance(texts[key], str) else list(texts[key])
+    return _some(list(grouped.values()))
 
 
 def opened(source: Source) -> Any:
@@ -178,43 +177,36 @@ def _row(raw: Mapping[str, Any]) -> Row:
     if missing:
         raise InvalidInput(f"a row of the scan lacks {missing[0]!r}: reports are made from rows of `howsmooth scan`.")
     bounds = raw.get("bounds")
-    if isinstance(raw, dict) and isinstance(bounds, dict) and _is_plain(raw, bounds):
-        return raw  # as it is: a copy of every row of a large scan would not fit
+    plain = isinstance(raw, dict) and "window" in raw and "input_energy" not in raw
+    if plain and isinstance(bounds, dict) and all(map(_number, bounds.values())):
+        return raw  # type: ignore[return-value]  # as it is: a copy of every row of a large scan would not fit
     row = {"window": 0} | dict(raw)
     bounds = json.loads(bounds) if isinstance(bounds, str) else bounds or {}
     row["bounds"] = {name: float(value) for name, value in bounds.items() if _number(value)}
     return row
 
 
-def _is_plain(raw: Row, bounds: dict[str, Any]) -> bool:
-    return "window" in raw and "input_energy" not in raw and all(map(_number, bounds.values()))
-
-
-def _some(found: list[Group]) -> list[Group]:
-    if not found:
+def _some(scanned: list[Group]) -> list[Group]:
+    if not scanned:
         raise InvalidInput("the scan holds no measured cell: run `howsmooth scan` first, or let it finish.")
-    return found
+    return scanned
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _looked_up(table: Mapping[Any, Any], row: Row, place: tuple[Any, ...]) -> Any:
-    """What a scan keeps beside its rows."""
-    return next((table[key] for key in _names(row, place) if key in table), None)
-
-
-def _names(row: Row, place: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """By model, text and place, or by model and place where there is one text."""
-    return [(row["model"], row.get("text_sha256"), *place), (row["model"], *place)]
+def _key(table: Mapping[Any, Any], row: Row, cell: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Where a scan keeps something beside its rows: by model, text and cell, or by model and cell of its one text."""
+    keys = (row["model"], row.get("text_sha256"), *cell), (row["model"], *cell)
+    return next((key for key in keys if key in table), None)
 
 
 def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> Iterator[list[float]]:
     """Shares that came with their rows, and those that a scan keeps under a key of its own, all of them at once."""
     keys = [key for _, key in wanted if isinstance(key, tuple)]
     several = getattr(table, "several", None)
-    found = {key: table[key] for key in keys} if several is None else several(keys)
+    kept = {key: table[key] for key in keys} if several is None else several(keys)
     for _, key in wanted:
-        shares = found[key] if isinstance(key, tuple) else key
+        shares = kept[key] if isinstance(key, tuple) else key
         yield json.loads(shares) if isinstance(shares, str) else list(shares)

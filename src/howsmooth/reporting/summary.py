@@ -14,20 +14,8 @@ from rich.text import Text
 
 from howsmooth.checks import door
 from howsmooth.growth.laws import PowerLaw
-from howsmooth.reporting.findings import (
-    distances,
-    ends,
-    gaps,
-    growths,
-    headline,
-    main_kind,
-    not_converged,
-    percent,
-    place_of,
-    short,
-    split,
-    token_name,
-)
+from howsmooth.reporting import findings
+from howsmooth.reporting.findings import headline, main_kind, short
 from howsmooth.reporting.source import Cell, Group, Source, cell_of, groups
 from howsmooth.small import printable, rounded
 
@@ -44,11 +32,11 @@ def summary(source: Source) -> RenderableType:
     tiny [float32]
     Layer 0, head 0 of tiny [float32] is the only head measured: ...
     """
-    return Lines(*(part for group in groups(source) for part in _of_group(group)))
+    return Lines(*(line for group in groups(source) for line in _of_group(group)))
 
 
 def _of_group(group: Group) -> list[RenderableType]:
-    rows, fits = group.roughest(main_kind(group)), growths(group)
+    rows, fits = group.roughest(main_kind(group)), findings.growths(group)
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
@@ -60,17 +48,12 @@ def _of_group(group: Group) -> list[RenderableType]:
     powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
     if powers:
         parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
-    for found in distances(rows):
-        parts.append(
-            _shown(
-                f"{found.name} / σ: median {rounded(found.middle, ROUND_CEILING, 3)}, "
-                f"at most {rounded(found.largest, ROUND_CEILING, 3)}"
-            )
-        )
-    if missing := gaps(group):
+    for distance in findings.distances(rows):
+        median_ratio, largest = (rounded(ratio, ROUND_CEILING, 3) for ratio in (distance.middle, distance.largest))
+        parts.append(_shown(f"{distance.name} / σ: median {median_ratio}, at most {largest}"))
+    if missing := findings.gaps(group):
         parts.append(Text(missing, style="bold"))
-    missed = not_converged(group)
-    if missed:
+    if missed := findings.not_converged(group):
         parts.append(Text(f"{missed} of {len(group.rows)} cells did not reach the accuracy asked for.", style="bold"))
     return [*parts, Text("")]
 
@@ -89,13 +72,10 @@ def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> 
         shown.add_column("sink, attention on it")
     for row in rows:
         share, fit = row.get("value_share"), fits.get(cell_of(row))
-        cells = [place_of(row), short(row["value"], 4), ends(row)]
-        cells += [
-            "" if share is None else split(share),
-            "" if fit is None else str(fit),
-        ]
+        cells = [findings.place_of(row), short(row["value"], 4), findings.ends(row)]
+        cells += ["" if share is None else findings.split(share), "" if fit is None else str(fit)]
         if explained:
-            name = token_name(group, row).removeprefix("the token ").replace("at position ", "")
-            cells.append("" if row.get("sink") is None else f"{name}, {percent(row['sink'] / row['length'])}")
+            name = findings.token_name(group, row).removeprefix("the token ").replace("at position ", "")
+            cells.append("" if row.get("sink") is None else f"{name}, {findings.percent(row['sink'] / row['length'])}")
         shown.add_row(*map(_shown, cells))
     return shown

@@ -27,20 +27,13 @@ THEORY = {
 }
 """Page of the documentation → what it is about."""
 
-_OWN_PAGES = {
-    "howsmooth.three_path": "theory/three-path",
-    "howsmooth.local": "theory/three-path",
-    "howsmooth.softmax_jacobian": "theory/three-path",
-    "howsmooth.mean_field": "theory/mean-field",
-    "howsmooth.masked_mean_field": "theory/mean-field",
-    "castin2024.mean_field": "theory/mean-field",
-    "howsmooth.l2_lip_2": "theory/l2-attention",
-    "kim2021.lip_2": "theory/l2-attention",
-    "howsmooth.sigmoid": "theory/other-attentions",
-    "ramapuram2024.local": "theory/other-attentions",
-    "howsmooth.cosine": "theory/other-attentions",
-    "howsmooth.qk_norm": "theory/other-attentions",
+_BOUNDS = {
+    "theory/three-path": ("howsmooth.three_path", "howsmooth.local", "howsmooth.softmax_jacobian"),
+    "theory/mean-field": ("howsmooth.mean_field", "howsmooth.masked_mean_field", "castin2024.mean_field"),
+    "theory/l2-attention": ("howsmooth.l2_lip_2", "kim2021.lip_2"),
+    "theory/other-attentions": ("howsmooth.sigmoid", "ramapuram2024.local", "howsmooth.cosine", "howsmooth.qk_norm"),
 }
+_PAGES = {bound: page for page, bounds in _BOUNDS.items() for bound in bounds}
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def theory_links(documentation: str | None) -> Links:
         name: {
             "where": SCOPES[bound.scope],
             "reference": bound.reference,
-            "page": _OWN_PAGES.get(name, "theory/dot-product"),
+            "page": _PAGES.get(name, "theory/dot-product"),
         }
         for name, bound in CATALOGUE.items()
         if (bound.side, bound.norm) == ("upper", 2)

@@ -18,25 +18,22 @@ def readable(tokens: Sequence[str]) -> list[str]:
     ['Alice', '’', 's', ' cat', '↵']
     """
     if any(token.startswith("##") or token in _SPECIAL[:3] for token in tokens):
-        found = [_word_piece(token, first=place == 0) for place, token in enumerate(tokens)]
+        words = [token[2:] if token.startswith("##") else f" {token}" for token in tokens]
+        words[0] = tokens[0].removeprefix("##")
     elif any(token.startswith("▁") for token in tokens):
-        found = [token.replace("▁", " ") for token in tokens]
+        words = [token.replace("▁", " ") for token in tokens]
     elif any(token[:1] in ("Ġ", "Ċ") for token in tokens):
-        found = [_from_bytes(token) for token in tokens]
+        words = [_from_bytes(token) for token in tokens]
     else:
-        found = list(tokens)
-    return [token.replace("\r", "").replace("\n", "↵") for token in found]
-
-
-def _word_piece(token: str, first: bool) -> str:
-    return token[2:] if token.startswith("##") else token if first else " " + token
+        words = list(tokens)
+    return [token.replace("\r", "").replace("\n", "↵") for token in words]
 
 
 def _byte_letters() -> dict[str, int]:
     """The letters with which byte-level BPE writes bytes: printable ones stand for themselves."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 _BYTES = _byte_letters()

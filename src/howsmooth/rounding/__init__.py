@@ -1,8 +1,8 @@
 """What may be rounded: formats of cached keys and values, what they do to a model, and which to choose.
 
 >>> from howsmooth.rounding import quantise
->>> found = quantise("random:llama[layers=2,width=32]", formats="int8,int4", length=12, windows=1)
->>> all(row["actual"] <= row["proved"] for row in found.rows())
+>>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", length=12, windows=1)
+>>> all(row["actual"] <= row["proved"] for row in quantisation.rows())
 True
 """
 

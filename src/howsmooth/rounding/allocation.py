@@ -48,14 +48,14 @@ class Allocation:
     def assignment(self) -> Assignment:
         """As `Reader.outcome` takes it."""
         named: list[list[list[Choice]]] = [
-            [[self.formats[place] for place in heads] for heads in parts] for parts in self.choice.tolist()
+            [[self.formats[index] for index in heads] for heads in parts] for parts in self.choice.tolist()
         ]
         return {(layer, part): tuple(row[p]) for layer, row in enumerate(named) for p, part in enumerate(PARTS)}
 
     def by_layer(self, part: str) -> list[list[str]]:
         """Names of the formats of the heads of every layer; one name where all heads agree."""
-        place = PARTS.index(part)
-        rows = [[self.formats[i].name for i in heads] for heads in self.choice[:, place].tolist()]
+        index = PARTS.index(part)
+        rows = [[self.formats[i].name for i in heads] for heads in self.choice[:, index].tolist()]
         return [row[:1] if len(set(row)) == 1 else row for row in rows]
 
 
@@ -73,8 +73,8 @@ def allocate(
 
     >>> from howsmooth.rounding import parse_formats
     >>> damage = torch.tensor([9.0, 1.0]).view(1, 1, 2, 1) * torch.tensor([1.0, 0.1, 0.01]).view(3, 1, 1, 1)
-    >>> found = allocate(damage.expand(3, 2, 2, 1), parse_formats("int4,int8"), [4.25, 8.25], budget=5.6)
-    >>> found.by_layer("key"), round(found.bits, 3), round(found.damage, 2)
+    >>> allocation = allocate(damage.expand(3, 2, 2, 1), parse_formats("int4,int8"), [4.25, 8.25], budget=5.6)
+    >>> allocation.by_layer("key"), round(allocation.bits, 3), round(allocation.damage, 2)
     ([['int8'], ['int4'], ['int4']], 5.583, 3.98)
     """
     check_one_of(per, UNITS, "per")
@@ -128,6 +128,17 @@ def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[flo
     return assigned(damage, formats, bits, choice)
 
 
+def frontier(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], points: int = 25) -> list[Allocation]:
+    """The least predicted damage for budgets between the smallest and the largest format.
+
+    >>> from howsmooth.rounding import parse_formats
+    >>> damage = torch.tensor([9.0, 1.0]).view(1, 1, 2, 1).expand(2, 2, 2, 1)
+    >>> [(one.bits, one.damage) for one in frontier(damage, parse_formats("int4,int8"), [4.0, 8.0], 3)]
+    [(4.0, 36.0), (6.0, 20.0), (8.0, 4.0)]
+    """
+    return [allocate(damage, formats, bits, float(b)) for b in np.linspace(min(bits), max(bits), points)]
+
+
 def by_sensitivity(
     sensitivity: Tensor, damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
 ) -> Allocation:
@@ -142,8 +153,8 @@ def by_sensitivity(
     sizes = torch.tensor([4.0**-form.bits for form in formats], dtype=torch.float64)
     layers, parts, count, heads = damage.shape
     guessed = scaled.double().square()[:, :, None, None] * sizes[:, None]
-    found = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
-    return assigned(damage, formats, bits, found.choice)
+    allocation = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
+    return assigned(damage, formats, bits, allocation.choice)
 
 
 def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:

@@ -75,8 +75,8 @@ def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], la
     >>> import howsmooth as hs
     >>> from howsmooth.rounding import parse_formats
     >>> x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    >>> found = answers_at(hs.SelfAttention.random(8, heads=2, mask="causal"), x, parse_formats("int8,int4"))
-    >>> bool((found.proved >= found.actual).all()), tuple(found.predicted.shape)
+    >>> changes = answers_at(hs.SelfAttention.random(8, heads=2, mask="causal"), x, parse_formats("int8,int4"))
+    >>> bool((changes.proved >= changes.actual).all()), tuple(changes.predicted.shape)
     (True, (2, 2, 2))
     """
     cache = Cache.at(attention, x, layer)
@@ -103,7 +103,7 @@ def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], la
             rows["predicted"].append(_mean(torch.linalg.vector_norm(operator.matvec(moved).double(), dim=-1)))
             for name, bound in zip(("tanh", "path", "proved"), forms, strict=True):
                 rows[name].append(_mean(bound))
-    shaped = {name: torch.stack(found).unflatten(0, (len(PARTS), len(formats))) for name, found in rows.items()}
+    shaped = {name: torch.stack(sizes).unflatten(0, (len(PARTS), len(formats))) for name, sizes in rows.items()}
     return Answers(**shaped, size=_mean(torch.linalg.vector_norm(output, dim=-1)))
 
 
@@ -159,13 +159,13 @@ def _spread(weights: Tensor, value: Tensor, output: Tensor) -> Tensor:
     """√‖Cov_{P_i}(v)‖ for every query of one head, ``(n,)``: ‖C‖ ≤ ‖C²‖_F^½, above it by at most rank^¼."""
     width = value.shape[-1]
     pairs = (value[:, :, None] * value[:, None, :]).flatten(1)
-    found = []
+    spreads = []
     for rows, centre in zip(weights.split(_CHUNK), output.split(_CHUNK), strict=True):
         second = (rows @ pairs).unflatten(-1, (width, width))
         covariance = second - centre[:, :, None] * centre[:, None, :]
         slack = 8 * _EPS * (width + weights.shape[-1]) * second.diagonal(dim1=-2, dim2=-1).sum(-1)
-        found.append((torch.linalg.matrix_norm(covariance @ covariance).sqrt() + slack).sqrt())
-    return torch.cat(found)
+        spreads.append((torch.linalg.matrix_norm(covariance @ covariance).sqrt() + slack).sqrt())
+    return torch.cat(spreads)
 
 
 _CHUNK = 64

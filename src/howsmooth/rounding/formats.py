@@ -190,10 +190,10 @@ def parse_format(text: str) -> Format:
             f"there is no format {shown(text)}: choose from {', '.join(FORMATS)}, with brackets if you like, as in "
             f"int4[asymmetric,per=channel,group=32,first=4,rotary=before]{hint or '.'}"
         )
-    found = FORMATS[match[1]]
-    for part in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
-        found = _with_option(found, part, text)
-    return found
+    form = FORMATS[match[1]]
+    for option in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
+        form = _with_option(form, option, text)
+    return form
 
 
 def parse_formats(text: str) -> list[Format]:
@@ -202,15 +202,15 @@ def parse_formats(text: str) -> list[Format]:
     >>> [one.name for one in parse_formats("int8, int4[per=channel,group=32],int8")]
     ['int8', 'int4[per=channel,group=32]']
     """
-    return list(dict.fromkeys(parse_format(part) for part in re.split(r",(?![^\[]*\])", text)))
+    return list(dict.fromkeys(parse_format(name) for name in re.split(r",(?![^\[]*\])", text)))
 
 
-def _with_option(entry: Format, part: str, whole: str) -> Format:
-    name, _, value = (piece.strip() for piece in part.partition("="))
-    if part in ("symmetric", "asymmetric"):
+def _with_option(entry: Format, option: str, whole: str) -> Format:
+    name, _, value = (piece.strip() for piece in option.partition("="))
+    if option in ("symmetric", "asymmetric"):
         if entry.kind != "integer":
             raise InvalidInput(f"{shown(whole)}: only integers are symmetric or asymmetric.")
-        return replace(entry, symmetric=part == "symmetric")
+        return replace(entry, symmetric=option == "symmetric")
     if name == "per" and value in SHARES_SCALE:
         return _with_scope(entry, value, whole)
     if name in ("group", "first") and re.fullmatch("[0-9]{1,9}", value) and int(value) >= (name == "group"):
@@ -221,7 +221,7 @@ def _with_option(entry: Format, part: str, whole: str) -> Format:
         return replace(entry, rotary=value)  # type: ignore[arg-type]
     raise InvalidInput(
         f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SHARES_SCALE)}, group=NUMBER, first=NUMBER and "
-        f"rotary=before|after, not {shown(part)}."
+        f"rotary=before|after, not {shown(option)}."
     )
 
 

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.checks import check_one_of, door
+from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import exact_autograd
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.alone import alone
 from howsmooth.models.running import Call, listening, reference_mode, run
-from howsmooth.rounding.running import check_text_model
+from howsmooth.rounding.running import check_text_model, check_weights
 from howsmooth.small import first_tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,12 +77,13 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
     >>> from howsmooth.models import open_model
     >>> opened = open_model("random:llama[layers=2,width=32]")
     >>> [window] = opened.windows("Down the rabbit hole", length=12)
-    >>> found = rounding_noise(opened, window)
-    >>> bool((found.predicted / found.actual - 1).abs().max() < 0.1)
+    >>> noise = rounding_noise(opened, window)
+    >>> bool((noise.predicted / noise.actual - 1).abs().max() < 0.1)
     True
     """
     check_one_of(dtype, DTYPES, "dtype")
     check_text_model(opened.model)
+    check_weights(opened.model)
     tell = progress or (lambda label: None)
     targets = Targets(opened, window)
     functions = [targets.get("layer", layer) for layer in range(targets.layers)]
@@ -94,6 +96,7 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
     paths = _layer_paths(opened.model, targets)
     free = _stream(low, paths, opened.inputs(window), None)
     forced = _stream(low, paths, opened.inputs(window), exact)
+    _check_finite(opened.name, dtype, free, forced)
     errors = (free[0].double() - exact[0].double())[None]  # of each source, at the layer that is reached
     rows = []
     for layer, (function, x) in enumerate(functions):
@@ -104,6 +107,15 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
         errors = torch.cat([_carried(function, x, errors.to(x.dtype)).double(), local[None]])
         rows.append(_row(exact[layer + 1].double(), free[layer + 1].double(), errors))
     return Noise(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _check_finite(name: str, dtype: str, free: list[Tensor], forced: list[Tensor]) -> None:
+    """Refuse a model that leaves the range of the dtype, naming where: there is no noise to speak of."""
+    for depth, states in enumerate(zip(free, forced, strict=True)):
+        if not all(bool(state.isfinite().all()) for state in states):
+            where = "the embedding" if depth == 0 else f"layer {depth - 1}"
+            other = "" if dtype == "bf16" else "; bf16 has the range of float32"
+            raise InvalidInput(f"{where} of {name} leaves the range of {dtype} and gives NaN or infinity{other}.")
 
 
 def _carried(function: Any, x: Tensor, errors: Tensor) -> Tensor:
@@ -158,8 +170,8 @@ def _stream(model: Any, paths: list[str], inputs: dict[str, Tensor], given: list
         return hear
 
     layers = [model.get_submodule(path) for path in paths]
-    hooks = [one.register_forward_pre_hook(on_entry(place), with_kwargs=True) for place, one in enumerate(layers)]
-    hooks += [one.register_forward_hook(on_exit(place)) for place, one in enumerate(layers)]
+    hooks = [one.register_forward_pre_hook(on_entry(layer), with_kwargs=True) for layer, one in enumerate(layers)]
+    hooks += [one.register_forward_hook(on_exit(layer)) for layer, one in enumerate(layers)]
     with listening(hooks), reference_mode(model):
         run(model, inputs)
-    return [entered[0], *(left[place] for place in range(len(layers)))]
+    return [entered[0], *(left[layer] for layer in range(len(layers)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +21,11 @@ from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budg
 from howsmooth.rounding.answers import answers
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.formats import Format, parse_formats
-from howsmooth.rounding.running import Reader, check_text_model
+from howsmooth.rounding.running import Reader, check_text_model, check_weights
 from howsmooth.rounding.scores import Scores, sampled_scores
-from howsmooth.rounding.store import Tensors, WindowStore, run_name
+from howsmooth.rounding.store import Tensors, each_window, run_name
 
+Choices = Mapping[str, Allocation | None]
 ANSWERS = ("actual", "predicted", "tanh", "path", "proved")
 Step = Callable[[str], None]
 
@@ -91,6 +92,26 @@ class Quantisation:
         """The one that was chosen."""
         return next((check.allocation for check in self.checks if check.name == "allocation"), None)
 
+    def totals(self) -> list[dict[str, Any]]:
+        """One row per format and part, everything rounded to it: medians over heads of proved and predicted ÷ actual,
+        the predicted damage with its standard error, and the layer that suffers most."""
+        rows = []
+        for index, form in enumerate(self.formats):
+            for part, name in enumerate(PARTS):
+                actual = self.found["actual"][:, part, index]
+                moved = actual > 0
+                ratios = {
+                    what: float((self.found[what][:, part, index][moved] / actual[moved]).median())
+                    if bool(moved.any())
+                    else 1.0
+                    for what in ("proved", "predicted")
+                }
+                damage, error = self.scores.damage(self.scores.products[:, :, part, index].sum((1, 2)))
+                layer = int(self.scores.by_layer[:, part, index].argmax())
+                about = {"format": form.name, "what": name, "bits": self.bits[index], "most_in": layer}
+                rows.append(about | ratios | {"kl": float(damage), "kl_error": float(error)})
+        return rows
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, head, part and format; ``kl`` is the damage through this head alone, per token."""
         damage, error = self.scores.damage(self.scores.products)
@@ -100,7 +121,7 @@ class Quantisation:
             for head in range(heads):
                 for part in range(parts):
                     for form in range(forms):
-                        place = (layer, part, form, head)
+                        index = (layer, part, form, head)
                         rows.append(
                             {
                                 "layer": layer,
@@ -109,10 +130,10 @@ class Quantisation:
                                 "what": PARTS[part],
                                 "format": self.formats[form].name,
                                 "bits": self.bits[form],
-                                **{name: float(self.found[name][place]) for name in ("actual", "predicted", "proved")},
+                                **{name: float(self.found[name][index]) for name in ("actual", "predicted", "proved")},
                                 "size": float(self.found["size"][layer, head]),
-                                "kl": float(damage[place]),
-                                "kl_error": float(error[place]),
+                                "kl": float(damage[index]),
+                                "kl_error": float(error[index]),
                             }
                         )
         return rows
@@ -149,14 +170,15 @@ def quantise(
         out: a store in which a stopped run is taken up again. resume: keep what it has.
         progress: told what comes next.
 
-    >>> found = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
-    >>> row = found.rows()[0]
-    >>> row["what"], row["format"], row["actual"] <= row["proved"], [check.name for check in found.checks]
+    >>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
+    >>> row = quantisation.rows()[0]
+    >>> row["what"], row["format"], row["actual"] <= row["proved"], [check.name for check in quantisation.checks]
     ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
     """
     chosen, tell = tuple(parse_formats(formats)), progress or (lambda label: None)
     opened = _opened(model) if isinstance(model, str) else model
     check_text_model(opened.model)
+    check_weights(opened.model)
     words = alice() if text is None else text
     tried = windows if check is None else check
     cut = opened.windows(words, length, windows + (tried if budget is not None else 0), seed)
@@ -164,22 +186,19 @@ def quantise(
     learnt = [window for window in cut if not any(window is other for other in held_out)][:windows]
     if budget is not None:  # before the work begins
         check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
-    name = run_name(
-        {
-            "model": opened.sha256,
-            "text": hashlib.sha256(words.encode(errors="surrogatepass")).hexdigest(),
-            "settings": [[one.name for one in chosen], length, samples, seed, [window.start for window in learnt]],
-            "howsmooth": version("howsmooth"),
-        }
-    )
-    with WindowStore.of(out, name, resume) as store:
-        kept = store.kept()
-        for place, window in enumerate(learnt):
-            if place not in kept:
-                tell(f"window {place + 1} of {len(learnt)}: answers and scores")
-                store.add(place, window_numbers(opened, window, chosen, samples, seed + place))
-        found = [store.read(place) for place in range(len(learnt))]
-    result = gathered(opened, chosen, found, length)
+    deciding = {
+        "model": opened.sha256,
+        "text": hashlib.sha256(words.encode(errors="surrogatepass")).hexdigest(),
+        "settings": [[one.name for one in chosen], length, samples, seed, [window.start for window in learnt]],
+        "howsmooth": version("howsmooth"),
+    }
+
+    def numbers(index: int) -> Tensors:
+        tell(f"window {index + 1} of {len(learnt)}: answers and scores")
+        return window_numbers(opened, learnt[index], chosen, samples, seed + index)
+
+    kept = each_window(out, run_name(deciding), len(learnt), numbers, resume)
+    result = gathered(opened, chosen, kept, length)
     if budget is None:
         return result
     damage = result.scores.by_cache
@@ -189,7 +208,14 @@ def quantise(
         "first and last": first_and_last(damage, chosen, result.bits, budget),
         "allocation": allocate(damage, chosen, result.bits, budget, per),
     }
-    return replace(result, checks=checked(opened, held_out, choices, tell))
+    named = {name: None if choice is None else choice.choice.tolist() for name, choice in choices.items()}
+    run = run_name(deciding | {"choices": named, "checked": [window.start for window in held_out]})
+
+    def outcomes(index: int) -> Tensors:
+        tell(f"checking on window {index + 1} of {len(held_out)}")
+        return window_outcomes(Reader.of(opened.model, opened.inputs(held_out[index])), choices)
+
+    return replace(result, checks=checks(choices, each_window(out, run, len(held_out), outcomes, resume)))
 
 
 def _opened(name: str) -> OpenModel:
@@ -205,9 +231,9 @@ def _opened(name: str) -> OpenModel:
 def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
     """Answers of every layer and scores of the model in one window."""
     reader = Reader.of(opened.model, opened.inputs(window))
-    found = [answers(site, formats) for site in reader.sites]
+    changes = [answers(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, samples, seed)
-    stacked = {name: torch.stack([getattr(one, name) for one in found]) for name in (*ANSWERS, "size")}
+    stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ANSWERS, "size")}
     return stacked | {"products": scores.products, "sizes": torch.tensor(_sizes(reader))}
 
 
@@ -221,12 +247,12 @@ def _bits(formats: Sequence[Format], sizes: Sequence[int], length: int) -> tuple
     return tuple(form.bits_per_number(sizes[3], length, sizes[1]) for form in formats)
 
 
-def gathered(opened: OpenModel, formats: Sequence[Format], found: Sequence[Tensors], length: int) -> Quantisation:
+def gathered(opened: OpenModel, formats: Sequence[Format], windows: Sequence[Tensors], length: int) -> Quantisation:
     """The windows of a run together."""
-    sizes = found[0]["sizes"].tolist()
+    sizes = windows[0]["sizes"].tolist()
     heads, kv_heads, causal, _ = sizes
-    means = {name: torch.stack([one[name] for one in found]).square().mean(0).sqrt() for name in (*ANSWERS, "size")}
-    products = torch.cat([one["products"] for one in found])
+    means = {name: torch.stack([one[name] for one in windows]).square().mean(0).sqrt() for name in (*ANSWERS, "size")}
+    products = torch.cat([one["products"] for one in windows])
     return Quantisation(
         opened.name,
         opened.precision,
@@ -238,21 +264,23 @@ def gathered(opened: OpenModel, formats: Sequence[Format], found: Sequence[Tenso
     )
 
 
-def checked(
-    opened: OpenModel, windows: Sequence[Window], choices: dict[str, Allocation | None], tell: Step = lambda label: None
-) -> tuple[Check, ...]:
-    """Every choice, run on the windows."""
-    damage: dict[str, list[float]] = {name: [] for name in choices}
-    loss: dict[str, list[float]] = {name: [] for name in choices}
-    for place, window in enumerate(windows):
-        tell(f"checking on window {place + 1} of {len(windows)}")
-        reader = Reader.of(opened.model, opened.inputs(window))
-        exact = reader.outcome()
-        for name, choice in choices.items():
-            outcome = exact if choice is None else reader.outcome(choice.assignment)
-            damage[name].append(reader.damage(exact, outcome))
-            if reader.causal:
-                loss[name].append(reader.loss(outcome))
+def window_outcomes(reader: Reader, choices: Choices) -> Tensors:
+    """The damage of every choice in one window, and the loss of a language model."""
+    exact, damage, loss = reader.outcome(), list[float](), list[float]()
+    for choice in choices.values():
+        outcome = exact if choice is None else reader.outcome(choice.assignment)
+        damage.append(reader.damage(exact, outcome))
+        loss += [reader.loss(outcome)] if reader.causal else []
+    return {name: torch.tensor(some, dtype=torch.float64) for name, some in (("damage", damage), ("loss", loss))}
+
+
+def checks(choices: Choices, windows: Sequence[Tensors]) -> tuple[Check, ...]:
+    """Every choice over the windows it was run on."""
+    if not windows:
+        return ()
+    damage = torch.stack([one["damage"] for one in windows], -1).tolist()
+    loss = torch.stack([one["loss"] for one in windows], -1).tolist() or [[] for _ in choices]
     return tuple(
-        Check(name, choice, tuple(damage[name]), tuple(loss[name])) for name, choice in choices.items() if windows
+        Check(name, choice, tuple(some), tuple(said))
+        for (name, choice), some, said in zip(choices.items(), damage, loss, strict=True)
     )

@@ -36,15 +36,15 @@ def rivals(sites: Sequence[CapturedSite], form: Format) -> dict[str, Tensor]:
     >>> from howsmooth.rounding import parse_format
     >>> opened = open_model("random:llama[layers=2,width=32]", head=True)
     >>> [window] = opened.windows("Down the rabbit hole", length=12)
-    >>> found = rivals(capture(opened.model, opened.inputs(window)), parse_format("int4"))
-    >>> list(found) == list(RIVALS), found["gain"].shape
+    >>> numbers = rivals(capture(opened.model, opened.inputs(window)), parse_format("int4"))
+    >>> list(numbers) == list(RIVALS), numbers["gain"].shape
     (True, torch.Size([2, 2]))
     """
     rows = [_of_site(site, form) for site in sites]
-    found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    place = torch.arange(len(sites), dtype=torch.float64)
-    ends = 1 / (1 + torch.minimum(place, place.flip(0)))
-    return found | {"ends": ends[:, None].expand(-1, 2).clone()}
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    depth = torch.arange(len(sites), dtype=torch.float64)
+    ends = 1 / (1 + torch.minimum(depth, depth.flip(0)))
+    return stacked | {"ends": ends[:, None].expand(-1, 2).clone()}
 
 
 def _of_site(site: CapturedSite, form: Format) -> dict[str, Tensor]:

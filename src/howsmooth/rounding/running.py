@@ -28,6 +28,7 @@ Choices = Choice | Sequence[Choice]
 Assignment = Mapping[tuple[int, str], Choices]
 """(layer, "key" or "value") → a format for all heads or one for each; what is missing is kept as it is."""
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
+_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Reader:
 
     def damage(self, exact: Tensor, rounded: Tensor) -> float:
         """KL in nats per token, or 1 − cosine, between two outcomes."""
-        if self.causal:
-            return float((exact.exp() * (exact - rounded)).sum(-1).mean().clamp_min(0.0))
+        if self.causal:  # in blocks that stay in the processor's cache: several times faster than at once
+            blocks = zip(exact.split(_ROWS), rounded.split(_ROWS), strict=True)
+            return max(sum(float((p.exp() * (p - q)).sum()) for p, q in blocks) / len(exact), 0.0)
         return float((exact - rounded).square().sum() / 2)
 
     def loss(self, outcome: Tensor) -> float:
@@ -111,6 +113,13 @@ def check_text_model(model: PreTrainedModel) -> None:
         )
 
 
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse a model with NaN or infinity in its weights, naming the first: its caches would hold them."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise InvalidInput(f"{name} holds NaN or infinity, which cannot be rounded: check the model's weights.")
+
+
 def run_whole(reader: Reader) -> Any:
     """The output of the model on its text; an encoder gives its hidden states as well."""
     config: Any = reader.model.config
@@ -125,8 +134,8 @@ def run_whole(reader: Reader) -> Any:
 class Layers:
     """Which attention block is called now: blocks are called in their order, each once."""
 
-    def __init__(self, count: int):
-        self.count, self.called = count, 0
+    def __init__(self, count: int, called: int = 0):
+        self.count, self.called = count, called
 
     def next(self) -> int:
         """The number of the block that is called."""

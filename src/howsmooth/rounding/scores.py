@@ -18,7 +18,7 @@ Scores of parts add: for heads, layers, keys and values together the sum of thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,8 @@ def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 2
     >>> from howsmooth.rounding import parse_formats
     >>> opened = open_model("random:llama[layers=2,width=32]", head=True)
     >>> [window] = opened.windows("Down the rabbit hole", length=12)
-    >>> found = sampled_scores(Reader.of(opened.model, opened.inputs(window)), parse_formats("int8,int4"), samples=4)
-    >>> found.by_layer.shape, bool((found.by_layer[..., 0] < found.by_layer[..., 1]).all())
+    >>> scores = sampled_scores(Reader.of(opened.model, opened.inputs(window)), parse_formats("int8,int4"), samples=4)
+    >>> scores.by_layer.shape, bool((scores.by_layer[..., 0] < scores.by_layer[..., 1]).all())
     (torch.Size([2, 2, 2]), True)
     """
     changes, probes = list[Tensor](), list[Tensor]()
@@ -86,24 +86,29 @@ def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 2
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        own, layer = eager_attention(module), layers.next()
-        output, weights = own(module, query, key, value, *args, **options)
-        changes.append(_changes(own, module, query, key, value, args, options, output, formats, rotaries[layer], layer))
+        attention, layer = eager_attention(module), layers.next()
+        output, weights = attention(module, query, key, value, *args, **options)
+        changes.append(
+            _changes(attention, module, query, key, value, args, options, output, formats, rotaries[layer], layer)
+        )
         probe = torch.zeros_like(output, requires_grad=True)
         probes.append(probe)
         return output + probe, weights
 
     with answering(reader.model, attend), torch.enable_grad():
-        outcome = reader.read(run_whole(reader))
+        output = run_whole(reader)
         layers.check_all(reader.model)
-        found = []
-        for scalar in _scalars(reader, outcome, samples, seed):
-            gradients = torch.autograd.grad(scalar, probes, retain_graph=True)
-            found.append(
+        target = output.logits[0] if reader.causal else reader.read(output)
+        with torch.no_grad():
+            outcome = reader.read(output)
+        products = []
+        for cotangent in _cotangents(reader, outcome, target.dtype, samples, seed):
+            gradients = torch.autograd.grad(target, probes, cotangent, retain_graph=True)
+            products.append(
                 torch.stack([_product(change, gradient) for change, gradient in zip(changes, gradients, strict=True)])
             )
     group = reader.sites[0].attention.heads // reader.sites[0].attention.kv_heads
-    return Scores(torch.stack(found), reader.tokens, group)
+    return Scores(torch.stack(products), reader.tokens, group)
 
 
 def joined(windows: Sequence[Scores]) -> Scores:
@@ -113,7 +118,7 @@ def joined(windows: Sequence[Scores]) -> Scores:
 
 @torch.no_grad()
 def _changes(
-    own: Any,
+    attention: Any,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -128,28 +133,29 @@ def _changes(
     """What rounding keys or values alone does to the heads, ``(2, formats, n, heads, v)``."""
     query, key, value, output = (t.detach() for t in (query, key, value, output))
     heads = query.shape[1]
-    found = []
+    changes = []
     for part in PARTS:
         for form in formats:
             held = (
                 read_back(key, part, form, rotary, layer) if part == "key" else key,
                 read_back(value, part, form, None, layer) if part == "value" else value,
             )
-            moved = own(module, query, *held, *args, **options)[0] - output
-            found.append(moved.reshape(moved.shape[1], heads, -1))
-    return torch.stack(found).unflatten(0, (len(PARTS), len(formats)))
+            moved = attention(module, query, *held, *args, **options)[0] - output
+            changes.append(moved.reshape(moved.shape[1], heads, -1))
+    return torch.stack(changes).unflatten(0, (len(PARTS), len(formats)))
 
 
-def _scalars(reader: Reader, outcome: Tensor, samples: int, seed: int) -> Any:
-    """One scalar per sample, whose gradient is the score."""
+def _cotangents(reader: Reader, outcome: Tensor, dtype: torch.dtype, samples: int, seed: int) -> Iterator[Tensor]:
+    """For every sample the score with respect to the logits, 1_y − p, or a direction for the embedding."""
     generator = random_stream(seed, "scores")
     if not reader.causal:
-        directions = torch.randn(samples, len(outcome), generator=generator, dtype=outcome.dtype).to(outcome.device)
-        yield from directions @ outcome
+        yield from torch.randn(samples, len(outcome), generator=generator, dtype=dtype).to(outcome.device)
         return
-    drawn = torch.multinomial(outcome.detach().exp().cpu(), samples, replacement=True, generator=generator)
-    for words in drawn.to(outcome.device).T:
-        yield outcome.gather(1, words[:, None]).sum()
+    probability = outcome.exp()
+    drawn = torch.multinomial(probability.cpu(), samples, replacement=True, generator=generator).to(outcome.device)
+    less = -probability.to(dtype)
+    for words in drawn.T:
+        yield less.scatter_add(1, words[:, None], torch.ones_like(less[:, :1]))
 
 
 def _product(change: Tensor, gradient: Tensor) -> Tensor:

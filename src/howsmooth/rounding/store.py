@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,21 @@ Tensors = dict[str, Tensor]
 def run_name(deciding: Mapping[str, Any]) -> str:
     """The name of a run: the hash of what decides its numbers."""
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+
+
+def each_window(
+    path: Path | None, run: str, count: int, find: Callable[[int], Tensors], resume: bool = True
+) -> list[Tensors]:
+    """What ``find`` has for windows 0, 1, …, each kept as soon as it is known; those that are there are only read.
+
+    >>> import torch
+    >>> each_window(None, run_name({}), 2, lambda window: {"number": torch.tensor(window)})
+    [{'number': tensor(0)}, {'number': tensor(1)}]
+    """
+    with WindowStore.of(path, run, resume) as store:
+        while missing := sorted(set(range(count)) - store.kept()):
+            store.add(missing[0], find(missing[0]))
+        return [store.read(window) for window in range(count)]
 
 
 class WindowStore:
@@ -75,9 +90,9 @@ class WindowStore:
         """The windows that are there."""
         return {row[0] for row in self.connection.execute("SELECT window FROM windows WHERE run = ?", (self.run,))}
 
-    def add(self, window: int, found: Tensors) -> None:
+    def add(self, window: int, tensors: Tensors) -> None:
         """Keep a window, in one transaction."""
-        content = save({name: tensor.contiguous() for name, tensor in found.items()})
+        content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         with self.connection:
             self.connection.execute(
                 "INSERT OR REPLACE INTO windows VALUES (?, ?, ?, ?)",
