@@ -16,12 +16,15 @@ from howsmooth.bounds import CATALOGUE, get, setting
 from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.explaining import explain
 from howsmooth.measuring import measure, measure_heads
+from howsmooth.models import Targets
 from howsmooth.norms import Measurement
-from howsmooth.scanning.plan import Settings
+from howsmooth.scanning.plan import Batch, Cell, Settings
 
 Numbers = dict[str, Any]
+Reasons = dict[str, Tensor]
 PROVED = "howsmooth.three_path"
 """The bound that every attention map has at its input."""
+_REASONS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
 COSTLY = ("howsmooth.local",)
 """Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
 
@@ -31,35 +34,48 @@ def head_numbers(attention: AttentionMap, x: Tensor, settings: Settings) -> list
 
     >>> import howsmooth as hs
     >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    >>> found = head_numbers(hs.SelfAttention.random(8, heads=2), x, Settings())
-    >>> [row["lower"] <= row["value"] <= row["upper"] <= 1.1 * row["proved"] for row in found]
+    >>> rows = head_numbers(hs.SelfAttention.random(8, heads=2), x, Settings())
+    >>> [row["lower"] <= row["value"] <= row["upper"] <= 1.1 * row["proved"] for row in rows]
     [True, True]
     """
     begun = time.perf_counter()
-    total, parts = _measured(attention, x, settings, per_head=True)
+    total, reasons = _measured(attention, x, settings, per_head=True)
     bounds = _bounds(attention, x, settings, per_head=True)
     seconds = (time.perf_counter() - begun) / attention.heads
-    return [_numbers(total, (head,), x, seconds, parts, bounds[head]) for head in range(attention.heads)]
+    return [_numbers(total, (head,), x, seconds, reasons, bounds[head]) for head in range(attention.heads)]
 
 
 def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) -> Numbers:
     """The numbers of one map: an attention block with its bounds and paths, or any function with its value alone."""
     begun = time.perf_counter()
     if isinstance(f, AttentionMap):
-        total, parts = _measured(f, x, settings, per_head=False)
+        total, reasons = _measured(f, x, settings, per_head=False)
         (bounds,) = _bounds(f, x, settings, per_head=False)
     else:
-        total, parts, bounds = measure(f, x, **_solver(settings)), {}, {}
-    return _numbers(total, (), x, time.perf_counter() - begun, parts, bounds)
+        total, reasons, bounds = measure(f, x, **_solver(settings)), {}, {}
+    return _numbers(total, (), x, time.perf_counter() - begun, reasons, bounds)
+
+
+def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tuple[Cell, Numbers]]:
+    """The cells of a batch with their numbers.
+
+    All heads of a layer are measured even if some are asked for: their random starts are drawn together, and a number
+    must not depend on what else is asked for.
+    """
+    if batch.what == "head":
+        assert batch.layer is not None
+        site = targets.sites[batch.layer]
+        of_heads = head_numbers(site.attention, site.x, settings)
+        return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
+    numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
+    return [(cell, numbers) for cell in batch.cells()]
 
 
 def _solver(settings: Settings) -> dict[str, Any]:
     return {"rtol": settings.rtol, "seed": settings.seed, "confidence": settings.confidence}
 
 
-def _measured(
-    attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool
-) -> tuple[Measurement, dict[str, Tensor]]:
+def _measured(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> tuple[Measurement, Reasons]:
     """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
     if not settings.explain:
         return (measure_heads if per_head else measure)(attention, x, **_solver(settings)), {}
@@ -68,14 +84,8 @@ def _measured(
     if not per_head:
         strongest = sink.argmax()
         sink, sink_token, entropy = sink[strongest], sink_token[strongest], entropy.mean()
-    return story.total, {
-        "value_path": story.value_path.value,
-        "score_path": story.score_path.value,
-        "value_share": story.value_share,
-        "sink": sink,
-        "sink_token": sink_token,
-        "entropy": entropy,
-    }
+    paths = story.value_path.value, story.score_path.value
+    return story.total, dict(zip(_REASONS, (*paths, story.value_share, sink, sink_token, entropy), strict=True))
 
 
 def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> list[dict[str, float]]:
@@ -84,39 +94,31 @@ def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bo
     wanted = [] if settings.bounds == "none" else [get(PROVED)]
     if settings.bounds in ("cheap", "all"):
         wanted = [b for b in CATALOGUE.values() if settings.bounds == "all" or b.name not in COSTLY]
-    found = upper_bounds(where, per_head=per_head, among=wanted)
-    values = {name: bound.reshape(-1).tolist() for name, bound in found.items()}
+    bounds = upper_bounds(where, per_head=per_head, among=wanted)
+    values = {name: bound.reshape(-1).tolist() for name, bound in bounds.items()}
     count = attention.heads if per_head else 1
-    return [{name: of_map[place] for name, of_map in values.items()} for place in range(count)]
+    return [{name: of_map[number] for name, of_map in values.items()} for number in range(count)]
 
 
 def _numbers(
-    total: Measurement,
-    place: tuple[int, ...],
-    x: Tensor,
-    seconds: float,
-    parts: dict[str, Tensor],
-    bounds: dict[str, float],
+    total: Measurement, index: tuple[int, ...], x: Tensor, seconds: float, reasons: Reasons, bounds: dict[str, float]
 ) -> Numbers:
-    """The columns of a store for the map at one place of a measurement."""
+    """The columns of a store for the map at one index of a measurement."""
     others = {name: _finite(value) for name, value in bounds.items() if name != PROVED}
     return {
-        "value": float(total.value[place]),
-        "lower": float(total.lower[place]),
-        "upper": _finite(float(total.upper[place])),
+        "value": float(total.value[index]),
+        "lower": float(total.lower[index]),
+        "upper": _finite(float(total.upper[index])),
         "confidence": total.confidence,
-        "converged": bool(total.converged[place]),
+        "converged": bool(total.converged[index]),
         "proved": _finite(bounds.get(PROVED, math.inf)),
         "bounds": json.dumps(others),
         "radius": float(torch.linalg.vector_norm(x.double(), dim=-1).max()),
-        **{name: parts[name][place].item() if parts else None for name in _PARTS},
+        **{name: reasons[name][index].item() if reasons else None for name in _REASONS},
         "dtype": str(total.dtype).removeprefix("torch."),
         "seconds": seconds,
-        "input_energy": None if total.right is None else _energies(total.right[place]),
+        "input_energy": None if total.right is None else _energies(total.right[index]),
     }
-
-
-_PARTS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
 
 
 def _finite(value: float) -> float | None:

@@ -28,6 +28,10 @@ class Connection(sqlite3.Connection):
     SQLite quotes table definitions that it cannot read; where they are not UTF-8, Python has another error instead.
     """
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.text_factory = lambda content: content.decode(errors="surrogateescape")
+
     def execute(self, *args: Any) -> sqlite3.Cursor:
         try:
             return super().execute(*args)
@@ -91,7 +95,6 @@ _OPTIONS: dict = {"isolation_level": None, "timeout": 30, "factory": Connection}
 
 
 def _set_up(db: sqlite3.Connection) -> None:
-    db.text_factory = lambda content: content.decode(errors="surrogateescape")
     for setting in ("trusted_schema = OFF", "cell_size_check = ON", "temp_store = MEMORY"):
         db.execute(f"PRAGMA {setting}")
 
@@ -108,10 +111,10 @@ def _written_ahead(path: Path | str) -> bool:
 def identity(path: Path | str) -> tuple[int, int] | None:
     """Which file a path leads to; None for none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_kind(db: sqlite3.Connection, path: Path | str) -> int:
@@ -124,11 +127,11 @@ def check_kind(db: sqlite3.Connection, path: Path | str) -> int:
             f"{path} is empty: its cells stand in the file {Path(path).name}-wal of the scan that was killed; copy "
             "both, or run the scan again where it was."
         )
-    found = db.execute("PRAGMA application_id").fetchone()[0]
+    application = db.execute("PRAGMA application_id").fetchone()[0]
     newer = db.execute("PRAGMA user_version").fetchone()[0]
-    if found == schema.APPLICATION_ID and newer > schema.VERSION:
+    if application == schema.APPLICATION_ID and newer > schema.VERSION:
         raise StoreError(f"{path} was written by a later version of howsmooth: install that one to read it.")
-    if found == schema.APPLICATION_ID:
+    if application == schema.APPLICATION_ID:
         raise StoreError(
             f"{path} is damaged: its tables are not those of a store. `howsmooth report {path} --salvage` keeps what "
             "is whole."

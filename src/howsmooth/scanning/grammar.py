@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,20 +41,17 @@ def parse_numbers(text: Numbers, name: str = "layers") -> tuple[int, ...]:
     """
     wrong = InvalidInput(f"{name} are numbers and rising ranges such as 0,2-4, got {shown(text)}.")
     if not isinstance(text, str):
-        numbers = _whole_numbers(text)
-        if not numbers:
-            raise wrong
-        return tuple(sorted(set(numbers)))
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(rf"\s*({_NUMBER})\s*(?:-\s*({_NUMBER})\s*)?", part)
+        return _rising(text, wrong)
+    numbers: set[int] = set()
+    for piece in text.split(","):
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*(?:-\s*({_NUMBER})\s*)?", piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise wrong
         if last > _MOST:
             raise InvalidInput(f"no model has {name} up to {last}: name those that are there, for example 0,2-4.")
-        found |= set(range(first, last + 1))
-    return tuple(sorted(found))
+        numbers |= set(range(first, last + 1))
+    return tuple(sorted(numbers))
 
 
 def parse_lengths(text: Numbers) -> tuple[int, ...]:
@@ -64,33 +62,32 @@ def parse_lengths(text: Numbers) -> tuple[int, ...]:
     """
     wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {shown(text)}.")
     if not isinstance(text, str):
-        numbers = _whole_numbers(text)
-        if not numbers or min(numbers) < 1:
-            raise wrong
-        return tuple(sorted(set(numbers)))
-    parts = [part.strip() for part in text.split(",")]
-    found: list[int] = []
-    for place, part in enumerate(parts):
-        if part in _DOTS and found and re.fullmatch(_NUMBER, "".join(parts[place + 1 : place + 2])):
-            end = int(parts[place + 1])
-            while 2 * found[-1] < end:
-                found.append(2 * found[-1])
-            if 2 * found[-1] != end:
-                raise InvalidInput(f"doubling does not lead to {end} in {shown(text)}: write for example 8,16,…,512.")
-        elif re.fullmatch(_NUMBER, part) and int(part) >= 1:
-            found.append(int(part))
+        return _rising(text, wrong, least=1)
+    pieces = [piece.strip() for piece in text.split(",")]
+    lengths: list[int] = []
+    for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
+        if piece in _DOTS and lengths and re.fullmatch(_NUMBER, following):
+            while 2 * lengths[-1] < int(following):
+                lengths.append(2 * lengths[-1])
+            if 2 * lengths[-1] != int(following):
+                raise InvalidInput(
+                    f"doubling does not lead to {int(following)} in {shown(text)}: write for example 8,16,…,512."
+                )
+        elif re.fullmatch(_NUMBER, piece) and int(piece) >= 1:
+            lengths.append(int(piece))
         else:
             raise wrong
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(lengths)))
 
 
-def _whole_numbers(given: object) -> list[int] | None:
-    """A number, or several, as a list; None for anything else."""
-    several = given if isinstance(given, Iterable) else [given]
-    found = list(islice(several, _MOST))
-    return (
-        found if all(isinstance(one, int) and not isinstance(one, bool) and one <= _LARGEST for one in found) else None
-    )
+def _rising(given: object, wrong: InvalidInput, least: float = -math.inf) -> tuple[int, ...]:
+    """A number, or several, in rising order."""
+    numbers = list(islice(given if isinstance(given, Iterable) else [given], _MOST))
+    if not numbers or not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+        raise wrong
+    if min(numbers) < least or max(numbers) > _LARGEST:
+        raise wrong
+    return tuple(sorted(set(numbers)))
 
 
 def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
@@ -102,31 +99,31 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
     if not isinstance(text, str) and not (isinstance(text, Sequence) and all(isinstance(one, str) for one in text)):
         raise InvalidInput(f"what to measure is a text such as head,layer or a list of texts, got {shown(text)}.")
     whole = text if isinstance(text, str) else ",".join(text)
-    found = []
-    for part in (piece.strip() for piece in re.split(r",(?![^\[]*\])", whole)):
-        match = re.fullmatch(r"([\w-]+)\s*(?:\[(.*)\])?", part)
+    selections = []
+    for piece in map(str.strip, re.split(r",(?![^\[]*\])", whole)):
+        match = re.fullmatch(r"([\w-]+)\s*(?:\[(.*)\])?", piece)
         name = _PLURALS.get(match[1], match[1]) if match else ""
         if match is None or name not in WHATS:
             raise InvalidInput(
-                f"{shown(part)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
+                f"{shown(piece)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
                 "like, for example head[layers=0-5,heads=3]."
             )
-        found.append(Selection(name, **_choices(match[2] or "", part)))
-    return tuple(dict.fromkeys(found))
+        selections.append(Selection(name, **_choices(match[2] or "", piece)))
+    return tuple(dict.fromkeys(selections))
 
 
 def _choices(text: str, whole: str) -> dict[str, tuple[int, ...]]:
-    """``layers=0-2,5,heads=3`` by name; a part without a name belongs to the name before it."""
+    """``layers=0-2,5,heads=3`` by name; what has no name belongs to the name before it."""
     given: dict[str, list[str]] = {}
     name = ""
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        if "=" in part:
-            name, _, part = (piece.strip() for piece in part.partition("="))
+    for choice in filter(None, map(str.strip, text.split(","))):
+        if "=" in choice:
+            name, _, choice = map(str.strip, choice.partition("="))
         if name not in _PARAMETERS:
             raise InvalidInput(
                 f"{shown(whole)}: brackets choose {', '.join(_PARAMETERS)}, for example [layers=0-5,heads=3]."
             )
-        given.setdefault(name, []).append(part)
+        given.setdefault(name, []).append(choice)
     return {
         name: parse_lengths(",".join(parts)) if name == "lengths" else parse_numbers(",".join(parts), name)
         for name, parts in given.items()

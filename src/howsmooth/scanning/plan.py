@@ -13,8 +13,6 @@ from howsmooth.scanning.grammar import Selection
 
 BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _WITHOUT_LAYER = ("model", "logits")
-
-
 _MOST_WINDOWS = 10**6
 
 
@@ -75,6 +73,11 @@ class Batch:
     length: int
     window: int
 
+    @property
+    def work(self) -> float:
+        """What it costs, roughly: products are made of the n × n weights and of n × d tokens."""
+        return self.length * (self.length + 256.0)
+
     def cells(self) -> Iterator[Cell]:
         """The cells, head by head."""
         for head in self.heads:
@@ -105,14 +108,16 @@ def make_plan(
             of_layer = _heads(selection, heads, layer)
             for length in selection.lengths or lengths:
                 wanted.setdefault((length, selection.what, layer), set()).update(of_layer)
-    places = sorted(wanted, key=lambda key: (key[0], -1 if key[2] is None else key[2]))
-    return [
-        Batch(what, layer, tuple(sorted(wanted[length, what, layer], key=lambda h: -1 if h is None else h)), length, w)
-        for of_length in sorted({length for length, _, _ in places})
-        for w in range(windows)
-        for length, what, layer in places
-        if length == of_length
+    batches = [
+        Batch(what, layer, tuple(sorted(chosen, key=_order)), length, window)
+        for (length, what, layer), chosen in wanted.items()
+        for window in range(windows)
     ]
+    return sorted(batches, key=lambda batch: (batch.length, batch.window, _order(batch.layer)))
+
+
+def _order(number: int | None) -> int:
+    return -1 if number is None else number
 
 
 def _layers(selection: Selection, layers: Sequence[int] | None, count: int) -> Sequence[int | None]:

@@ -6,7 +6,7 @@ import csv
 import json
 from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,27 +20,27 @@ from howsmooth.small import spreadsheet_safe
 if TYPE_CHECKING:
     import pandas
 
-_PLACE = ("what", "layer", "head", "length", "window")
+_CELL = tuple(each.name for each in fields(Cell))
 
 
 class Shares(Mapping[tuple[Any, ...], list[float]]):
-    """The shares of tokens of heads by place, fetched when they are asked for.
+    """The shares of tokens of heads by cell, fetched when they are asked for.
 
     They are most of a store: 196,608 heads at up to 1024 tokens take 0.7 GB.
 
     Args:
-        keys_of: place → where its shares are.
-        fetch: the shares of several pairs of a place and its key.
+        keys_of: cell → where its shares are.
+        fetch: the shares of several pairs of a cell and its key.
     """
 
     def __init__(self, keys_of: dict[tuple[Any, ...], Any], fetch: Callable[[Sequence[Any]], Iterable[list[float]]]):
         self.keys_of, self._fetch = keys_of, fetch
 
-    def __getitem__(self, place: tuple[Any, ...]) -> list[float]:
-        return self.several([place])[place]
+    def __getitem__(self, cell: tuple[Any, ...]) -> list[float]:
+        return self.several([cell])[cell]
 
-    def __contains__(self, place: object) -> bool:
-        return place in self.keys_of
+    def __contains__(self, cell: object) -> bool:
+        return cell in self.keys_of
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return iter(self.keys_of)
@@ -50,28 +50,25 @@ class Shares(Mapping[tuple[Any, ...], list[float]]):
 
     def several(self, places: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
         """The shares at several places, fetched at once."""
-        return dict(zip(places, self._fetch([(place, self.keys_of[place]) for place in places]), strict=True))
+        return dict(zip(places, self._fetch([(cell, self.keys_of[cell]) for cell in places]), strict=True))
 
 
 def _stored(path: Path, wanted: Sequence[Any]) -> list[list[float]]:
     """The shares of places in scans of a store, which is opened once."""
     with Store.reading(path) as store:
-        return list(store.energies((scan, *place[-4:]) for place, scan in wanted))
+        return list(store.energies((scan, *cell[-4:]) for cell, scan in wanted))
 
 
 class Joined(ChainMap[tuple[Any, ...], list[float]]):
     """The shares of several scans as one mapping."""
 
-    def __init__(self, several: Sequence[Mapping[tuple[Any, ...], list[float]]]):
-        super().__init__(*several)  # type: ignore[arg-type]
-
     def several(self, keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[float]]:
         """The shares at several places; every store is opened once."""
-        found: dict[tuple[Any, ...], list[float]] = {}
-        for part in self.maps:
-            own = [key for key in keys if key in part and key not in found]
-            found |= part.several(own) if isinstance(part, Shares) else {key: part[key] for key in own}
-        return found
+        shares: dict[tuple[Any, ...], list[float]] = {}
+        for scan in self.maps:
+            own_keys = [key for key in keys if key in scan and key not in shares]
+            shares |= scan.several(own_keys) if isinstance(scan, Shares) else {key: scan[key] for key in own_keys}
+        return shares
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,7 @@ class Scan:
             that head; also without text_sha256 as above.
         settings: name → value of every setting; a list where the models of a store were scanned with several.
         notes: what else the reader should know, such as names of weights that were repaired when the model was opened.
+        failures: what could not be measured, each with its reasons; only where workers measured.
     """
 
     rows: list[Row]
@@ -93,6 +91,7 @@ class Scan:
     energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    failures: tuple[str, ...] = field(default=(), repr=False)
     writer: ClassVar[Callable[[Scan, Path | str], object]]
     """What `report` calls. The package sets it: pages are made from scans, which know nothing of pages."""
 
@@ -111,7 +110,7 @@ class Scan:
         lengths = None if asked is None else {cell.length for cell in asked}
         rows = store.rows(scan, lengths, energies=in_memory)
         if asked is not None:
-            rows = [row for row in rows if Cell(*(row[name] for name in _PLACE)) in asked]
+            rows = [row for row in rows if Cell(*(row[name] for name in _CELL)) in asked]
         scans = store.scans(scan)
         texts = Counter(about["model"] for about in scans)
         numbers = {(about["model_sha256"], about["text_sha256"]): about["id"] for about in scans}
@@ -119,17 +118,17 @@ class Scan:
 
         tokens: dict[tuple[Any, ...], list[str]] = {}
         for window in store.windows(scan):
-            place = (window["length"], window["window"])
-            if (window["model_sha256"], window["text_sha256"], *place) in shown:
+            cut = (window["length"], window["window"])
+            if (window["model_sha256"], window["text_sha256"], *cut) in shown:
                 for key in _keys(window, texts):
-                    tokens[*key, *place] = window["tokens"]
+                    tokens[*key, *cut] = window["tokens"]
         energies: dict[tuple[Any, ...], Any] = {}
         for row in rows:
             energy = row.pop("input_energy")
             if energy is not None and row["what"] == "head":
                 kept = energy if in_memory else numbers[row["model_sha256"], row["text_sha256"]]
                 for key in _keys(row, texts):
-                    energies[*key, *(row[name] for name in _PLACE[1:])] = kept
+                    energies[*key, *(row[name] for name in _CELL[1:])] = kept
         shares = energies if in_memory else Shares(energies, partial(_stored, Path(store.path)))
         return cls(rows, tokens, shares, _merged([about["settings"] for about in scans]))
 
@@ -139,7 +138,8 @@ class Scan:
         """Scans of several models as one, for one report."""
         tokens = {key: content for scan in scans for key, content in scan.tokens.items()}
         rows = [row for scan in scans for row in scan.rows]
-        return cls(rows, tokens, Joined([scan.energies for scan in scans]), _merged([scan.settings for scan in scans]))
+        shares: list[Any] = [scan.energies for scan in scans]
+        return cls(rows, tokens, Joined(*shares), _merged([scan.settings for scan in scans]))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from sys import intern
@@ -52,7 +53,7 @@ class Reader:
             where += f"{' AND' if where else 'WHERE'} length IN ({', '.join(map(str, map(int, lengths)))})"
         extra = "input_energy" if energies else "input_energy IS NOT NULL"
         names = [intern(name) for name in COLUMNS["cells"]]
-        found = []
+        ordered = []
         for values in self.verified("cells", where, given, (extra,)):
             number, what, layer, head, length, window = values[:6]
             if number not in templates:
@@ -66,16 +67,15 @@ class Reader:
             row["converged"] = bool(row["converged"])
             row["bounds"] = self.bounds(values, row["bounds"])
             row["input_energy"] = self.shares(values, values[-1]) if energies else bool(values[-1]) or None
-            place = (-1 if layer is None else layer, what, -1 if head is None else head)
-            found.append(((number, length, window, *place), row))
-        found.sort(key=lambda one: one[0])
-        return [row for _, row in found]
+            cell = (-1 if layer is None else layer, what, -1 if head is None else head)
+            ordered.append(((number, length, window, *cell), row))
+        ordered.sort(key=lambda one: one[0])
+        return [row for _, row in ordered]
 
     def energies(self, places: Iterable[tuple[int, int | None, int | None, int, int]]) -> Iterator[list[float]]:
         """The shares of tokens of heads, each named by scan, layer, head, length and window."""
         for scan, layer, head, length, window in places:
-            layer, head = -1 if layer is None else layer, -1 if head is None else head
-            key = (scan, "head", layer, head, length, window)
+            key = (scan, "head", -1 if layer is None else layer, -1 if head is None else head, length, window)
             values = next(self.verified("cells", f"WHERE {_PLACE}", key, ("input_energy",), indexed=True), None)
             shares = None if values is None else self.shares(values, values[-1])
             if shares is None:
@@ -89,14 +89,14 @@ class Reader:
     def windows(self, scan: int | None = None) -> list[Row]:
         """The windows of all scans or of one, with their tokens."""
         of = {row["id"]: row for row in self._chosen(scan)}
-        found = []
+        rows = []
         for values in sorted(self.verified("windows"), key=lambda values: values[:3]):
             number, length, window, start, tokens = values
             if number in of:
                 row = {name: of[number][name] for name in ("model", "model_sha256", "text_sha256")}
-                place = {"length": length, "window": window, "start": start}
-                found.append(row | place | {"tokens": list(map(str, self._parsed("windows", values, tokens, list)))})
-        return found
+                where = {"length": length, "window": window, "start": start}
+                rows.append(row | where | {"tokens": list(map(str, self._parsed("windows", values, tokens, list)))})
+        return rows
 
     def scans(self, scan: int | None = None) -> list[Row]:
         """What each scan, or one, is about: its number, model, text, their hashes, and its settings by name."""
@@ -120,10 +120,8 @@ class Reader:
 
     def check_rows(self, scan: int) -> None:
         """Raise `StoreError` unless every cell and window of a scan is what was written."""
-        for _ in self.verified("cells", "WHERE scan = ?", (scan,)):
-            pass
-        for _ in self.verified("windows", "WHERE scan = ?", (scan,)):
-            pass
+        for table in ("cells", "windows"):
+            deque(self.verified(table, "WHERE scan = ?", (scan,)), maxlen=0)
 
     def verified(
         self,
@@ -153,22 +151,22 @@ class Reader:
         return [row for row in self._scans() if (not row["pending"] if scan is None else row["id"] == scan)]
 
     def _scans(self) -> list[Row]:
-        found = []
+        rows = []
         for values in self.verified("scans"):
             row = dict(zip(COLUMNS["scans"], values, strict=True))
             row["pending"] = row["pending"] or 0
             settings = self._parsed("scans", values, row["settings"], dict)
             if not all(isinstance(settings.get(name), int | float) for name in ("seed", "rtol")):
                 raise self._damaged("scans", values, "has no settings")
-            found.append(row | {"settings": settings, "written": row["settings"]})
-        return sorted(found, key=lambda row: row["id"])
+            rows.append(row | {"settings": settings, "written": row["settings"]})
+        return sorted(rows, key=lambda row: row["id"])
 
     def bounds(self, values: Sequence[Any], text: str) -> dict[str, float | None]:
         """The bounds of a cell by name."""
-        found = self._parsed("cells", values, text, dict)
-        if not self.version and not all(isinstance(value, int | float | None) for value in found.values()):
+        bounds = self._parsed("cells", values, text, dict)
+        if not self.version and not all(isinstance(value, int | float | None) for value in bounds.values()):
             raise self._damaged("cells", values, "has bounds that are no numbers")
-        return {intern(name): value for name, value in found.items()}
+        return {intern(name): value for name, value in bounds.items()}
 
     def shares(self, values: Sequence[Any], text: str | None) -> list[float] | None:
         """The shares of tokens of a cell, proved by their own checksum."""
@@ -176,19 +174,19 @@ class Reader:
             return None
         if not isinstance(text, str) or (self.version and checksum([text]) != values[-2]):
             raise self._damaged("cells", values, "has other shares of tokens than were written")
-        found: list[float] = self._parsed("cells", values, text, list)
-        if not self.version and not all(isinstance(share, int | float) for share in found):
+        shares: list[float] = self._parsed("cells", values, text, list)
+        if not self.version and not all(isinstance(share, int | float) for share in shares):
             raise self._damaged("cells", values, "has shares of tokens that are no numbers")
-        return found
+        return shares
 
     def _parsed(self, table: str, values: Sequence[Any], text: Any, kind: type) -> Any:
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except (TypeError, ValueError, RecursionError):
-            found = None
-        if not isinstance(found, kind):
+            content = None
+        if not isinstance(content, kind):
             raise self._damaged(table, values, f"cannot be read: {text!r:.40} is no {kind.__name__} in JSON")
-        return found
+        return content
 
     def _damaged(self, table: str, values: Sequence[Any], wrong: str) -> StoreError:
         return self._error(f"{named(table, values)} {wrong}")

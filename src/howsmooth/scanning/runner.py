@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from howsmooth.checks import check_options, door
+from howsmooth.checks import check_count, check_options, check_positive, door
+from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.kinds import Words
-from howsmooth.models import OpenModel, Targets, Window, open_model
-from howsmooth.models.input_files import file_named, read_input
-from howsmooth.scanning.cells import Numbers, head_numbers, map_numbers
+from howsmooth.models import OpenModel, Targets, Window
+from howsmooth.scanning.cells import measure_batch
+from howsmooth.scanning.cost import predict
 from howsmooth.scanning.grammar import Numbers as Places
-from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
-from howsmooth.scanning.memory import check_fits, fitting
-from howsmooth.scanning.plan import Batch, Cell, Settings, make_plan
+from howsmooth.scanning.memory import fitting
+from howsmooth.scanning.plan import Batch, Settings
+from howsmooth.scanning.preparation import prepare
 from howsmooth.scanning.results import Scan
-from howsmooth.scanning.store import MEMORY, Identity, Store
+from howsmooth.scanning.shards import note_shard, parse_shard
+from howsmooth.scanning.store import MEMORY, Store
+from howsmooth.scanning.units import run_units
+
+_LONG = 200
+"""Batches from which on a scan by workers is predicted first, and at its end compared: a dozen are tried for that."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Progress:
 
 @door
 def scan(
-    model: str | OpenModel,
+    model: Any,
     text: Words | Path | None = None,
     *,
     lengths: Places | None = None,
@@ -44,13 +51,20 @@ def scan(
     what: str | Sequence[str] = "head",
     out: Path | str | None = None,
     resume: bool = True,
+    tokenizer: Any = None,
+    device: str | None = None,
     progress: Callable[[Progress], None] | None = None,
+    executor: Executor | Engine | None = None,
+    jobs: int | None = None,
+    timeout: float | None = 3600.0,
+    shard: str | None = None,
     **settings: Any,
 ) -> Scan:
     """Measure a model on a text: every cell of what × layers × heads × lengths × windows.
 
     Args:
-        model: a named model, a folder, a hub id, or what `howsmooth.models.open_model` gives.
+        model: a named model, a folder (also as a `Path`), a hub id, what `howsmooth.models.open_model` gives, or a
+            model or pipeline of transformers in memory, also compiled or with a PEFT adapter: a copy is measured.
         text: the text itself, the path of a file (an image or .wav where the model reads such; also as a string, when
             there is a file of that name), or None for Alice in Wonderland.
         lengths: numbers of tokens, special ones included: 128 (the default), [64, 128] or "8,16,…,512".
@@ -60,51 +74,61 @@ def scan(
             an optional choice: "head[layers=0-5,heads=3]".
         out: a store file, in which a stopped scan is taken up again; None to keep nothing.
         resume: keep what the store has of this scan; otherwise measure it anew.
-        progress: called before every batch and at the end.
+        tokenizer: of a model in memory, where transformers does not find it by the model's name.
+        device: where to measure, for example "cuda"; by default where the model is.
+        progress: called before every batch and at the end; with workers, whenever one has answered.
+        executor: any `concurrent.futures.Executor` that measures instead of this process, which alone writes; or a
+            `howsmooth.engines.Engine` of one.
+        jobs: how many units are measured at a time; without an executor, by as many processes (1: by this one).
+        timeout: seconds after which a unit is given up with its worker; not in this process.
+        shard: "i/N" for part i of N of this scan, in a store of its own, or "slurm" for that of a task of a job array;
+            `howsmooth.scanning.merge` joins them.
         settings: rtol, confidence, seed, explain, bounds: see `howsmooth.scanning.Settings`.
 
     Returns:
         A `Scan` with the cells asked for.
 
-    >>> found = scan("random:bert[layers=2,width=32]", lengths=16, layers="0-1", what="head[heads=1],attention")
-    >>> [(row["layer"], row["what"], row["lower"] <= row["value"] <= row["upper"]) for row in found.rows]
+    >>> result = scan("random:bert[layers=2,width=32]", lengths=16, layers="0-1", what="head[heads=1],attention")
+    >>> [(row["layer"], row["what"], row["lower"] <= row["value"] <= row["upper"]) for row in result.rows]
     [(0, 'attention', True), (0, 'head', True), (1, 'attention', True), (1, 'head', True)]
     """
     check_options(settings, [option.name for option in fields(Settings)], "scan")
     if out is not None and (not str(out).strip() or str(out) == MEMORY or str(out).startswith("file:")):
         raise InvalidInput(f"out is the name of a file, got {str(out)!r}: leave it out to keep nothing.")
-    chosen, selections = Settings(windows=windows, **settings), parse_what(what)
-    some = None if layers is None else parse_numbers(layers)
-    common = None if lengths is None else parse_lengths(lengths)
-    if not isinstance(model, OpenModel):
-        model = open_model(model, head=any(selection.what == "logits" for selection in selections))
-    text, said = file_named(text)
-    name, content, digest = read_input(text, model.modality)
-    common = common or (model.usual_length(content),)
-    needed = sorted({length for selection in selections for length in selection.lengths or common})
-    cut = {length: model.windows(content, length, chosen.windows, chosen.seed) for length in needed}
-    for length in needed:
-        check_fits(model, length)
-    with fitting(needed[0]):
-        first = Targets(model, cut[needed[0]][0])
-        heads = _heads(first, selections)
-    plan = make_plan(selections, common, chosen.windows, heads, some)
-    identity = Identity(
-        model=_storable(model.name),
-        model_sha256=model.sha256,
-        precision=model.precision,
-        text=_storable(name),
-        text_sha256=digest,
-        settings=chosen,
-        howsmooth=version("howsmooth"),
-    )
+    this_shard = None if shard is None else parse_shard(shard)
+    if timeout is not None:
+        check_positive(timeout, "timeout")
+    if executor is None and jobs is not None and check_count(jobs, "jobs", most=1024) > 1:
+        executor = Engine(jobs=jobs)
+    wanted = Settings(windows=windows, **settings)
+    ready = prepare(model, text, lengths, layers, what, wanted, tokenizer=tokenizer, device=device)
+    model, plan, cut, chosen, said = ready.model, ready.plan, ready.cut, ready.settings, ready.said
+    identity = ready.identity
     with Store.writing(MEMORY if out is None else out) as store:
         number = store.begin(identity, resume)
-        at_hand = {(needed[0], 0): first}
-        run(model, plan, cut, at_hand, chosen, store, number, progress or (lambda now: None))
+        if this_shard is not None:
+            note_shard(store, this_shard.of(plan, identity.model_sha256, identity.text_sha256))
+            plan = this_shard.part(plan)
+        at_hand = ready.at_hand
+        tell = progress or (lambda now: None)
+        failures: tuple[str, ...] = ()
+        if executor is None:
+            run(model, plan, cut, at_hand, chosen, store, number, tell)
+        else:
+            at_hand.clear()
+            with open_engine(executor) if isinstance(executor, Engine) else nullcontext(executor) as workers:
+                show = lambda *now: tell(Progress(*now))  # noqa: E731
+                load = load_of(workers, jobs)
+                long = len(plan) >= _LONG and not store.cells(number)
+                expected = predict(model, plan, cut, chosen, load.width) if long else None
+                done = run_units(workers, model, plan, cut, chosen, store, number, show, load, timeout)
+            failures = done.failures
+            compared = () if expected is None else (expected.against(done.seconds),)
+            said = (*said, *(f"tried again: {unit}" for unit in done.again), *compared)
         asked = {cell for batch in plan for cell in batch.cells()}
-        store.finish(number)
-        return replace(Scan.of(store, number, asked), notes=(*model.notes, *said))
+        if not failures:
+            store.finish(number)
+        return replace(Scan.of(store, number, asked), notes=(*model.notes, *said), failures=failures)
 
 
 def run(
@@ -124,63 +148,31 @@ def run(
     asked = {cell for batch in plan for cell in batch.cells()}
     kept = asked & store.cells(number)
     missing = [batch for batch in plan if not kept.issuperset(batch.cells())]
-    work, all_work = 0.0, sum(map(_work, missing)) or 1.0
+    work, all_work = 0.0, sum(batch.work for batch in missing) or 1.0
 
     def tell(label: str) -> None:
         progress(Progress(len(kept), len(asked), work / all_work, label))
 
     try:
-        for (length, place), batches in groupby(missing, key=lambda batch: (batch.length, batch.window)):
-            tell(f"n = {length}, window {place}: reading")
-            window, of_window = cut[length][place], list(batches)
+        for (length, index), batches in groupby(missing, key=lambda batch: (batch.length, batch.window)):
+            tell(f"n = {length}, window {index}: reading")
+            window, of_window = cut[length][index], list(batches)
             with fitting(length):
-                targets = at_hand.pop((length, place), None) or Targets(model, window)
+                targets = at_hand.pop((length, index), None) or Targets(model, window)
                 targets.read(maps=any(batch.what in ("head", "attention") for batch in of_window))
             for batch in of_window:
                 tell(_label(batch))
                 with fitting(length):
-                    found = measure_batch(targets, batch, settings)
-                store.add(number, window.start, window.tokens, found)
+                    measured = measure_batch(targets, batch, settings)
+                store.add(number, window.start, window.tokens, measured)
                 kept.update(batch.cells())
-                work += _work(batch)
+                work += batch.work
     except KeyboardInterrupt:
         kept = asked & store.cells(number)  # the last batch may have been kept a moment ago
         tell("interrupted")
         raise
     work = all_work
     tell("done")
-
-
-def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tuple[Cell, Numbers]]:
-    """The cells of a batch with their numbers.
-
-    All heads of a layer are measured even if some are asked for: their random starts are drawn together, and a number
-    must not depend on what else is asked for.
-    """
-    if batch.what == "head":
-        assert batch.layer is not None
-        site = targets.sites[batch.layer]
-        of_heads = head_numbers(site.attention, site.x, settings)
-        return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
-    numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
-    return [(cell, numbers) for cell in batch.cells()]
-
-
-def _storable(name: str) -> str:
-    """A name to show: of a file name that is not UTF-8, which SQLite does not take, the wrong bytes become �."""
-    return name.encode(errors="surrogateescape").decode(errors="replace")
-
-
-def _heads(targets: Targets, selections: Sequence[Selection]) -> list[int]:
-    """How many heads each layer has; none where they are not asked for, so that any attention will do."""
-    if any(selection.what == "head" for selection in selections):
-        return [site.attention.heads for site in targets.sites]
-    return [0] * targets.layers
-
-
-def _work(batch: Batch) -> float:
-    """What a batch costs, roughly: products are made of the n × n weights and of n × d tokens."""
-    return batch.length * (batch.length + 256.0)
 
 
 def _label(batch: Batch) -> str:

@@ -44,14 +44,10 @@ class Salvaged:
 
     def __str__(self) -> str:
         of = "cells" if self.written is None else f"of {self.written} cells"
-        names = "; ".join(self.dropped[:_NAMED]) + (f"; and {len(self.dropped) - _NAMED} more" * self._more)
-        said = f", without {names}" if names else ""
+        more = [f"and {len(self.dropped) - _NAMED} more"] if len(self.dropped) > _NAMED else []
+        said = f", without {'; '.join([*self.dropped[:_NAMED], *more])}" if self.dropped else ""
         trust = "" if self.proved else "; its version has no checksums, so that changed numbers cannot be told"
         return f"{self.kept} {of} are whole and are kept in {self.store}{said}{trust}"
-
-    @property
-    def _more(self) -> bool:
-        return len(self.dropped) > _NAMED
 
 
 @door
@@ -84,11 +80,10 @@ def salvage(path: Path | str, into: Path | str) -> Salvaged:
 def _opened(copy: Path) -> sqlite3.Connection:
     """A connection to a copy whose header and table definitions are those of every store."""
     with copy.open("r+b") as file:
-        for place, content in _HEADER.items():
-            file.seek(place)
+        for offset, content in _HEADER.items():
+            file.seek(offset)
             file.write(content)
     db = sqlite3.connect(copy, isolation_level=None, factory=Connection)
-    db.text_factory = lambda content: content.decode(errors="surrogateescape")
     with suppress(sqlite3.Error):
         db.execute("PRAGMA writable_schema = ON")
         columns = "".join(str(sql) for (sql,) in db.execute("SELECT sql FROM sqlite_master"))
@@ -99,7 +94,6 @@ def _opened(copy: Path) -> sqlite3.Connection:
             db.execute("UPDATE sqlite_master SET sql = ? WHERE type = ? AND name = ?", (sql, kind, name))
         db.close()
         db = sqlite3.connect(copy, isolation_level=None, factory=Connection)
-        db.text_factory = lambda content: content.decode(errors="surrogateescape")
     return db
 
 
@@ -107,12 +101,12 @@ def _written(old: sqlite3.Connection, path: Path, into: Path) -> Salvaged:
     new = connect_writer(into)
     try:
         new.execute("BEGIN")
-        found = _copied(Pieces(old), new, into)
-        if not found.kept:
+        salvaged = _copied(Pieces(old), new, into)
+        if not salvaged.kept:
             raise StoreError(f"nothing in {path} is whole: scan again into a new file.")
         new.execute("COMMIT")
         one_file(new)
-        return found
+        return salvaged
     finally:
         new.close()
         old.close()
@@ -176,15 +170,15 @@ class Pieces:
         yield from reversed(downwards)
 
     def _run(self, table: str, way: str) -> tuple[list[int], bool]:
-        found: list[int] = []
+        numbers: list[int] = []
         try:
             for (number,) in self.db.execute(f"SELECT rowid FROM {table} NOT INDEXED ORDER BY rowid {way}"):
-                if found and (number <= found[-1] if way == "ASC" else number >= found[-1]):
-                    return found, False  # a page that leads back
-                found.append(number)
+                if numbers and (number <= numbers[-1] if way == "ASC" else number >= numbers[-1]):
+                    return numbers, False  # a page that leads back
+                numbers.append(number)
         except sqlite3.Error:
-            return found, False
-        return found, True
+            return numbers, False
+        return numbers, True
 
     def _words(self, table: str, number: int) -> str:
         with suppress(sqlite3.Error):

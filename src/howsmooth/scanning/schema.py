@@ -49,10 +49,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(["pending", "cells", "tally"], "INTEGER NOT NULL"),
     },
-    "windows": {
-        **dict.fromkeys(["scan", "length", "window", "start"], "INTEGER NOT NULL"),
-        "tokens": "TEXT NOT NULL",
-    },
+    "windows": {**dict.fromkeys(["scan", "length", "window", "start"], "INTEGER NOT NULL"), "tokens": "TEXT NOT NULL"},
     "cells": _PROVED | {"energy_sum": "INTEGER"},
 }
 """Table → the columns under its checksum, in that order."""

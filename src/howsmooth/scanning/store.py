@@ -17,19 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import InvalidInput
-from howsmooth.scanning.connections import (
-    MEMORY,
-    StoreError,
-    check_kind,
-    check_pages,
-    connect_reader,
-    connect_writer,
-    explained,
-    identity,
-    one_file,
-    only_writer,
-    write_ahead,
-)
+from howsmooth.scanning import connections
+from howsmooth.scanning.connections import MEMORY, StoreError, check_pages, explained
 from howsmooth.scanning.plan import Cell, Settings
 from howsmooth.scanning.rows import Reader, Row
 from howsmooth.scanning.schema import COLUMNS, VERSION, checksum, create, summed
@@ -56,7 +45,7 @@ class Store(Reader):
 
     def __init__(self, path: Path | str, connection: sqlite3.Connection, version: int = VERSION):
         super().__init__(path, connection, version)
-        self._identity = None if path == MEMORY else identity(path)
+        self._identity = None if path == MEMORY else connections.identity(path)
 
     @classmethod
     @contextmanager
@@ -69,20 +58,20 @@ class Store(Reader):
             raise InvalidInput(
                 f"{path} is an address, not a file: give the plain name of a store, for example s.sqlite."
             )
-        with only_writer(path), explained(path):
-            db = connect_writer(path)
+        with connections.only_writer(path), explained(path):
+            db = connections.connect_writer(path)
             try:
-                store = cls(path, db, check_kind(db, path))
+                store = cls(path, db, connections.check_kind(db, path))
                 if path != MEMORY:
                     check_pages(db, path, thorough=True)  # a damaged index could let a cell in twice
                     store._modernise()
                     store.check_whole()
-                    write_ahead(db)
+                    connections.write_ahead(db)
                 yield store
                 store._check_place()
             finally:
                 if path != MEMORY:
-                    one_file(db)
+                    connections.one_file(db)
                 db.close()
 
     @classmethod
@@ -92,9 +81,9 @@ class Store(Reader):
         if not Path(path).is_file():
             raise StoreError(f"there is no store {path}: make one with `howsmooth scan MODEL --out {path}`.")
         with explained(path, reading=True):
-            db = connect_reader(path)
+            db = connections.connect_reader(path)
             try:
-                store = cls(path, db, check_kind(db, path))
+                store = cls(path, db, connections.check_kind(db, path))
                 store.check_whole()
                 yield store
             finally:
@@ -114,10 +103,10 @@ class Store(Reader):
             old, pending = there.get(0), there.get(1)
             if old is not None and resume:
                 self._check_same(wanted, old)
-            found = old if resume else pending
-            if found is not None and not self._differences(wanted, found):
-                self.check_rows(found["id"])
-                return int(found["id"])
+            current = old if resume else pending
+            if current is not None and not self._differences(wanted, current):
+                self.check_rows(current["id"])
+                return int(current["id"])
             if pending is not None and not resume:
                 self._db.execute("DELETE FROM scans WHERE id = ?", (pending["id"],))
             number = 1 + max((row["id"] for row in self._scans()), default=0)
@@ -148,14 +137,14 @@ class Store(Reader):
         rows = [vars(cell) | dict(numbers) | {"scan": scan} for cell, numbers in found]
         if not rows:
             return
-        place = {"scan": scan, "length": rows[0]["length"], "window": rows[0]["window"]}
+        key = {"scan": scan, "length": rows[0]["length"], "window": rows[0]["window"]}
         self._check_place()
         with self._transaction():
-            put(self._db, "windows", place | {"start": start, "tokens": json.dumps(list(tokens))})
+            put(self._db, "windows", key | {"start": start, "tokens": json.dumps(list(tokens))})
             kept = "SELECT start, tokens FROM windows WHERE scan = :scan AND length = :length AND window = :window"
-            if self._db.execute(kept, place).fetchone() != (start, json.dumps(list(tokens))):
+            if self._db.execute(kept, key).fetchone() != (start, json.dumps(list(tokens))):
                 raise StoreError(
-                    f"window {place['window']} of {place['length']} tokens is another one in {self.path}, which was "
+                    f"window {key['window']} of {key['length']} tokens is another one in {self.path}, which was "
                     "cut by other code: choose another --out, or --no-resume to measure it anew."
                 )
             about = self._scan(scan)
@@ -194,7 +183,7 @@ class Store(Reader):
 
     def _check_place(self) -> None:
         """Refuse to go on when the file that is open is no longer the one with its name."""
-        if self.path != MEMORY and identity(self.path) != self._identity:
+        if self.path != MEMORY and connections.identity(self.path) != self._identity:
             raise StoreError(
                 f"{self.path} was removed, renamed or replaced while the scan was writing to it, so that nothing can "
                 "be kept there: run the same command again, and leave the store alone until it ends."

@@ -1,0 +1,382 @@
+"""The same scan by every engine, and what becomes of it when workers, nodes, drivers and disks fail.
+
+`python -m evidence.engines FOLDER OUT ENGINE JOBS ADDRESS PACE` runs the scan of this page once, in a process that can
+be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evidence.scan_faults import TEXT, contents, make_model
+from evidence.tables import table
+from howsmooth.engines import Engine, EngineError, open_engine
+from howsmooth.scanning import Scan, Settings, Store, merge, units
+from howsmooth.scanning import scan as run_scan
+from howsmooth.scanning.cost import predict
+from howsmooth.scanning.preparation import prepare
+from howsmooth.scanning.runner import run
+from howsmooth.scanning.store import MEMORY
+from howsmooth.scanning.units import Unit, measure_unit
+
+TITLE = "The same scan by every engine, and what dies on the way"
+ROOT = Path(__file__).resolve().parents[1]
+ASKED: dict[str, Any] = {"lengths": "6,8,12", "windows": 4, "what": "head,attention"}
+CELLS = 3 * 4 * 2 * (4 + 1)
+TIMES = 10
+LIMIT = 60.0
+"""Seconds that a unit may take here; the first of a worker, which opens the model, takes a few on a quiet machine."""
+_ORDERS = "trouble.json"
+Content = dict[tuple[Any, ...], tuple[Any, ...]]
+Row = list[object]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens to the unit of one length and window: "kill" (once), "fail" or "hang" (always)."""
+
+    kind: str
+    length: int = 8
+    window: int = 1
+
+    def order(self, folder: Path) -> None:
+        """Leave it where workers look for it: beside the model."""
+        (folder / _ORDERS).write_text(json.dumps(vars(self)), encoding="utf-8")
+        with suppress(FileNotFoundError):
+            (folder / "killed").unlink()
+
+
+def troubled(unit: Unit) -> Any:
+    """`measure_unit`, with the trouble that was ordered."""
+    folder = Path(unit.origin.model)
+    orders = folder / _ORDERS
+    if orders.exists():
+        trouble = Trouble(**json.loads(orders.read_text(encoding="utf-8")))
+        if (unit.batches[0].length, unit.batches[0].window) == (trouble.length, trouble.window):
+            if trouble.kind == "kill" and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if trouble.kind == "fail":
+                raise ArithmeticError("this unit always fails")
+            if trouble.kind == "hang":
+                time.sleep(10**6)
+    return measure_unit(unit)
+
+
+def scanned(folder: Path, out: Path, executor: Executor | Engine | None, shard: str | None = None) -> Scan:
+    """The scan of this page, with whatever trouble is ordered."""
+    usual, units.measure_unit = units.measure_unit, troubled
+    try:
+        where = {} if executor is None else {"executor": executor, "timeout": LIMIT}
+        return run_scan(str(folder), folder / TEXT, **ASKED, out=out, shard=shard, **where)
+    finally:
+        units.measure_unit = usual
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a scan with trouble ended: cells of the undisturbed one that are missing or differ, and what was said."""
+
+    missing: int
+    differing: int
+    said: tuple[str, ...]
+
+    @classmethod
+    def of(cls, whole: Content, out: Path, said: tuple[str, ...] = ()) -> Ending:
+        """That of a store, which must pass every check."""
+        there = contents(out)
+        return cls(
+            len(whole.keys() - there.keys()), sum(whole[cell] != content for cell, content in there.items()), said
+        )
+
+
+def disturbed(folder: Path, whole: Content, executor: Executor | Engine, kind: str, times: int) -> list[Ending]:
+    """The scan with one kind of trouble, several times on one executor."""
+    endings = []
+    for _ in range(times):
+        Trouble(kind).order(folder)
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name, "s.sqlite")
+            found = scanned(folder, out, executor)
+            endings.append(Ending.of(whole, out, found.failures or found.notes))
+    (folder / _ORDERS).unlink()
+    return endings
+
+
+def start(
+    folder: Path, out: Path, engine: Engine, most_bytes: int | None = None, pace: float = 0.0
+) -> subprocess.Popen[str]:
+    """The scan in a process of its own, which may write files up to a size and rests ``pace`` s at every step."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    asked = [engine.kind, str(engine.jobs or 1), engine.address or "", str(pace)]
+    command = [sys.executable, "-m", "evidence.engines", str(folder), str(out), *asked]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, preexec_fn=limit, **pipes)
+
+
+def driver_killed(folder: Path, whole: Content, engine: Engine) -> tuple[int, Ending]:
+    """The driver killed when its store has its first cells, then started again; how many it had, and the end."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "s.sqlite")
+        process = start(folder, out, engine, pace=1.0)  # else a busy machine may kill it after its end
+        assert process.stdout is not None
+        process.stdout.readline()  # the first cells are kept
+        process.kill()
+        process.communicate(timeout=900)  # ends when the workers have, which notice that they are alone
+        kept = len(contents(out))
+        _, last_words = start(folder, out, engine).communicate(timeout=900)
+        return kept, Ending.of(whole, out, tuple(last_words.splitlines()))
+
+
+def disk_full(folder: Path, whole: Content, engine: Engine, most_bytes: int = 130_000) -> tuple[int, str, Ending]:
+    """The driver without room for its store, then with; cells kept, what it said, and the end."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "s.sqlite")
+        _, said = start(folder, out, engine, most_bytes).communicate(timeout=900)
+        kept = len(contents(out))
+        _, last_words = start(folder, out, engine).communicate(timeout=900)
+        return kept, said.strip(), Ending.of(whole, out, tuple(last_words.splitlines()))
+
+
+def in_shards(folder: Path, count: int) -> Content:
+    """The scan in shards, joined."""
+    with tempfile.TemporaryDirectory() as name:
+        parts = [Path(name, f"{number}.sqlite") for number in range(1, count + 1)]
+        for number, part in enumerate(parts, start=1):
+            scanned(folder, part, None, f"{number}/{count}")
+        merge(parts, Path(name, "all.sqlite"))
+        return contents(Path(name, "all.sqlite"))
+
+
+def by(folder: Path, executor: Executor | Engine | None) -> Content:
+    """The scan by an executor."""
+    with tempfile.TemporaryDirectory() as name:
+        scanned(folder, Path(name, "s.sqlite"), executor)
+        return contents(Path(name, "s.sqlite"))
+
+
+@contextmanager
+def model_folder() -> Iterator[Path]:
+    """A small model, in a place that workers see."""
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name))
+        yield Path(name)
+
+
+@contextmanager
+def ray_cluster(nodes: int = 3) -> Iterator[str]:
+    """The address of a Ray cluster of several nodes on this machine; `EngineError` where Ray is not installed."""
+    try:
+        from ray.cluster_utils import Cluster
+    except ImportError:
+        raise EngineError("Ray is not installed here (pip install 'howsmooth[ray]')") from None
+    cluster = Cluster()
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def engines(folder: Path, address: str | None) -> dict[str, Engine]:
+    """The engines of this page by name."""
+    return {
+        "2 processes": Engine(jobs=2, threads=1),
+        "SLURM, one node, 2 jobs at a time": Engine("slurm", jobs=2, memory=3000, folder=folder / "slurm"),
+        "Ray, three nodes": Engine("ray", address=address),
+    }
+
+
+def refusal(engine: Engine) -> str:
+    """Why an engine cannot run here; nothing when it can."""
+    if engine.kind == "slurm" and shutil.which("sinfo") is not None:
+        idle = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, timeout=60, check=False)
+        if idle.returncode:
+            return "SLURM is installed, but no scheduler answers"
+    try:
+        with open_engine(engine):
+            return ""
+    except EngineError as error:
+        return str(error)
+
+
+def parts(progress: Callable[[str], None], times: int = TIMES) -> list[str]:
+    """The text and tables of the documentation page."""
+    same: list[Row] = []
+    faults: list[Row] = []
+    with model_folder() as folder, _maybe_ray() as address:
+        collect(folder, engines(folder, address), progress, times, same, faults)
+    progress("predictions")
+    return page(same, faults, prediction_rows())
+
+
+def collect(
+    folder: Path,
+    chosen: dict[str, Engine],
+    progress: Callable[[str], None],
+    times: int,
+    same: list[Row],
+    faults: list[Row],
+) -> None:
+    """Fill the rows of both tables, engine by engine."""
+    torch.set_num_threads(1)
+    progress("in process")
+    whole = by(folder, None)
+    assert len(whole) == CELLS
+    progress("shards")
+    same.append(["4 shards, merged", *_compared(whole, in_shards(folder, 4))])
+    for name, engine in chosen.items():
+        progress(name)
+        why = refusal(engine)
+        if why:
+            same.append([name, "not run", why])
+            continue
+        same.append([name, *_compared(whole, by(folder, engine))])
+        for kind, words in _WORDS.items():
+            progress(f"{name}: {kind}")
+            with open_engine(engine) as executor:
+                faults.append([name, words, *_summed(disturbed(folder, whole, executor, kind, times))])
+        progress(f"{name}: driver killed")
+        killed = [driver_killed(folder, whole, engine) for _ in range(times)]
+        faults.append([name, _driver_words([kept for kept, _ in killed]), *_summed([end for _, end in killed])])
+        progress(f"{name}: disk full")
+        full = [disk_full(folder, whole, engine) for _ in range(times)]
+        faults.append([name, "store's disk full, then room made", *_summed([end for *_, end in full])])
+
+
+def predicted(model: str, **asked: Any) -> tuple[int, float, float]:
+    """Cells of a scan in this process, the seconds of processor time that are predicted for it, and those it takes.
+
+    Processor time, because the machine that makes this page may have other things to do.
+    """
+    settings = Settings(windows=asked.pop("windows"))
+    ready = prepare(model, None, asked.pop("lengths"), None, asked.pop("what"), settings)
+    expected = predict(ready.model, ready.plan, ready.cut, settings, clock=time.process_time)
+    begun = time.process_time()
+    with Store.writing(MEMORY) as store:
+        number = store.begin(ready.identity)
+        run(ready.model, ready.plan, ready.cut, {}, settings, store, number, lambda now: None)
+    return expected.cells, expected.seconds, time.process_time() - begun
+
+
+SCANS: dict[str, dict[str, Any]] = {
+    "random:bert[layers=4,width=64]": {"lengths": "16,32,…,128", "windows": 3, "what": "head"},
+    "random:gpt2[layers=3,width=96]": {"lengths": "48,192", "windows": 3, "what": "head,attention"},
+    "random:llama[layers=3,width=64]": {"lengths": "32,64,…,512", "windows": 1, "what": "head,mlp"},
+}
+"""Three scans that have little in common."""
+
+
+def prediction_rows() -> list[Row]:
+    """Prediction against outcome of three scans."""
+    rows: list[Row] = []
+    for model, asked in SCANS.items():
+        cells, expected, took = predicted(model, **asked)
+        said = f"{asked['what']}, lengths {asked['lengths']}"
+        rows.append([model, said, cells, f"{expected:.1f}", f"{took:.1f}", f"{100 * (expected / took - 1):+.0f} %"])
+    return rows
+
+
+def page(same: list[Row], faults: list[Row], costs: list[Row]) -> list[str]:
+    """The page of all tables."""
+    return [
+        f"A scan of {CELLS} cells (a random BERT of two layers; heads and blocks, lengths {ASKED['lengths']}, "
+        f"{ASKED['windows']} windows; one thread of torch everywhere) in one process is compared bit by bit with the "
+        "same scan by every engine; only the seconds are left out.",
+        table(["by", "cells that differ or are missing", ""], same),
+        "Then things fail. The trouble is with one window. A killed worker's unit must be measured again; a unit that "
+        f"always fails, or hangs (the limit is {LIMIT:g} s), must be tried twice, reported and skipped; every other "
+        "cell must be in the store, once, as in the undisturbed scan, and the store must pass `PRAGMA "
+        "integrity_check`, `foreign_key_check` and the checksum of every row.",
+        table(["engine", "fault", "times", "cells missing each time", "cells that differ", "what was said"], faults),
+        "What `--plan` predicts, after its calibration, against what the scan takes: seconds of processor time of one "
+        "process with one thread.",
+        table(["model", "what", "cells", "predicted", "took", "off by"], costs),
+    ]
+
+
+_WORDS = {"kill": "a worker killed with -9", "fail": "a unit that always fails", "hang": "a unit that hangs"}
+
+
+def _driver_words(kept: list[int]) -> str:
+    return f"driver killed with {min(kept)} to {max(kept)} of {CELLS} cells kept, then run again"
+
+
+def _compared(whole: Content, there: Content) -> list[object]:
+    wrong = sum(there.get(cell) != content for cell, content in whole.items()) + len(there.keys() - whole.keys())
+    return [wrong, f"{len(there)} cells"]
+
+
+def _summed(endings: list[Ending]) -> list[object]:
+    missing = sorted({ending.missing for ending in endings})
+    said = sorted({line[:160] for ending in endings for line in ending.said})
+    return [
+        len(endings),
+        " or ".join(map(str, missing)),
+        sum(ending.differing for ending in endings),
+        "; ".join(said[:2]).replace("|", "/"),
+    ]
+
+
+@contextmanager
+def _maybe_ray() -> Iterator[str | None]:
+    try:
+        cluster = ray_cluster()
+        address = cluster.__enter__()
+    except EngineError:
+        yield None
+        return
+    try:
+        yield address
+    finally:
+        cluster.__exit__(None, None, None)
+
+
+def _main(folder: str, out: str, kind: str, jobs: str, address: str, pace: str) -> int:
+    """Run the scan, print a line when the first cells are kept, and say in one line why it ended early."""
+    from howsmooth.errors import HowsmoothError
+
+    torch.set_num_threads(1)
+    place = Path(folder)
+    engine = Engine(kind, jobs=int(jobs), threads=1, address=address or None, memory=3000, folder=place / "slurm")
+    shown: list[int] = []
+
+    def show(now: Any) -> None:
+        if now.cells and not shown:
+            shown.append(now.cells)
+            print(now.label, flush=True)
+        if now.cells:
+            time.sleep(float(pace))
+
+    try:
+        run_scan(str(place), place / TEXT, **ASKED, out=Path(out), executor=engine, timeout=LIMIT, progress=show)
+    except HowsmoothError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

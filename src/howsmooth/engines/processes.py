@@ -1,0 +1,81 @@
+"""Worker processes on this machine, each of which may die without taking the others along."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from howsmooth.engines.handing import EngineError, Load
+
+
+class Processes(Executor):
+    """Spawned processes, one pool of one each.
+
+    A pool of several breaks as a whole when one of its processes is killed; here only the item that was being worked on
+    is lost, and a new process takes the place of the old.
+
+    Args:
+        jobs: how many processes.
+        threads: of torch in each; by default those of this process, divided among them.
+    """
+
+    def __init__(self, jobs: int, threads: int | None = None):
+        if multiprocessing.current_process().daemon:
+            raise EngineError("a worker of multiprocessing cannot start processes of its own: pass an executor.")
+        self.load = Load(jobs)
+        self._threads = threads or max(1, torch.get_num_threads() // jobs)
+        self._pools: list[ProcessPoolExecutor | None] = [None] * jobs
+        self._pending: list[set[Future[Any]]] = [set() for _ in range(jobs)]
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `concurrent.futures.Executor.submit`: to the process with the least to do."""
+        worker = min(range(self.load.width), key=lambda worker: sum(not one.done() for one in self._pending[worker]))
+        try:
+            future = self._pool(worker).submit(fn, *args, **kwargs)
+        except BrokenProcessPool:
+            self._pools[worker] = None
+            future = self._pool(worker).submit(fn, *args, **kwargs)
+        self._pending[worker] = {one for one in self._pending[worker] if not one.done()} | {future}
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes; at once when what they work on is not wanted any more."""
+        for pool in filter(None, self._pools):
+            if cancel_futures:
+                for process in list((pool._processes or {}).values()):
+                    process.kill()
+            pool.shutdown(wait, cancel_futures=cancel_futures)
+        self._pools = [None] * self.load.width
+
+    def _pool(self, worker: int) -> ProcessPoolExecutor:
+        pool = self._pools[worker]
+        if pool is None:
+            spawning = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(1, mp_context=spawning, initializer=_begin, initargs=(self._threads,))
+            self._pools[worker] = pool
+        return pool
+
+
+def _begin(threads: int) -> None:
+    """Share the cores, leave Ctrl-C to the driver, and end when it does."""
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+
+
+def _end_with_driver() -> None:
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        wait([driver.sentinel])
+        os._exit(1)
