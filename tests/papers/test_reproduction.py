@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas
@@ -51,6 +52,15 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
     again = reproduce(experiment, Asked("quick"), tmp_path)
     assert calls == [1, 2, 3, 4, 4]
     pandas.testing.assert_frame_equal(again.rows, first.rows)
+
+
+def test_an_executor_gives_the_rows_of_this_process(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        there = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), tmp_path / "there", executor=threads)
+    here = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), tmp_path / "here")
+    assert there.rows.equals(here.rows)
+    journals = [sorted((made.folder / "journal.jsonl").read_text().splitlines()) for made in (here, there)]
+    assert journals[0] == journals[1]
 
 
 def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from howsmooth.papers import (
     masked_distance,
     mean_field,
     not_lipschitz,
+    recipe_variants,
     released_recipe,
 )
 from howsmooth.papers.experiment import Asked, Experiment, Finding, Verdict
@@ -37,6 +38,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         layer_norm,
         masked_distance,
         released_recipe,
+        recipe_variants,
         not_lipschitz,
         lip_infinity,
         lip_two,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import sha256
 from typing import Any, Literal
 
 import pandas
@@ -49,6 +50,17 @@ class Asked:
     models: tuple[str, ...] = ()
     text: str | None = None
 
+    @property
+    def text_said(self) -> str | None:
+        """The text in a few words, the same for the same text.
+
+        >>> Asked(text="abc").text_said
+        '3 characters, sha256 ba7816bf8f01…'
+        """
+        if self.text is None:
+            return None
+        return f"{len(self.text)} characters, sha256 {sha256(self.text.encode()).hexdigest()[:12]}…"
+
     def pick(self, quick: Any, normal: Any, full: Any) -> Any:
         """What belongs to the size.
 
@@ -69,7 +81,7 @@ class Experiment:
         cells: what is run at a size; every cell is a dictionary of plain values and can be run alone.
         run: the rows of one cell.
         draw, judge: the picture and the finding of all rows.
-        minutes: how long a size takes on two cores, roughly; said before it starts.
+        minutes: how long a size takes on two quiet cores, roughly; said before it starts.
         takes: what may be chosen: "models", "text".
     """
 

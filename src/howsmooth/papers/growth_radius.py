@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels, spread
+from howsmooth.papers.pictures import finish, line, panels, short, spread
 from howsmooth.papers.sources import sites
 
 MODELS = {"minilm": 4, "smollm2": 6, "random:bert[layers=7,width=768,heads=12]": 6}
@@ -28,8 +28,8 @@ def cells(asked: Asked) -> Sequence[Cell]:
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max at c·X, c from far below 1 to far above."""
     rows = []
-    for window, found in enumerate(sites(cell["model"], 48, asked.text, cell["windows"])):
-        site = found[cell["layer"]]
+    for window, captured in enumerate(sites(cell["model"], 48, asked.text, cell["windows"])):
+        site = captured[cell["layer"]]
         longest = float(site.x.norm(dim=-1).amax())
         for factor in cell["factors"]:
             value = float(hs.measure(site.attention, factor * site.x).value)
@@ -44,11 +44,14 @@ def draw(rows: pandas.DataFrame) -> Figure:
     figure, (ax,) = panels(
         ["48 tokens of real text, scaled"], "radius R ÷ that of the text", "σ_max(J) ÷ its value at the least R"
     )
+    start = 0.0
     for number, (model, some) in enumerate(rows.groupby("model")):
         first = some[some["factor"] == some["factor"].min()]["sigma"].median()
-        spread(ax, number, some.assign(scaled=some["sigma"] / first), "factor", "scaled", str(model))
+        spread(ax, number, some.assign(scaled=some["sigma"] / first), "factor", "scaled", short(str(model)))
+        medians = some[some["factor"] >= 1].assign(scaled=some["sigma"] / first).groupby("factor")["scaled"].median()
+        start = max(start, medians.iloc[0])
     factors = sorted(factor for factor in rows["factor"].unique() if factor >= 1)
-    line(ax, 6, factors, [factor**2 for factor in factors], "R² (the growth of the bound)", marks=False)
+    line(ax, 6, factors, [start * factor**2 for factor in factors], "R² (growth of howsmooth.sqrt_n)", marks=False)
     finish(ax)
     return figure
 
@@ -77,6 +80,6 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (0.5, 3, 15),
+    (0.2, 2, 10),
     frozenset({"models", "text"}),
 )

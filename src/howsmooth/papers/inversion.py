@@ -72,5 +72,5 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (0.2, 0.3, 1),
+    (0.1, 0.1, 0.1),
 )

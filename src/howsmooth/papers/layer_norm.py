@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels, spread
+from howsmooth.papers.pictures import finish, panels, short, spread
+from howsmooth.papers.sources import opened
 
 PARTS = {"attention": "attention block alone", "residual": "with residual and normalisation"}
 
@@ -30,9 +31,9 @@ def cells(asked: Asked) -> Sequence[Cell]:
 
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """Both parts at the same tokens."""
-    options: dict[str, Any] = {} if asked.text is None else {"text": asked.text}
-    options |= {"lengths": cell["lengths"], "windows": cell["windows"], "layers": str(cell["layer"])}
-    scan = hs.scan(cell["model"], what="attention,residual", **options)
+    options: dict[str, Any] = {"lengths": cell["lengths"], "windows": cell["windows"], "layers": str(cell["layer"])}
+    options |= {"bounds": "none", "explain": False}
+    scan = hs.scan(opened(cell["model"]), asked.text, what="attention,residual", **options)
     kept = ("what", "length", "window", "value", "lower", "upper")
     return [{"model": cell["model"], "layer": cell["layer"]} | {name: row[name] for name in kept} for row in scan.rows]
 
@@ -40,10 +41,10 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
 def draw(rows: pandas.DataFrame) -> Figure:
     """One panel per part."""
     figure, axes = panels(list(PARTS.values()), "number of tokens n", "σ_max(J) (measured)")
-    for ax, part in zip(axes, PARTS, strict=True):
-        some = rows[rows["what"] == part]
+    for ax, quantity in zip(axes, PARTS, strict=True):
+        some = rows[rows["what"] == quantity]
         for number, ((model, layer), one) in enumerate(some.groupby(["model", "layer"])):
-            spread(ax, number, one, "length", "value", f"{model}, layer {layer}")
+            spread(ax, number, one, "length", "value", f"{short(str(model))}, layer {layer}")
     finish(*axes)
     return figure
 
@@ -53,9 +54,9 @@ def judge(rows: pandas.DataFrame) -> Finding:
     said, apart = [], []
     for (model, layer), some in rows.groupby(["model", "layer"]):
         grown = {}
-        for part in PARTS:
-            middle = some[some["what"] == part].groupby("length")["value"].median()
-            grown[part] = hs.growth(middle.tolist(), middle.index.tolist()).exponent
+        for quantity in PARTS:
+            middle = some[some["what"] == quantity].groupby("length")["value"].median()
+            grown[quantity] = hs.growth(middle.tolist(), middle.index.tolist()).exponent
         ratio = some[some["what"] == "residual"]["value"].median() / some[some["what"] == "attention"]["value"].median()
         apart.append(abs(grown["residual"] - grown["attention"]))
         said.append(
@@ -77,6 +78,6 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (2, 8, 40),
+    (1, 8, 40),
     frozenset({"models", "text"}),
 )

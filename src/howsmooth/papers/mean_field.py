@@ -18,6 +18,7 @@ from howsmooth.worstcase import worst_measure
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 UPPER = {"no mask": "howsmooth.mean_field", "causal": "howsmooth.masked_mean_field"}
+SEARCHED = {"n": "worst of n tokens found", "R": "worst of two atoms found"}
 LOWER = {"no mask": "howsmooth.two_atom", "causal": "howsmooth.masked_two_atom"}
 
 
@@ -27,11 +28,11 @@ def cells(asked: Asked) -> Sequence[Cell]:
         (2, 8, 32, 128, 512), (2, 4, 8, 16, 32, 64, 128, 256, 512), (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     )
     radii = asked.pick((0.5, 1.0, 1.5), (0.5, 0.75, 1.0, 1.25, 1.5, 1.75), (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25))
-    found: list[Cell] = []
+    settings: list[Cell] = []
     for mask in UPPER:
-        found += [{"against": "n", "mask": mask, "n": n, "R": 1.0} for n in lengths]
-        found += [{"against": "R", "mask": mask, "n": None, "R": r} for r in radii]
-    return found
+        settings += [{"against": "n", "mask": mask, "n": n, "R": 1.0} for n in lengths]
+        settings += [{"against": "R", "mask": mask, "n": None, "R": r} for r in radii]
+    return settings
 
 
 def run(asked: Asked, cell: Cell) -> list[Row]:
@@ -53,7 +54,7 @@ def draw(rows: pandas.DataFrame) -> Figure:
     axes[1].xaxis.set_major_locator(AutoLocator())
     for ax, against in zip(axes, ("n", "R"), strict=True):
         for number, (mask, some) in enumerate(rows[rows["against"] == against].groupby("mask")):
-            line(ax, number, some[against], some["value"], f"{mask}: search (measured)")
+            line(ax, number, some[against], some["value"], f"{mask}: {SEARCHED[against]} (measured)")
             line(ax, number + 2, some[against], some["upper"], f"{mask}: upper, {UPPER[str(mask)]}", marks=False)
             line(ax, number + 4, some[against], some["lower"], f"{mask}: lower, {LOWER[str(mask)]}", marks=False)
     finish(*axes)
@@ -91,5 +92,5 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (1, 5, 20),
+    (0.3, 1, 5),
 )

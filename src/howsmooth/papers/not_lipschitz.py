@@ -71,5 +71,5 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (0.1, 0.1, 0.2),
+    (0.1, 0.1, 0.1),
 )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas
 
+from howsmooth.engines import complete
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import save_figure
 from howsmooth.papers.experiment import Asked, Cell, Experiment, Finding, Row
@@ -43,7 +45,7 @@ class Reproduction:
             "setting": self.experiment.setting,
             "size": self.asked.size,
             "models": list(self.asked.models),
-            "text": self.asked.text,
+            "text": self.asked.text_said,
             "measured": self.finding.measured,
             "verdict": self.finding.verdict.value,
             "rows": len(self.rows),
@@ -58,8 +60,9 @@ def reproduce(
     *,
     resume: bool = True,
     progress: Progress = lambda done, total: None,
+    executor: Executor | None = None,
 ) -> Reproduction:
-    """Run one experiment and keep its data, picture and verdict in ``folder/ID``.
+    """Run one experiment and keep its data, picture and verdict in ``folder/ID``; cells may run on any executor.
 
     >>> import tempfile
     >>> from howsmooth.papers import EXPERIMENTS, Asked
@@ -69,24 +72,36 @@ def reproduce(
     """
     asked = Asked() if asked is None else asked
     experiment.check(asked)
-    place = folder / experiment.id / asked.size
-    place.mkdir(parents=True, exist_ok=True)
-    journal = Journal(place / "journal.jsonl", asked)
+    results_folder = folder / experiment.id / asked.size
+    results_folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal(results_folder / "journal.jsonl", asked)
     done = journal.read() if resume else journal.forget()
-    cells = list(experiment.cells(asked))
-    rows: list[Row] = []
-    for number, cell in enumerate(cells):
-        progress(number, len(cells))
-        key = json.dumps(cell, sort_keys=True)
-        if key not in done:
-            done[key] = experiment.run(asked, cell)
-            journal.append(cell, done[key])
-        rows += done[key]
-    progress(len(cells), len(cells))
-    frame = pandas.DataFrame(rows)
-    made = Reproduction(experiment, asked, frame, experiment.judge(frame), place)
+    cells = {json.dumps(cell, sort_keys=True): cell for cell in experiment.cells(asked)}
+    missing = {key: cell for key, cell in cells.items() if key not in done}
+
+    def keep(key: str, rows: list[Row]) -> None:
+        journal.append(cells[key], rows)
+        done[key] = rows
+        progress(len(cells.keys() & done.keys()), len(cells))
+
+    progress(len(cells) - len(missing), len(cells))
+    if executor is not None:
+        complete(executor, _run_cell, {key: (experiment.id, asked, cell) for key, cell in missing.items()}, keep)
+    else:
+        for key, cell in missing.items():
+            keep(key, experiment.run(asked, cell))
+    frame = pandas.DataFrame([row for key in cells for row in done[key]])
+    made = Reproduction(experiment, asked, frame, experiment.judge(frame), results_folder)
     _save(made)
     return made
+
+
+def _run_cell(item: tuple[str, Asked, Cell]) -> list[Row]:
+    """One cell of an experiment by name, in whatever process this runs."""
+    from howsmooth.papers import EXPERIMENTS
+
+    name, asked, cell = item
+    return EXPERIMENTS[name].run(asked, cell)
 
 
 class Journal:
@@ -94,7 +109,9 @@ class Journal:
 
     def __init__(self, path: Path, asked: Asked):
         self.path = path
-        self.head = json.dumps({"size": asked.size, "models": list(asked.models), "text": asked.text}, sort_keys=True)
+        self.head = json.dumps(
+            {"size": asked.size, "models": list(asked.models), "text": asked.text_said}, sort_keys=True
+        )
 
     def read(self) -> dict[str, list[Row]]:
         """What is done; a journal of another question is refused."""

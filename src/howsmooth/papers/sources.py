@@ -6,16 +6,46 @@ from functools import lru_cache
 from pathlib import Path
 
 from howsmooth.attention import AttentionMap
-from howsmooth.models import CapturedSite, alice, capture, open_model
+from howsmooth.errors import InvalidInput
+from howsmooth.models import CapturedSite, OpenModel, alice, capture, open_model
 from howsmooth.weights import load_attention
+
+RANDOM_BERT, RANDOM_GPT2 = (f"random:{kind}[layers=12,width=768,heads=12]" for kind in ("bert", "gpt2"))
+SUBSTITUTES = {
+    "bert-base-uncased": (
+        f"minilm (BERT's architecture with 6 layers of width 384, distilled and fine-tuned: other weights, other "
+        f"numbers) or {RANDOM_BERT} (BERT's size, untrained)"
+    ),
+    "gpt2": (
+        f"smollm2 (trained and causal, but a Llama with rotary positions and weights rounded to 4 bits) or "
+        f"{RANDOM_GPT2} (GPT-2's size, untrained)"
+    ),
+}
+"""The papers' models → what stands in for them where the hub cannot be reached, and what that changes."""
+
+
+@lru_cache(maxsize=1)
+def opened(source: str) -> OpenModel:
+    """A model, kept until another is asked for; one of the papers' that cannot be had names what can.
+
+    >>> opened("random:gpt2[layers=1,width=8,heads=2]").modality
+    'text'
+    """
+    try:
+        return open_model(source)
+    except InvalidInput as error:
+        name = source.rpartition("/")[2]
+        if name not in SUBSTITUTES:
+            raise
+        raise InvalidInput(f"{error} In the place of {name} this experiment takes {SUBSTITUTES[name]}.") from error
 
 
 @lru_cache(maxsize=1)
 def sites(source: str, length: int, text: str | None = None, count: int = 1) -> tuple[tuple[CapturedSite, ...], ...]:
     """Every attention block of a model with the tokens it saw, for each of so many windows."""
-    opened = open_model(source)
-    windows = opened.windows(alice() if text is None else text, length=length, count=count)
-    return tuple(tuple(capture(opened.model, opened.inputs(window))) for window in windows)
+    model = opened(source)
+    windows = model.windows(alice() if text is None else text, length=length, count=count)
+    return tuple(tuple(capture(model.model, model.inputs(window))) for window in windows)
 
 
 def block(source: str, layer: int) -> AttentionMap:

@@ -1,0 +1,139 @@
+"""What else differs: dropout on, residual and normalisation in, heads cut by rows; σ_max(J) and √‖Jᵀf(X)‖ of each.
+
+These are choices that the released scripts make. Each is tried alone, on the same windows as the attention block, so
+that it can be seen what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pandas
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention import AttentionMap
+from howsmooth.models import Targets, alice
+from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.pictures import finish, panels, spread
+from howsmooth.papers.released_recipe import QUANTITIES, SOURCE, exponents, quantities
+from howsmooth.papers.sources import opened
+
+CAUSAL, ENCODER = "random GPT-2, layer 6", "MiniLM, layer 4"
+PLACES = {CAUSAL: (SOURCE, 6), ENCODER: ("minilm", 4)}
+BLOCK = "attention block alone"
+VARIANTS = {
+    CAUSAL: (BLOCK, "dropout on", "residual and LayerNorm in", "heads cut by rows"),
+    ENCODER: (BLOCK, "residual and LayerNorm in"),
+}
+DROPPED = 0.1
+"""The share that GPT-2 drops in training, of the attention weights and of the output."""
+
+
+def cells(asked: Asked) -> Sequence[Cell]:
+    """Variants × draws of the weights (the trained encoder has one) × n = 8 … 64."""
+    draws, windows = asked.pick((1, 2), (3, 3), (5, 10))
+    return [
+        {"place": stack, "variant": variant, "seed": seed, "n": n, "windows": windows}
+        for stack, variants in VARIANTS.items()
+        for variant in variants
+        for seed in range(draws if stack == CAUSAL else 1)
+        for n in (8, 16, 32, 64)
+    ]
+
+
+def run(asked: Asked, cell: Cell) -> list[Row]:
+    """Both quantities of one variant, at the tokens that reach it in the windows."""
+    source, layer = PLACES[cell["place"]]
+    model = opened(source.format(seed=cell["seed"]))
+    rows = []
+    for number, window in enumerate(model.windows(alice(), length=cell["n"], count=cell["windows"])):
+        targets = Targets(model, window)
+        if cell["variant"] == "residual and LayerNorm in":
+            map_, x = targets.get("residual", layer)
+        else:
+            site = targets.sites[layer]
+            map_, x = varied(site.attention, cell["variant"], number), site.x
+        rows.append({name: cell[name] for name in ("place", "variant", "seed", "n")} | {"window": number})
+        rows[-1] |= quantities(map_, x, rtol=1e-2)
+    return rows
+
+
+def varied(attention: AttentionMap, variant: str, seed: int) -> AttentionMap | Callable[[Tensor], Tensor]:
+    """The block itself, with dropout, or with its weights read the other way."""
+    if variant == "dropout on":
+        return with_dropout(attention, seed)
+    return cut_by_rows(attention) if variant == "heads cut by rows" else attention
+
+
+def with_dropout(attention: AttentionMap, seed: int) -> Callable[[Tensor], Tensor]:
+    """The block in training mode with one draw of what is dropped, held fixed so that it is a map at all."""
+
+    def function(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        weights, values = attention.weights(x), attention.project(x[None])[2][0]
+        mixed = (weights * kept(weights.shape, generator)) @ values
+        out = (mixed @ attention.output_weight).sum(0)
+        out = out if attention.output_bias is None else out + attention.output_bias
+        return out * kept(out.shape, generator)
+
+    return function
+
+
+def kept(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """What dropout multiplies by: 0 with probability `DROPPED`, else what keeps the mean."""
+    return (torch.rand(shape, generator=generator) >= DROPPED).float() / (1 - DROPPED)
+
+
+def cut_by_rows(attention: AttentionMap) -> hs.SelfAttention:
+    """GPT-2 keeps W as inputs × outputs; read as outputs × inputs, its heads are rows of W instead of columns."""
+    query, key, value = (
+        weight.flatten(0, 1).T for weight in (attention.query_weight, attention.key_weight, attention.value_weight)
+    )
+    output = attention.output_weight.flatten(0, 1).T
+    return hs.SelfAttention(query, key, value, output, heads=attention.heads, mask="causal")
+
+
+def draw(rows: pandas.DataFrame) -> Figure:
+    """One panel per quantity."""
+    figure, axes = panels(list(QUANTITIES.values()), "number of tokens n", "value (measured)")
+    for ax, name in zip(axes, QUANTITIES, strict=True):
+        for number, ((stack, variant), some) in enumerate(rows.groupby(["place", "variant"], sort=False)):
+            spread(ax, number, some, "n", name, f"{stack}: {variant}")
+    finish(*axes)
+    return figure
+
+
+def judge(rows: pandas.DataFrame) -> Finding:
+    """Whether a variant leaves the exponent of σ_max of the block as it is (to 0.05)."""
+    said, moved = [], []
+    for stack in VARIANTS:
+        here = rows[rows["place"] == stack]
+        block = exponents(here[here["variant"] == BLOCK])["sigma"]
+        for variant, some in here.groupby("variant", sort=False):
+            alphas = exponents(some)
+            moved += [value for value in alphas.values() if abs(value - block) >= 0.05]
+            said.append(f"{stack}, {variant}: {alphas['sigma']:.2f} and {alphas['released']:.2f}")
+    return Finding(
+        Verdict.NOT_CONFIRMED if moved else Verdict.CONFIRMED,
+        f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(said)}. {len(moved)} of {2 * len(said)} are 0.05 or more "
+        "from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not known.",
+    )
+
+
+EXPERIMENT = Experiment(
+    "recipe-variants",
+    CASTIN,
+    "What else differs in the released scripts",
+    "If the figures were made with the released scripts: residual and normalisation, dropout, and how heads are cut "
+    "make no difference to the growth (not a statement of the paper).",
+    "Random GPT-2 layer 6 and MiniLM layer 4, windows of Alice in Wonderland, n = 8 … 64; the draw of dropout is held "
+    "fixed, for with a new one in every product there is no single Jacobian.",
+    cells,
+    run,
+    draw,
+    judge,
+    (1.5, 8, 40),
+)
