@@ -10,64 +10,100 @@ It measures the local Lipschitz constant of self-attention, from one head to a w
 True
 """
 
-from importlib import import_module
-from importlib.metadata import version
+import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from howsmooth import bounds, meanfield, worstcase
-from howsmooth.attention import (
-    ALiBi,
-    Causal,
-    CosineAttention,
-    DenseBias,
-    GradientStepAttention,
-    L2SelfAttention,
-    LipschitzNormAttention,
-    Padding,
-    RelativeBias,
-    Rotary,
-    SelfAttention,
-    SigmoidAttention,
-    SlidingWindow,
-)
-from howsmooth.certify import Certificate, PatchTransformer, Robustness, certify
-from howsmooth.errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
-from howsmooth.explaining import Explanation, explain, token_influence
-from howsmooth.growth import Growth, growth
-from howsmooth.jacobians import JacobianOperator, jacobian
-from howsmooth.measuring import measure, measure_heads
-from howsmooth.norms import Measurement
-from howsmooth.scanning import Scan, scan
-from howsmooth.worstcase import Witness, worst_case
+from howsmooth.small import on_demand
 
 if TYPE_CHECKING:
-    from howsmooth import nn
+    from howsmooth import bounds, meanfield, nn, worstcase
+    from howsmooth.attention import (
+        ALiBi,
+        Causal,
+        CosineAttention,
+        DenseBias,
+        GradientStepAttention,
+        L2SelfAttention,
+        LipschitzNormAttention,
+        Padding,
+        RelativeBias,
+        Rotary,
+        SelfAttention,
+        SigmoidAttention,
+        SlidingWindow,
+    )
+    from howsmooth.certify import Certificate, PatchTransformer, Robustness, certify
+    from howsmooth.errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
+    from howsmooth.explaining import Explanation, explain, token_influence
+    from howsmooth.growth import Growth, growth
+    from howsmooth.jacobians import JacobianOperator, jacobian
+    from howsmooth.measuring import measure, measure_heads
+    from howsmooth.norms import Measurement
+    from howsmooth.scanning import Comparison, Scan, compare, scan
+    from howsmooth.worstcase import Witness, worst_case
 
-__version__ = version("howsmooth")
+    __version__: str
+
+_find, __dir__ = on_demand(
+    __name__,
+    {
+        "attention": (
+            *("ALiBi", "Causal", "CosineAttention", "DenseBias", "GradientStepAttention", "L2SelfAttention"),
+            *("LipschitzNormAttention", "Padding", "RelativeBias", "Rotary", "SelfAttention", "SigmoidAttention"),
+            "SlidingWindow",
+        ),
+        "certify": ("Certificate", "PatchTransformer", "Robustness"),
+        "errors": ("DoesNotApply", "HowsmoothError", "InvalidInput", "NotDifferentiable", "UnsupportedModel"),
+        "explaining": ("Explanation", "explain", "token_influence"),
+        "growth": ("Growth",),
+        "jacobians": ("JacobianOperator", "jacobian"),
+        "measuring": ("measure", "measure_heads"),
+        "norms": ("Measurement",),
+        "scanning": ("Comparison", "Scan", "compare", "scan"),
+        "worstcase": ("Witness", "worst_case"),
+    },
+)
+_ROOMS_OF_ONE_FUNCTION = ("certify", "growth")
+"""`hs.growth(…)` is the function of the room `howsmooth.growth`, and so is `hs.certify(…)`."""
 
 
-def _write_report(scan: Scan, path: Path | str) -> None:
+def __getattr__(name: str) -> Any:
+    """What is asked for is imported then: torch alone takes seconds, and `howsmooth --help` needs none of it."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("howsmooth")
+    attribute = _find(name)
+    return globals()[name] if name in _ROOMS_OF_ONE_FUNCTION else attribute
+
+
+def _write_report(scan: Any, path: Path | str) -> None:
     from howsmooth.reporting import write_report  # its figures take a second to import
 
     write_report(scan, path)
 
 
-Scan.writer = _write_report
+class _Package(ModuleType):
+    """The package as an object that is told when one of its rooms has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ROOMS_OF_ONE_FUNCTION and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        if name == "scanning":
+            value.Scan.writer = _write_report
+        super().__setattr__(name, value)
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`hs.nn` when it is first asked for: the compiler of torch, which its layers speak to, takes seconds to import."""
-    if name == "nn":
-        return import_module("howsmooth.nn")
-    raise AttributeError(f"module 'howsmooth' has no attribute {name!r}")
+sys.modules[__name__].__class__ = _Package
 
 
 __all__ = [
     "ALiBi",
     "Causal",
     "Certificate",
+    "Comparison",
     "CosineAttention",
     "DenseBias",
     "DoesNotApply",
@@ -94,6 +130,7 @@ __all__ = [
     "Witness",
     "bounds",
     "certify",
+    "compare",
     "explain",
     "growth",
     "jacobian",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.certify.test_robustness import HEADS, tensors
 from tests.cli.command import Command
 
 CERTIFY = Command("certify")
+cli = import_module("howsmooth.cli.certify")
 run, answer, refusal = CERTIFY.run, CERTIFY.json, CERTIFY.refusal
 SMALL = ["--width", "8", "--heads", "2", "--length", "5"]
 
@@ -64,10 +66,47 @@ def test_attack_can_be_left_out(files: tuple[Path, Path]) -> None:
     assert row["attacked"] is None
 
 
+def test_an_interrupted_run_is_resumed(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (net, images), kept = files, tmp_path / "radii.jsonl"
+    whole = answer(net, "--images", images, "--no-attack", "--resume", kept)
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:-1]) + lines[-1][:10])  # stopped while it wrote the last image
+    done: list[int] = []
+    sound = cli.certify_patches
+
+    def counted(*args: object) -> hs.Robustness:
+        done.append(1)
+        return sound(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cli, "certify_patches", counted)
+    again = answer(net, "--images", images, "--no-attack", "--resume", kept)
+    assert len(done) == 1
+    assert [row["radius"] for row in again] == [row["radius"] for row in whole]
+    assert "another network, norm" in refusal(net, "--images", images, "--norm", "inf", "--resume", kept)
+    assert "cannot be resumed" in refusal(net, "--images", images, "--resume", net)
+    assert "give --images" in refusal("random", *SMALL, "--resume", kept)
+
+
+def test_long_work_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_LONG", 0.0)
+    assert "this takes about" in run("random", *SMALL, "--what", "heads").stderr
+
+
+@pytest.mark.parametrize("radius", ["-1", "nan", "inf"])
+def test_a_radius_that_is_no_distance_is_refused(radius: str) -> None:
+    done = run("random", *SMALL, "--radius", radius)
+    assert done.exit_code == 2
+    assert "radius" in done.stderr
+
+
 def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path]) -> None:
     net, images = files
     assert "--images" in refusal("random", *SMALL, "--count", 2)
     assert "images and labels" in refusal(net, "--images", net)
     assert "how pixels are normalised" in refusal(images, "--images", images, "--heads", 2)
-    assert "soft-cap" in refusal("random", *SMALL, "--softcap", 2, "--radius", 0.1)
+    assert answer("random", *SMALL, "--softcap", 2, "--radius", 0.1)["block"]["methods"] == [
+        "sum of heads: curved paths"
+    ]
     assert "radius" in run("random", *SMALL, "--radius", -1).output

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from howsmooth.training import Status
 from tests.cli.command import Command
 
 MEASURE, TRAIN = Command("measure"), Command("train")
-MEASURING, TRAINING = (sys.modules[f"howsmooth.cli.{name}"] for name in ("measure", "train"))  # not the functions
+MEASURING, TRAINING = (import_module(f"howsmooth.cli.{name}") for name in ("measure", "train"))
 BACKTRACE = (
     "expected a tensor\nException raised from apply (most recent call first):\n" + "frame #0: c10::Error\n" * 300
 )

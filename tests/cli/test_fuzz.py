@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from howsmooth.cli.endings import CODES
 from howsmooth.errors import InvalidInput
 
 SAMPLE = range(0, 1500, 38)
-MEASURE = sys.modules["howsmooth.cli.measure"]  # not the function
+MEASURE = import_module("howsmooth.cli.measure")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def _complain_twice() -> None:
         (_print_an_escape, "controls in the output"),
         (_complain_twice, "2 lines of error"),
         (lambda: sys.stdout.write("no JSON"), "--json is no JSON"),
-        (lambda: sys.exit(3), "exit code 3"),
+        (lambda: sys.exit(4), "exit code 4"),
     ],
 )
 def test_every_misdeed_is_noticed(

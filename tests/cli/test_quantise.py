@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from howsmooth.models import open_model
+from howsmooth.rounding import quantising
 from howsmooth.rounding.quantising import quantise
 from tests.cli.command import Command
 
@@ -45,6 +47,14 @@ def test_exports_and_pictures_go_where_they_are_told() -> None:
     assert Path("kv.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_is_a_page_with_the_section() -> None:
+    done = COMMAND.run(TINY, *QUICK, "--budget", 6, "--report", "kv.html")
+    assert "report: kv.html" in done.stdout
+    page = Path("kv.html").read_text()
+    assert "Alice in Wonderland: 1 windows of 12 tokens, 2 samples" in page
+    assert "What may be rounded in random:llama" in page
+
+
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
     done = COMMAND.run(f"random:{kind}[layers=1,width=32]", *QUICK)
@@ -63,12 +73,16 @@ def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
         (["--export", "vllm", "--budget", "6"], "vllm has no int8"),
         (["--export-file", "x"], "--export-file needs --export"),
         (["--figure", "kv.txt"], "does not end like a picture"),
+        (["--report", "kv.txt"], "use .html"),
+        (["--report", "there.html"], "is no report of howsmooth"),
+        (["--report", "folder/kv.html"], "does not exist"),
         (["--per", "token"], "--per is model, layer, part, head"),
         (["--text", "missing.txt"], "there is no file missing.txt"),
         (["--length", "100000"], "at most"),
     ],
 )
 def test_bad_requests_are_one_line(args: list[str], said: str) -> None:
+    Path("there.html").write_text("<p>mine")
     assert said in COMMAND.refusal(TINY, *QUICK, *args)
 
 
@@ -76,3 +90,21 @@ def test_short_texts_and_models_of_images_are_refused() -> None:
     Path("short.txt").write_text("Hi")
     assert "give more text or ask for less" in COMMAND.refusal(TINY, *QUICK, "--text", "short.txt")
     assert "rounding is measured on models of text" in COMMAND.refusal("random:vit[layers=1,width=32]", *QUICK)
+
+
+@pytest.mark.parametrize(
+    ("names", "factor", "said"),
+    [
+        (["self_attn.k_proj"], float("nan"), "layers.0.self_attn.k_proj.weight holds NaN or infinity, which cannot"),
+        (["mlp.up_proj", "mlp.down_proj"], 1e30, "layer 1"),
+    ],
+)
+def test_nan_in_the_cache_is_one_line_that_says_where(
+    names: list[str], factor: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the weights, or in what a layer makes of finite ones."""
+    opened = open_model(TINY, head=True)
+    for name in names:
+        opened.model.get_submodule(f"model.layers.0.{name}").weight.mul_(factor)
+    monkeypatch.setattr(quantising, "open_model", lambda name, head: opened)
+    assert said in COMMAND.refusal(TINY, *QUICK)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from howsmooth.cli import app
-from howsmooth.papers import EXPERIMENTS
+from howsmooth.errors import InvalidInput
+from howsmooth.papers import EXPERIMENTS, Asked
 
 run = CliRunner().invoke
 
@@ -43,3 +45,82 @@ def test_wrong_questions_are_refused_in_one_line(tmp_path: Path, options: list[s
     assert result.exit_code == 2
     assert said in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_estimate_is_said_before_anything_starts(tmp_path: Path) -> None:
+    result = run(app, ["reproduce", "language-models", "--full", "--output", str(tmp_path / "out")])
+    assert "About 1,000 hours (42 days) on two cores." in result.stderr
+    assert "--yes" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "substitute"), [("bert-base-uncased", "minilm"), ("openai-community/gpt2", "smollm2")]
+)
+def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, substitute: str
+) -> None:
+    def missing(source: str) -> None:
+        raise InvalidInput(f"cannot load the model {source!r}: the hub cannot be reached.")
+
+    monkeypatch.setattr("howsmooth.papers.sources.open_model", missing)
+    result = run(app, ["reproduce", "growth-text", "--quick", "--model", model, "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert f"cannot load the model {model!r}" in said
+    assert f"In the place of {model.rpartition('/')[2]} this experiment takes {substitute} (" in said
+    assert "untrained" in said
+    assert len(result.stderr.strip().splitlines()) <= 2
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, done = EXPERIMENTS["not-lipschitz"], list[int]()
+
+    def stopping(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+        if len(done) == 5:
+            done.append(-1)
+            raise KeyboardInterrupt
+        done.append(cell["n"])
+        return experiment.run(asked, cell)
+
+    monkeypatch.setitem(EXPERIMENTS, experiment.id, replace(experiment, run=stopping))
+    ask = ["reproduce", experiment.id, "--quick", "--output", str(tmp_path)]
+    assert run(app, ask).exit_code == 130
+    assert not (tmp_path / experiment.id / "quick" / "verdict.json").exists()
+    again = run(app, ask)
+    assert again.exit_code == 0
+    assert "Verdict: confirmed" in again.stdout
+    assert len(done) == len(experiment.cells(Asked("quick"))) + 1
+
+
+def test_pictures_need_no_latex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("matplotlib.texmanager.TexManager.__new__", lambda *given: pytest.fail("LaTeX was asked for"))
+    result = run(app, ["reproduce", "not-lipschitz", "--quick", "--json", "--output", str(tmp_path)])
+    assert json.loads(result.stdout)["reproduced"][0]["verdict"] == "confirmed"
+    assert (tmp_path / "not-lipschitz" / "quick" / "not-lipschitz.svg").is_file()
+
+
+def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = replace(EXPERIMENTS["not-lipschitz"], takes=frozenset({"text"}))
+    monkeypatch.setitem(EXPERIMENTS, experiment.id, experiment)
+    (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
+    ask = ["reproduce", experiment.id, "--quick", "--output", str(tmp_path), "--json", "--text"]
+    told = json.loads(run(app, [*ask, str(tmp_path / "novel.txt")]).stdout)["reproduced"][0]["text"]
+    assert told.startswith("1700 characters, sha256 ")
+    (tmp_path / "other.txt").write_text("Call me Ahab. " * 100)
+    assert "other settings" in run(app, [*ask, str(tmp_path / "other.txt")]).stderr
+
+
+def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+        raise KeyboardInterrupt
+
+    first = EXPERIMENTS["not-lipschitz"]
+    for name in list(EXPERIMENTS):
+        monkeypatch.delitem(EXPERIMENTS, name)
+    monkeypatch.setitem(EXPERIMENTS, first.id, first)
+    monkeypatch.setitem(EXPERIMENTS, "other", replace(first, id="other", run=stopped))
+    result = run(app, ["reproduce", "--all", "--quick", "--output", str(tmp_path)])
+    assert result.exit_code == 130
+    assert "Verdict: confirmed" in result.stdout

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 import howsmooth as hs
 from howsmooth.bounds import TokenSet
 from howsmooth.cli.bounds import bounds
-from howsmooth.cli.console import OneLineErrors
+from howsmooth.cli.endings import OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.worst_case import worst_case
 from howsmooth.testing import dense_jacobian
@@ -373,7 +373,7 @@ def test_help_has_examples_and_every_option_of_the_map() -> None:
 _SCRIPT = """
 import os, signal, sys, threading
 import typer
-from howsmooth.cli.console import OneLineErrors
+from howsmooth.cli.endings import OneLineErrors
 from howsmooth.cli.worst_case import worst_case
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.callback()(lambda: None)

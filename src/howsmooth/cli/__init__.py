@@ -8,45 +8,22 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.bounds import bounds
-from howsmooth.cli.certify import certify
-from howsmooth.cli.demo import demo
-from howsmooth.cli.endings import CODES, INTERRUPTED, OneLineErrors, complain, stop_word
-from howsmooth.cli.measure import measure
-from howsmooth.cli.models import models
-from howsmooth.cli.noise import noise
-from howsmooth.cli.quantise import quantise
-from howsmooth.cli.report import report
-from howsmooth.cli.reproduce import reproduce
-from howsmooth.cli.scan import scan
-from howsmooth.cli.train import train
-from howsmooth.cli.worst_case import worst_case
+from howsmooth.cli.endings import CODES, INTERRUPTED, complain, stop_word
+from howsmooth.cli.on_demand import Commands
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    cls=OneLineErrors,
+    cls=Commands,
     name="howsmooth",
     help="How smooth is this attention? Measures and bounds the Lipschitz constant of self-attention.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
     epilog=CODES,
 )
-app.command()(measure)
-app.command()(bounds)
-app.command("worst-case")(worst_case)
-app.command()(certify)
-app.command()(scan)
-app.command()(quantise)
-app.command("quantize", hidden=True)(quantise)
-app.command()(noise)
-app.command()(report)
-app.command()(reproduce)
-app.command()(train)
-app.command()(models)
-app.command()(demo)
 
 
 def _version(wanted: bool) -> None:

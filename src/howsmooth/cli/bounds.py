@@ -14,12 +14,15 @@ import rich.table
 import torch
 import typer
 from torch import Tensor
+from typer import Option
 
 from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.bounds.tables import Row, Table, table, with_witness
-from howsmooth.cli.console import NOT_CONVERGED, print_json, print_line, set_threads, stdout, step_progress
-from howsmooth.cli.sources import Request, Settings, Site, spread
-from howsmooth.cli.token_sets import named_norm
+from howsmooth.cli.console import print_json, print_line, stdout, step_progress
+from howsmooth.cli.endings import NOT_CONVERGED
+from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.sources import Request, Settings, Site
+from howsmooth.cli.token_sets import named_norm, numbers_in
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import bounds_against_n, check_figure_path, random_tokens, save_figure
 from howsmooth.sets import TokenSet
@@ -33,26 +36,22 @@ _NOTHING_BEYOND = {
 _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
-@spread
+@command
 def bounds(
     request: Request,
     settings: Settings,
-    n: Annotated[str | None, typer.Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
-    radius: Annotated[float | None, typer.Option(help="Every token lies in the ball of this radius.")] = None,
+    n: Annotated[str | None, Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
+    radius: Annotated[float | None, Option(help="Every token lies in the ball of this radius.")] = None,
     after: Annotated[
-        str | None, typer.Option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
+        str | None, Option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
     ] = None,
-    rms: Annotated[bool, typer.Option("--rms", help="--after names an RMSNorm.")] = False,
-    eps: Annotated[float | None, typer.Option(help="Also bound all inputs whose tokens move by at most this.")] = None,
-    per_head: Annotated[bool, typer.Option("--per-head", help="Bound every head by itself.")] = False,
-    refused: Annotated[
-        bool, typer.Option("--refused", help="Also list the bounds that do not apply, and why.")
-    ] = False,
-    figure: Annotated[Path | None, typer.Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    latex: Annotated[bool, typer.Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
+    eps: Annotated[float | None, Option(help="Also bound all inputs whose tokens move by at most this.")] = None,
+    per_head: Annotated[bool, Option("--per-head", help="Bound every head by itself.")] = False,
+    refused: Annotated[bool, Option("--refused", help="Also list the bounds that do not apply, and why.")] = False,
+    figure: Annotated[Path | None, Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+    latex: Annotated[bool, Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 
@@ -65,7 +64,6 @@ def bounds(
       howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png\n
       howsmooth bounds layer.pt --heads 8 --input tokens.npy --eps 0.01 --json
     """
-    set_threads(threads)
     if as_json and latex:
         raise InvalidInput("--json and --latex are two ways to print the same table: choose one.")
     if rms and after is None:
@@ -91,40 +89,36 @@ def bounds(
         for count in lengths:
             begin(f"bounds for n = {count:.12g}")
             at: dict[str, Any] = {"n": count} if x is None else {"x": inputs[count]}
-            found = table(site.attention, per_head=per_head, **where, **at)
-            if figure is not None and x is None:
-                found = _with_random_tokens(found, per_head, where["seed"])
-            tables.append(found)
+            rows = table(site.attention, per_head=per_head, **where, **at)
+            drawn = figure is not None and x is None
+            tables.append(_with_random_tokens(rows, per_head, where["seed"]) if drawn else rows)
         if figure is not None:
             begin("drawing")
             several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
             save_figure(bounds_against_n(site.attention, lengths=several, x=x, **where), figure)
-    converged = all(bool(m.converged.all()) for found in tables for m in found.measurements.values())
+    converged = all(bool(m.converged.all()) for rows in tables for m in rows.measurements.values())
     if as_json:
-        facts = (
-            site.describe()
-            | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
-            | ({"input": None} if x is None else {})
-        )
-        content = {"setting": facts, "headline": headline(tables[-1]), "tables": [found.to_dict() for found in tables]}
+        facts = site.describe() | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
+        facts |= {"input": None} if x is None else {}
+        content = {"setting": facts, "headline": headline(tables[-1]), "tables": [rows.to_dict() for rows in tables]}
         print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
     elif latex:
-        for count, found in zip(lengths, tables, strict=True):
-            print_line(f"% {site.in_words()}, n = {count:.12g}\n{found.to_latex()}")
+        for count, rows in zip(lengths, tables, strict=True):
+            print_line(f"% {site.in_words()}, n = {count:.12g}\n{rows.to_latex()}")
     else:
         _print(site, tables, x, refused, figure)
     if not converged:
         raise typer.Exit(NOT_CONVERGED)
 
 
-def headline(found: Table) -> str:
+def headline(rows: Table) -> str:
     """What the table says, in one sentence."""
     facts = []
-    measured = found.tightest("measured")
+    measured = rows.tightest("measured")
     if measured is not None:
         whose = "the block's" if measured.head is None else "the roughest head's"
         facts.append(f"at these tokens {whose} constant is {measured.written[2:]} ({_named(measured)})")
-    lower, upper = found.tightest("lower", ("ball",)), found.tightest("upper", tuple(_NOTHING_BEYOND))
+    lower, upper = rows.tightest("lower", ("ball",)), rows.tightest("upper", tuple(_NOTHING_BEYOND))
     if lower is not None and (measured is None or lower.value > measured.value):
         facts.append(f"some input in the set reaches {lower.written[2:]} ({_named(lower)})")
     if upper is not None and not upper.vacuous:
@@ -133,13 +127,13 @@ def headline(found: Table) -> str:
     return sentence[0].upper() + sentence[1:] + "."
 
 
-def _with_random_tokens(found: Table, per_head: bool, seed: int) -> Table:
+def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
     """The figure shows what random tokens of the set reach, so that the table knows it too."""
-    assert found.setting.tokens is not None
-    x = random_tokens(found.setting.tokens, seed)
-    if found.setting.count > len(x):
-        return found
-    return with_witness(found, x[: int(found.setting.count)], "random tokens", per_head=per_head, seed=seed)
+    assert rows.setting.tokens is not None
+    x = random_tokens(rows.setting.tokens, seed)
+    if rows.setting.count > len(x):
+        return rows
+    return with_witness(rows, x[: int(rows.setting.count)], "random tokens", per_head=per_head, seed=seed)
 
 
 def _named(row: Row) -> str:
@@ -156,13 +150,13 @@ def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool,
         out.print(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})", markup=False)
     out.print(f"\n{headline(last)}\n", markup=False, style="bold", soft_wrap=True)
     out.print(last if len(tables) == 1 else _against_n(tables))
-    out.print(
-        "ratio: to the best lower bound known where the bound holds. ≤ upper bound, ≥ lower bound, ≈ estimate."
-        if len(tables) == 1
-        else "≤ upper bound, ≥ lower bound, ≈ estimate."
-    )
+    ratio = "ratio: to the best lower bound known where the bound holds. " if len(tables) == 1 else ""
+    out.print(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
     if refused:
-        out.print(_refusals(last))
+        shown = rich.table.Table("does not apply", "since it", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for name_and_reason in sorted(last.refused.items()):
+            shown.add_row(*name_and_reason)
+        out.print(shown)
     if figure is not None:
         out.print(f"figure: {figure}", markup=False)
 
@@ -171,9 +165,9 @@ def _against_n(tables: Sequence[Table]) -> rich.table.Table:
     """The values of every bound, one column for each n."""
     shown = rich.table.Table("bound", "where", box=rich.box.SIMPLE_HEAD, pad_edge=False)
     cells: dict[tuple[int | None, float, str, str], dict[int, str]] = {}
-    for column, found in enumerate(tables):
-        shown.add_column(f"n = {found.setting.count:.12g}")
-        for row in found:
+    for column, rows in enumerate(tables):
+        shown.add_column(f"n = {rows.setting.count:.12g}")
+        for row in rows:
             cells.setdefault((row.head, row.norm, row.name, row.scope), {})[column] = row.written
     for (head, norm, name, scope), values in cells.items():
         whole = f"{name}{'' if norm == 2 else ' (∞)'}{'' if head is None else f', head {head}'}"
@@ -181,23 +175,13 @@ def _against_n(tables: Sequence[Table]) -> rich.table.Table:
     return shown
 
 
-def _refusals(found: Table) -> rich.table.Table:
-    shown = rich.table.Table("does not apply", "since it", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for name, reason in sorted(found.refused.items()):
-        shown.add_row(name, reason)
-    return shown
-
-
 def _numbers(text: str | None) -> list[float]:
     """``16,64,256`` in rising order; inf for measures."""
-    try:
-        found = sorted({float(part) for part in (text or "").split(",") if part.strip()})
-    except ValueError:
-        found = [math.nan]
-    for count in found:
-        if not (count >= 1 and (math.isinf(count) or count == int(count))):
-            raise InvalidInput(f"--n takes whole numbers of tokens, at least 1, for example 16,64,256, got {text!r}.")
-    return found
+    given = ",".join(filter(str.strip, (text or "").split(",")))
+    counts = numbers_in(given) if given else []
+    if not all(count >= 1 and (math.isinf(count) or count == int(count)) for count in counts):
+        raise InvalidInput(f"--n takes whole numbers of tokens, at least 1, for example 16,64,256, got {text!r}.")
+    return counts
 
 
 def _whole(count: float) -> int:

@@ -14,9 +14,12 @@ from rich.table import Table
 from torch import Tensor
 
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
-from howsmooth.cli.console import plain_json, print_json, set_threads, stdout, step_progress, written
-from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.certify.at_point import expected_seconds
+from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
+from howsmooth.cli.options import command
+from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.errors import InvalidInput
+from howsmooth.small import file_digest, unwritable
 from howsmooth.weights import read_tensors
 from howsmooth.worstcase.attacks import minimal_norm_attack
 
@@ -24,14 +27,17 @@ What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})
 _NORMS: dict[str, float] = {"2": 2, "1": 1, "inf": torch.inf}
 Ball = Enum("Ball", {"token": "token", "frobenius": "frobenius"})
+_LONG = 10.0
+"""Seconds of work that are announced before they start."""
 _EXAMPLES = """Examples:\n
   howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
   howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json
+  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
+  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --resume radii.jsonl
 """
 
 
-@spread
+@command
 def certify(
     request: Request,
     settings: Settings,
@@ -47,29 +53,33 @@ def certify(
     count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
     norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
     attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
+    resume: Annotated[
+        Path | None, typer.Option(help="File of finished images: they are not done again, new ones are added.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    set_threads(threads)
     if images is not None:
-        rows = _images(request, settings, images, count, attack and norm is Norm.two, _NORMS[norm.value])
+        rows = _images(request, settings, images, count, attack and norm is Norm.two, norm.value, resume)
         _print_images(rows, as_json)
         return
-    if count is not None:
-        raise InvalidInput("--count chooses images: give --images too.")
+    if count is not None or resume is not None:
+        option = "--resume keeps" if count is None else "--count chooses"
+        raise InvalidInput(f"{option} images: give --images too.")
     site = request.open(settings)
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
     names = ["block", "heads"] if what is What.both else [what.value]
-    found = {
+    expected = len(names) * expected_seconds(site.attention, len(site.x))
+    if expected > _LONG:
+        stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
+    proofs = {
         name: certify_tokens(site.attention, site.x, per_head=name == "heads", radius=radius, ball=ball.value)
         for name in names
     }
     if as_json:
-        print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in found.items()})
+        print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in proofs.items()})
     else:
-        _print(site, found)
+        _print(site, proofs)
 
 
 certify.__doc__ = (
@@ -78,11 +88,11 @@ certify.__doc__ = (
 )
 
 
-def _print(site: Site, found: dict[str, Certificate]) -> None:
+def _print(site: Site, proofs: dict[str, Certificate]) -> None:
     out = stdout()
     out.print(site.in_words(), markup=False)
     table = Table("map", "lower bound (proved)", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
-    for name, proof in found.items():
+    for name, proof in proofs.items():
         ends = zip(proof.lower.reshape(-1).tolist(), proof.upper.reshape(-1).tolist(), proof.methods, strict=True)
         for number, (lower, upper, method) in enumerate(ends):
             table.add_row(
@@ -94,18 +104,18 @@ def _print(site: Site, found: dict[str, Certificate]) -> None:
                 f"{proof.seconds:.2f}" if number == 0 else "″",
             )
     out.print(table)
-    proof = next(iter(found.values()))
+    proof = next(iter(proofs.values()))
     if proof.radius:
         near = "every token within" if proof.ball == "token" else "the input within"
         out.print(
             f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False
         )
-    for note in dict.fromkeys([*site.notes, *(note for proof in found.values() for note in proof.notes)]):
+    for note in dict.fromkeys([*site.notes, *(note for proof in proofs.values() for note in proof.notes)]):
         out.print(f"note: {note}", markup=False)
 
 
 def _images(
-    request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: float
+    request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: str, resume: Path | None
 ) -> list[dict[str, Any]]:
     net = PatchTransformer.open(request.source, heads=settings.heads).double()
     pictures, labels = _pictures(path, count)
@@ -114,18 +124,48 @@ def _images(
         right = (net(pictures).argmax(-1) == labels).nonzero().flatten()
     if not len(right):
         raise InvalidInput(f"none of the {len(labels)} images in {path} is classified correctly: nothing to certify.")
-    nearest: list[float | None] = [None] * len(right)
-    rows = []
-    with step_progress(len(right) + attack) as begin:
-        if attack:
+    run = {"network": file_digest(Path(request.source)), "images": file_digest(path), "norm": norm, "attack": attack}
+    rows = {} if resume is None else _finished(resume, run)
+    left = torch.tensor([i for i in right.tolist() if i not in rows], dtype=torch.int64)
+    nearest: list[float | None] = [None] * len(left)
+    with step_progress(len(left) + attack) as begin:
+        if attack and len(left):
             begin("attack")
-            distances = minimal_norm_attack(net, pictures[right], labels[right]).distance
+            distances = minimal_norm_attack(net, pictures[left], labels[left]).distance
             nearest = [d if d < float("inf") else None for d in distances.tolist()]
-        for index, distance in zip(right.tolist(), nearest, strict=True):
+        for index, distance in zip(left.tolist(), nearest, strict=True):
             begin(f"image {index}")
-            proof = certify_patches(folded, patches[index], int(labels[index]), norm)
-            rows.append({"image": index} | proof.to_dict() | {"attacked": distance})
-    return rows
+            proof = certify_patches(folded, patches[index], int(labels[index]), _NORMS[norm])
+            rows[index] = {"image": index} | proof.to_dict() | {"attacked": distance}
+            if resume is not None:
+                _keep(resume, rows[index])
+    return [rows[index] for index in right.tolist()]
+
+
+def _finished(path: Path, run: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The images that a file of an earlier run holds; it begins with what the run was, a line each."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a line that was cut short is done again
+        kept = [json.loads(line) for line in lines]
+    except FileNotFoundError:
+        kept = []
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} cannot be resumed: it holds no images of an earlier run.") from error
+    if not kept:
+        try:
+            path.write_text(json.dumps(run) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(path, error) from error
+    elif kept[0] != run:
+        raise InvalidInput(f"{path} belongs to another network, norm or file of images: give --resume another name.")
+    else:
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return {row["image"]: row for row in kept[1:]}
+
+
+def _keep(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:

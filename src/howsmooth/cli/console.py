@@ -8,39 +8,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
+from functools import partial
+from itertools import count
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 
-from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, USER_ERROR, OneLineErrors, nobody_reads
+from howsmooth.cli.endings import nobody_reads
 from howsmooth.errors import InvalidInput
-from howsmooth.norms import Measurement
 from howsmooth.small import printable, rounded
 
-__all__ = [
-    "INTERRUPTED",
-    "NOT_CONVERGED",
-    "USER_ERROR",
-    "OneLineErrors",
-    "check_room",
-    "lower_bound",
-    "parse_bytes",
-    "plain_json",
-    "print_json",
-    "print_line",
-    "set_threads",
-    "solver_progress",
-    "stderr",
-    "stdout",
-    "step_progress",
-    "upper_bound",
-    "written",
-]
+if TYPE_CHECKING:
+    from howsmooth.norms import Measurement
 
 MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
@@ -101,45 +84,37 @@ def plain_json(text: str) -> str:
     >>> plain_json('{"model": "a\x9b2Jb"}')
     '{"model": "a\\\\u009b2Jb"}'
     """
-    return _HIDDEN.sub(lambda found: found[0] if printable(found[0]) == found[0] else _escaped(found[0]), text)
+    return _HIDDEN.sub(lambda one: one[0] if printable(one[0]) == one[0] else json.dumps(one[0])[1:-1], text)
 
 
-def _escaped(letter: str) -> str:
-    return json.dumps(letter)[1:-1]
+@contextmanager
+def progress_line(
+    label: str, *columns: ProgressColumn, total: float | None = None, **shown: Any
+) -> Iterator[Callable[..., None]]:
+    """A line on stderr with a label and columns; call it with what is new. Silent when nobody watches."""
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *columns)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as line:
+        yield partial(line.update, line.add_task(label, total=total, **shown))
 
 
 @contextmanager
 def solver_progress(label: str) -> Iterator[Callable[[int, float], None] | None]:
-    """A line on stderr that follows the solver, or None when nobody watches."""
-    console = stderr()
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(label)
+    """A line that follows the solver, or None when nobody watches."""
+    with progress_line(label, TimeElapsedColumn()) as update:
 
         def show(steps: int, value: float) -> None:
-            bar.update(task, description=f"{label}: step {steps}, largest norm ≥ {written(value, ROUND_FLOOR)}")
+            update(description=f"{label}: step {steps}, largest norm ≥ {written(value, ROUND_FLOOR)}")
 
-        yield show
+        yield show if stderr().is_terminal else None
 
 
 @contextmanager
 def step_progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr over ``total`` named steps; call it when a step begins. Silent when nobody watches."""
-    console = stderr()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        begun = False
-
-        def begin(label: str) -> None:
-            nonlocal begun
-            bar.update(task, description=label, advance=1 if begun else 0)
-            begun = True
-
-        yield begin
+    """A bar over ``total`` named steps; call it when a step begins."""
+    begun = count()
+    with progress_line("", BarColumn(), TimeElapsedColumn(), total=total) as update:
+        yield lambda label: update(description=label, completed=next(begun))
 
 
 def set_threads(threads: int | None) -> None:
@@ -147,6 +122,8 @@ def set_threads(threads: int | None) -> None:
     if threads is not None:
         if not 1 <= threads <= MOST_THREADS:
             raise InvalidInput(f"--threads is at most {MOST_THREADS} on this machine, got {threads}: ask for fewer.")
+        import torch
+
         torch.set_num_threads(threads)
 
 
@@ -190,6 +167,7 @@ def lower_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
 
     >>> from howsmooth.jacobians import MatrixOperator
     >>> from howsmooth.norms import operator_norm
+    >>> import torch
     >>> m = operator_norm(MatrixOperator(torch.tensor([[2.0]])))
     >>> lower_bound(m), upper_bound(m)
     ('≥ 1.9999 always', '≤ 2.0001 always')
@@ -201,8 +179,5 @@ def upper_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
     """The upper end of one map in words, rounded up so that it stays true."""
     if m.confidence == 0 or not isfinite(float(m.upper[index])):
         return "none"
-    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {_chance(m.confidence)}"
-
-
-def _chance(confidence: float) -> str:
-    return "always" if confidence == 1 else f"with {100 * confidence:.6g} %"
+    chance = "always" if m.confidence == 1 else f"with {100 * m.confidence:.6g} %"
+    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {chance}"

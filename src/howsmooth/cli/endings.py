@@ -1,19 +1,7 @@
-"""How a command ends: its exit code, its one line on stderr, and the signals that stop it.
+"""How a command ends: its exit code (`CODES`), its one line on stderr, and the signals that stop it.
 
-====  ==========================================================================
-code  meaning
-====  ==========================================================================
-0     done
-1     done, but something did not converge; nothing else ever ends with 1
-2     the request was wrong, or too large for this machine
-70    an error that was not foreseen: a fault of howsmooth (EX_SOFTWARE)
-129   the terminal was closed (SIGHUP)
-130   interrupted (Ctrl-C, SIGINT)
-141   nobody reads the output any more (SIGPIPE)
-143   terminated (SIGTERM)
-====  ==========================================================================
-
-A closed terminal and SIGTERM stop a command as Ctrl-C does: what was measured until then is kept.
+A closed terminal (SIGHUP) and SIGTERM stop a command as Ctrl-C does: what was measured until then is kept. Nothing but
+a measurement that did not converge ever ends with 1.
 """
 
 from __future__ import annotations
@@ -31,16 +19,16 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 import typer
 from typer.core import TyperGroup
 
 from howsmooth.errors import HowsmoothError
 from howsmooth.small import printable
 
-NOT_CONVERGED, USER_ERROR, BROKEN, INTERRUPTED, UNREAD = 1, 2, 70, 130, 141
+NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, UNREAD = 1, 2, 3, 70, 130, 141
 CODES = (
-    "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 70 an "
+    "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 3 done, and "
+    "something is rougher than --limit allows; 70 an "
     "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 nobody reads the "
     "output; 143 terminated."
 )
@@ -97,12 +85,13 @@ class OneLineErrors(TyperGroup):
                 code, said = UNREAD if ended.code == 1 else ended.code, True
             except Exception as error:
                 if "--debug" in args:
-                    _complain_at_length(error)
+                    for line in "".join(traceback.format_exception(error)).splitlines():
+                        _to_stderr(printable(line))
                 code = _report(error, args)
         if code == INTERRUPTED:
             if not said:
                 complain(stop_word())
-            code = _stop_code()
+            code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -113,10 +102,6 @@ _stopped_by: int | None = None
 def stop_word() -> str:
     """What stopped the command, for the line that says what is kept."""
     return "interrupted" if _stopped_by is None else _STOPS[signal.Signals(_stopped_by).name]
-
-
-def _stop_code() -> int:
-    return INTERRUPTED if _stopped_by is None else 128 + _stopped_by
 
 
 @contextmanager
@@ -182,35 +167,36 @@ def _heard() -> Iterator[None]:
 
 def _report(error: Exception, args: Sequence[str]) -> int:
     """Say in one line what is wrong, and give the code for it."""
-    usage = getattr(error, "format_message", None)  # what typer raises for a wrong option or argument
-    if usage is not None:
-        message = usage()
-        if message:  # empty after the help that is shown when no command is given
-            complain(message)
-        return USER_ERROR
+    message = _fault_of_the_request(error, args)
+    if message is None:
+        first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
+        complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
+        return BROKEN
+    if message:  # empty after the help that is shown when no command is given
+        complain(message)
+    return USER_ERROR
+
+
+def _fault_of_the_request(error: Exception, args: Sequence[str]) -> str | None:
+    """What was wrong with the request; None where it was not the request."""
+    if hasattr(error, "format_message"):  # what typer raises for a wrong option or argument
+        return str(error.format_message())
     if isinstance(error, HowsmoothError):
-        complain(str(error))
-        return USER_ERROR
+        return str(error)
     if (too_large := _too_large(error)) is not None:
         command = next((word for word in args if not word.startswith("-")), "")
-        complain(f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}.")
-        return USER_ERROR
+        return f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}."
     if isinstance(error, OSError):
-        complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
-        return USER_ERROR
-    if isinstance(error, ValueError) and (wrong := next((said for said in _NO_NAME if said in str(error)), None)):
-        complain(_NO_NAME[wrong])
-        return USER_ERROR
-    first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
-    complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
-    return BROKEN
+        return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    names = [advice for said, advice in _NO_NAME.items() if said in str(error)]
+    return names[0] if names and isinstance(error, ValueError) else None
 
 
 def _too_large(error: Exception) -> str | None:
     """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
-    said = str(error)
+    said, torch = str(error), sys.modules.get("torch")  # nothing of torch is raised before it is there
     if (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        isinstance(error, MemoryError | getattr(torch, "OutOfMemoryError", MemoryError))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or (isinstance(error, RuntimeError) and _NO_ROOM.search(said))
     ):
@@ -230,11 +216,6 @@ def complain(message: str) -> None:
     """One line on stderr: no controls, no line breaks, no more than a screenful."""
     line = "howsmooth: " + printable(" ".join(message.split()))
     _to_stderr(line if len(line) <= _LONGEST else line[: _LONGEST - 2] + " …")
-
-
-def _complain_at_length(error: Exception) -> None:
-    for line in "".join(traceback.format_exception(error)).splitlines():
-        _to_stderr(printable(line))
 
 
 def _to_stderr(line: str) -> None:

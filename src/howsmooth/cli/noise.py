@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import MOST_SEED, plain_json, set_threads, stdout, step_progress, written
+from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
+from howsmooth.cli.options import RowsAsJson, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models import alice, open_model
 from howsmooth.models.texts import read_text
@@ -17,15 +18,14 @@ from howsmooth.rounding.noise import DTYPES, Noise, rounding_noise
 from howsmooth.rounding.running import check_text_model
 
 
+@command
 def noise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     text: Annotated[Path | None, typer.Option(help="A text file (Alice in Wonderland).")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of the window.")] = 64,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of where the window begins.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as a JSON list.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    as_json: RowsAsJson = False,
 ) -> None:
     """Predict how rounding noise grows through the residual stream, beside what a run in low precision really does.
 
@@ -38,25 +38,24 @@ def noise(
     """
     if dtype not in DTYPES:
         raise InvalidInput(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}.")
-    set_threads(threads)
     words = alice() if text is None else read_text(text)
     opened = open_model(model)
     check_text_model(opened.model)
     [window] = opened.windows(words, length, 1, seed)
     with step_progress(2 + getattr(opened.model.config, "num_hidden_layers", 1)) as begin:
         begin("reading")
-        found = rounding_noise(opened, window, dtype, begin)
+        measured_noise = rounding_noise(opened, window, dtype, begin)
     if as_json:
-        typer.echo(plain_json(json.dumps(found.rows(), indent=2, allow_nan=False)))
+        typer.echo(plain_json(json.dumps(measured_noise.rows(), indent=2, allow_nan=False)))
     else:
-        stdout().print(_table(found, f"{model} ({opened.precision}) in {dtype}, {length} tokens"))
+        stdout().print(_table(measured_noise, f"{model} ({opened.precision}) in {dtype}, {length} tokens"))
 
 
-def _table(found: Noise, title: str) -> Table:
+def _table(noise: Noise, title: str) -> Table:
     table = Table(title=title)
     for head in ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from"):
         table.add_column(head, justify="right")
-    for row in found.rows():
+    for row in noise.rows():
         names = ("size", "actual", "predicted", "local", "actual_token", "predicted_token", "cosine")
         source = "embedding" if row["source"] < 0 else f"layer {row['source']}"
         table.add_row(str(row["layer"]), *(written(row[name]) for name in names), f"{source}: {row['share']:.0%}")

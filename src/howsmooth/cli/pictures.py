@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -18,23 +17,22 @@ from howsmooth.norms import Measurement
 MOST_TOKENS_FOR_MAP = 256
 
 
-def draw_head(
-    attention: AttentionMap, x: Tensor, head: int, heads: Measurement, tokens: Sequence[str] | None, name: str, ax: Axes
-) -> None:
+def _draw_head(attention: AttentionMap, x: Tensor, head: int, heads: Measurement, ax: Axes) -> None:
     """One head in detail: its influence map, or, where n × n blocks would take long, its token energies."""
     if x.shape[-2] <= MOST_TOKENS_FOR_MAP:
-        found = token_influence(attention, x.reshape(x.shape[-2:]), head=head)
-        influence_map(found, tokens, title=f"{name}: which token moves which", ax=ax)
-        return
-    assert heads.left is not None
-    assert heads.right is not None
-    came, went = (_leading(t, attention.heads)[head] for t in (heads.right, heads.left))
-    token_energies(came, went, tokens, title=f"{name}: where the worst perturbation sits and shows", ax=ax)
+        influence = token_influence(attention, x.reshape(x.shape[-2:]), head=head)
+        influence_map(influence, title=f"Head {head}: which token moves which", ax=ax)
+    else:
+        came, went = _energies(heads, attention.heads, head)
+        token_energies(came, went, title=f"Head {head}: where the worst perturbation sits and shows", ax=ax)
 
 
-def _leading(vectors: Tensor, maps: int) -> Tensor:
-    """Energy per token of each map's leading singular vector, ``(maps, n)``; with -k the leading vector comes first."""
-    return vectors.reshape(maps, -1, *vectors.shape[-2:])[:, 0].square().sum(-1)
+def _energies(m: Measurement, maps: int, which: int) -> tuple[Tensor, Tensor]:
+    """Energy per token, ``(n,)``, of one map's leading right and left singular vector; with -k they come first."""
+    assert m.right is not None
+    assert m.left is not None
+    right, left = (v.reshape(maps, -1, *v.shape[-2:])[which, 0].square().sum(-1) for v in (m.right, m.left))
+    return right, left
 
 
 def check_drawable(site: Site, what: str, norm: str) -> None:
@@ -48,18 +46,15 @@ def check_drawable(site: Site, what: str, norm: str) -> None:
         )
 
 
-def draw_measurement(site: Site, found: dict[str, Measurement], path: Path, symbol: str) -> None:
+def draw_measurement(site: Site, measured: dict[str, Measurement], path: Path, symbol: str) -> None:
     """The picture of `howsmooth measure`: all heads, and the roughest one in detail; or the block's token energies."""
-    if "heads" not in found:
-        m = found["block"]
-        assert m.left is not None
-        assert m.right is not None
-        came, went = (_leading(t, 1)[0] for t in (m.right, m.left))
+    if "heads" not in measured:
+        came, went = _energies(measured["block"], 1, 0)
         save_figure(token_energies(came, went, title="Block: where the worst perturbation sits and shows"), path)
         return
-    m = found["heads"]
+    m = measured["heads"]
     figure, (left, right) = new_figure(2, 6.8, 5.6)
     head_bars(m.value.reshape(-1), m.lower.reshape(-1), m.upper.reshape(-1), quantity=symbol, ax=left)
     head = int(m.value.reshape(-1).argmax())
-    draw_head(site.attention, site.x, head, m, None, f"Head {head}", right)
+    _draw_head(site.attention, site.x, head, m, right)
     save_figure(figure, path)

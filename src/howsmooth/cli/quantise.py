@@ -12,14 +12,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import INTERRUPTED, MOST_SEED, plain_json, set_threads, stdout, step_progress, written
-from howsmooth.cli.endings import complain, stop_word
+from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
+from howsmooth.cli.endings import INTERRUPTED, complain, stop_word
+from howsmooth.cli.options import Picture, RowsAsJson, command
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import check_figure_path, save_figure
 from howsmooth.figures.rounding import quantisation_figure
 from howsmooth.models.texts import read_text
+from howsmooth.reporting.rounding import check_rounding_path, write_rounding
 from howsmooth.rounding.allocation import UNITS, Allocation
-from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.exports import EXPORTS, check_engine
 from howsmooth.rounding.formats import parse_formats
 from howsmooth.rounding.quantising import Quantisation
@@ -29,6 +30,7 @@ from howsmooth.small import distinct_files, printable, write_whole
 FOLDER = Path("howsmooth-output")
 
 
+@command
 def quantise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
     text: Annotated[Path | None, typer.Option(help="A text file (Alice in Wonderland).")] = None,
@@ -51,10 +53,11 @@ def quantise(
         str | None, typer.Option(help="Write the choice for an engine: vllm, modelopt, llama.cpp or json.")
     ] = None,
     export_file: Annotated[Path | None, typer.Option(help="Where to (howsmooth-output/kv-MODEL.ENGINE).")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Write a picture: .png, .svg or .pdf.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as a JSON list.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    figure: Picture = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A page: one that `howsmooth report` wrote gets a section, else a new one.")
+    ] = None,
+    as_json: RowsAsJson = False,
 ) -> None:
     """Predict, prove and measure what rounding the KV cache does, head by head, and choose formats for a budget.
 
@@ -66,29 +69,32 @@ def quantise(
       howsmooth quantise smollm2 --formats int8,int4,int3 --length 64 --windows 2\n
       howsmooth quantise smollm2 --text novel.txt --formats int8,int4,int3,int2 --budget 4.25\n
       howsmooth quantise smollm2 --formats fp8_e4m3,bf16 --budget 10 --per layer --export vllm\n
+      howsmooth quantise smollm2 --formats int8,int4,int3 --budget 4.25 --report report.html\n
       howsmooth quantise minilm --formats "int8,int4\\[per=channel]" --json
     """
     chosen = parse_formats(formats)
     if per not in UNITS:
         raise InvalidInput(f"--per is {', '.join(UNITS)}, got {per!r}.")
-    place = re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-")
-    out = FOLDER / f"quantise-{place}.sqlite" if out is None else out
+    model_name = re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-")
+    out = FOLDER / f"quantise-{model_name}.sqlite" if out is None else out
     target = None
     if export is not None:
         if budget is None:
             raise InvalidInput("--export writes what was chosen within a budget: add --budget BITS.")
         check_engine(export, chosen, per)
-        target = FOLDER / f"kv-{place}.{export.replace('.', '')}" if export_file is None else export_file
+        target = FOLDER / f"kv-{model_name}.{export.replace('.', '')}" if export_file is None else export_file
     elif export_file is not None:
         raise InvalidInput(f"--export-file needs --export with one of {', '.join(EXPORTS)}.")
     if figure is not None:
         check_figure_path(figure)
-    distinct_files(read=[("--text", text)], written=[("--out", out), ("--export-file", target), ("--figure", figure)])
-    set_threads(threads)
+    if report is not None:
+        check_rounding_path(report)
+    files = [("--out", out), ("--export-file", target), ("--figure", figure), ("--report", report)]
+    distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)
     with _kept(out), step_progress(windows + (windows if budget is not None else 0) + 1) as begin:
         begin("opening the model")
-        found = run(
+        quantisation = run(
             model,
             words,
             formats=formats,
@@ -102,16 +108,22 @@ def quantise(
             resume=resume,
             progress=begin,
         )
-    if not found.causal:
+    if not quantisation.causal:
         complain(f"note: {printable(model)} is an encoder without a KV cache: damage is 1 − cosine of its embedding.")
     if as_json:
-        typer.echo(plain_json(json.dumps(found.rows(), indent=2, ensure_ascii=False, allow_nan=False)))
+        typer.echo(plain_json(json.dumps(quantisation.rows(), indent=2, ensure_ascii=False, allow_nan=False)))
     else:
-        _print(found, out)
+        _print(quantisation, out)
     if figure is not None:
-        save_figure(quantisation_figure(found), figure)
-    if target is not None and export is not None and found.allocation is not None:
-        content = EXPORTS[export](found.allocation, model)
+        save_figure(quantisation_figure(quantisation), figure)
+    if report is not None:
+        source = "Alice in Wonderland" if text is None else text.name
+        about = f"{source}: {windows} windows of {length} tokens, {samples} samples of scores in each, seed {seed}."
+        write_rounding(quantisation, report, about)
+        if not as_json:
+            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
+    if target is not None and export is not None and quantisation.allocation is not None:
+        content = EXPORTS[export](quantisation.allocation, model)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, (content + "\n").encode())
         if not as_json:
@@ -128,18 +140,20 @@ def _kept(out: Path) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-def _print(found: Quantisation, out: Path) -> None:
+def _print(quantisation: Quantisation, out: Path) -> None:
     console = stdout()
-    console.print(f"{found.model} ({found.precision}): rounded keys and values", markup=False, style="bold")
-    console.print(_formats_table(found))
-    if found.checks:
-        console.print(_checks_table(found))
-        assert found.allocation is not None
-        console.print(_choice_table(found.allocation))
+    console.print(
+        f"{quantisation.model} ({quantisation.precision}): rounded keys and values", markup=False, style="bold"
+    )
+    console.print(_formats_table(quantisation))
+    if quantisation.checks:
+        console.print(_checks_table(quantisation))
+        assert quantisation.allocation is not None
+        console.print(_choice_table(quantisation.allocation))
     console.print(f"Store: {out}", markup=False, soft_wrap=True)
 
 
-def _formats_table(found: Quantisation) -> Table:
+def _formats_table(quantisation: Quantisation) -> Table:
     """Every format on all keys or all values: medians over heads, and the layer that suffers most."""
     table = Table()
     for head in (
@@ -148,31 +162,29 @@ def _formats_table(found: Quantisation) -> Table:
         "bits",
         "proved ÷ actual",
         "first order ÷ actual",
-        found.damage_name,
+        quantisation.damage_name,
         "± (s.e.)",
         "most in",
     ):
         table.add_column(head, justify="left" if head in ("format", "of", "most in") else "right")
-    for place, form in enumerate(found.formats):
-        for part, name in enumerate(PARTS):
-            actual = found.found["actual"][:, part, place]
-            moved = actual > 0
-            medians = [
-                float((found.found[what][:, part, place][moved] / actual[moved]).median()) if bool(moved.any()) else 1.0
-                for what in ("proved", "predicted")
-            ]
-            damage, error = found.scores.damage(found.scores.products[:, :, part, place].sum((1, 2)))
-            layer = int(found.scores.by_layer[:, part, place].argmax())
-            numbers = [written(one) for one in (*medians, float(damage), float(error))]
-            table.add_row(form.name, f"{name}s", f"{found.bits[place]:g}", *numbers, f"layer {layer}")
+    for row in quantisation.totals():
+        numbers = [written(row[name]) for name in ("proved", "predicted", "kl", "kl_error")]
+        table.add_row(row["format"], f"{row['what']}s", f"{row['bits']:g}", *numbers, f"layer {row['most_in']}")
     return table
 
 
-def _checks_table(found: Quantisation) -> Table:
+def _checks_table(quantisation: Quantisation) -> Table:
     table = Table(title="Run on other windows")
-    for head in ("choice", "bits", f"predicted {found.damage_name}", found.damage_name, "± (s.e.)", "perplexity"):
+    for head in (
+        "choice",
+        "bits",
+        f"predicted {quantisation.damage_name}",
+        quantisation.damage_name,
+        "± (s.e.)",
+        "perplexity",
+    ):
         table.add_column(head, justify="left" if head == "choice" else "right")
-    for check in found.checks:
+    for check in quantisation.checks:
         made = check.allocation
         said = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
         perplexity = "–" if check.perplexity is None else f"{check.perplexity:.4g}"

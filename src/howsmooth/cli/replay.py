@@ -112,12 +112,8 @@ class Replay:
     def in_words(self) -> str:
         """What was stored and what was found again, in one line."""
         which = "the block" if self.witness.head is None else f"head {self.witness.head}"
-        stored = f"{self.witness.value:.9g}"
-        how = (
-            f"at least {stored}, which the search knew"
-            if _unfinished(self.witness)
-            else f"the same as stored ({stored})"
-        )
+        same, more = "the same as stored ({:.9g})", "at least {:.9g}, which the search knew"
+        how = (more if _unfinished(self.witness) else same).format(self.witness.value)
         other = "" if self.moved is None else f"; the file names {self.moved}, of the same weights"
         return f"witness: {self.again:.9g} for {which}, {how}{other}"
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from howsmooth.cli.console import print_json, stdout, step_progress
+from howsmooth.cli.options import AsJson, Debug
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import FORMATS
 from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
@@ -21,19 +23,19 @@ _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
 
 def report(
-    store: Annotated[Path, typer.Argument(help="The store that `howsmooth scan` wrote.")],
+    store: Annotated[Path, Argument(help="The store that `howsmooth scan` wrote.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page to write; by default beside the store, as .html.")
+        Path | None, Option("--output", "-o", help="The page to write; by default beside the store, as .html.")
     ] = None,
-    figures: Annotated[Path | None, typer.Option(help="Also write figures into this folder; made if missing.")] = None,
-    formats: Annotated[str, typer.Option("--format", help="Of the figures, for example pdf or png,svg.")] = _ALL,
-    as_summary: Annotated[bool, typer.Option("--summary", help="Also print a one-page summary.")] = False,
+    figures: Annotated[Path | None, Option(help="Also write figures into this folder; made if missing.")] = None,
+    formats: Annotated[str, Option("--format", help="Of the figures, for example pdf or png,svg.")] = _ALL,
+    as_summary: Annotated[bool, Option("--summary", help="Also print a one-page summary.")] = False,
     salvage: Annotated[
-        bool, typer.Option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
+        bool, Option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
     ] = False,
-    docs: Annotated[str | None, typer.Option(help="Address of the documentation, for links to the theory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    docs: Annotated[str | None, Option(help="Address of the documentation, for links to the theory.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Write a scan as one HTML file that opens offline.
 
@@ -61,28 +63,28 @@ def report(
         store = whole.store
     with step_progress(2 + (figures is not None)) as begin:
         begin("reading the scan")
-        found = groups(store)
+        scanned = groups(store)
         begin("writing the page")
-        write_report(found, path, documentation=docs)
+        write_report(scanned, path, documentation=docs)
         drawn = []
         if figures is not None:
             begin("drawing")
-            drawn = write_figures(found, figures, wanted)
+            drawn = write_figures(scanned, figures, wanted)
     if as_json:
         saved = {} if whole is None else {"salvaged": vars(whole) | {"store": str(whole.store)}}
-        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(found)} | saved)
+        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(scanned)} | saved)
         return
     out = stdout()
     if as_summary:
-        out.print(summary(found))
+        out.print(summary(scanned))
     else:
-        for group in found:
+        for group in scanned:
             out.print(f"{headline(group)}\n", markup=False, soft_wrap=True)
     if drawn:
         out.print(f"figures: {len(drawn)} in {figures}", markup=False)
     out.print(f"report: {path}", markup=False, soft_wrap=True)
 
 
-def facts(found: Iterable[Group]) -> list[dict[str, str]]:
+def facts(scanned: Iterable[Group]) -> list[dict[str, str]]:
     """The headline of every group, and what it is about."""
-    return [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in found]
+    return [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in scanned]

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from howsmooth.checks import check_one_of
-from howsmooth.cli.console import print_json, set_threads, stderr, stdout
+from howsmooth.cli.console import print_json, stderr, stdout
+from howsmooth.cli.options import AsJson, command
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ LONG = 120.0
 """Minutes above which a run must be asked for by --yes."""
 
 
+@command
 def reproduce(
     experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which; without it they are listed.")] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Every experiment, one after the other.")] = False,
@@ -32,9 +34,7 @@ def reproduce(
     output: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
     yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the claim.
 
@@ -46,7 +46,6 @@ def reproduce(
     """
     from howsmooth.papers import EXPERIMENTS, Asked
 
-    set_threads(threads)
     if experiment is None and not all_of_them:
         _list(list(EXPERIMENTS.values()), as_json)
         return
@@ -62,12 +61,13 @@ def reproduce(
     for one in wanted:
         one.check(asked)
     _warn(wanted, asked, yes)
-    made = [_run(one, asked, output, resume) for one in wanted]
+    made = []
+    for one in wanted:
+        made.append(_run(one, asked, output, resume))
+        if not as_json:
+            _show(made[-1])
     if as_json:
         print_json({"reproduced": [reproduction.to_dict() for reproduction in made]})
-    else:
-        for reproduction in made:
-            _show(reproduction)
 
 
 def _list(experiments: list[Experiment], as_json: bool) -> None:
@@ -98,7 +98,10 @@ def _warn(wanted: list[Experiment], asked: Asked, yes: bool) -> None:
 
 
 def _time(minutes: float) -> str:
-    return f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
+    hours, days = minutes / 60, minutes / 1440
+    if minutes < LONG:
+        return f"{minutes:.0f} minutes"
+    return f"{hours:.0f} hours" if days < 2 else f"{hours:,.0f} hours ({days:.0f} days)"
 
 
 def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool) -> Reproduction:

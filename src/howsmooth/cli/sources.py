@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import wraps
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import torch
 import typer
 from torch import Tensor
+from typer import Argument, Option
 
 from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
 from howsmooth.checks import shown
@@ -48,17 +47,17 @@ class Request:
 
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A weights file (.safetensors, .pt, .pth), random, random\\[name=value,…], or a model: a name "
             "(minilm, smollm2), random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
         ),
     ] = "random"
-    prefix: Annotated[str | None, typer.Option(help="Which layer of the file, for example h.0.attn.")] = None
-    layer: Annotated[int | None, typer.Option(min=0, help="Which layer of the model, counted from 0 (0).")] = None
-    text: Annotated[Path | None, typer.Option(help="Text that the model reads (Alice in Wonderland).")] = None
-    input: Annotated[Path | None, typer.Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
-    input_name: Annotated[str | None, typer.Option(help="Which tensor of the --input file.")] = None
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of weights, tokens and the solver's start.")] = 0
+    prefix: Annotated[str | None, Option(help="Which layer of the file, for example h.0.attn.")] = None
+    layer: Annotated[int | None, Option(min=0, help="Which layer of the model, counted from 0 (0).")] = None
+    text: Annotated[Path | None, Option(help="Text that the model reads (Alice in Wonderland).")] = None
+    input: Annotated[Path | None, Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
+    input_name: Annotated[str | None, Option(help="Which tensor of the --input file.")] = None
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of weights, tokens and the solver's start.")] = 0
 
     @property
     def names_model(self) -> bool:
@@ -84,19 +83,19 @@ class Request:
 class Settings:
     """A configuration of attention, None where nothing was said; and the options that say it."""
 
-    width: Annotated[int | None, typer.Option(min=1, help="Width d of a random map (64).")] = None
-    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads (4 when random).")] = None
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Number of key-value heads, when fewer.")] = None
-    length: Annotated[int | None, typer.Option(min=1, help="Number n of random or text tokens (128).")] = None
-    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Tokens see only the past.")] = None
-    window: Annotated[int | None, typer.Option(min=1, help="Tokens see only this many neighbours.")] = None
-    rope: Annotated[bool | None, typer.Option("--rope/--no-rope", help="Rotary positions.")] = None
-    rope_base: Annotated[float | None, typer.Option(help="Base of the rotary angles (10000).")] = None
-    alibi: Annotated[bool | None, typer.Option("--alibi/--no-alibi", help="Linear position biases.")] = None
-    softcap: Annotated[float | None, typer.Option(help="Logits become c·tanh(s/c).")] = None
-    qk_norm: Annotated[str | None, typer.Option(help="Normalise queries and keys: rms or l2.")] = None
-    scale: Annotated[float | None, typer.Option(help="Factor on the logits (1/√head width).")] = None
-    dtype: Annotated[str | None, typer.Option(help="Convert weights and tokens to this dtype.")] = None
+    width: Annotated[int | None, Option(min=1, help="Width d of a random map (64).")] = None
+    heads: Annotated[int | None, Option(min=1, help="Number of heads (4 when random).")] = None
+    kv_heads: Annotated[int | None, Option(min=1, help="Number of key-value heads, when fewer.")] = None
+    length: Annotated[int | None, Option(min=1, help="Number n of random or text tokens (128).")] = None
+    causal: Annotated[bool | None, Option("--causal/--no-causal", help="Tokens see only the past.")] = None
+    window: Annotated[int | None, Option(min=1, help="Tokens see only this many neighbours.")] = None
+    rope: Annotated[bool | None, Option("--rope/--no-rope", help="Rotary positions.")] = None
+    rope_base: Annotated[float | None, Option(help="Base of the rotary angles (10000).")] = None
+    alibi: Annotated[bool | None, Option("--alibi/--no-alibi", help="Linear position biases.")] = None
+    softcap: Annotated[float | None, Option(help="Logits become c·tanh(s/c).")] = None
+    qk_norm: Annotated[str | None, Option(help="Normalise queries and keys: rms or l2.")] = None
+    scale: Annotated[float | None, Option(help="Factor on the logits (1/√head width).")] = None
+    dtype: Annotated[str | None, Option(help="Convert weights and tokens to this dtype.")] = None
 
     def over(self, base: Settings) -> Settings:
         """These settings where they say something, those of ``base`` elsewhere."""
@@ -217,31 +216,6 @@ class Site:
         }
 
 
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option per field in place of every parameter that is a dataclass of options."""
-    hints: dict[str, Any] = get_type_hints(command)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    parameters = []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.name not in groups:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        annotations = get_type_hints(groups[parameter.name], include_extras=True)
-        for part in fields(groups[parameter.name]):
-            said = {"default": part.default, "annotation": annotations[part.name]}
-            parameters.append(inspect.Parameter(part.name, inspect.Parameter.KEYWORD_ONLY, **said))
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        built = {
-            name: hints[name](**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()
-        }
-        command(**built, **given)
-
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
-
-
 def random_settings(source: str, settings: Settings) -> Settings | None:
     """The complete configuration of random weights that SOURCE and the flags ask for; None for another SOURCE.
 
@@ -342,26 +316,20 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAtten
         )
     if settings.width is not None:
         raise InvalidInput("--width is for random weights: those of a file have their own.")
-    found = read_attention_weights(
-        path,
-        prefix,
-        settings.heads,
-        kv_heads=settings.kv_heads,
-        dtype=settings.torch_dtype,
-        rotary=settings.rotary,
-    )
-    return found.attention(**settings.options(found.heads, found.head_width))
+    said: dict[str, Any] = {"kv_heads": settings.kv_heads, "dtype": settings.torch_dtype, "rotary": settings.rotary}
+    weights = read_attention_weights(path, prefix, settings.heads, **said)
+    return weights.attention(**settings.options(weights.heads, weights.head_width))
 
 
 def _from_model(request: Request, settings: Settings) -> Site:
     """A layer of a model, at the tokens it sees when the model reads a text."""
-    own = [name for name, value in vars(settings).items() if value is not None and name not in ("length", "dtype")]
-    own += ["prefix"] * (request.prefix is not None)
-    if own:
+    misplaced = [name for name, value in vars(replace(settings, length=None, dtype=None)).items() if value is not None]
+    misplaced += ["prefix"] * (request.prefix is not None)
+    if misplaced:
         name = random_name(request.source)
         hint = f" (a block of its sizes is random[like={name}])" if name in PRESETS else ""
         raise InvalidInput(
-            f"--{own[0].replace('_', '-')} is for weights without a model: {request.source} has its own{hint}."
+            f"--{misplaced[0].replace('_', '-')} is for weights without a model: {request.source} has its own{hint}."
         )
     if request.input is not None and (request.text is not None or settings.length is not None):
         raise InvalidInput("--text and --length choose what the model reads: leave them out when --input is given.")
@@ -403,21 +371,20 @@ def _preset(name: str | None) -> Settings:
 def _pairs(text: str | None) -> Settings:
     """``width=64,causal=true`` as settings."""
     kinds = {name: get_args(kind)[0] for name, kind in get_type_hints(Settings).items()}
-    found: dict[str, Any] = {}
-    for pair in filter(None, (part.strip() for part in (text or "").split(","))):
-        name, _, value = (part.strip() for part in pair.partition("="))
+    given: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, (text or "").split(","))):
+        name, _, value = map(str.strip, pair.partition("="))
         name = name.replace("-", "_")
         if name not in kinds:
             raise InvalidInput(f"{name!r} is not a setting: choose from {', '.join(f.name for f in fields(Settings))}.")
         try:
-            found[name] = _TRUTH[value.lower()] if kinds[name] is bool else kinds[name](value)
+            number = given[name] = _TRUTH[value.lower()] if kinds[name] is bool else kinds[name](value)
         except (KeyError, ValueError):
             raise InvalidInput(
                 f"{printable(pair)[:60]!r} does not give {name} a value of type {kinds[name].__name__}."
             ) from None
-        number = found[name]
         if kinds[name] is int and not 1 <= number <= _MOST:
             raise InvalidInput(f"{name} is a whole number from 1 to {_MOST}, got {printable(value)[:60]}.")
         if kinds[name] is float and not math.isfinite(number):
             raise InvalidInput(f"{name} is a finite number, got {printable(value)[:60]}.")
-    return Settings(**found)
+    return Settings(**given)

@@ -21,13 +21,18 @@ def positive_numbers(text: str, option: str) -> list[float]:
     >>> positive_numbers("2, 0.5", "--radius")
     [0.5, 2.0]
     """
-    try:
-        found = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        found = [math.nan]
-    if not all(math.isfinite(number) and number > 0 for number in found):
+    numbers = numbers_in(text)
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise InvalidInput(f"{option} takes positive numbers such as 0.5,1,2, got {text!r}.")
-    return found
+    return numbers
+
+
+def numbers_in(text: str) -> list[float]:
+    """Numbers between commas in rising order; NaN alone where one of them is none."""
+    try:
+        return sorted({float(number) for number in text.split(",")})
+    except ValueError:
+        return [math.nan]
 
 
 def layer_tokens(site: Site, request: Request) -> TokenSet:
@@ -58,5 +63,5 @@ def named_norm(site: Site, name: str, rms: bool) -> TokenSet:
     if site.model is not None:
         return TokenSet.after(site.model.get_submodule(name), len(weight))
     gain, known = stored_gain(weight, name, site.source)
-    found = (TokenSet.after_rms_norm if rms else TokenSet.after_layer_norm)(gain, shift)
-    return found if known else replace(found, origin=f"{found.origin} with gain w or 1 + w")
+    tokens = (TokenSet.after_rms_norm if rms else TokenSet.after_layer_norm)(gain, shift)
+    return tokens if known else replace(tokens, origin=f"{tokens.origin} with gain w or 1 + w")

@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
+from typer import Argument, Option
 
-from howsmooth.cli.console import (
-    INTERRUPTED,
-    MOST_SEED,
-    NOT_CONVERGED,
-    check_room,
-    set_threads,
-    stderr,
-    stdout,
-    written,
-)
-from howsmooth.cli.endings import complain, stop_word
-from howsmooth.cli.sources import spread
+from howsmooth.cli.console import MOST_SEED, check_room, progress_line, stdout, written
+from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, complain, stop_word
+from howsmooth.cli.options import command
 from howsmooth.errors import InvalidInput
 
 FOLDER = Path("howsmooth-output")
@@ -40,62 +32,56 @@ class Model:
 
     attention: Annotated[
         str,
-        typer.Option(
+        Option(
             help="dot-product, l2, l2-untied (not Lipschitz), contractive-2, contractive-inf, sigmoid, cosine, "
             "norm-controlled, gradient-step; with --table several, separated by commas."
         ),
     ] = ""
-    depth: Annotated[str, typer.Option(help="Blocks (2); with --table several: 2,4,6.")] = ""
-    seed: Annotated[str, typer.Option(help="Of weights and data (0); with --table several: 0,1.")] = ""
-    width: Annotated[int, typer.Option(max=2**20, help="Width of a token.")] = 128
-    heads: Annotated[int, typer.Option(max=2**20, help="Attention heads.")] = 4
+    depth: Annotated[str, Option(help="Blocks (2); with --table several: 2,4,6.")] = ""
+    seed: Annotated[str, Option(help="Of weights and data (0); with --table several: 0,1.")] = ""
+    width: Annotated[int, Option(max=2**20, help="Width of a token.")] = 128
+    heads: Annotated[int, Option(max=2**20, help="Attention heads.")] = 4
     blocks: Annotated[
-        str | None,
-        typer.Option(help="pre-norm, post-norm or contractive (contractive for contractive attention)."),
+        str | None, Option(help="pre-norm, post-norm or contractive (contractive for contractive attention).")
     ] = None
     coefficient: Annotated[
-        float, typer.Option(help="Lipschitz constant of contractive branches; below 1 in contractive blocks.")
+        float, Option(help="Lipschitz constant of contractive branches; below 1 in contractive blocks.")
     ] = 0.9
     window: Annotated[
         int | None,
-        typer.Option(max=2**24, help="Tokens that a token sees, itself and those before (all).", show_default=False),
+        Option(max=2**24, help="Tokens that a token sees, itself and those before (all).", show_default=False),
     ] = None
     lengths: Annotated[
-        str, typer.Option(help="fixed windows, chunks (cross-document masks) or a curriculum of growing lengths.")
+        str, Option(help="fixed windows, chunks (cross-document masks) or a curriculum of growing lengths.")
     ] = "fixed"
-    length: Annotated[int, typer.Option(max=2**24, help="Tokens of the (longest) piece.")] = 64
-    cycles: Annotated[int, typer.Option(max=2**20, help="How often a curriculum goes from short to long.")] = 1
-    steps: Annotated[int, typer.Option(max=2**40, help="Optimiser steps.")] = 1000
-    batch_tokens: Annotated[int, typer.Option(max=2**28, help="Characters per step.")] = 1024
-    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
-    schedule: Annotated[str, typer.Option(help="cosine decay, or a fixed rate.")] = "cosine"
-    warmup: Annotated[int, typer.Option(max=2**40, help="Steps of linear warm-up.")] = 100
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for none.")] = 1.0
-    dropout: Annotated[float, typer.Option(help="In pre-norm blocks.")] = 0.0
+    length: Annotated[int, Option(max=2**24, help="Tokens of the (longest) piece.")] = 64
+    cycles: Annotated[int, Option(max=2**20, help="How often a curriculum goes from short to long.")] = 1
+    steps: Annotated[int, Option(max=2**40, help="Optimiser steps.")] = 1000
+    batch_tokens: Annotated[int, Option(max=2**28, help="Characters per step.")] = 1024
+    rate: Annotated[float, Option(help="Learning rate.")] = 1e-3
+    schedule: Annotated[str, Option(help="cosine decay, or a fixed rate.")] = "cosine"
+    warmup: Annotated[int, Option(max=2**40, help="Steps of linear warm-up.")] = 100
+    weight_decay: Annotated[float, Option(help="Of matrices.")] = 0.01
+    clip: Annotated[float, Option(help="Largest norm of the gradient; 0 for none.")] = 1.0
+    dropout: Annotated[float, Option(help="In pre-norm blocks.")] = 0.0
 
     def common(self) -> dict[str, Any]:
         """The settings that all cells of a grid share."""
         return {name: value for name, value in vars(self).items() if name not in ("attention", "depth", "seed")}
 
 
-@spread
+@command
 def train(
-    text: Annotated[Path, typer.Argument(help="A text file, or Penn Treebank: ptb.train.txt or its folder.")],
+    text: Annotated[Path, Argument(help="A text file, or Penn Treebank: ptb.train.txt or its folder.")],
     model: Model,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run (howsmooth-output/train-TEXT-ATTENTION-…).")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    out: Annotated[Path | None, Option(help="Folder of the run (howsmooth-output/train-TEXT-ATTENTION-…).")] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on with the run in the folder.")] = False,
     table: Annotated[
-        bool,
-        typer.Option("--table", help="Compare kinds of attention over depths and seeds; always goes on where it was."),
+        bool, Option("--table", help="Compare kinds of attention over depths and seeds; always goes on where it was.")
     ] = False,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
-    report_every: Annotated[int, typer.Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
+    report_every: Annotated[int, Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a character language model and report its bits per character and how smooth its attention is.
 
@@ -109,7 +95,6 @@ def train(
     """
     from howsmooth.training import Corpus, Intervals
 
-    set_threads(threads)
     corpus = Corpus.read(text)
     intervals = Intervals(report=report_every, save=save_every)
     if table:
@@ -122,7 +107,7 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
     from howsmooth.training import Settings
     from howsmooth.training import train as run
 
-    depth, seed = (_number(name, value) for name, value in (("depth", model.depth or "2"), ("seed", model.seed or "0")))
+    depth, seed = _number("depth", model.depth or "2"), _number("seed", model.seed or "0")
     (attention,) = _kinds(model.attention or "dot-product", several=False)
     settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
     _check_fits(settings)
@@ -145,17 +130,16 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
     from howsmooth.training.grid import KINDS, TABLE, row_of
 
     kinds = _kinds(model.attention) if model.attention else KINDS
-    depths, seeds = _numbers("depth", model.depth or "2,4,6"), _numbers("seed", model.seed or "0,1")
+    depths = tuple(_number("depth", each) for each in (model.depth or "2,4,6").split(","))
+    seeds = tuple(_number("seed", each) for each in (model.seed or "0,1").split(","))
     grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
     _check_fits(grid.base)
     with _watching(out) as show:
-        results = run_grid(
-            corpus,
-            grid,
-            out,
-            intervals=intervals,
-            progress=lambda cell: show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status),
-        )
+
+        def tell(cell: Any) -> None:
+            show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status)
+
+        results = run_grid(corpus, grid, out, intervals=intervals, progress=tell)
     if as_json:
         typer.echo(json.dumps([row_of(result) for result in results], indent=2, allow_nan=False))
         return
@@ -220,14 +204,11 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
     from howsmooth.training import Stopped
 
-    console = stderr()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("reading the text", total=1.0)
+        with progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0) as update:
 
             def show(label: str, now: Any) -> None:
-                bar.update(task, description=label + described(now), completed=now.step / now.steps)
+                update(description=label + described(now), completed=now.step / now.steps)
 
             yield show
     except Stopped as stopped:
@@ -261,10 +242,6 @@ def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
     for warning in said:
         complain(str(warning.message))
     return names
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_number(name, each) for each in text.split(","))
 
 
 def _number(name: str, text: str) -> int:

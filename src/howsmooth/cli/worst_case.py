@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer import Option
 
 from howsmooth.cli.bounds import tokens_after
-from howsmooth.cli.console import INTERRUPTED, NOT_CONVERGED, print_json, set_threads, stderr, stdout, written
+from howsmooth.cli.console import print_json, progress_line, stdout, written
+from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED
+from howsmooth.cli.options import AsJson, command
 from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
-from howsmooth.cli.sources import Request, Settings, Site, spread
+from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.cli.token_sets import layer_tokens, positive_numbers
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import save_figure
@@ -33,32 +36,30 @@ _LENGTHS = "8,16,32"
 _AT_THE_LAYER = "layer"
 
 
-@spread
+@command
 def worst_case(
     request: Request,
     settings: Settings,
-    head: Annotated[int | None, typer.Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
-    lengths: Annotated[str | None, typer.Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
+    head: Annotated[int | None, Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
+    lengths: Annotated[str | None, Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
     radius: Annotated[
         str | None,
-        typer.Option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
+        Option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
+        str | None, Option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
     ] = None,
-    rms: Annotated[bool, typer.Option("--rms", help="--after names an RMSNorm.")] = False,
-    around: Annotated[Path | None, typer.Option(help="Search near what the layer sees of this text.")] = None,
+    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
+    around: Annotated[Path | None, Option(help="Search near what the layer sees of this text.")] = None,
     eps: Annotated[
-        str | None, typer.Option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
+        str | None, Option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
     ] = None,
-    norm: Annotated[Norm, typer.Option(help="Which norm of the Jacobian.")] = Norm.two,
-    starts: Annotated[int, typer.Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each search.")] = 200,
-    seconds: Annotated[float | None, typer.Option(help="Time for all searches together.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for witnesses and figure.")] = FOLDER,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    norm: Annotated[Norm, Option(help="Which norm of the Jacobian.")] = Norm.two,
+    starts: Annotated[int, Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
+    steps: Annotated[int, Option(min=1, help="Steps of each search.")] = 200,
+    seconds: Annotated[float | None, Option(help="Time for all searches together.")] = None,
+    out: Annotated[Path, Option(help="Folder for witnesses and figure.")] = FOLDER,
+    as_json: AsJson = False,
 ) -> None:
     """Find the least smooth input of a set, and how far the best theorem is from it.
 
@@ -73,7 +74,6 @@ def worst_case(
       howsmooth worst-case minilm --layer 2 --around novel.txt --eps 0.01,0.05 --lengths 64\n
       howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --radius layer --seconds 60
     """
-    set_threads(threads)
     counts = parse_lengths(lengths or settings.length or _LENGTHS)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
@@ -91,7 +91,7 @@ def worst_case(
     source = remember(request, settings, site.attention)
     stem, unit = _stem(request, source["sha256"], head, norm.value), where["eps"][0] / shares[0] if shares else 1.0
     with _searching() as progress:
-        found = sandwich(
+        cells = sandwich(
             site.attention,
             counts,
             **where,
@@ -105,18 +105,18 @@ def worst_case(
             source=source,
             progress=progress,
         )
-    picture = out / f"{stem}-{_set_name(found[0].over)}.png" if found else None
+    picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:
-        save_figure(found.figure(), picture)
+        save_figure(cells.figure(), picture)
     if as_json:
         facts = site.describe() | {"n": list(counts), "head": head} | ({} if shares else {"input": None})
-        content = {"setting": facts, "cells": found.to_dict(), "interrupted": found.interrupted}
+        content = {"setting": facts, "cells": cells.to_dict(), "interrupted": cells.interrupted}
         print_json(content | {"figure": None if picture is None else str(picture)})
     else:
-        _print(site, found, head, picture)
-    if found.interrupted:
+        _print(site, cells, head, picture)
+    if cells.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if not all(row["converged"] for row in found.to_dict()):
+    if not all(row["converged"] for row in cells.to_dict()):
         raise typer.Exit(NOT_CONVERGED)
 
 
@@ -169,9 +169,9 @@ def _where(
 def _stem(request: Request, sha256: str, head: int | None, norm: str) -> str:
     """The beginning of all file names: which map, by name and hash, and which norm unless it is the usual one."""
     source = Path(request.source).stem if Path(request.source).is_file() else request.source
-    parts = ["worst", source, request.prefix or "", "" if request.layer is None else f"layer{request.layer}"]
-    parts += ["" if head is None else f"head{head}", "" if norm == "2" else norm, sha256[:6]]
-    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(part.strip(".") for part in parts if part)).strip("-")
+    words = ["worst", source, request.prefix or "", "" if request.layer is None else f"layer{request.layer}"]
+    words += ["" if head is None else f"head{head}", "" if norm == "2" else norm, sha256[:6]]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(word.strip(".") for word in words if word)).strip("-")
 
 
 def _set_name(over: InputSet) -> str:
@@ -186,20 +186,20 @@ def _size_name(over: InputSet, unit: float) -> str:
     return f"{(size_of(over) or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
 
 
-def _print(site: Site, found: Sandwich, head: int | None, picture: Path | None) -> None:
+def _print(site: Site, cells: Sandwich, head: int | None, picture: Path | None) -> None:
     out = stdout()
     out.print(site.in_words() + ("" if head is None else f"; head {head}"), markup=False)
-    if any(cell.centre is not None for cell in found):
+    if any(cell.centre is not None for cell in cells):
         size = float(site.x.double().norm(dim=-1).mean())
         out.print(f"tokens: near {site.tokens}; mean norm {written(size)}", markup=False)
-    if not found:
+    if not cells:
         out.print("nothing was found yet")
         return
-    out.print(found)
+    out.print(cells)
     out.print(
         "Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound."
     )
-    for cell in found:
+    for cell in cells:
         out.print(f"witness: {cell.file}", markup=False, soft_wrap=True)
     if picture is not None:
         out.print(f"figure: {picture}", markup=False, soft_wrap=True)
@@ -208,20 +208,11 @@ def _print(site: Site, found: Sandwich, head: int | None, picture: Path | None) 
 @contextmanager
 def _searching() -> Iterator[Callable[[str, float, int, float], None]]:
     """A bar on stderr with the best value so far and the time left. Silent when nobody watches."""
-    console = stderr()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("opening the map", total=None)
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with progress_line("opening the map", *columns) as update:
 
         def show(label: str, done: float, cells: int, best: float) -> None:
             reached = f": ≥ {written(best, ROUND_FLOOR)}" if best > 0 else ""
-            bar.update(task, description=f"{label}{reached}", completed=done, total=cells)
+            update(description=f"{label}{reached}", completed=done, total=cells)
 
         yield show

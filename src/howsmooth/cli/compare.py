@@ -1,0 +1,110 @@
+"""`howsmooth compare`: scans, models or checkpoints side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from typer import Argument, Option
+
+from howsmooth.cli.console import MOST_SEED, print_json, stdout, step_progress
+from howsmooth.cli.endings import BEYOND
+from howsmooth.cli.options import AsJson, Picture, command
+from howsmooth.errors import InvalidInput
+from howsmooth.small import distinct_files
+
+if TYPE_CHECKING:
+    from howsmooth.scanning import Comparison, Scan
+
+_MOST_ROWS = 20
+STORES = (".sqlite", ".db")
+
+
+@command
+def compare(
+    sources: Annotated[list[str], Argument(help="Two or more: stores of `howsmooth scan`, or models to be scanned.")],
+    text: Annotated[Path | None, Option(help="What models read (Alice in Wonderland).")] = None,
+    lengths: Annotated[str, Option(help="Tokens per window for models.")] = "64",
+    windows: Annotated[int, Option(min=1, help="Windows of each length for models.")] = 1,
+    what: Annotated[str, Option(help="What is measured in models, as in scan.")] = "head",
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of the windows and of the solver's start.")] = 0,
+    limit: Annotated[
+        float | None, Option(help="Exit with 3 if a map is certainly more than this many times rougher.")
+    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Also write a page: .html.")] = None,
+    figure: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what changed from the first to the last, map by map, and by how much at least.
+
+    Noise is not called change: a factor counts only as far as the ends of both values prove it. More than two are a
+    series, such as the checkpoints of a training run in their order.
+
+    Examples:\n
+      howsmooth compare before.sqlite after.sqlite -o changes.html\n
+      howsmooth compare base-model fine-tuned-model --text novel.txt --lengths 64,128 --limit 2\n
+      howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json
+    """
+    from howsmooth.figures import check_figure_path, save_figure
+    from howsmooth.reporting.comparing import comparison_figure, write_comparison
+    from howsmooth.reporting.page import check_report_path
+    from howsmooth.scanning import compare as run
+    from howsmooth.scanning.comparison import LIMIT
+
+    if len(sources) < 2:
+        raise InvalidInput("name at least two scans or models: the one before and the one after.")
+    if output is not None:
+        check_report_path(output)
+    if figure is not None:
+        check_figure_path(figure)
+    read = [("SOURCES", Path(source)) for source in sources if Path(source).is_file()]
+    distinct_files(read=[*read, ("--text", text)], written=[("--output", output), ("--figure", figure)])
+    scans = []
+    with step_progress(len(sources)) as begin:
+        for source in sources:
+            begin(source)
+            scans.append(_scan(source, text, lengths, windows, what, seed))
+    names = None if len({*sources}) < len(sources) else [Path(source).stem or source for source in sources]
+    if names is not None and len({*names}) < len(names):
+        names = sources
+    comparison = run(*scans, names=names, limit=LIMIT if limit is None else limit)
+    if figure is not None:
+        save_figure(comparison_figure(comparison), figure)
+    if output is not None:
+        write_comparison(comparison, output)
+    if as_json:
+        print_json(comparison.to_dict())
+    else:
+        _show(comparison, output)
+    if limit is not None and comparison.rougher:
+        raise typer.Exit(BEYOND)
+
+
+def _scan(source: str, text: Path | None, lengths: str, windows: int, what: str, seed: int) -> Scan:
+    from howsmooth.scanning import Scan, scan
+
+    if Path(source).suffix in STORES:
+        if not Path(source).is_file():
+            raise InvalidInput(f"there is no scan at {source}: make one with `howsmooth scan MODEL --out {source}`.")
+        return Scan.open(source)
+    return scan(source, text, lengths=lengths, windows=windows, what=what, seed=seed, explain=False, bounds="none")
+
+
+def _show(comparison: Comparison, output: Path | None) -> None:
+    out = stdout()
+    out.print(comparison.headline(), markup=False, soft_wrap=True)
+    table = Table("map", "tokens", *comparison.names, "factor", "at least", "at most")
+    for change in comparison.changes[:_MOST_ROWS]:
+        numbers = [f"{value:.4g}" for value in change.values]
+        ends = [f"{end:.3g}" for end in (change.ratio, change.least, change.most)]
+        strong = "bold" if change.certain > comparison.limit or change.certain < 1 / comparison.limit else None
+        table.add_row(str(change.place), str(change.length), *numbers, *ends, style=strong)
+    out.print(table)
+    if len(comparison.changes) > _MOST_ROWS:
+        out.print(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less", markup=False)
+    if comparison.missing:
+        out.print(f"{comparison.missing} cells are not in every scan and are left out", markup=False)
+    if output is not None:
+        out.print(f"page: {output}", markup=False, soft_wrap=True)

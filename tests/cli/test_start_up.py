@@ -1,0 +1,85 @@
+"""What answers at once: help, version, the list of models and a command that does not exist need no torch."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from typer.main import get_command
+
+import howsmooth as hs
+from howsmooth.cli import app
+from howsmooth.cli.on_demand import SUMMARIES, OnDemand
+
+ANSWER = """
+import sys
+from howsmooth.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = [name for name in ("torch", "numpy", "scipy", "matplotlib", "transformers") if name in sys.modules]
+    print("heavy:", heavy)
+"""
+
+
+def answered(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", ANSWER, *args], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("--help",), 0, "worst-case"),
+        (("-h",), 0, "Exit codes"),
+        (("--version",), 0, f"howsmooth {hs.__version__}"),
+        (("models",), 0, "MiniLM"),
+        (("models", "--json"), 0, '"architectures"'),
+        (("mesure",), 2, "measure"),
+        (("--nothing",), 2, "--nothing"),
+        (("models", "--nothing"), 2, "--nothing"),
+    ],
+)
+def test_nothing_heavy_is_imported_for_an_answer_at_once(args: tuple[str, ...], code: int, said: str) -> None:
+    done = answered(*args)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_a_summary_is_the_beginning_of_the_help_of_its_command() -> None:
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert isinstance(command, OnDemand)
+        first, _, _ = inspect.cleandoc(command.command.help).partition("\n\n")
+        assert " ".join(first.split()) == SUMMARIES[name]
+        assert command.params is command.command.params
+
+
+@pytest.mark.parametrize("name", ["growth", "certify"])
+def test_a_room_of_one_function_is_that_function_whatever_was_imported_first(name: str) -> None:
+    code = (
+        f"import sys, howsmooth.{name}, howsmooth as hs; assert callable(hs.{name}), 'module first';"
+        f"assert hs.{name} is sys.modules['howsmooth.{name}'].{name};"
+    )
+    other = f"import howsmooth as hs; assert hs.{name}.__name__ == '{name}' and callable(hs.{name});"
+    for each in (code, other):
+        done = subprocess.run([sys.executable, "-c", each], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for package in (hs, import_module("howsmooth.models")):
+        for name in package.__all__:
+            assert getattr(package, name) is not None
+            assert name in dir(package)
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            package.nothing  # noqa: B018
+    assert hs.models is sys.modules["howsmooth.models"]
+
+
+def test_a_scan_can_write_its_report_when_only_its_room_was_imported() -> None:
+    code = "from howsmooth.scanning import Scan; assert callable(Scan.writer)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
