@@ -26,6 +26,7 @@ SECTIONS = (
     "attention_layers",
     "monitor",
     "rounding",
+    "engines",
 )
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 

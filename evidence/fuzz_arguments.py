@@ -331,6 +331,8 @@ BY_NAME: dict[str, list[str]] = {
     "depth": ["one"],
     "influence": ["no"],
     "windows": ["one"],
+    "jobs": ["one"],
+    "timeout": ["two"],
 }
 """Names of right values for a parameter of that name."""
 SPECIAL: dict[str, list[str]] = {
@@ -380,7 +382,7 @@ SPECIAL: dict[str, list[str]] = {
 """The same for one parameter of one function."""
 ALWAYS = {"steps", "starts", "resamples", "lengths", "windows", "what"}
 """Given in every call that takes them: their defaults are for work, not for a thousand calls."""
-LASTING = {"steps", "max_steps", "resamples", "starts", "depth", "seconds", "every", "windows", "probes"}
+LASTING = {"steps", "max_steps", "resamples", "starts", "depth", "seconds", "every", "windows", "probes", "jobs"}
 """How long to work: a huge value is a wish, not a mistake."""
 
 

@@ -31,7 +31,7 @@ SECONDS, BUSY = 60, 10
 most take less than one."""
 ROOM = 6 * 2**30
 """Address space that a command may take beyond what it begins with."""
-DOCUMENTED = (0, 1, 2, 129, 130, 141, 143)
+DOCUMENTED = (0, 1, 2, 3, 129, 130, 141, 143)
 """Exit codes that are no fault; 70 is an error that nobody foresaw."""
 _WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 

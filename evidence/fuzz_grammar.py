@@ -108,6 +108,21 @@ _ATTENTION: dict[str, Values] = {
     "--debug": FLAG,
 }
 _SETS: dict[str, Values] = {"--after": _some("ln_1", "ln_1."), "--rms": FLAG}
+_ROUNDING: dict[str, Values] = {
+    "--text": (TEXTS, ODD_TEXTS),
+    "--formats": _some("int8", "int8,int4", "int4[per=channel]", "fp8_e4m3,bf16", "nvfp4,int2[group=4]"),
+    "--budget": _some(4.5, 6),
+    "--per": _some("model", "layer", "part", "head"),
+    "--seed": _some(0, 1),
+    "--out": (["out/q.json"], ["inputs/words.txt", "inputs/store.sqlite", "inputs/empty", "out"]),
+    "--no-resume": FLAG,
+    "--export": _some("vllm", "modelopt", "llama.cpp", "json"),
+    "--export-file": (["out/e.json"], ["inputs/words.txt", "none/e.json"]),
+    "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
+    "--json": FLAG,
+    "--threads": _some(1),
+    "--debug": FLAG,
+}
 OPTIONS: dict[str, dict[str, Values]] = {
     "measure": _ATTENTION
     | {
@@ -161,6 +176,10 @@ OPTIONS: dict[str, dict[str, Values]] = {
             ["inputs/nested.toml", "inputs/broken.toml", "inputs/latin.txt"],
         ),
         "--no-resume": FLAG,
+        "--jobs": (["1"], ["0", "1.5"]),
+        "--shard": _some("1/2", "2/2", "slurm"),
+        "--plan": FLAG,
+        "--timeout": _some(5),
         "--export": (["out/e.csv", "out/e.json", "out/e.parquet"], ["inputs/words.txt", "out/e.xls", "out/s.sqlite"]),
         "--json": FLAG,
         "--threads": _some(1, 2),
@@ -200,6 +219,55 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--debug": FLAG,
     },
     "models": {"--json": FLAG},
+    "merge": {
+        "--out": (["out/m.sqlite"], ["inputs/store.sqlite", "none/m.sqlite"]),
+        "--partial": FLAG,
+        "--json": FLAG,
+        "--debug": FLAG,
+    },
+    "certify": _ATTENTION
+    | {
+        "--what": _some("block", "heads", "both"),
+        "--radius": _some(0, 0.01, 1),
+        "--ball": _some("token", "frobenius"),
+        "--images": (["inputs/images.safetensors"], ["inputs/weights.safetensors", "inputs/tokens.npy"]),
+        "--count": _some(1, 2),
+        "--norm": _some("2", "1", "inf"),
+        "--no-attack": FLAG,
+    },
+    "compare": {
+        "--text": (TEXTS, ODD_TEXTS),
+        "--lengths": _some("8", "8,12"),
+        "--windows": _some(1, 2),
+        "--what": _some("head", "attention", "layer"),
+        "--seed": _some(0, 1),
+        "--limit": _some(1, 2),
+        "--output": (["out/c.html"], ["out/c.pdf", "inputs/page.html", "none/c.html"]),
+        "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
+        "--json": FLAG,
+        "--threads": _some(1),
+        "--debug": FLAG,
+    },
+    "quantise": _ROUNDING,
+    "quantize": _ROUNDING,
+    "noise": {
+        "--dtype": _some("bf16", "fp16"),
+        "--text": (TEXTS, ODD_TEXTS),
+        "--seed": _some(0, 1),
+        "--json": FLAG,
+        "--threads": _some(1),
+        "--debug": FLAG,
+    },
+    "reproduce": {
+        "--model": _some("inputs/model"),
+        "--text": (TEXTS, ODD_TEXTS),
+        "--no-resume": FLAG,
+        "--full": FLAG,
+        "--yes": FLAG,
+        "--json": FLAG,
+        "--threads": _some(1),
+        "--debug": FLAG,
+    },
     "demo": {
         "--output": (["out/d"], ["inputs/words.txt"]),
         "--no-resume": FLAG,
@@ -213,17 +281,44 @@ _POSITIONALS: dict[str, Values] = {
     "worst-case": (SOURCES, ODD_SOURCES),
     "scan": (MODELS, ODD_MODELS),
     "report": (STORES, ODD_STORES),
+    "merge": (STORES, ODD_STORES),
     "train": (TEXTS, ODD_TEXTS),
+    "compare": ((*STORES, "inputs/model"), (*ODD_STORES, *ODD_MODELS)),
+    "certify": (("inputs/network.safetensors", *SOURCES), ODD_SOURCES),
+    "quantise": (MODELS, ODD_MODELS),
+    "quantize": (MODELS, ODD_MODELS),
+    "noise": (MODELS, ODD_MODELS),
+    "reproduce": (("not-lipschitz",), ("lip-infinty", "inputs/model")),
 }
 _ALWAYS = {  # so that no command takes long
     "worst-case": ("--starts", "2", "--steps", "3", "--lengths", "3"),
     "train": ("--width", "8", "--length", "8", "--batch-tokens", "32", "--steps", "4"),
     "demo": ("--models", "minilm", "--lengths", "8"),
+    "quantise": ("--length", "8", "--windows", "1", "--samples", "2"),
+    "quantize": ("--length", "8", "--windows", "1", "--samples", "2"),
+    "noise": ("--length", "8"),
+    "reproduce": ("--quick",),
 }
-_SHARES = (24, 14, 12, 22, 13, 11, 1, 1)
+_SHARES = {
+    "measure": 24,
+    "bounds": 14,
+    "worst-case": 12,
+    "scan": 22,
+    "report": 13,
+    "train": 11,
+    "models": 1,
+    "merge": 3,
+    "demo": 1,
+    "certify": 14,
+    "compare": 6,
+    "quantise": 9,
+    "quantize": 2,
+    "noise": 4,
+    "reproduce": 3,
+}
 """How often each command is drawn."""
-_TO_WRITE = ("--out", "--output", "--figure", "--figures", "--export")
-_READ = ("--text", "--around", "--input", "--config", "--witness")
+_TO_WRITE = ("--out", "--output", "--figure", "--figures", "--export", "--export-file")
+_READ = ("--text", "--around", "--input", "--config", "--witness", "--images")
 
 
 def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
@@ -231,17 +326,23 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
     if draw.random() < 0.02:
         words = [*ODD, "--help", "--version", "masure"]
         return tuple(draw.choice(words) for _ in range(draw.randint(0, 3))), frozenset()
-    (command,) = draw.choices(list(OPTIONS), _SHARES)
+    (command,) = draw.choices(list(_SHARES), list(_SHARES.values()))
     odd = draw.random() < 0.5  # half of all command lines make sense in every word
     args, written, read = [command], set[str](), set[str]()
     if command in _POSITIONALS and draw.random() < 0.97:
         value = _value(draw, _POSITIONALS[command], odd)
         args.append(value)
         read.add(value)
+    if command == "compare":
+        args.append(_value(draw, _POSITIONALS[command], odd))
+        read.add(args[-1])
     args += _ALWAYS.get(command, ())
     known = OPTIONS[command]
-    if not odd and command in ("measure", "bounds", "worst-case") and len(args) > 1:
+    if not odd and command in ("measure", "bounds", "worst-case", "certify") and len(args) > 1:
         known = {name: values for name, values in known.items() if name not in _foreign(args[1])}
+    if args[1:2] == ["inputs/network.safetensors"]:
+        args += ["--images", "inputs/images.safetensors"]
+        known = {name: values for name, values in known.items() if name != "--images"}
     for name in draw.sample(list(known), min(len(known), draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))):
         args.append(name)
         if known[name] != FLAG:
@@ -260,11 +361,14 @@ def _foreign(source: str) -> set[str]:
     """Options that do not go with a source."""
     of_random = {"--width", "--window", "--causal", "--rope", "--rope-base", "--alibi", "--qk-norm", "--kv-heads"}
     of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--after", "--rms", "--input", "--input-name"}
+    of_images = {"--images", "--count"}
+    if source == "inputs/network.safetensors":
+        return of_random | of_files | of_models | {"--length", "--scale", "--softcap", "--dtype", "--what", "--radius"}
     if source.startswith("random"):
-        return of_models | of_files | {"--witness"}
+        return of_models | of_files | of_images | {"--witness"}
     if source == "inputs/model":
-        return of_random | of_files | {"--heads", "--scale", "--softcap", "--witness"}
-    return of_models | {"--width", "--witness", "--kv-heads", "--dtype"}
+        return of_random | of_files | of_images | {"--heads", "--scale", "--softcap", "--witness"}
+    return of_models | of_images | {"--width", "--witness", "--kv-heads", "--dtype"}
 
 
 def _value(draw: random.Random, values: Values, odd: bool) -> str:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from evidence.scan_faults import TEXT, make_model
+from howsmooth.certify import PatchTransformer
 from howsmooth.cli import app
 from howsmooth.scanning import scan
 from howsmooth.training import Corpus, Settings, train
@@ -48,6 +49,7 @@ def make_inputs(folder: Path) -> None:
     shutil.copytree(model, folder / HOSTILE)
     scan(str(folder / HOSTILE), folder / f"{HOSTILE}.txt", lengths="8,12", out=folder / "hostile.sqlite")
     _weights(folder)
+    _network(folder)
     _stores(folder)
     _configurations(folder)
     corpus = Corpus.split("to be or not to be, that is the question " * 60)
@@ -105,6 +107,34 @@ def _weights(folder: Path) -> None:
     kept = witness.rename(folder / "witness.safetensors").read_bytes()
     (folder / "witness-cut.safetensors").write_bytes(kept[:-9])
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+
+
+def _network(folder: Path) -> None:
+    """A tiny vision transformer as `howsmooth certify --images` reads it, and images of its own classes."""
+    draw = torch.Generator().manual_seed(1)
+    layer, width, hidden, classes = "transformer.layers.0.", 8, 6, 3
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embedding": (1, 5, width),
+        "to_patch_embedding.1": (width, 4),
+        f"{layer}0.fn.norm": (width,),
+        **{f"{layer}0.fn.fn.to_{name}": (width, width) for name in ("q", "k", "v", "out.0")},
+        f"{layer}1.fn.norm": (width,),
+        f"{layer}1.fn.fn.net.0": (hidden, width),
+        f"{layer}1.fn.fn.net.3": (width, hidden),
+        "mlp_head.0": (width,),
+        "mlp_head.1": (classes, width),
+    }
+    tensors = {}
+    for name, shape in shapes.items():
+        bare = name in ("cls_token", "pos_embedding")
+        tensors[name if bare else f"{name}.weight"] = torch.randn(*shape, generator=draw)
+        if not bare and name[-1] not in "qkv":
+            tensors[f"{name}.bias"] = torch.randn(shape[0], generator=draw)
+    save_file(tensors, folder / "network.safetensors", {"about": "2 heads; pixels with mean 0.1 and std 0.5"})
+    images = torch.rand(3, 4, 4, generator=draw)
+    labels = PatchTransformer.open(folder / "network.safetensors")(images).argmax(-1)
+    save_file({"images": images, "labels": labels}, folder / "images.safetensors")
 
 
 def _stores(folder: Path) -> None:

@@ -87,11 +87,13 @@ def defined(tree: ast.Module) -> Iterator[str]:
 @cache
 def exported() -> dict[str, list[str]]:
     """The package and its rooms → their ``__all__``, where they have one: what may be imported from outside."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for name, tree in modules().items():
         for node in tree.body if name.count(".") < 2 else []:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                found[name] = sorted(ast.literal_eval(node.value))
+            if isinstance(node, ast.Assign | ast.AugAssign):  # written at once, or by groups: __all__ += […]
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if ast.unparse(target) == "__all__":
+                    found[name] = sorted([*found.get(name, []), *ast.literal_eval(node.value)])
     return found
 
 

@@ -14,7 +14,7 @@ from tests import house
 
 ROOMS = (
     # What every room borrows.
-    *("errors", "kinds", "checks", "small", "sealed"),
+    *("errors", "kinds", "checks", "small", "sealed", "engines"),
     # From a map to a number.
     *("attention", "jacobians", "norms", "measuring", "explaining", "weights"),
     # Where maps and inputs come from, and what is known about them.
@@ -58,6 +58,7 @@ SAME_NAME = {
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
     "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
+    "compare": "laws of growth by how well they fit, and scans by what has changed.",
     "evaluate": "a function at tokens, a model on a text, the norm at an input.",
     "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
