@@ -111,6 +111,25 @@ def test_ascent_on_the_errors_of_keys_finds_no_violation(mask: str | None, form:
     assert best > 0.8  # the attack bites
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-13])
+@pytest.mark.parametrize("mask", ["causal", None])
+def test_bounds_hold_for_values_that_are_all_the_same(mask: str | None, apart: float) -> None:
+    """A text of one word: keys differ by their positions alone, the change is what float64 rounds, and no more."""
+    f, x = attention(mask), tokens(40)
+    found = answers_at(f, x[:1] + apart * x, parse_formats(FORMATS))
+    assert bool((found.actual[0] > 0).any())
+    assert bool((found.proved >= found.actual).all())
+    assert float(found.proved[0].max()) < 1e-10 * float(found.size.max())
+
+
+def test_bounds_stay_numbers_when_errors_are_beyond_the_range_of_exp() -> None:
+    """Logits that move by thousands, where all values are zero: infinity times zero."""
+    query, key, output = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    f = hs.SelfAttention(100 * query, 100 * key, torch.zeros_like(key), output, heads=2)
+    found = answers_at(f, 3 * torch.eye(8, dtype=torch.float64), parse_formats("int2,int3"))
+    assert torch.equal(found.proved, torch.zeros_like(found.proved))
+
+
 def test_tanh_form_is_attained_by_two_tokens() -> None:
     """Weights 1/(1 + e^Δ) and its rest, logits that move by ±Δ: the distance moved is tanh(Δ/2) times the diameter."""
     for half in (0.1, 1.0, 4.0):

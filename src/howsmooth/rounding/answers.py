@@ -18,8 +18,10 @@ Jensen. So the integrand is at most e^{ta} √λ sd_P(e), and ∫₀¹ e^{ta} dt
 This is the cross score path of the three-path bound in the direction of the error itself; its first order is exact up
 to Cauchy–Schwarz. A soft-cap only enters through e.
 
-The least of the forms is the bound, for every query by itself. All of it is float64; the allowance for rounding is
-added to e and to the result.
+The least of the forms is the bound, for every query by itself. All of it is float64, whose own rounding is allowed for:
+in e by the lengths of queries and keys and the biases, in a covariance by the second moments it is a difference of, and
+in the change, a difference of two outputs, by 4(n + 8)ε·max|v_j|. Without the last, values that are all the same (a
+text of one word) would have a bound of 0 and a change of 10⁻¹⁵.
 """
 
 from __future__ import annotations
@@ -121,20 +123,23 @@ class _Reach:
     diameter: Tensor
     spread: Tensor
     norm: Tensor
+    blur: Tensor
 
     @classmethod
     def of(cls, cache: Cache, weights: Tensor, value: Tensor, output: Tensor) -> _Reach:
         seen = (cache.bias != HIDDEN).expand_as(weights)
         spread = torch.stack([_spread(*head) for head in zip(weights, value, output, strict=True)])
         columns, rows = weights.sum(-2).amax(-1), weights.sum(-1).amax(-1)
-        return cls(weights, seen, _diameters(value, seen, cache.causal), spread, (columns * rows).sqrt())
+        blur = 4 * (weights.shape[-1] + 8) * _EPS * torch.linalg.vector_norm(value, dim=-1).amax(-1)[:, None]
+        return cls(weights, seen, _diameters(value, seen, cache.causal), spread, (columns * rows).sqrt(), blur)
 
     def of_keys(self, cache: Cache, moved: Tensor) -> tuple[Tensor, Tensor]:
         """The two bounds for keys that have moved, ``(heads, n)`` each."""
         key = cache.shared(cache.key)
         error = cache.logits((key + moved)[:: cache.group]) - cache.logits(cache.key)
-        longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1)[:, None] for t in (cache.query, key)]
-        slack = 8 * (cache.query.shape[-1] + 8) * _EPS * longest[0] * (longest[1] + 1)
+        query, before, after = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (cache.query, key, key + moved))
+        bias = cache.bias.expand_as(error).masked_fill(self.weights == 0, 0.0).abs().amax((-2, -1))
+        slack = (8 * (cache.query.shape[-1] + 8) * _EPS * (query * (before + after) + bias))[:, None]
         high = error.masked_fill(~self.seen, -torch.inf).amax(-1)
         low = error.masked_fill(~self.seen, torch.inf).amin(-1)
         blind = ~self.seen.any(-1)
@@ -142,8 +147,10 @@ class _Reach:
         centre = (self.weights * error).sum(-1, keepdim=True)
         deviation = (self.weights * (error - centre).square()).sum(-1).sqrt() + slack
         above = (high - centre.squeeze(-1)).masked_fill(blind, 0.0).clamp_min(0.0) + slack
-        grown = torch.expm1(above) / above.clamp_min(1e-300)
-        return self._allowed(torch.tanh(half / 2) * self.diameter), self._allowed(grown * self.spread * deviation)
+        grown = torch.where(above > 0, torch.expm1(above) / above, 1.0)
+        path = (grown * self.spread * deviation).nan_to_num(nan=torch.inf)  # ∞·0: errors of thousands on equal values
+        tanh = torch.tanh(half / 2) * self.diameter
+        return self._allowed(tanh) + self.blur, self._allowed(path) + self.blur
 
     def of_values(self, moved: Tensor) -> tuple[Tensor, Tensor]:
         """The bound for every query, and the one for all of them, spread evenly over the queries."""
