@@ -59,6 +59,16 @@ def test_a_budget_is_kept_and_checked_on_windows_that_were_not_learnt_from() -> 
         assert check.mean > 0
 
 
+@pytest.mark.parametrize(("letters", "windows", "tried"), [(48, 2, 2), (75, 1, 4), (75, 4, 1), (100, 3, 3)])
+def test_no_token_is_in_a_window_of_each_kind(letters: int, windows: int, tried: int) -> None:
+    """Drawn windows would overlap in so short a text."""
+    opened = open_model(TINY, head=True)
+    learnt, held_out = quantising._cut(opened, "x" * letters, 12, windows, tried, seed=0)
+    assert (len(learnt), len(held_out)) == (windows, tried)
+    read = [{place for w in some for place in range(w.start, w.start + 12)} for some in (learnt, held_out)]
+    assert not read[0] & read[1]
+
+
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, real, calls = tmp_path / "s.sqlite", quantising.window_numbers, []
 
@@ -153,6 +163,8 @@ def test_encoders_are_measured_by_their_embedding() -> None:
         ({"formats": "int5"}, "there is no format"),
         ({"formats": "int4[group=3]"}, "do not divide the 8 of a head"),
         ({"text": "too short", "length": 200}, "give more text or ask for less"),
+        ({"text": 47 * "x", "budget": 5.0}, "too short to check a choice on what it was not made on"),
+        ({"check": 0, "budget": 5.0}, "check"),
     ],
 )
 def test_bad_requests_are_one_sentence(options: dict, said: str) -> None:

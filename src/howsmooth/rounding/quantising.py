@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.checks import Count, Seed, Size, door
-from howsmooth.errors import HowsmoothError
+from howsmooth.checks import Count, Seed, door
+from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Window, alice, open_model
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
@@ -151,7 +151,7 @@ def quantise(
     windows: Count = 4,
     samples: Count = 24,
     seed: Seed = 0,
-    check: Size | None = None,
+    check: Count | None = None,
     out: Path | None = None,
     resume: bool = True,
     progress: Step | None = None,
@@ -166,7 +166,7 @@ def quantise(
         per: what has a format of its own: see `howsmooth.rounding.allocation.allocate`.
         length, windows: of the pieces of text on which damage is predicted.
         samples: backward passes for each window.
-        check: windows, others than those, on which the choice is run; as many by default.
+        check: windows, none of which overlaps one of those, on which the choice is run; as many by default.
         out: a store in which a stopped run is taken up again. resume: keep what it has.
         progress: told what comes next.
 
@@ -181,9 +181,7 @@ def quantise(
     check_weights(opened.model)
     words = alice() if text is None else text
     tried = windows if check is None else check
-    cut = opened.windows(words, length, windows + (tried if budget is not None else 0), seed)
-    held_out = cut[1::2][:tried] if budget is not None else []
-    learnt = [window for window in cut if not any(window is other for other in held_out)][:windows]
+    learnt, held_out = _cut(opened, words, length, windows, 0 if budget is None else tried, seed)
     if budget is not None:  # before the work begins
         check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
     deciding = {
@@ -226,6 +224,23 @@ def _opened(name: str) -> OpenModel:
         raise
     except ValueError:  # transformers knows no language model of this architecture
         return open_model(name)
+
+
+def _cut(
+    opened: OpenModel, words: Words, length: int, windows: int, tried: int, seed: int
+) -> tuple[list[Window], list[Window]]:
+    """Windows to learn from and, evenly between them, windows to try on; no token is in one of each."""
+    count = windows + tried
+    for way in (seed, None):  # where windows drawn in a short text overlap, they are spread evenly
+        cut = opened.windows(words, length, count, way)
+        places = {int((i + 0.5) * count / tried) for i in range(tried)}
+        learnt, held_out = ([cut[i] for i in range(count) if (i in places) == held] for held in (False, True))
+        if all(abs(one.start - other.start) >= length for one in learnt for other in held_out):
+            return learnt, held_out
+    raise InvalidInput(
+        f"the text is too short to check a choice on what it was not made on: {windows} and {tried} windows take "
+        f"{count} × {length} tokens; give more text, or ask for fewer or shorter windows."
+    )
 
 
 def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
