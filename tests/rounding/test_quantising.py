@@ -200,6 +200,23 @@ def test_modelopt_gets_a_quantiser_for_every_layer_and_part() -> None:
     ]
 
 
+def test_model_optimizer_enables_what_the_export_names() -> None:
+    """With the engine itself, on a CPU; its nvfp4 needs a GPU."""
+    engine = pytest.importorskip("modelopt.torch.quantization", reason="needs nvidia-modelopt")
+    made = chosen("fp8_e4m3,int4,bf16", [[[0, 0], [2, 2]], [[1, 1], [0, 0]]])
+    opened = open_model(TINY, head=True)
+    ids = torch.arange(3, 11)[None]
+    settings = ast.literal_eval(EXPORTS["modelopt"](made, "m"))
+    rounding = engine.quantize(opened.model, settings, lambda model: model(input_ids=ids))
+    enabled = {
+        name: module.num_bits
+        for name, module in rounding.named_modules()
+        if type(module).__name__ == "TensorQuantizer" and module.is_enabled
+    }
+    place = "model.layers.{}.self_attn.{}_bmm_quantizer".format
+    assert enabled == {place(0, "k"): (4, 3), place(1, "k"): 4, place(1, "v"): (4, 3)}
+
+
 def test_llama_cpp_gets_one_type_for_keys_and_one_for_values() -> None:
     made = chosen("int8,int4[asymmetric]", [[[0], [1]], [[0], [1]]])
     assert EXPORTS["llama.cpp"](made, "m").endswith("--cache-type-k q8_0 --cache-type-v q4_1")
@@ -218,6 +235,9 @@ def test_json_gets_everything() -> None:
         ("vllm", "int4,bf16", "layer", "vllm has no int4"),
         ("vllm", "fp8_e4m3,bf16", "part", "vllm takes formats per layer, not per part"),
         ("vllm", "fp8_e4m3,fp8_e5m2", "layer", "one quantised format"),
+        ("vllm", "fp8_e4m3,fp8_e4m3[per=token]", "layer", "one quantised format"),
+        ("vllm", "fp8_e4m3,bf16[first=4]", "layer", "leave first and rotary out of bf16"),
+        ("modelopt", "int8[rotary=before]", "part", "keys after rotary positions"),
         ("llama.cpp", "int8,int4", "layer", "per model, not per layer"),
         ("llama.cpp", "int3", "model", "llama.cpp has no int3"),
         ("modelopt", "int8", "head", "not per head"),

@@ -10,7 +10,8 @@ Each engine takes less than an allocation can say, and what it cannot take is re
     json        everything
 
 The syntax is that of the documentation of each engine (vLLM: "Quantized KV Cache"; NVIDIA Model Optimizer:
-``QuantizerCfgListConfig``; llama.cpp: ``llama-server --help``), read and checked for form, not run with the engines.
+``QuantizerCfgListConfig``; llama.cpp: ``llama-server --help``), read and checked for form; that of Model Optimizer was
+also run with the engine, version 0.47.0.
 Engines round in ways of their own: vLLM scales fp8 by one number per tensor, llama.cpp in blocks of 32.
 """
 
@@ -48,7 +49,11 @@ def check_engine(engine: str, formats: tuple[Format, ...] | list[Format], per: s
     for form in formats:
         if _plain(form) not in allowed:
             raise InvalidInput(f"{engine} has no {form.name}: give formats among {', '.join(allowed)}.")
-    if engine == "vllm" and len({form.base for form in formats if form.base not in _NATIVE}) > 1:
+        if form.first or form.rotary == "before":
+            raise InvalidInput(
+                f"{engine} rounds all tokens, keys after rotary positions: leave first and rotary out of {form.name}."
+            )
+    if engine == "vllm" and len({form for form in formats if form.base not in _NATIVE}) > 1:
         raise InvalidInput("vllm takes one quantised format beside bf16 or fp16: give --formats fp8_e4m3,bf16.")
     needed = {"vllm": ("layer",), "llama.cpp": ("model",), "modelopt": ("model", "layer", "part")}[engine]
     if per not in needed:
@@ -56,7 +61,7 @@ def check_engine(engine: str, formats: tuple[Format, ...] | list[Format], per: s
 
 
 def _plain(form: Format) -> str:
-    """The name without what engines decide for themselves: groups, scopes, exact tokens and rotary positions."""
+    """The name without what engines decide for themselves: groups and scopes."""
     return form.base if form.symmetric else f"{form.base}[asymmetric]"
 
 

@@ -40,7 +40,7 @@ def to_fp4(x: Tensor) -> Tensor:
     tensor([ 0.,  1.,  2., -4.,  6.])
     """
     middles = _FP4_MIDDLES.to(x.device)
-    size = x.abs()
+    size = x.abs().contiguous()
     below = torch.bucketize(size, middles, right=False)  # a tie goes to the lower code …
     tie = size == middles[below.clamp(max=len(middles) - 1)]
     code = torch.where(tie & (below % 2 == 1), below + 1, below)  # … unless that one is odd
