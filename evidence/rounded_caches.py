@@ -10,25 +10,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from evidence.rounded_caches_ascents import attack_table
+from evidence.rounded_caches_defaults import default_ranking
+from evidence.rounded_caches_direct import correlations, direct, direct_by_window
 from evidence.rounded_caches_sinks import PICTURES, sink_damage, sink_picture, sink_table
 from evidence.rounded_caches_spending import SPENT, Spending, run_choices, spending_table
 from evidence.rounded_caches_windows import Step, in_windows, kept_file, window_run
 from evidence.stories import stories15m
 from evidence.tables import table
-from howsmooth.models import OpenModel, Window, open_model
-from howsmooth.models.socket import answering
+from howsmooth.models import CapturedSite, OpenModel, Window, open_model
 from howsmooth.rounding import Format, parse_format, parse_formats
 from howsmooth.rounding.answers import answers
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.noise import Noise, rounding_noise
 from howsmooth.rounding.rivals import RIVALS, rivals
-from howsmooth.rounding.running import Choices, Layers, Reader, rounding, run_whole
+from howsmooth.rounding.running import Reader
 from howsmooth.rounding.scores import Scores, joined, sampled_scores
 from howsmooth.rounding.store import Tensors, each_window
 
@@ -38,6 +39,8 @@ FORMATS = (
     "int4[per=channel,group=32],int4[first=4],int4[rotary=before],fp8_e4m3,fp8_e5m2,nvfp4,mxfp4,bf16,fp16"
 )
 RANKED = "int3"
+ORDERS = ("int8", "int4", "int3")
+QUANTILES = (0.9, 0.99, 1.0)
 ABOUT = """Heads by themselves in all windows; what takes passes through the model in at most eight of them.
 `predicted KL` of a choice is the sum over caches; intervals are over windows (1.96 standard errors)."""
 PASSES = 8
@@ -56,10 +59,13 @@ class Ratios:
     closest: float
     first_order: float
     off: float
+    quantiles: tuple[float, ...]
+    within: float
 
 
 def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[Format], tell: Step) -> list[Ratios]:
-    """Proved ÷ actual (median and least) and first order ÷ actual (median, and the median of |ratio − 1|)."""
+    """Proved ÷ actual (median and least) and first order ÷ actual: its median, the median and other quantiles of
+    |ratio − 1|, and the share of heads within 10 %."""
     names = ("actual", "predicted", "proved")
 
     def of(reader: Reader, window: Window) -> Tensors:
@@ -80,6 +86,8 @@ def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[
             float(bound[p, f].min()),
             float(order[p, f].median()),
             float((order[p, f] - 1).abs().median()),
+            tuple(torch.quantile((order[p, f] - 1).abs(), torch.tensor(QUANTILES, dtype=order.dtype)).tolist()),
+            float(((order[p, f] - 1).abs() <= 0.1).double().mean()),
         )
         for f, form in enumerate(formats)
         for p, part in enumerate(PARTS)
@@ -96,6 +104,17 @@ def ratio_table(ratios: Sequence[Ratios]) -> str:
     return table([*columns, "off by"], rows)
 
 
+def order_table(ratios: Sequence[Ratios]) -> str:
+    """How far first order is off on most heads and on the worst, for keys in the formats of `ORDERS`."""
+    rows = [
+        [one.format, one.heads, *(f"{cut:.2%}" for cut in (one.off, *one.quantiles)), f"{one.within:.2%}"]
+        for one in ratios
+        if one.part == "key" and one.format in ORDERS
+    ]
+    cuts = [f"{share:.0%} of heads" for share in QUANTILES[:-1]]
+    return table(["keys in", "heads × windows", "median", *cuts, "most", "within 10 %"], rows)
+
+
 def predicted(
     opened: OpenModel, windows: Sequence[Window], formats: Sequence[Format], samples: int, tell: Step
 ) -> Scores:
@@ -107,60 +126,6 @@ def predicted(
 
     found = in_windows(opened, windows, "scores", [samples, *(form.name for form in formats)], of, tell)
     return joined([Scores(one["products"], *one["sizes"].tolist()) for one in found])
-
-
-def direct(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
-    """KL of rounding one layer's (or head's) keys or values at a time, a pass for each: ``(layers, 2, heads or 1)``."""
-    return direct_by_window(opened, windows, form, by_head, tell).mean(0)
-
-
-def direct_by_window(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
-    """The same for every window, windows first."""
-
-    def of(reader: Reader, window: Window) -> Tensors:
-        heads, whole = reader.sites[0].attention.kv_heads, Suffixes(reader)
-        alone = [[form if h == head else None for h in range(heads)] for head in range(heads)] if by_head else [form]
-        rows = [
-            [[reader.damage(whole.exact, whole.outcome(layer, part, one)) for one in alone] for part in PARTS]
-            for layer in range(len(reader.sites))
-        ]
-        return {"direct": torch.tensor(rows, dtype=torch.float64)}
-
-    found = in_windows(opened, windows, "direct KL", [form.name, by_head], of, tell)
-    return torch.stack([one["direct"] for one in found])
-
-
-class Suffixes:
-    """What a Llama says with one layer rounded: the layers before it are not run again, as they say what they said."""
-
-    def __init__(self, reader: Reader):
-        self.reader, self.blocks, self.outputs = reader, list(reader.model.model.layers), list[Any]()
-        hooks = [block.register_forward_hook(lambda *call: self.outputs.append(call[2])) for block in self.blocks]
-        try:
-            self.exact = reader.outcome()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def outcome(self, layer: int, part: str, choices: Choices) -> Tensor:
-        """As `Reader.outcome` has it."""
-        layers = Layers(len(self.blocks), layer)
-        try:
-            for block, output in zip(self.blocks[:layer], self.outputs, strict=False):
-                block.forward = lambda *args, said=output, **options: said
-            with answering(self.reader.model, rounding(self.reader.rotaries, {(layer, part): choices}, layers)):
-                outcome = self.reader.read(run_whole(self.reader))
-        finally:
-            for block in self.blocks[:layer]:
-                del block.forward
-        layers.check_all(self.reader.model)
-        return outcome
-
-
-def correlations(guess: Tensor, truth: Tensor) -> list[str]:
-    """Spearman's correlation for keys, values and both, ``(layers, 2, …)`` each."""
-    pairs = [(guess[:, 0], truth[:, 0]), (guess[:, 1], truth[:, 1]), (guess, truth)]
-    return [f"{spearmanr(a.flatten().numpy(), b.flatten().numpy()).statistic:.2f}" for a, b in pairs]
 
 
 def mean_rivals(opened: OpenModel, windows: Sequence[Window], form: Format, tell: Step) -> dict[str, Tensor]:
@@ -239,10 +204,12 @@ def study(
     tell: Step,
     rival_windows: int = 1,
     picture: Path | None = None,
+    defaults: dict[str, int] | None = None,
 ) -> list[str]:
     """All tables of one model: heads in all windows, what takes passes through the model in `PASSES` of them.
 
-    ``picture``: where that of the first tokens goes; None draws none.
+    ``picture``: where that of the first tokens goes; None draws none. ``defaults``: what the command's own run has in
+    place of its settings.
     """
     every, apart = opened.windows(learn, length, windows, 0), max(1, windows // PASSES)
     learnt, kept = every[::apart], opened.windows(held, length, windows, 0)[::apart]
@@ -258,15 +225,22 @@ def study(
     others = mean_rivals(opened, learnt[:rival_windows], form, tell)
     run += run_choices(opened, kept, spending.rival_choices(others), "choices of rivals", tell)
     place = spent.index(form)
+    four = _four(Reader.of(opened.model, opened.inputs(opened.windows(learn, 32, 1, 0)[0])).sites)
     parts = [
         f"## {opened.name}, {windows} windows of {length} tokens of WikiText-2 ({opened.precision})",
         "Change of each head's output, keys or values rounded: proved ÷ actual and first order ÷ actual.",
         ratio_table(ratios),
+        "The same head by head: |first order ÷ actual − 1| of keys.",
+        order_table(ratios),
+        "Errors that climb on change ÷ bound inside the cell of a format, at 32 tokens in layers "
+        f"{', '.join(str(site.layer) for site in four)}: above 1 would be a violation.",
+        attack_table(four, tell),
         f"Spearman's correlation with the KL of rounding one layer to {RANKED} at a time, in {len(learnt)} of the "
         f"windows with {samples} samples each (rivals: in {rival_windows} of them).",
         ranking(scores.by_layer[:, :, place], truth.mean(0), others),
         "The same for fewer windows and samples: means over disjoint sets of windows, the least in brackets.",
         ranking_by_size(scores, truth, place),
+        default_ranking(opened, learn, RANKED, tell, **(defaults or {})),
     ]
     if by_head:
         few = min(len(learnt), 4)
@@ -282,6 +256,11 @@ def study(
     parts.append(spending_table(run))
     parts += [f"What the first tokens carry, everything rounded, {len(some)} windows.", sink_table(first)]
     return parts if picture is None else [*parts, sink_picture(first, opened, picture)]
+
+
+def _four(sites: Sequence[CapturedSite]) -> list[CapturedSite]:
+    """Four layers, the first and the last among them."""
+    return [sites[place] for place in sorted({round(k * (len(sites) - 1) / 3) for k in range(4)})]
 
 
 def texts() -> tuple[str, str]:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from evidence import rounded_caches, rounded_caches_sinks, stories
+from evidence import (
+    rounded_caches,
+    rounded_caches_ascents,
+    rounded_caches_direct,
+    rounded_caches_sinks,
+    stories,
+)
 from howsmooth.models import OpenModel, alice, open_model
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.running import Reader
@@ -37,6 +43,23 @@ def test_no_head_passes_its_bound_and_first_order_is_right_at_eight_bits(tiny: O
     assert {row.heads for row in rows} == {3 * 4 * 2}
 
 
+def test_ascents_inside_the_cell_come_near_the_bound_and_not_above(tiny: OpenModel) -> None:
+    reader = Reader.of(tiny.model, tiny.inputs(tiny.windows(alice(), 8)[0]))
+    for one in rounded_caches_ascents.attack(reader.sites[1], steps=12):
+        assert 0.8 < one.keys <= 1
+        assert 0.8 < one.values <= 1
+
+
+def test_the_error_of_first_order_is_stated_in_quantiles(tiny: OpenModel) -> None:
+    rows = rounded_caches.head_ratios(tiny, tiny.windows(alice(), 24, 1), parse_formats("int8,int2"), silent)
+    for row in rows:
+        assert row.off <= row.quantiles[0] <= row.quantiles[1] <= row.quantiles[2]
+        assert (row.within == 1) == (row.quantiles[2] <= 0.1)
+    assert rows[0].quantiles[2] < rows[2].quantiles[2]
+    one = rounded_caches.Ratios("int8", "key", 3, 0, 2.0, 1.0, 1.0, 0.02, (0.16, 0.196, 0.2), 2 / 3)
+    assert rounded_caches.order_table([one]).endswith("| int8 | 3 | 2.00% | 16.00% | 19.60% | 20.00% | 66.67% |")
+
+
 def test_predicted_ranks_follow_the_direct_ones_head_by_head(tiny: OpenModel) -> None:
     windows, form = tiny.windows(alice(), 24, 2), parse_format("int4")
     scores = rounded_caches.predicted(tiny, windows, [form], 48, silent)
@@ -48,7 +71,7 @@ def test_predicted_ranks_follow_the_direct_ones_head_by_head(tiny: OpenModel) ->
 
 def test_layers_before_a_rounded_one_need_not_be_run_again(tiny: OpenModel) -> None:
     reader = Reader.of(tiny.model, tiny.inputs(tiny.windows(alice(), 24)[0]))
-    whole, form = rounded_caches.Suffixes(reader), parse_format("int3")
+    whole, form = rounded_caches_direct.Suffixes(reader), parse_format("int3")
     assert torch.equal(whole.exact, reader.outcome())
     for layer in (2, 0, 1):
         assert torch.equal(whole.outcome(layer, "value", form), reader.outcome({(layer, "value"): form}))
@@ -104,9 +127,19 @@ def test_the_picture_of_the_first_tokens_shows_ratios_of_means(tmp_path: Path, t
 
 @pytest.mark.slow
 def test_a_study_has_all_its_tables(tiny: OpenModel) -> None:
-    parts = rounded_caches.study(tiny, alice(), alice(), 24, 2, 4, True, silent)
+    parts = rounded_caches.study(tiny, alice(), alice(), 24, 2, 4, True, silent, defaults={"length": 24})
     page = "\n\n".join(parts)
-    for said in ("violations", "predicted KL", "sigma", "first and last N", "first tokens exact", "One head at a time"):
+    for said in (
+        "violations",
+        "predicted KL",
+        "sigma",
+        "first and last N",
+        "first tokens exact",
+        "One head at a time",
+        "within 10 %",
+        "errors within a cell",
+        "as it is (4 windows of 24 tokens, 24 samples)",
+    ):
         assert said in page
     assert page.count("| allocation |") == 3
 
