@@ -166,7 +166,7 @@ NAMED: dict[str, NamedModel] = {
             "generation_config.json": "e30b54b16dda1c88498580aef027519bbf62f8ceff8aff561a3f52e8197fa5c9",
             "model.safetensors": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
             "tokenizer.json": "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",
-            "tokenizer_config.json": "156c41a2e14e6e6bd4286c506c38ee883a78e0f5ce165ad9bf63fe73ebf9e974",
+            "tokenizer_config.json": "9a35ec54a7aefb72c27d6aa575cf9e0cc4c213995a62afbe8e4a5fac33c7d5c5",
         },
     ),
     "mpnet": NamedModel(
