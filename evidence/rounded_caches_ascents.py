@@ -5,6 +5,7 @@ An integer format of b bits with one scale for each token moves every number by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,5 +93,6 @@ def attack_table(sites: Sequence[CapturedSite], tell: Step) -> str:
     rows = []
     for form in parse_formats(ATTACKED):
         here = [one for one in found if one.format == form.name]
-        rows.append([form.name, *(f"{max(getattr(one, part) for one in here):.4f}" for part in ("keys", "values"))])
+        nearest = (max(getattr(one, part) for one in here) for part in ("keys", "values"))
+        rows.append([form.name, *(f"{math.floor(1e5 * ratio) / 1e5:.5f}" for ratio in nearest)])  # 1 only when it is
     return table(["errors within a cell of", "nearest to the bound, keys", "values"], rows)
