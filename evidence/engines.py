@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +15,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from evidence.engine_faults import Place, places
 from evidence.scan_faults import TEXT, contents, make_model
 from evidence.tables import table
-from howsmooth.engines import Engine, EngineError, open_engine
+from howsmooth.engines import Engine, open_engine
 from howsmooth.scanning import Scan, Settings, Store, merge, units
 from howsmooth.scanning import scan as run_scan
 from howsmooth.scanning.cost import predict
@@ -39,7 +38,6 @@ TITLE = "The same scan by every engine, and what dies on the way"
 ROOT = Path(__file__).resolve().parents[1]
 ASKED: dict[str, Any] = {"lengths": "6,8,12", "windows": 4, "what": "head,attention"}
 CELLS = 3 * 4 * 2 * (4 + 1)
-TIMES = 10
 LIMIT = 60.0
 """Seconds that a unit may take here; the first of a worker, which opens the model, takes a few on a quiet machine."""
 _ORDERS = "trouble.json"
@@ -49,7 +47,7 @@ Row = list[object]
 
 @dataclass(frozen=True)
 class Trouble:
-    """What happens to the unit of one length and window: "kill" (once), "fail" or "hang" (always)."""
+    """What happens to the unit of one length and window: "kill" (once) or "fail" (always)."""
 
     kind: str
     length: int = 8
@@ -74,8 +72,6 @@ def troubled(unit: Unit) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble.kind == "fail":
                 raise ArithmeticError("this unit always fails")
-            if trouble.kind == "hang":
-                time.sleep(10**6)
     return measure_unit(unit)
 
 
@@ -106,33 +102,23 @@ class Ending:
         )
 
 
-def disturbed(folder: Path, whole: Content, executor: Executor | Engine, kind: str, times: int) -> list[Ending]:
-    """The scan with one kind of trouble, several times on one executor."""
-    endings = []
-    for _ in range(times):
-        Trouble(kind).order(folder)
-        with tempfile.TemporaryDirectory() as name:
-            out = Path(name, "s.sqlite")
-            found = scanned(folder, out, executor)
-            endings.append(Ending.of(whole, out, found.failures or found.notes))
+def disturbed(folder: Path, whole: Content, executor: Executor | Engine, kind: str) -> Ending:
+    """The scan with one kind of trouble."""
+    Trouble(kind).order(folder)
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "s.sqlite")
+        found = scanned(folder, out, executor)
+        ending = Ending.of(whole, out, found.failures or found.notes)
     (folder / _ORDERS).unlink()
-    return endings
+    return ending
 
 
-def start(
-    folder: Path, out: Path, engine: Engine, most_bytes: int | None = None, pace: float = 0.0
-) -> subprocess.Popen[str]:
-    """The scan in a process of its own, which may write files up to a size and rests ``pace`` s at every step."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if most_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
+def start(folder: Path, out: Path, engine: Engine, pace: float = 0.0) -> subprocess.Popen[str]:
+    """The scan in a process of its own, which rests ``pace`` s at every step."""
     asked = [engine.kind, str(engine.jobs or 1), engine.address or "", str(pace)]
     command = [sys.executable, "-m", "evidence.engines", str(folder), str(out), *asked]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, preexec_fn=limit, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 def driver_killed(folder: Path, whole: Content, engine: Engine) -> tuple[int, Ending]:
@@ -147,16 +133,6 @@ def driver_killed(folder: Path, whole: Content, engine: Engine) -> tuple[int, En
         kept = len(contents(out))
         _, last_words = start(folder, out, engine).communicate(timeout=900)
         return kept, Ending.of(whole, out, tuple(last_words.splitlines()))
-
-
-def disk_full(folder: Path, whole: Content, engine: Engine, most_bytes: int = 130_000) -> tuple[int, str, Ending]:
-    """The driver without room for its store, then with; cells kept, what it said, and the end."""
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name, "s.sqlite")
-        _, said = start(folder, out, engine, most_bytes).communicate(timeout=900)
-        kept = len(contents(out))
-        _, last_words = start(folder, out, engine).communicate(timeout=900)
-        return kept, said.strip(), Ending.of(whole, out, tuple(last_words.splitlines()))
 
 
 def in_shards(folder: Path, count: int) -> Content:
@@ -184,86 +160,34 @@ def model_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@contextmanager
-def ray_cluster(nodes: int = 3) -> Iterator[str]:
-    """The address of a Ray cluster of several nodes on this machine; `EngineError` where Ray is not installed."""
-    try:
-        from ray.cluster_utils import Cluster
-    except ImportError:
-        raise EngineError("Ray is not installed here (pip install 'howsmooth[ray]')") from None
-    cluster = Cluster()
-    try:
-        for _ in range(nodes):
-            cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-
-
-def engines(folder: Path, address: str | None) -> dict[str, Engine]:
-    """The engines of this page by name."""
-    return {
-        "2 processes": Engine(jobs=2, threads=1),
-        "SLURM, one node, 2 jobs at a time": Engine("slurm", jobs=2, memory=3000, folder=folder / "slurm"),
-        "Ray, three nodes": Engine("ray", address=address),
-    }
-
-
-def refusal(engine: Engine) -> str:
-    """Why an engine cannot run here; nothing when it can."""
-    if engine.kind == "slurm" and shutil.which("sinfo") is not None:
-        idle = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, timeout=60, check=False)
-        if idle.returncode:
-            return "SLURM is installed, but no scheduler answers"
-    try:
-        with open_engine(engine):
-            return ""
-    except EngineError as error:
-        return str(error)
-
-
-def parts(progress: Callable[[str], None], times: int = TIMES) -> list[str]:
+def parts(progress: Callable[[str], None]) -> list[str]:
     """The text and tables of the documentation page."""
-    same: list[Row] = []
-    faults: list[Row] = []
-    with model_folder() as folder, _maybe_ray() as address:
-        collect(folder, engines(folder, address), progress, times, same, faults)
+    torch.set_num_threads(1)
+    with model_folder() as folder, tempfile.TemporaryDirectory() as seen, ExitStack() as opened:
+        progress("in process")
+        whole = by(folder, None)
+        assert len(whole) == CELLS
+        progress("shards")
+        same: list[Row] = [["4 shards, merged", *_compared(whole, in_shards(folder, 4))]]
+        faults: list[Row] = []
+        for place in places(Path(seen), opened):
+            if not isinstance(place, Place):
+                same.append([place[0], "not run", place[1]])
+                continue
+            name, engine = place.name, place.engine
+            if engine.kind == "slurm":
+                engine = replace(engine, jobs=2, memory=3000)
+            progress(name)
+            with open_engine(engine) as executor:
+                same.append([name, *_compared(whole, by(folder, executor))])
+                for kind, words in _WORDS.items():
+                    progress(f"{name}: {words}")
+                    faults.append([name, words, *_summed(disturbed(folder, whole, executor, kind))])
+            progress(f"{name}: driver killed")
+            kept, ending = driver_killed(folder, whole, engine)
+            faults.append([name, f"driver killed with {kept} of {CELLS} cells kept, then run again", *_summed(ending)])
     progress("predictions")
     return page(same, faults, prediction_rows())
-
-
-def collect(
-    folder: Path,
-    chosen: dict[str, Engine],
-    progress: Callable[[str], None],
-    times: int,
-    same: list[Row],
-    faults: list[Row],
-) -> None:
-    """Fill the rows of both tables, engine by engine."""
-    torch.set_num_threads(1)
-    progress("in process")
-    whole = by(folder, None)
-    assert len(whole) == CELLS
-    progress("shards")
-    same.append(["4 shards, merged", *_compared(whole, in_shards(folder, 4))])
-    for name, engine in chosen.items():
-        progress(name)
-        why = refusal(engine)
-        if why:
-            same.append([name, "not run", why])
-            continue
-        same.append([name, *_compared(whole, by(folder, engine))])
-        for kind, words in _WORDS.items():
-            progress(f"{name}: {kind}")
-            with open_engine(engine) as executor:
-                faults.append([name, words, *_summed(disturbed(folder, whole, executor, kind, times))])
-        progress(f"{name}: driver killed")
-        killed = [driver_killed(folder, whole, engine) for _ in range(times)]
-        faults.append([name, _driver_words([kept for kept, _ in killed]), *_summed([end for _, end in killed])])
-        progress(f"{name}: disk full")
-        full = [disk_full(folder, whole, engine) for _ in range(times)]
-        faults.append([name, "store's disk full, then room made", *_summed([end for *_, end in full])])
 
 
 def predicted(model: str, **asked: Any) -> tuple[int, float, float]:
@@ -307,21 +231,18 @@ def page(same: list[Row], faults: list[Row], costs: list[Row]) -> list[str]:
         "same scan by every engine; only the seconds are left out.",
         table(["by", "cells that differ or are missing", ""], same),
         "Then things fail. The trouble is with one window. A killed worker's unit must be measured again; a unit that "
-        f"always fails, or hangs (the limit is {LIMIT:g} s), must be tried twice, reported and skipped; every other "
-        "cell must be in the store, once, as in the undisturbed scan, and the store must pass `PRAGMA "
-        "integrity_check`, `foreign_key_check` and the checksum of every row.",
-        table(["engine", "fault", "times", "cells missing each time", "cells that differ", "what was said"], faults),
+        "always fails must be tried twice, reported and skipped; every other cell must be in the store, once, as in "
+        "the undisturbed scan, and the store must pass `PRAGMA integrity_check`, `foreign_key_check` and the checksum "
+        "of every row. Workers here import torch and open a model; [every fault ten times](engine-faults.md), lost "
+        "nodes and full disks among them, is done with cells that cost nothing.",
+        table(["engine", "fault", "cells missing", "cells that differ", "what was said"], faults),
         "What `--plan` predicts, after its calibration, against what the scan takes: seconds of processor time of one "
         "process with one thread.",
         table(["model", "what", "cells", "predicted", "took", "off by"], costs),
     ]
 
 
-_WORDS = {"kill": "a worker killed with -9", "fail": "a unit that always fails", "hang": "a unit that hangs"}
-
-
-def _driver_words(kept: list[int]) -> str:
-    return f"driver killed with {min(kept)} to {max(kept)} of {CELLS} cells kept, then run again"
+_WORDS = {"kill": "a worker killed with -9", "fail": "a unit that always fails"}
 
 
 def _compared(whole: Content, there: Content) -> list[object]:
@@ -329,29 +250,9 @@ def _compared(whole: Content, there: Content) -> list[object]:
     return [wrong, f"{len(there)} cells"]
 
 
-def _summed(endings: list[Ending]) -> list[object]:
-    missing = sorted({ending.missing for ending in endings})
-    said = sorted({line[:160] for ending in endings for line in ending.said})
-    return [
-        len(endings),
-        " or ".join(map(str, missing)),
-        sum(ending.differing for ending in endings),
-        "; ".join(said[:2]).replace("|", "/"),
-    ]
-
-
-@contextmanager
-def _maybe_ray() -> Iterator[str | None]:
-    try:
-        cluster = ray_cluster()
-        address = cluster.__enter__()
-    except EngineError:
-        yield None
-        return
-    try:
-        yield address
-    finally:
-        cluster.__exit__(None, None, None)
+def _summed(ending: Ending) -> list[object]:
+    said = "; ".join(line[:160] for line in ending.said[:2])
+    return [ending.missing, ending.differing, said.replace("|", "/")]
 
 
 def _main(folder: str, out: str, kind: str, jobs: str, address: str, pace: str) -> int:

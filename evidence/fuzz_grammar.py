@@ -157,6 +157,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--eps": _some("0.01", "0.1,0.2"),
         "--norm": _some("2", "inf"),
         "--seconds": _some(0.5, 1),
+        "--jobs": (["1"], ["0", "1.5"]),
         "--out": (["out/w"], ["inputs/words.txt"]),
     },
     "scan": {
@@ -214,6 +215,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--resume": FLAG,
         "--save-every": _some(1, 5),
         "--report-every": _some(1, 2),
+        "--jobs": (["1"], ["0", "1.5"]),
         "--json": FLAG,
         "--threads": _some(1),
         "--debug": FLAG,
@@ -264,6 +266,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--no-resume": FLAG,
         "--full": FLAG,
         "--yes": FLAG,
+        "--jobs": (["1"], ["0", "1.5"]),
         "--json": FLAG,
         "--threads": _some(1),
         "--debug": FLAG,

@@ -26,7 +26,7 @@ TITLE = "A model larger than memory"
 ROOT = Path(__file__).resolve().parents[1]
 GB = 10**9
 CAP = 2 * GB
-TOKENS = 64
+TOKENS = 32
 
 
 @dataclass(frozen=True)

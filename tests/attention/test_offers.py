@@ -16,7 +16,7 @@ from howsmooth.jacobians import AttentionJacobian, FunctionJacobian
 from howsmooth.nn import Attending
 from howsmooth.nn.hosting.hosted import HostedAttention
 from howsmooth.training import UntiedL2Attention
-from howsmooth.worstcase import search
+from howsmooth.worstcase import one_search
 
 N, D, HEADS = 6, 8, 2
 CLOSED: dict[str, Callable[[], nn.Module]] = {
@@ -119,7 +119,7 @@ def test_every_door_gives_the_numbers_of_the_layer(name: str, monkeypatch: pytes
     assert table.measured is not None
     assert float(table.measured) == pytest.approx(exact, rel=1e-7)
     assert all(row.value >= exact for row in table.rows if row.kind == "upper")
-    monkeypatch.setattr(search, "FunctionRoughness", None)  # the search of functions, which must not be needed
+    monkeypatch.setattr(one_search, "FunctionRoughness", None)  # the search of functions, which must not be needed
     witness = hs.worst_case(layer, N, radius=2.0, starts=2, steps=5)
     assert witness.value == pytest.approx(float(torch.linalg.matrix_norm(dense(layer, witness.x), 2)), rel=2e-3)
 

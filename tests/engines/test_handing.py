@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
@@ -165,3 +167,20 @@ def _troubled(item: tuple[int, Path]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
     return number
+
+
+def test_a_script_whose_work_is_not_under_main_is_told_so_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from howsmooth.engines import Load, Processes, hand_over\n"
+        "hand_over(Processes(2, threads=1), abs, range(50), print, load=Load(2))\n"
+    )
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode
+    assert "EngineError: no worker process begins" in said.stderr.splitlines()[-1]
+    assert '`if __name__ == "__main__":`' in said.stderr.splitlines()[-1]
+
+
+def test_what_a_worker_needs_imports_no_torch() -> None:
+    code = "import sys, howsmooth.engines.answers, howsmooth.engines.processes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,15 +1,20 @@
-"""A sample of the evidence page on engines: the same rows, and nothing lost when workers and drivers die."""
+"""A sample of the evidence pages on engines: the same rows, and nothing lost when workers, nodes and drivers die."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from evidence.engines import CELLS, Content, by, disturbed, driver_killed, engines, in_shards, ray_cluster, refusal
-from howsmooth.engines import Engine, EngineError
+from evidence import engine_faults
+from evidence.clusters import Nodes, ray_cluster, slurm_cluster
+from evidence.engines import CELLS, Content, by, driver_killed, in_shards
+from howsmooth.engines import Engine, EngineError, open_engine
 
 pytestmark = pytest.mark.slow
 
@@ -42,26 +47,37 @@ def test_a_driver_that_is_killed_goes_on_from_its_store(folder: Path, whole: Con
     assert (ending.missing, ending.differing, ending.said) == (0, 0, ())
 
 
-def _survives(folder: Path, whole: Content, engine: Engine) -> None:
-    if why := refusal(engine):
-        pytest.skip(why)
-    assert by(folder, engine) == whole
-    (ending,) = disturbed(folder, whole, engine, "kill", times=1)
-    assert (ending.missing, ending.differing) == (0, 0)
-    assert any("its worker died" in line for line in ending.said)
+def _survives(faults: Path, engine: Engine, nodes: Nodes) -> None:
+    """A lost node, and a unit that always fails, with cells that cost nothing."""
+    nothing_happened = engine_faults.expected(faults)
+    with open_engine(engine) as executor:
+        missing = {}
+        for kind in ("node", "fail"):
+            ending = engine_faults.disturbed(faults, nothing_happened, executor, kind, 0.1, nodes)
+            assert ending.differing == 0
+            missing[kind] = ending.missing
+            assert any("worker died" in line or "always fails" in line for line in ending.said)
+    assert missing == {"node": 0, "fail": engine_faults.HEADS}
 
 
-def test_slurm_gives_the_same_rows_and_survives_a_kill(folder: Path, whole: Content) -> None:
-    _survives(folder, whole, next(one for name, one in engines(folder, None).items() if name.startswith("SLURM")))
+def test_slurm_gives_the_same_rows_and_survives_a_lost_node(folder: Path, whole: Content, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        nodes = _or_skip(opened, slurm_cluster)
+        engine = partial(Engine, "slurm", folder=tmp_path / "jobs")
+        assert by(folder, engine(jobs=1, memory=3000)) == whole
+        _survives(tmp_path, engine(jobs=2, memory=1000), nodes)
 
 
-def test_three_nodes_of_ray_give_the_same_rows_and_survive_a_kill(folder: Path, whole: Content) -> None:
-    cluster = ray_cluster()
+def test_ray_gives_the_same_rows_and_survives_a_lost_node(folder: Path, whole: Content, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        nodes = _or_skip(opened, ray_cluster)
+        engine = Engine("ray", address=nodes.address)
+        assert by(folder, engine) == whole
+        _survives(tmp_path, engine, nodes)
+
+
+def _or_skip(opened: ExitStack, cluster: Callable[[], Any]) -> Any:
     try:
-        address = cluster.__enter__()
+        return opened.enter_context(cluster())
     except EngineError as error:
         pytest.skip(str(error))
-    try:
-        _survives(folder, whole, engines(folder, address)["Ray, three nodes"])
-    finally:
-        cluster.__exit__(None, None, None)

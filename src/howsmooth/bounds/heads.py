@@ -27,6 +27,8 @@ from howsmooth.sets import TokenSet
 
 _MOST_OFFSETS = 4096
 """Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""
+_ENTRIES = 2**21
+"""Of the matrices of all heads that are looked at together: several arrays of this size are in memory."""
 _SQUARINGS = 8
 """G^(2⁸) of a 64 × 64 Gram matrix tells its norm to 0.8 %, in products instead of decompositions."""
 
@@ -184,7 +186,8 @@ class HeadScores:
             return spectral(left) * spectral(right) * max(1.0, abs(self.rotary.amplitude)) ** 2
         best = torch.zeros(len(left), dtype=left.dtype)
         fixed = _turn(self.rotary, left, self._offsets.new_zeros(1))
-        for offsets in self._offsets.split(64):
+        each = left.shape[-2] * right.shape[-1] + left.shape[-1] * right.shape[-1]
+        for offsets in self._offsets.split(min(64, max(1, _ENTRIES // (len(left) * each)))):
             turned = _turn(self.rotary, right, offsets)  # (heads, offsets, k, ·)
             best = torch.maximum(best, _largest_norm(fixed.mT @ turned, best))
         return best

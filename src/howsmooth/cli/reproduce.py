@@ -12,9 +12,11 @@ from rich.table import Table
 from howsmooth.checks import check_one_of
 from howsmooth.cli.console import print_json, stderr, stdout
 from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from howsmooth.engines import Engine
     from howsmooth.papers import Asked, Experiment, Reproduction
 
 LONG = 120.0
@@ -34,6 +36,8 @@ def reproduce(
     output: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
     yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
+    *,
+    place: Place,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the claim.
@@ -42,7 +46,8 @@ def reproduce(
       howsmooth reproduce\n
       howsmooth reproduce lip-infinity --quick\n
       howsmooth reproduce growth-text --model bert-base-uncased --model gpt2\n
-      howsmooth reproduce --all --quick
+      howsmooth reproduce --all --quick\n
+      howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
     from howsmooth.papers import EXPERIMENTS, Asked
 
@@ -60,10 +65,11 @@ def reproduce(
     wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
     for one in wanted:
         one.check(asked)
+    engine = place.engine_asked()
     _warn(wanted, asked, yes)
     made = []
     for one in wanted:
-        made.append(_run(one, asked, output, resume))
+        made.append(_run(one, asked, output, resume, engine))
         if not as_json:
             _show(made[-1])
     if as_json:
@@ -104,7 +110,7 @@ def _time(minutes: float) -> str:
     return f"{hours:.0f} hours" if days < 2 else f"{hours:,.0f} hours ({days:.0f} days)"
 
 
-def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool) -> Reproduction:
+def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool, engine: Engine | None) -> Reproduction:
     from howsmooth.papers import reproduce as run
 
     console = stderr()
@@ -123,6 +129,7 @@ def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool) -> Re
             output,
             resume=resume,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            executor=engine,
         )
 
 

@@ -20,6 +20,7 @@ from typer import Argument, Option
 from howsmooth.cli.console import MOST_SEED, check_room, progress_line, stdout, written
 from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import command
+from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 
 FOLDER = Path("howsmooth-output")
@@ -81,6 +82,8 @@ def train(
     ] = False,
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
     report_every: Annotated[int, Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
+    *,
+    place: Place,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a character language model and report its bits per character and how smooth its attention is.
@@ -91,14 +94,18 @@ def train(
     Examples:\n
       howsmooth train shakespeare.txt --attention contractive-2 --depth 4 --window 4\n
       howsmooth train ptb/ --lengths curriculum --length 256 --steps 5000 --out run --resume\n
-      howsmooth train shakespeare.txt --table --depth 2,4,6 --seed 0,1 --steps 2000
+      howsmooth train shakespeare.txt --table --depth 2,4,6 --seed 0,1 --steps 2000\n
+      howsmooth train shakespeare.txt --table --engine slurm --jobs 30 --time 600
     """
     from howsmooth.training import Corpus, Intervals
 
     corpus = Corpus.read(text)
     intervals = Intervals(report=report_every, save=save_every)
+    engine = place.engine_asked()
     if table:
-        _grid(corpus, model, out or default_folder(text, "table"), intervals, as_json)
+        _grid(corpus, model, out or default_folder(text, "table"), intervals, as_json, engine)
+    elif engine is not None:
+        raise InvalidInput("--jobs and --engine run the cells of a grid: add --table, or leave them out.")
     else:
         _one(corpus, model, text, out, resume, intervals, as_json)
 
@@ -125,7 +132,7 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -> None:
+def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool, engine: Any) -> None:
     from howsmooth.training import Grid, Settings, run_grid
     from howsmooth.training.grid import KINDS, TABLE, row_of
 
@@ -139,7 +146,7 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool) -
         def tell(cell: Any) -> None:
             show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status)
 
-        results = run_grid(corpus, grid, out, intervals=intervals, progress=tell)
+        results = run_grid(corpus, grid, out, intervals=intervals, progress=tell, executor=engine)
     if as_json:
         typer.echo(json.dumps([row_of(result) for result in results], indent=2, allow_nan=False))
         return

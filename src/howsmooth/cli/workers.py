@@ -1,4 +1,4 @@
-"""Where a scan is measured: options that every engine understands, and those of one."""
+"""Where work runs: options that every engine understands, and those of one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from howsmooth.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Workers:
-    """Who measures: this process, several, or a cluster."""
+class Place:
+    """Who works: this process, several, or a cluster."""
 
     jobs: Annotated[
         int | None,
@@ -31,24 +31,9 @@ class Workers:
     partition: Annotated[str | None, Option(help="Of SLURM jobs (the cluster's own choice).")] = None
     time: Annotated[int | None, Option(min=1, help="Minutes for a SLURM job (60).")] = None
     memory: Annotated[str | None, Option(help="Memory of a SLURM job, for example 8GB (4GB).")] = None
-    timeout: Annotated[float | None, Option(min=0.1, help="Seconds after which a worker gives up a unit (3600).")] = (
-        None
-    )
-    shard: Annotated[
-        str | None, Option(help="Measure part i of N, as i/N; slurm: the part of this task of a job array.")
-    ] = None
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `howsmooth.scan`."""
-        options: dict[str, Any] = {}
-        if self.timeout is not None:
-            options["timeout"] = self.timeout
-        if self.shard is not None:
-            options["shard"] = self.shard
-        engine = self._engine()
-        return options | ({} if engine is None else {"executor": engine})
-
-    def _engine(self) -> Engine | None:
+    def engine_asked(self) -> Engine | None:
+        """That of the options; None for this process."""
         of_slurm = {"partition": self.partition, "time": self.time, "memory": self.memory}
         given = [name for name, value in of_slurm.items() if value is not None]
         if given and self.engine != "slurm":
@@ -63,6 +48,28 @@ class Workers:
         size = None if self.memory is None else max(1, parse_bytes(self.memory) // 10**6)
         named |= of_slurm | {"memory": size, "threads": self.cores}
         return Engine(**{name: value for name, value in named.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Workers(Place):
+    """Who measures the units of a scan, or which part of it."""
+
+    timeout: Annotated[float | None, Option(min=0.1, help="Seconds after which a worker gives up a unit (3600).")] = (
+        None
+    )
+    shard: Annotated[
+        str | None, Option(help="Measure part i of N, as i/N; slurm: the part of this task of a job array.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `howsmooth.scan`."""
+        options: dict[str, Any] = {}
+        if self.timeout is not None:
+            options["timeout"] = self.timeout
+        if self.shard is not None:
+            options["shard"] = self.shard
+        engine = self.engine_asked()
+        return options | ({} if engine is None else {"executor": engine})
 
 
 def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: Workers, as_json: bool) -> None:

@@ -24,6 +24,7 @@ from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
 from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.cli.token_sets import layer_tokens, positive_numbers
+from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import save_figure
 from howsmooth.scanning.grammar import parse_lengths
@@ -59,6 +60,8 @@ def worst_case(
     steps: Annotated[int, Option(min=1, help="Steps of each search.")] = 200,
     seconds: Annotated[float | None, Option(help="Time for all searches together.")] = None,
     out: Annotated[Path, Option(help="Folder for witnesses and figure.")] = FOLDER,
+    *,
+    place: Place,
     as_json: AsJson = False,
 ) -> None:
     """Find the least smooth input of a set, and how far the best theorem is from it.
@@ -66,7 +69,7 @@ def worst_case(
     For every number of tokens and every set: an input on which the attention reaches the lower bound, kept in a file
     that `howsmooth measure --witness` replays, and the smallest proved upper bound. Without --radius the tokens are
     those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
-    Ctrl-C keeps and prints the best so far.
+    Ctrl-C keeps and prints the best so far. With --jobs or --engine every start is searched by a worker, to its end.
 
     Examples:\n
       howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --radius 1,2\n
@@ -104,6 +107,7 @@ def worst_case(
             files=lambda n, over: out / f"{stem}-n{n}-{_set_name(over)}{_size_name(over, unit)}.safetensors",
             source=source,
             progress=progress,
+            executor=place.engine_asked(),
         )
     picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:

@@ -1,4 +1,4 @@
-"""Which engine, by name and options, and how it is open_engine and left."""
+"""Which engine, by name and options, and how it is opened and left."""
 
 from __future__ import annotations
 
@@ -50,8 +50,14 @@ class Engine:
 
 
 @contextmanager
-def open_engine(engine: Engine) -> Iterator[Executor]:
-    """The executor of an engine; when the block ends by an error or Ctrl-C, all that is queued is cancelled."""
+def open_engine(engine: Engine | Executor) -> Iterator[Executor]:
+    """The executor of an engine; when the block ends by an error or Ctrl-C, all that is queued is cancelled.
+
+    An executor is itself, and whose it is shuts it down.
+    """
+    if not isinstance(engine, Engine):
+        yield engine
+        return
     executor = _executor(engine)
     try:
         yield executor
@@ -76,7 +82,7 @@ def _executor(engine: Engine) -> Executor:
 
 
 def complete(
-    executor: Executor,
+    engine: Engine | Executor,
     work: Callable[[Item], Any],
     items: Mapping[str, Item],
     keep: Callable[[str, Any], object],
@@ -88,8 +94,10 @@ def complete(
         EngineError: it names the first, with its reason; the others are done by then.
     """
     names = list(items)
-    load = load_of(executor, jobs)
-    failures = hand_over(executor, work, list(items.values()), lambda index, got: keep(names[index], got), load=load)
+    with open_engine(engine) as executor:
+        load = load_of(executor, jobs)
+        collect = lambda index, got: keep(names[index], got)  # noqa: E731
+        failures = hand_over(executor, work, list(items.values()), collect, load=load)
     if failures:
         first = failures[0]
         raise EngineError(

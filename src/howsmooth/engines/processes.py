@@ -5,17 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing.connection import wait
+from multiprocessing.synchronize import Event
 from typing import Any
 
-import torch
-
 from howsmooth.engines.handing import EngineError, Load
+
+_NEVER_BEGAN = (
+    "no worker process begins: it imports the script that was started, whose work must stand under "
+    '`if __name__ == "__main__":`.'
+)
 
 
 class Processes(Executor):
@@ -30,10 +35,14 @@ class Processes(Executor):
     """
 
     def __init__(self, jobs: int, threads: int | None = None):
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise EngineError(_NEVER_BEGAN)
         if multiprocessing.current_process().daemon:
             raise EngineError("a worker of multiprocessing cannot start processes of its own: pass an executor.")
         self.load = Load(jobs)
-        self._threads = threads or max(1, torch.get_num_threads() // jobs)
+        self._threads = threads or max(1, _threads_here() // jobs)
+        self._spawning = multiprocessing.get_context("spawn")
+        self._begun = self._spawning.Event()
         self._pools: list[ProcessPoolExecutor | None] = [None] * jobs
         self._pending: list[set[Future[Any]]] = [set() for _ in range(jobs)]
 
@@ -43,6 +52,8 @@ class Processes(Executor):
         try:
             future = self._pool(worker).submit(fn, *args, **kwargs)
         except BrokenProcessPool:
+            if not self._begun.is_set():
+                raise EngineError(_NEVER_BEGAN) from None
             self._pools[worker] = None
             future = self._pool(worker).submit(fn, *args, **kwargs)
         self._pending[worker] = {one for one in self._pending[worker] if not one.done()} | {future}
@@ -60,17 +71,18 @@ class Processes(Executor):
     def _pool(self, worker: int) -> ProcessPoolExecutor:
         pool = self._pools[worker]
         if pool is None:
-            spawning = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(1, mp_context=spawning, initializer=_begin, initargs=(self._threads,))
+            asked = (self._threads, self._begun)
+            pool = ProcessPoolExecutor(1, mp_context=self._spawning, initializer=_begin, initargs=asked)
             self._pools[worker] = pool
         return pool
 
 
-def _begin(threads: int) -> None:
-    """Share the cores, leave Ctrl-C to the driver, and end when it does."""
+def _begin(threads: int, begun: Event) -> None:
+    """Say so, share the cores, leave Ctrl-C to the driver, and end when it does."""
+    begun.set()
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
+    _set_threads(threads)
     threading.Thread(target=_end_with_driver, daemon=True).start()
 
 
@@ -79,3 +91,17 @@ def _end_with_driver() -> None:
     if driver is not None:
         wait([driver.sentinel])
         os._exit(1)
+
+
+def _threads_here() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _set_threads(threads: int) -> None:
+    """Of torch, which takes seconds to import: where that has not happened it reads a variable when it does."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    else:
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))

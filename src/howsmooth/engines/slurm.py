@@ -77,6 +77,7 @@ class Slurm(Executor):
             cpus_per_task=threads,
             array_parallelism=jobs,
             setup=[f"export OMP_NUM_THREADS={threads}"],
+            additional_parameters={"no_requeue": True},  # who hands over counts the attempts, also after a lost node
         )
         self._lock = threading.Lock()
         self._new: list[tuple[Future[Any], Callable[[], Any]]] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas
 
-from howsmooth.engines import complete
+from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.figures import save_figure
 from howsmooth.papers.experiment import Asked, Cell, Experiment, Finding, Row
@@ -60,9 +60,11 @@ def reproduce(
     *,
     resume: bool = True,
     progress: Progress = lambda done, total: None,
-    executor: Executor | None = None,
+    executor: Executor | Engine | None = None,
 ) -> Reproduction:
-    """Run one experiment and keep its data, picture and verdict in ``folder/ID``; cells may run on any executor.
+    """Run one experiment and keep its data, picture and verdict in ``folder/ID``.
+
+    Its cells run in this process, on any executor, or on that of a `howsmooth.engines.Engine`.
 
     >>> import tempfile
     >>> from howsmooth.papers import EXPERIMENTS, Asked

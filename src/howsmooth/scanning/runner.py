@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -116,7 +115,7 @@ def scan(
             run(model, plan, cut, at_hand, chosen, store, number, tell)
         else:
             at_hand.clear()
-            with open_engine(executor) if isinstance(executor, Engine) else nullcontext(executor) as workers:
+            with open_engine(executor) as workers:
                 show = lambda *now: tell(Progress(*now))  # noqa: E731
                 load = load_of(workers, jobs)
                 long = len(plan) >= _LONG and not store.cells(number)

@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from howsmooth.checks import check_fields, door
-from howsmooth.engines import complete
+from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
 from howsmooth.small import Busy, spreadsheet_safe, write_whole
@@ -78,15 +78,15 @@ def run_grid(
     *,
     intervals: Intervals | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
-    executor: Executor | None = None,
+    executor: Executor | Engine | None = None,
 ) -> list[Result]:
     """Run what is missing and return the finished cells; the table is written after each.
 
     Args:
-        executor: any that runs cells instead of this process, on machines that see the folder; there is no progress
-            inside cells then.
+        executor: any that runs cells instead of this process, on machines that see the folder, or a
+            `howsmooth.engines.Engine` of one; there is no progress inside cells then.
     """
-    cells, folder = grid.cells(), Path(folder)
+    cells, folder = grid.cells(), Path(folder).absolute()
     if executor is not None:
         runs = {name: (corpus, settings, folder / name, intervals) for name, settings in cells}
         complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.checks import Positive, Seed, Size, door
+from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.sets import Ball, InputSet, Neighbourhood, TokenSet, as_set
 from howsmooth.worstcase.both_ends import Cell, Sandwich, in_words, size_of
@@ -46,6 +49,7 @@ def sandwich(
     files: Callable[[int, InputSet], Path] | None = None,
     source: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    executor: Executor | Engine | None = None,
 ) -> Sandwich:
     """The worst input found and the best theorem known, for every number of tokens on every set.
 
@@ -66,6 +70,7 @@ def sandwich(
         files: where the witness of a cell is kept as the search goes.
         source: how the map was made, kept in those files.
         progress: called with a label, the cells done (in parts), all cells, and the best value of the present one.
+        executor: for the starts of each search; see `howsmooth.worst_case`.
 
     Without radii, sets and eps all inputs are meant, for maps that are Lipschitz everywhere.
 
@@ -79,38 +84,42 @@ def sandwich(
     questions = [(n, region) for n in _checked(lengths) for region in _regions(n, radii, over, around, eps)]
     began, cells = time.monotonic(), list[Cell]()
     try:
-        for done, (n, region) in enumerate(questions):
-            label = f"n = {n}, {in_words(region)}"
-            attention = map_of(f, n) or f
-            alone = one_head(attention, head) if isinstance(attention, AttentionMap) and head is not None else attention
+        with nullcontext() if executor is None else open_engine(executor) as workers:
+            for done, (n, region) in enumerate(questions):
+                label = f"n = {n}, {in_words(region)}"
+                attention = map_of(f, n) or f
+                alone = (
+                    one_head(attention, head) if isinstance(attention, AttentionMap) and head is not None else attention
+                )
 
-            def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
-                if progress is not None:
-                    progress(label, done + step / max(steps, 1), len(questions), best)
+                def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
+                    if progress is not None:
+                        progress(label, done + step / max(steps, 1), len(questions), best)
 
-            show(0, 1, 0.0)
-            upper = tightest_upper(f, n, region, norm=norm, head=head)
-            left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(questions) - done)
-            file = None if files is None else files(n, region)
-            witness = worst_case(
-                f,
-                n,
-                over=region,
-                start=_offered(n, region, cells),
-                norm=norm,
-                head=head,
-                starts=starts,
-                steps=steps,
-                seconds=None if left is None else max(left, 0.01),
-                seed=seed,
-                save=file,
-                source=source,
-                progress=show,
-            )
-            centre = float(evaluate(alone, region.x, norm)) if isinstance(region, Neighbourhood) else None
-            cells.append(Cell(n, region, witness, not_passed(upper, witness.value), centre, file))
-            if witness.stopped == "interrupted":
-                raise KeyboardInterrupt
+                show(0, 1, 0.0)
+                upper = tightest_upper(f, n, region, norm=norm, head=head)
+                left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(questions) - done)
+                file = None if files is None else files(n, region)
+                witness = worst_case(
+                    f,
+                    n,
+                    over=region,
+                    start=_offered(n, region, cells),
+                    norm=norm,
+                    head=head,
+                    starts=starts,
+                    steps=steps,
+                    seconds=None if left is None else max(left, 0.01),
+                    seed=seed,
+                    save=file,
+                    source=source,
+                    progress=show,
+                    executor=workers,
+                )
+                centre = float(evaluate(alone, region.x, norm)) if isinstance(region, Neighbourhood) else None
+                cells.append(Cell(n, region, witness, not_passed(upper, witness.value), centre, file))
+                if witness.stopped == "interrupted":
+                    raise KeyboardInterrupt
     except KeyboardInterrupt:
         return Sandwich(tuple(cells), interrupted=True)
     return Sandwich(tuple(cells))
