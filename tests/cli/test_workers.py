@@ -1,10 +1,11 @@
-"""`howsmooth scan` by workers, in shards and as a plan; what cannot be is said in one line."""
+"""Commands by workers, scans in shards and as a plan; what cannot be is said in one line."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from evidence.scan_faults import TEXT, contents
+from howsmooth.engines import Engine, choosing
 from howsmooth.scanning import Scan
 from tests.cli.command import Command
 
@@ -81,8 +83,88 @@ def test_no_scheduler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert "there is no SLURM here" in SCAN.refusal(TINY, "--lengths", 6, "--engine", "slurm")
 
 
+@pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("sinfo", "SLURM is installed here, but no scheduler answers (out of order)"),
+        ("sbatch", "SLURM takes no jobs (out of order)"),
+    ],
+)
+def test_a_scheduler_that_does_not_answer_or_takes_no_jobs_is_quoted(
+    wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "srun", "sinfo", "scancel"):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{'echo out of order >&2; exit 1' if name == wrong else ':'}\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert said in SCAN.refusal(TINY, "--lengths", 6, "--engine", "slurm", "--out", "s.sqlite")
+    assert contents(Path("s.sqlite")) == {}
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
+def test_an_address_where_no_cluster_is_is_named_at_once(address: str) -> None:
+    said = SCAN.refusal(TINY, "--lengths", 6, "--engine", "ray", "--address", address)
+    assert f"there is no Ray cluster at {address}" in said
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Threads in the place of every engine; those that were asked for."""
+    asked: list[Engine] = []
+
+    def executor(engine: Engine) -> ThreadPoolExecutor:
+        asked.append(engine)
+        return ThreadPoolExecutor(2)
+
+    monkeypatch.setattr(choosing, "_executor", executor)
+    return asked
+
+
+def test_searches_take_an_engine(threads: list[Engine]) -> None:
+    small = ("random", "--width", 4, "--heads", 1, "--lengths", "2,3", "--radius", 1, "--starts", 2, "--steps", 3)
+    found = Command("worst-case").json(*small, "--jobs", 2)
+    assert [cell["n"] for cell in found["cells"]] == [2, 3]
+    assert all(0 < cell["lower"] <= cell["upper"] for cell in found["cells"])
+    assert [(engine.kind, engine.jobs) for engine in threads] == [("processes", 2)]
+
+
+def test_grids_take_an_engine_and_single_runs_do_not(threads: list[Engine]) -> None:
+    Path("text.txt").write_text("to be or not to be, that is the question. " * 60)
+    tiny = (
+        "--width",
+        8,
+        "--heads",
+        1,
+        "--length",
+        8,
+        "--batch-tokens",
+        32,
+        "--steps",
+        2,
+        "--depth",
+        "1",
+        "--seed",
+        "0",
+    )
+    grid = ("--table", "--attention", "l2,dot-product", "--engine", "slurm", "--jobs", 2, "--time", 5)
+    rows = Command("train").json("text.txt", *tiny, *grid, "--out", "grid")
+    assert {row["attention"] for row in rows} == {"l2", "dot-product"}
+    assert [(engine.kind, engine.time) for engine in threads] == [("slurm", 5)]
+    assert "add --table" in Command("train").refusal("text.txt", *tiny, "--jobs", 2)
+
+
+def test_experiments_take_an_engine(threads: list[Engine]) -> None:
+    asked = ("not-lipschitz", "--quick", "--engine", "ray", "--address", "somewhere:1")
+    (made,) = Command("reproduce").json(*asked, "--output", "by-engine")["reproduced"]
+    (alone,) = Command("reproduce").json("not-lipschitz", "--quick", "--output", "alone")["reproduced"]
+    assert (made["verdict"], made["measured"], made["rows"]) == (alone["verdict"], alone["measured"], alone["rows"])
+    assert [(engine.kind, engine.address) for engine in threads] == [("ray", "somewhere:1")]
+
+
 def test_units_that_failed_are_named_and_the_command_ends_with_2(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import ThreadPoolExecutor
     from contextlib import nullcontext
 
     from howsmooth.scanning import runner, units

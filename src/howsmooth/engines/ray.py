@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -33,6 +34,7 @@ class Ray(Executor):
         self._ours = not ray.is_initialized()
         if self._ours:
             try:
+                _knock(address)
                 ours = {} if address else {"include_dashboard": False}
                 ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **ours)
             except Exception as error:
@@ -58,3 +60,10 @@ class Ray(Executor):
                 self._ray.cancel(ref, force=True)
         if self._ours:
             self._ray.shutdown()
+
+
+def _knock(address: str | None, seconds: float = 10.0) -> None:
+    """Raise unless somebody listens at ``host:port``, of which Ray would make sure for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()

@@ -7,12 +7,14 @@ cluster has; accounting (`sacct`), which submitit asks, is often switched off.
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import redirect_stderr
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -65,6 +67,7 @@ class Slurm(Executor):
             raise EngineError("--engine slurm needs submitit: pip install 'howsmooth[slurm]'.") from None
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
             raise EngineError("there is no SLURM here (no sbatch): run this on a login node, or use --jobs.")
+        _check_scheduler()
         self.load = Load(jobs, share=0)
         self._folder = folder.absolute() / token_hex(6)
         self._folder.mkdir(parents=True)
@@ -131,7 +134,8 @@ class Slurm(Executor):
         if not new:
             return
         try:
-            jobs = self._engine._internal_process_submissions([call for _, call in new])
+            with redirect_stderr(io.StringIO()):  # what sbatch says is quoted below
+                jobs = self._engine._internal_process_submissions([call for _, call in new])
         except Exception as error:
             said = getattr(error, "stderr", None) or first_line(error)
             wrong = EngineError(
@@ -168,6 +172,17 @@ class Slurm(Executor):
                 self._jobs.pop(future)
                 if future.set_running_or_notify_cancel():
                     future.set_exception(JobLost(f"SLURM ended job {job.job_id} as {state} and there is no answer"))
+
+
+def _check_scheduler() -> None:
+    """Raise unless one answers."""
+    try:
+        said = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True, timeout=60, check=False)
+        why = " ".join(said.stderr.split())[:200] if said.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = first_line(error)
+    if why:
+        raise EngineError(f"SLURM is installed here, but no scheduler answers ({why}): start it, or use --jobs.")
 
 
 def _states(arrays: set[str]) -> dict[str, str] | None:

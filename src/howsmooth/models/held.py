@@ -58,7 +58,10 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
     kinds = {str(weight.dtype).removeprefix("torch.") for weight in whole.parameters()}
     stored = " and ".join(sorted(kinds))
     if any(weight.is_meta for weight in whole.parameters()):
-        raise InvalidInput("some weights of the model are on the meta device: load them before measuring.")
+        raise InvalidInput(
+            "some weights of the model are on the meta device: load them before measuring; a model whose layers are "
+            "offloaded is measured from its folder, by howsmooth.models.LayeredModel."
+        )
     if getattr(whole.config, "quantization_config", None) is not None:
         raise UnsupportedModel("the weights of the model are quantised: measure it in full precision.")
     name = whole.config.name_or_path
