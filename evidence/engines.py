@@ -1,4 +1,4 @@
-"""The same scan by every engine, and what becomes of it when workers, nodes, drivers and disks fail.
+"""The same scan by every engine, also when a worker or the driver is killed.
 
 `python -m evidence.engines FOLDER OUT ENGINE JOBS ADDRESS PACE` runs the scan of this page once, in a process that can
 be killed.
@@ -6,7 +6,6 @@ be killed.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,38 +39,19 @@ ASKED: dict[str, Any] = {"lengths": "6,8,12", "windows": 4, "what": "head,attent
 CELLS = 3 * 4 * 2 * (4 + 1)
 LIMIT = 60.0
 """Seconds that a unit may take here; the first of a worker, which opens the model, takes a few on a quiet machine."""
-_ORDERS = "trouble.json"
+TROUBLED = (8, 1)
+"""Length and window of the unit whose worker is killed."""
+_ORDER = "kill"
 Content = dict[tuple[Any, ...], tuple[Any, ...]]
 Row = list[object]
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """What happens to the unit of one length and window: "kill" (once) or "fail" (always)."""
-
-    kind: str
-    length: int = 8
-    window: int = 1
-
-    def order(self, folder: Path) -> None:
-        """Leave it where workers look for it: beside the model."""
-        (folder / _ORDERS).write_text(json.dumps(vars(self)), encoding="utf-8")
-        with suppress(FileNotFoundError):
-            (folder / "killed").unlink()
-
-
 def troubled(unit: Unit) -> Any:
-    """`measure_unit`, with the trouble that was ordered."""
-    folder = Path(unit.origin.model)
-    orders = folder / _ORDERS
-    if orders.exists():
-        trouble = Trouble(**json.loads(orders.read_text(encoding="utf-8")))
-        if (unit.batches[0].length, unit.batches[0].window) == (trouble.length, trouble.window):
-            if trouble.kind == "kill" and not (folder / "killed").exists():
-                (folder / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if trouble.kind == "fail":
-                raise ArithmeticError("this unit always fails")
+    """`measure_unit`; the worker of one unit is killed, once, where that was ordered."""
+    folder, first = Path(unit.origin.model), unit.batches[0]
+    if (first.length, first.window) == TROUBLED and (folder / _ORDER).exists():
+        (folder / _ORDER).unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
     return measure_unit(unit)
 
 
@@ -102,15 +82,13 @@ class Ending:
         )
 
 
-def disturbed(folder: Path, whole: Content, executor: Executor | Engine, kind: str) -> Ending:
-    """The scan with one kind of trouble."""
-    Trouble(kind).order(folder)
+def disturbed(folder: Path, whole: Content, executor: Executor | Engine) -> Ending:
+    """The scan with its trouble."""
+    (folder / _ORDER).touch()  # beside the model, where workers look
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "s.sqlite")
         found = scanned(folder, out, executor)
-        ending = Ending.of(whole, out, found.failures or found.notes)
-    (folder / _ORDERS).unlink()
-    return ending
+        return Ending.of(whole, out, found.failures or found.notes)
 
 
 def start(folder: Path, out: Path, engine: Engine, pace: float = 0.0) -> subprocess.Popen[str]:
@@ -180,12 +158,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
             progress(name)
             with open_engine(engine) as executor:
                 same.append([name, *_compared(whole, by(folder, executor))])
-                for kind, words in _WORDS.items():
-                    progress(f"{name}: {words}")
-                    faults.append([name, words, *_summed(disturbed(folder, whole, executor, kind))])
-            progress(f"{name}: driver killed")
-            kept, ending = driver_killed(folder, whole, engine)
-            faults.append([name, f"driver killed with {kept} of {CELLS} cells kept, then run again", *_summed(ending)])
+                progress(f"{name}: a worker killed")
+                faults.append([name, "a worker killed with -9", *_summed(disturbed(folder, whole, executor))])
     progress("predictions")
     return page(same, faults, prediction_rows())
 
@@ -230,19 +204,15 @@ def page(same: list[Row], faults: list[Row], costs: list[Row]) -> list[str]:
         f"{ASKED['windows']} windows; one thread of torch everywhere) in one process is compared bit by bit with the "
         "same scan by every engine; only the seconds are left out.",
         table(["by", "cells that differ or are missing", ""], same),
-        "Then things fail. The trouble is with one window. A killed worker's unit must be measured again; a unit that "
-        "always fails must be tried twice, reported and skipped; every other cell must be in the store, once, as in "
-        "the undisturbed scan, and the store must pass `PRAGMA integrity_check`, `foreign_key_check` and the checksum "
-        "of every row. Workers here import torch and open a model; [every fault ten times](engine-faults.md), lost "
-        "nodes and full disks among them, is done with cells that cost nothing.",
+        "Then the worker of one window is killed in the midst of it. Its unit must be measured again, every cell must "
+        "be in the store, once, as in the undisturbed scan, and the store must pass `PRAGMA integrity_check`, "
+        "`foreign_key_check` and the checksum of every row. Workers here import torch and open a model; [every fault "
+        "ten times](engine-faults.md), lost nodes and full disks among them, is done with cells that cost nothing.",
         table(["engine", "fault", "cells missing", "cells that differ", "what was said"], faults),
         "What `--plan` predicts, after its calibration, against what the scan takes: seconds of processor time of one "
         "process with one thread.",
         table(["model", "what", "cells", "predicted", "took", "off by"], costs),
     ]
-
-
-_WORDS = {"kill": "a worker killed with -9", "fail": "a unit that always fails"}
 
 
 def _compared(whole: Content, there: Content) -> list[object]:

@@ -68,7 +68,7 @@ def climb(item: tuple[Question, Start]) -> Witness:
 def _alone(asked: Question, seconds: float | None) -> Question:
     """The question as a worker is asked it: what is saved, told and remembered stays with the driver."""
     question = copy.copy(asked)
-    question.save, question.progress, question.source, question.given = None, None, {}, []
+    question.save, question.progress, question.source, question.given = None, None, {}, ()
     question.seconds = seconds
     return question
 
