@@ -299,6 +299,7 @@ def _keep(store: Store, number: int, window: int, values: list[float]) -> None:
 
 def _ending(whole: Content, out: Path, said: tuple[str, ...], kept: int = 0) -> Ending:
     there = contents(out)
+    said = tuple(line.replace(str(out), out.name) for line in said)
     differing = sum(whole.get(cell) != content for cell, content in there.items())
     return Ending(len(whole.keys() - there.keys()), differing, said, kept)
 
