@@ -161,7 +161,7 @@ class RayCluster:
     def __init__(self, nodes: int = NODES):
         from ray.cluster_utils import Cluster
 
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 would starve them on a busy machine
+        os.environ.setdefault("RAY_worker_niceness", "0")  # instead of Ray's own 15: machines may be busy
         self._cluster = Cluster()
         self._add(0)
         for _ in range(nodes):
