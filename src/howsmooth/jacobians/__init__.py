@@ -9,8 +9,10 @@ from torch import Tensor
 from howsmooth.attention import as_attention
 from howsmooth.checks import Size, door
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.algebra import Identity, Product, Sum
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.cached import CachedJacobian, Part, cached_jacobian
+from howsmooth.jacobians.composed import ClosedMap, ComposedJacobian, OffersJacobian, composed_jacobian
 from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
@@ -18,12 +20,18 @@ __all__ = [
     "DEFAULT_MEMORY",
     "AttentionJacobian",
     "CachedJacobian",
+    "ClosedMap",
+    "ComposedJacobian",
     "FunctionJacobian",
+    "Identity",
     "JacobianOperator",
     "MatrixOperator",
+    "Product",
+    "Sum",
     "as_attention",
     "attention_jacobian",
     "cached_jacobian",
+    "composed_jacobian",
     "function_jacobian",
     "jacobian",
 ]
@@ -36,8 +44,9 @@ def jacobian(
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
     Args:
-        f: an attention map, an attention layer of `howsmooth.nn` or a `torch.nn.MultiheadAttention` (closed form), or
-            any differentiable function or module (torch.func).
+        f: an attention map, an attention layer of `howsmooth.nn`, a `torch.nn.MultiheadAttention`, a composition of
+            such (`ClosedMap`) or a part of a listed model (closed form), or any differentiable function or module
+            (torch.func).
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cached`); None for that in x.
@@ -58,4 +67,6 @@ def jacobian(
         return cached_jacobian(attention, x, wrt, memory=memory)
     if attention is not None:
         return attention_jacobian(attention, x, memory=memory)
+    if isinstance(f, OffersJacobian):
+        return f.jacobian_at(x, memory)
     return function_jacobian(f, x)

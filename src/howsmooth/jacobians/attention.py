@@ -44,7 +44,7 @@ class AttentionJacobian(JacobianOperator):
         chains: tuple[Chain, ...],
         projection: Projection,
         batch_shape: torch.Size,
-        rounding: Noise,
+        rounding: Noise | None,
         path: Path = "all",
     ):
         self.mixing, self.chains, self.projection, self.rounding, self.path = mixing, chains, projection, rounding, path
@@ -55,8 +55,9 @@ class AttentionJacobian(JacobianOperator):
         self.dtype, self.device = mixing.query.dtype, mixing.query.device
         self.method = "closed form, streamed" if mixing.streamed else "closed form"
         self.blur = mixing.blur
-        noise = rounding.along(path).reshape(*batch_shape, -1)
-        self.noise = noise.squeeze(-1) if self.by_head else torch.linalg.vector_norm(noise, dim=-1)
+        if rounding is not None:
+            noise = rounding.along(path).reshape(*batch_shape, -1)
+            self.noise = noise.squeeze(-1) if self.by_head else torch.linalg.vector_norm(noise, dim=-1)
         # Errors of many roundings have no preferred direction: N^{-½} of their length lies along one, in mean square.
         # Some have more; but the certificate adds up the errors of all steps as if none cancelled, which allows for it.
         self.scatter = 1 / math.sqrt(min(self.in_size, self.out_size))
@@ -124,7 +125,7 @@ class AttentionJacobian(JacobianOperator):
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
         chains, projection = tuple(chain.select(maps) for chain in self.chains), self.projection.select(index)
-        rounding = self.rounding.select(maps)
+        rounding = None if self.rounding is None else self.rounding.select(maps)
         return AttentionJacobian(self.mixing.select(maps), chains, projection, index.shape, rounding, self.path)
 
     def lift_in(self, v: Tensor) -> Tensor:
@@ -182,6 +183,17 @@ def attention_jacobian(
             f"{operator.blur:.1g}: scale the input or the weights down."
         )
     return operator
+
+
+@full_precision
+@torch.no_grad()
+def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> AttentionJacobian:
+    """The Jacobian of a block in the dtype of x, with no bound on its rounding: for who measures that otherwise."""
+    tokens = x.detach().reshape(-1, *x.shape[-2:])
+    attention.terms.check(x.shape[-2], attention.heads, len(tokens))
+    point = Point.at(attention, tokens, x.dtype, errors=False)
+    mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
+    return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2], None)
 
 
 def _operator(

@@ -30,7 +30,7 @@ from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.moments import Moments, MomentSums
+from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
 
 TILE_ROWS = 1024
@@ -118,20 +118,21 @@ class Mixing:
     tiles: tuple[Tile, ...]
     logits: Logits
     softmax: bool
-    moments: Moments
+    moments: Moments | None
     work: _Workspace
 
     @classmethod
     @torch.no_grad()
-    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> Mixing:
+    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
-        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products.
+        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products. Without
+        ``moments`` nothing is kept by which rounding could be bounded.
         """
         softmax = attention.weighting == "softmax"
         exact = Logits.between(point.query, point.key, attention)
         query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
-        seen = MomentSums(key, value, centred=softmax)
+        seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
         logits = Logits.between(query, key, attention)
         self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
@@ -229,7 +230,7 @@ class Mixing:
         tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=tensors["query"], key=tensors["key"], maps=maps)
-        moments = self.moments.select(index)
+        moments = None if self.moments is None else self.moments.select(index)
         return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace())
 
     def column_sums(self) -> Tensor:

@@ -98,6 +98,28 @@ class MomentSums:
         )
 
 
+class OutputSums:
+    """The sums Σ_j P_ij (v_j, 1) alone, for an operator that needs no moments."""
+
+    def __init__(self, value: Tensor, centred: bool):
+        self.centred = centred
+        self.summands = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+        self.sums = torch.zeros_like(self.summands)
+
+    def add(self, queries: tuple[slice, slice], keys: tuple[slice, slice], weights: Tensor) -> None:
+        """Take in the weights of one tile."""
+        self.sums[queries].baddbmm_(weights, self.summands[keys])
+
+    def output(self) -> Tensor:
+        """As `MomentSums.output`."""
+        value, total = self.sums[..., :-1], self.sums[..., -1:]
+        return value / total.masked_fill(total == 0, 1.0) if self.centred else value.contiguous()
+
+    def moments(self) -> None:
+        """There are none."""
+        return
+
+
 def _longest(tokens: Tensor) -> Tensor:
     """The longest token of every map, ``(maps, 1, 1)``; 1 when all are zero."""
     largest = tokens.abs().amax((-2, -1), keepdim=True)

@@ -37,21 +37,22 @@ class Point:
     sizes: tuple[Tensor, ...]
 
     @classmethod
-    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype) -> Point:
-        """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``."""
+    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> Point:
+        """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
         wide = dtype if x.device.type == "mps" else torch.float64
         tokens = x.to(wide)
         centre = tokens.mean(-2, keepdim=True)
         raw = [projected.flatten(0, 1) for projected in attention.project_about(tokens, centre)]
         through = [Chain.through(stages, t) for stages, t in zip(attention.stages(*raw[:2]), raw, strict=True)]
-        staged, sizes = [t for t, _ in through], [_largest_size(chain, t) for t, chain in through]
-        errors = _errors(attention, tokens - centre, centre, raw, staged, sizes)
+        staged = [t for t, _ in through]
+        sizes = [_largest_size(chain, t) for t, chain in through] if errors else []
+        bounds = _errors(attention, tokens - centre, centre, raw, staged, sizes) if errors else ()
         query, key, value = staged
         if attention.weighting == "softmax":
             value = value - value.mean(-2, keepdim=True)
             key = key if attention.softcap is not None else key - key.mean(-2, keepdim=True)
         chains = tuple(chain.to(dtype) for _, chain in through)
-        return cls(query, key, value, chains, errors, tuple(sizes))
+        return cls(query, key, value, chains, bounds, tuple(sizes))
 
 
 def _errors(

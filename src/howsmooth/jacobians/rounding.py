@@ -97,6 +97,7 @@ class Noise:
 
 def _sizes(mixing: Mixing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The sizes ``apart`` and ``whole``: norms of the three parts of dO as maps of dq, dk and dv, ``(maps,)`` each."""
+    assert mixing.moments is not None
     seen, query, root = mixing.moments, _lengths(mixing.query), mixing.moments.sink.sqrt()
 
     def of_keys(rows: Tensor, lone: Tensor) -> Tensor:
@@ -128,6 +129,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
 
 def _token_errors(mixing: Mixing, point: Point, norms: Sequence[Tensor]) -> Tensor:
     """What the errors of q, k and v before their last rounding do to the score path."""
+    assert mixing.moments is not None
     seen, root = mixing.moments, mixing.moments.sink.sqrt()
     query_error, key_error, value_error = point.errors
     through_query = key_error * seen.value_spread.amax(-1) + value_error * seen.key.amax(-1)

@@ -2,14 +2,16 @@
 
 Every target is a function of tokens ``(n, d)`` and the tokens it really received. The model runs once on the window;
 what each of its layers was called with (masks, positions) is kept, and the functions call the same modules again with
-it. Each function has reproduced the model's own output at its tokens before it is handed out.
+it. Each function has reproduced the model's own output at its tokens before it is handed out. Those of listed
+architectures know their Jacobian in closed form (`howsmooth.models.parts`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +20,15 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.jacobians import DEFAULT_MEMORY
+from howsmooth.jacobians.composed import ClosedMap
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer
+from howsmooth.models.maps import read_attention
+from howsmooth.models.parts import ClosedLayers, ModelPart, closed_tail, compare_derivative, in_series
 from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
+from howsmooth.models.wiring import ClosedLayer
 from howsmooth.small import first_tensor, relative_error
 
 if TYPE_CHECKING:
@@ -98,6 +105,7 @@ class Targets:
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._answer: Any = None
+        self._closed = ClosedLayers(self.model.config.model_type, self._layers, self._attention)
 
     @property
     def layers(self) -> int:
@@ -141,10 +149,12 @@ class Targets:
         if what == "mlp":
             return self._mlp_function(layer)
         if what == "residual":
-            return self._residual(layer), self._input(layer)
+            residual, x = self._residual(layer), self._input(layer)
+            return ModelPart(residual, x, lambda: self._closed_residual(layer, residual)), x
         first = 0 if what == "prefix" else layer
         chain, output = self._chain(self._layers[first : layer + 1]), self._outputs[self._layers[layer]]
-        return self._checked(what, chain, self._input(first), output)
+        closed = partial(self._closed_series, range(first, layer + 1))
+        return self._checked(what, chain, self._input(first), output, closed)
 
     def _layer_modules(self) -> list[nn.Module]:
         """The layers: the members of the model's list of modules that hold its attention blocks."""
@@ -210,7 +220,31 @@ class Targets:
 
         return function
 
-    def _checked(self, what: str, function: Function, x: Tensor, output: Tensor) -> tuple[Function, Tensor]:
+    def _attention(self, layer: int) -> AttentionMap:
+        """The attention of a layer: as captured, or as its weights and settings describe it."""
+        if self._sites is not None:
+            return self._sites[layer].attention
+        return read_attention(self.model, attention_sites(self.model)[layer], RealTokens.of(self.inputs).positions)
+
+    def _closed_layer(self, layer: int) -> ClosedLayer:
+        function = self._chain([self._layers[layer]])
+        return self._closed.get(layer, function, self._input(layer), self._outputs[self._layers[layer]])
+
+    def _closed_series(self, layers: range, tail: Sequence[nn.Module] = ()) -> ClosedMap:
+        for layer in layers[1:]:
+            if not _same(self._outputs[self._layers[layer - 1]], self._calls[self._layers[layer]].hidden):
+                raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
+        return in_series([*(self._closed_layer(layer).layer for layer in layers), closed_tail(tail)])
+
+    def _closed_residual(self, layer: int, function: Function) -> ClosedMap:
+        closed, x = self._closed_layer(layer).residual, self._input(layer)
+        _, operator = closed.linearize(x, DEFAULT_MEMORY, bounded=False)
+        compare_derivative(f"the residual block of layer {layer}", operator, function, x)
+        return closed
+
+    def _checked(
+        self, what: str, function: Function, x: Tensor, output: Tensor, closed: Callable[[], ClosedMap]
+    ) -> tuple[Function, Tensor]:
         with torch.no_grad():
             ours = function(x)
         same_size = ours.numel() == output.numel()
@@ -220,7 +254,7 @@ class Targets:
                 f"the {what} of this {type(self.model).__name__} is more than its modules one after the other "
                 f"(relative difference {error:.1e}): measure another part of it."
             )
-        return function, x
+        return ModelPart(function, x, closed), x
 
     def _mlp_modules(self, layer: int) -> list[nn.Module]:
         modules = self._mlps[layer]
@@ -235,7 +269,8 @@ class Targets:
         modules = self._mlp_modules(layer)
         hidden = self._calls[modules[0]].hidden
         x = hidden.reshape(-1, hidden.shape[-1]).detach()  # OPT drops the batch axis
-        return self._checked("mlp", self._chain(modules), x, self._outputs[modules[-1]])
+        closed = lambda: self._closed_layer(layer).mlp  # noqa: E731
+        return self._checked("mlp", self._chain(modules), x, self._outputs[modules[-1]], closed)
 
     def _residual(self, layer: int) -> Function:
         """The layer up to its MLP: what the MLP receives where normalisation comes last, else the layer without MLP.
@@ -294,7 +329,8 @@ class Targets:
                 x = module(x)
             return x[0]
 
-        return self._checked(what, function, self._input(0), wanted)
+        closed = partial(self._closed_series, range(self.layers), tail)
+        return self._checked(what, function, self._input(0), wanted, closed)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,228 @@
+r"""Maps put together from parts whose derivatives are known, and the Jacobian of the whole.
+
+A `ClosedMap` runs once and hands out its value and its Jacobian at the point: `Tokenwise` (normalisations, MLPs),
+`Attending` (an attention map), `Series` (one after the other) and `Parallel` (side by side, added up; with `Skip` among
+them a residual). So a layer, or a whole model, is one operator, made by one forward pass. What is kept is a few arrays
+per token; weights of attention are kept while they fit the budget and recomputed tile by tile beyond it.
+
+**Rounding.** In float64 the bound that `howsmooth.jacobians.algebra` derives for every part is carried along: part l
+adds the relative error :math:`\nu_l|v_l|/|J_lv_l|` that it may make on a random vector v on its way through the map. In
+float32 that would be far above what happens (sizes of layers multiply, and attention's bound exceeds its errors a
+hundredfold), so there the error is measured: the same map runs in float64 beside it, part by part, with the same v, and
+
+.. math:: \text{blur} = 4\,\frac{|\hat J_{32}v - \hat J_{64}v|}{|\hat J_{64}v|} + 32\,\mathrm{eps},
+
+which contains everything: rounded activations, weights, slopes and products. A random v is the hard case: its image is
+shorter than that of the vectors the solver ends with, by about :math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the
+way are as large. Where it exceeds `MOST_BLUR`, the whole is computed in float64. This is measured, not proved; tests
+compare it with the norm of the whole error on every listed architecture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.stages import Chain, TokenStage
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.algebra import Identity, Product, Sum
+from howsmooth.jacobians.alone import full_precision
+from howsmooth.jacobians.attention import (
+    DEFAULT_MEMORY,
+    MOST_BLUR,
+    AttentionJacobian,
+    attention_jacobian,
+    unbounded_jacobian,
+)
+from howsmooth.jacobians.checks import check_tokens, random_like
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.tokenwise import TokenwiseJacobian
+
+_SAFETY = 4.0
+_LEAST = 32.0
+"""Blur in float32: this many times the difference that was measured, and this many eps."""
+
+
+@runtime_checkable
+class OffersJacobian(Protocol):
+    """A function that knows its own Jacobian."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The value at x."""
+
+    def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
+        """The Jacobian at x; ``memory``: bytes of attention weights to keep."""
+
+
+class ClosedMap(ABC):
+    """A map of tokens ``(n, d)`` or ``(batch, n, d)`` whose Jacobian has a closed form."""
+
+    @abstractmethod
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        """The value at x and the Jacobian there, both in the dtype of x.
+
+        Args:
+            memory: bytes of attention weights to keep.
+            bounded: whether attention states a bound on its rounding, which costs about four products.
+        """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The value alone."""
+        return self.linearize(x, 0, bounded=False)[0]
+
+    def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
+        """`composed_jacobian` at x."""
+        return composed_jacobian(self, x, memory)
+
+
+class Tokenwise(ClosedMap):
+    """Stages that see one token at a time."""
+
+    def __init__(self, *stages: TokenStage):
+        self.stages = stages
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        with torch.no_grad():
+            y, chain = Chain.through(self.stages, x)
+        return y, TokenwiseJacobian(chain, x, y.shape[-1])
+
+
+class Skip(ClosedMap):
+    """x ↦ x."""
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        return x, Identity.like(x)
+
+
+class Attending(ClosedMap):
+    """An attention map, its value taken from what the Jacobian has computed."""
+
+    def __init__(self, attention: AttentionMap):
+        self.attention = attention
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        if bounded:
+            operator = attention_jacobian(self.attention, x, memory=memory)
+        else:
+            operator = unbounded_jacobian(self.attention, x, memory)
+        return _value(self.attention, operator, x), operator
+
+
+class Series(ClosedMap):
+    """One map after the other; the first is the first to act."""
+
+    def __init__(self, *maps: ClosedMap):
+        flat = [each.maps if isinstance(each, Series) else (each,) for each in maps]
+        self.maps: tuple[ClosedMap, ...] = tuple(each for several in flat for each in several)
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        operators = []
+        for each in self.maps:
+            x, operator = each.linearize(x, memory // len(self.maps), bounded)
+            operators.append(operator)
+        return x, operators[0] if len(operators) == 1 else Product(operators[::-1])
+
+
+class Parallel(ClosedMap):
+    """Maps of the same tokens, added up."""
+
+    def __init__(self, *maps: ClosedMap):
+        self.maps = maps
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        pairs = [each.linearize(x, memory, bounded) for each in self.maps]
+        total = pairs[0][0]
+        for value, _ in pairs[1:]:
+            total = total + value
+        return total, Sum([operator for _, operator in pairs])
+
+
+class ComposedJacobian(Product):
+    """The Jacobian of a `ClosedMap`, with what rounding does to it as a whole; build it with `composed_jacobian`."""
+
+    noise = 0.0
+
+    def __init__(self, parts: Sequence[JacobianOperator], blur: float):
+        super().__init__(parts)
+        self.blur = blur
+
+
+@door
+@full_precision
+def composed_jacobian(f: ClosedMap, x: Tensor, memory: int = DEFAULT_MEMORY) -> ComposedJacobian:
+    """The Jacobian of a composition at x, in the dtype of x (half precision in float32).
+
+    >>> import howsmooth as hs
+    >>> attention = hs.SelfAttention.random(8, heads=2)
+    >>> residual = Parallel(Skip(), Attending(attention))
+    >>> J = composed_jacobian(residual, torch.randn(5, 8))
+    >>> J
+    ComposedJacobian((5, 8) → (5, 8), closed form, float32)
+    """
+    check_tokens(x)
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    maps = f.maps if isinstance(f, Series) else (f,)
+    operator = _in_double(maps, x, memory) if x.dtype == torch.float64 else _beside_double(maps, x, memory)
+    if operator.blur > MOST_BLUR and operator.dtype == torch.float32:
+        operator = _in_double(maps, x.double(), memory)
+    if operator.blur > MOST_BLUR:
+        raise InvalidInput(
+            f"rounding in {str(operator.dtype).removeprefix('torch.')} moves this Jacobian by a relative "
+            f"{operator.blur:.1g}: scale the input or the weights down."
+        )
+    return operator
+
+
+def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
+    """The Jacobian in float64, with the error that every part may make on a random vector."""
+    operators, v, relative = [], random_like(x, seed=3), 0.0
+    for each in maps:
+        x, operator = each.linearize(x, memory // len(maps))
+        before, v = v, operator.matvec(v)
+        ratio = _length(before) / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
+        relative += float((torch.as_tensor(operator.noise) * ratio.cpu()).max()) + operator.blur
+        operators.append(operator)
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps)
+
+
+def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
+    """The Jacobian in float32, compared with the one in float64 on a random vector; that one is let go part by part."""
+    v = random_like(x, seed=3)
+    exact_x, exact_v, operators = x.double(), v.double(), []
+    for each in maps:
+        x, operator = each.linearize(x, memory // len(maps), bounded=False)
+        exact_x, exact = each.linearize(exact_x, memory // len(maps), bounded=False)
+        v, exact_v = operator.matvec(v), exact.matvec(exact_v)
+        operators.append(operator)
+        del exact
+    lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
+    relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps)
+
+
+def _length(v: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(v.double(), dim=(-2, -1))
+
+
+def _value(attention: AttentionMap, operator: AttentionJacobian, x: Tensor) -> Tensor:
+    """Attention at x without another pass over its weights.
+
+    The Jacobian has mixed the values about a centre, off by one vector per head; rows of weights that sum to one leave
+    that vector as it is.
+    """
+    mixing, tokens = operator.mixing, x.reshape(-1, *x.shape[-2:])
+    if attention.weighting != "softmax" or attention.value_stages:
+        return attention(x.to(attention.dtype)).to(x.dtype)
+    wide = tokens[:, :1].double()
+    values = attention._project(wide, (None, None, attention.value_bias))[2].flatten(0, 1)
+    mixed = mixing.output.double() + (values - mixing.value[:, :1].double())
+    mixed = mixed.unflatten(0, (-1, attention.heads)).transpose(1, 2).flatten(2)
+    out = mixed.to(x.dtype) @ attention.output_weight.flatten(0, 1).to(x.dtype)
+    out = out if attention.output_bias is None else out + attention.output_bias.to(x.dtype)
+    return out.reshape(*x.shape[:-1], out.shape[-1])

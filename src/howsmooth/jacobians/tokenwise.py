@@ -1,0 +1,236 @@
+"""Maps of single tokens and their Jacobians: linear maps, normalisations, activations and gates.
+
+Each is a `TokenStage`: a value, and a derivative that keeps what it needs of the tokens. A chain of them is one
+operator (`TokenwiseJacobian`): block diagonal, one block per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
+from howsmooth.jacobians.alone import full_precision
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.rounding import schatten_8, spread_of_sum
+
+
+class Affine(TokenStage):
+    """y = W x + b, the weight ``(out, in)`` as in `torch.nn.Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        weight = self.weight.to(x)
+        return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x)), Matrix(weight)
+
+
+@dataclass(frozen=True)
+class Matrix(TokenDerivative):
+    """dy = W dx."""
+
+    weight: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return dx @ self.weight.mT
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return gy @ self.weight
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return self
+
+    def size(self) -> Tensor:
+        return schatten_8(self.weight)
+
+
+class Centre(TokenStage):
+    """y = x − mean(x): the first half of LayerNorm."""
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        return Centring().jvp(x), Centring()
+
+
+@dataclass(frozen=True)
+class Centring(TokenDerivative):
+    """dy = dx − mean(dx), its own transpose."""
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return dx - dx.mean(-1, keepdim=True)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self.jvp(gy)
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return self
+
+    def size(self) -> float:
+        return 1.0
+
+
+class Diagonal(TokenStage):
+    """y = g∘x + b: the end of a normalisation, or a scale of its own for every channel."""
+
+    def __init__(self, gain: Tensor | float, shift: Tensor | None = None):
+        super().__init__()
+        self.gain, self.shift = gain, shift
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        gain = self.gain.to(x) if isinstance(self.gain, Tensor) else torch.full((), self.gain).to(x)
+        y = x * gain
+        return y if self.shift is None else y + self.shift.to(x), Slopes(gain)
+
+
+class Activation(TokenStage):
+    """y = a(x) for a function a of single numbers, which may be any that torch can differentiate.
+
+    >>> Activation(torch.relu).linearize(torch.tensor([[-1.0, 2.0]]))[1].jvp(torch.ones(1, 2))
+    tensor([[0., 1.]])
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        y, slopes = _with_slopes(self.function, x)
+        return y, Slopes(slopes)
+
+
+@dataclass(frozen=True)
+class Slopes(TokenDerivative):
+    """dy = s∘dx."""
+
+    slopes: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return dx * self.slopes
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return gy * self.slopes
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return replace(self, slopes=self.slopes[index]) if self.slopes.dim() > 1 else self
+
+    def size(self) -> Tensor:
+        return self.slopes.abs().double().amax()
+
+
+class Gate(TokenStage):
+    """y = a(g)∘u, where a token holds g in its first half and u in its second: the middle of a gated MLP.
+
+    >>> Gate(torch.relu)(torch.tensor([[2.0, 3.0]]))
+    tensor([[6.]])
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        gate, up = x.chunk(2, dim=-1)
+        opened, slopes = _with_slopes(self.function, gate)
+        return opened * up, _Gated(slopes.mul_(up), opened)
+
+
+@dataclass(frozen=True)
+class _Gated(TokenDerivative):
+    """dy = (a'(g)∘u)∘dg + a(g)∘du."""
+
+    of_gate: Tensor
+    of_up: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        dgate, dup = dx.chunk(2, dim=-1)
+        return (dgate * self.of_gate).addcmul_(dup, self.of_up)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        width = gy.shape[-1]
+        back = gy.new_empty(*gy.shape[:-1], 2 * width)
+        torch.mul(gy, self.of_gate, out=back[..., :width])
+        torch.mul(gy, self.of_up, out=back[..., width:])
+        return back
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return _Gated(self.of_gate[index], self.of_up[index])
+
+    def size(self) -> Tensor:
+        return torch.hypot(self.of_gate.double(), self.of_up.double()).amax()
+
+
+def _with_slopes(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """a(x) and a'(x) of a function of single numbers: the gradient of Σ a(x_i) in x."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = function(leaf)
+        (slopes,) = torch.autograd.grad(y.sum(), leaf)
+    return y.detach(), slopes
+
+
+class TokenwiseJacobian(JacobianOperator):
+    """Products with the derivative of a chain of token stages.
+
+    >>> x = torch.tensor([[1.0, -2.0]])
+    >>> J = TokenwiseJacobian(Chain.through([Activation(torch.relu), Affine(torch.ones(3, 2))], x)[1], x, 3)
+    >>> J.matvec(torch.ones(1, 2))
+    tensor([[1., 1., 1.]])
+    """
+
+    method = "closed form"
+
+    def __init__(self, chain: Chain, x: Tensor, out_width: int):
+        self.chain = chain
+        self.batch_shape, self.in_shape = x.shape[:-2], x.shape[-2:]
+        self.out_shape = torch.Size([x.shape[-2], out_width])
+        self.dtype, self.device = x.dtype, x.device
+        widths = [link.weight.shape[1] for link in chain.links if isinstance(link, Matrix)]
+        terms = [spread_of_sum(width) / 4 for width in widths]  # as for the projections of attention
+        self._roundings = (sum(terms) + 2 * len(chain.links)) * torch.finfo(x.dtype).eps
+
+    @property
+    def noise(self) -> Tensor | float:  # type: ignore[override]
+        return self._roundings * self.size()
+
+    def size(self) -> Tensor:
+        size = torch.as_tensor(self.chain.size(), dtype=torch.float64).cpu()
+        return size.expand(*self.batch_shape, self.in_shape[0], 1).amax((-2, -1))
+
+    @full_precision
+    @torch.no_grad()
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.chain.jvp(v.to(self.dtype))
+
+    @full_precision
+    @torch.no_grad()
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return self.chain.vjp(u.to(self.dtype))
+
+    def line_costs(self) -> tuple[float, float]:
+        n = math.prod(self.in_shape[:1])
+        return self.out_size / n, self.in_size / n
+
+    def columns(self, index: Tensor) -> Tensor:
+        return self._lines(index, self.in_shape, self.out_shape, self.chain.jvp)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self._lines(index, self.out_shape, self.in_shape, self.chain.vjp)
+
+    def _lines(
+        self, index: Tensor, shape: torch.Size, other: torch.Size, product: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Tokens do not meet: one product gives the lines of one coordinate for every token."""
+        token, coordinate = index // shape[1], index % shape[1]
+        lines = torch.zeros(len(index), *self.batch_shape, *other, dtype=self.dtype, device=self.device)
+        for a in coordinate.unique().tolist():
+            unit = torch.zeros(*self.batch_shape, *shape, dtype=self.dtype, device=self.device)
+            unit[..., a] = 1
+            moved = product(unit)
+            for i in (coordinate == a).nonzero().flatten().tolist():
+                lines[i, ..., token[i], :] = moved[..., token[i], :]
+        return lines

@@ -1,0 +1,124 @@
+"""Parts of a model as functions that know their own Jacobian.
+
+A `ModelPart` is called like the part of the model that it stands for, and runs the model's own modules. Its Jacobian is
+put together from closed forms (`howsmooth.jacobians.composed`) once these have reproduced, layer by layer, the model's
+own output and, at a random vector, its derivative by autograd. Where that fails the Jacobian is that of torch.func, and
+a note says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import AttentionMap
+from howsmooth.errors import HowsmoothError, UnsupportedModel
+from howsmooth.jacobians.alone import exact_autograd
+from howsmooth.jacobians.attention import DEFAULT_MEMORY
+from howsmooth.jacobians.checks import random_like
+from howsmooth.jacobians.composed import ClosedMap, Series, Tokenwise, composed_jacobian
+from howsmooth.jacobians.function import function_jacobian
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.models.sites import TOLERANCE
+from howsmooth.models.wiring import ClosedLayer, closed_layers, read_affine, read_norm
+from howsmooth.small import first_line, relative_error
+
+Function = Callable[[Tensor], Tensor]
+_SAME_DERIVATIVE = 1e-4
+"""Largest relative difference between Jᵀu in closed form and by autograd, in single precision."""
+MOST_COMPARED = 2**28
+"""Most weights of attention, over all heads, with which autograd is asked for a derivative to compare with: it keeps
+several arrays of that size. Longer inputs are compared by their output alone."""
+
+
+class ModelPart:
+    """A part of a model: a function of tokens ``(n, d)``, with its Jacobian in closed form where there is one.
+
+    Attributes:
+        function: the model's own modules, called as the model calls them.
+        closed: builds the map in closed form, or raises a `HowsmoothError` that says why there is none.
+    """
+
+    def __init__(self, function: Function, x: Tensor, closed: Callable[[], ClosedMap]):
+        self.function, self.shape, self.closed = function, x.shape, closed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
+        """The Jacobian at x: closed forms at tokens like those of the window, torch.func otherwise."""
+        if x.shape != self.shape:
+            return function_jacobian(self.function, x)
+        try:
+            return composed_jacobian(self.closed(), x, memory=memory)
+        except HowsmoothError as error:
+            why = first_line(error)
+        operator = function_jacobian(self.function, x)
+        operator.notes = (f"the Jacobian is that of torch.func, without closed forms: {why}", *operator.notes)
+        return operator
+
+
+class ClosedLayers:
+    """The layers of a model at one window in closed form, each compared with the model when first asked for."""
+
+    def __init__(self, kind: str, modules: Sequence[nn.Module], attention: Callable[[int], AttentionMap]):
+        self.kind, self.modules, self.attention = kind, modules, attention
+        self._known: dict[int, ClosedLayer | str] = {}
+
+    def get(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
+        """Layer ``index``, which gave out ``output`` at x; ``function`` is its own definition."""
+        known = self._known.get(index)
+        if known is None:
+            try:
+                known = self._compared(index, function, x, output)
+            except HowsmoothError as error:
+                known = first_line(error)
+            self._known[index] = known
+        if isinstance(known, str):
+            raise UnsupportedModel(known)
+        return known
+
+    def _compared(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
+        attention = self.attention(index)
+        worst = float("inf")
+        for candidate in closed_layers(self.kind, self.modules[index], attention):
+            value, operator = candidate.layer.linearize(x, DEFAULT_MEMORY, bounded=False)
+            error = relative_error(value, output.reshape(value.shape))
+            if error <= TOLERANCE:
+                if attention.heads * len(x) ** 2 <= MOST_COMPARED:
+                    compare_derivative(f"layer {index}", operator, function, x)
+                return candidate
+            worst = min(worst, error)
+        raise UnsupportedModel(
+            f"the parts of layer {index} put together differ from its own output by a relative {worst:.1e}."
+        )
+
+
+def compare_derivative(name: str, operator: JacobianOperator, function: Function, x: Tensor) -> None:
+    """Refuse an operator whose Jᵀu, at a random u, is not what autograd makes of the function."""
+    u = random_like(x.new_empty(operator.out_shape), seed=4)
+    with exact_autograd(x.device):
+        leaf = x.detach().clone().requires_grad_()
+        (expected,) = torch.autograd.grad(function(leaf), leaf, u)
+    error = relative_error(operator.rmatvec(u), expected)
+    if not error <= _SAME_DERIVATIVE:
+        raise UnsupportedModel(
+            f"the derivative of {name} in closed form differs from autograd's by a relative {error:.1e}."
+        )
+
+
+def closed_tail(modules: Sequence[nn.Module]) -> ClosedMap | None:
+    """What follows the last layer: norms and linear maps of single tokens; None for nothing."""
+    stages = []
+    for module in modules:
+        if isinstance(module, nn.Dropout | nn.Identity):
+            continue
+        stages.append(read_norm(module) if "norm" in type(module).__name__.lower() else read_affine(module))
+    return Tokenwise(*stages) if stages else None
+
+
+def in_series(maps: Sequence[ClosedMap | None]) -> ClosedMap:
+    """The maps one after the other, Nones left out."""
+    return Series(*(each for each in maps if each is not None))
