@@ -96,7 +96,8 @@ class _Composed(JacobianOperator):
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]
-        return None if None in parts else type(self)(parts)  # type: ignore[arg-type]
+        known = [part for part in parts if part is not None]
+        return type(self)(known) if len(known) == len(parts) else None
 
 
 class Product(_Composed):

@@ -152,6 +152,11 @@ class ComposedJacobian(Product):
         super().__init__(parts)
         self.blur = blur
 
+    def subset(self, index: Tensor) -> JacobianOperator | None:
+        parts = [part.subset(index) for part in self.parts]
+        known = [part for part in parts if part is not None]
+        return ComposedJacobian(known, self.blur) if len(known) == len(parts) else None
+
 
 @door
 @full_precision

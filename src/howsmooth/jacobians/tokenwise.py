@@ -6,6 +6,7 @@ operator (`TokenwiseJacobian`): block diagonal, one block per token.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -82,7 +83,11 @@ class Diagonal(TokenStage):
         self.gain, self.shift = gain, shift
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        gain = self.gain.to(x) if isinstance(self.gain, Tensor) else torch.full((), self.gain).to(x)
+        gain = (
+            self.gain.to(x)
+            if isinstance(self.gain, Tensor)
+            else torch.full((), self.gain, dtype=x.dtype, device=x.device)
+        )
         y = x * gain
         return y if self.shift is None else y + self.shift.to(x), Slopes(gain)
 
@@ -210,6 +215,13 @@ class TokenwiseJacobian(JacobianOperator):
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
         return self.chain.vjp(u.to(self.dtype))
+
+    def subset(self, index: Tensor) -> JacobianOperator | None:
+        if len(self.batch_shape) != 1:
+            return None  # derivatives have the batch first
+        child = copy.copy(self)
+        child.chain, child.batch_shape = self.chain.select(index), index.shape
+        return child
 
     def line_costs(self) -> tuple[float, float]:
         n = math.prod(self.in_shape[:1])

@@ -1,0 +1,157 @@
+"""Compositions in closed form against dense autograd in float64, and what they say of their rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import howsmooth as hs
+from howsmooth.attention.stages import TokenStage, UnitNorm
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians import ComposedJacobian
+from howsmooth.jacobians.composed import Attending, ClosedMap, Parallel, Series, Skip, Tokenwise, composed_jacobian
+from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Diagonal, Gate
+from howsmooth.models.wiring import read_norm
+from howsmooth.testing import dense_jacobian
+
+N, D = 5, 6
+
+
+def tokens(seed: int = 0, n: int = N, d: int = D) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    for parameter in module.double().requires_grad_(False).parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    return module
+
+
+W = tokens(1, 2 * D, D)
+STAGES: dict[str, tuple[TokenStage, Callable[[Tensor], Tensor]]] = {
+    "linear": (Affine(W, W[:, 0]), lambda x: x @ W.T + W[:, 0]),
+    "centre": (Centre(), lambda x: x - x.mean(-1, keepdim=True)),
+    "scale": (Diagonal(W[0], W[1]), lambda x: x * W[0] + W[1]),
+    "multiple": (Diagonal(0.3), lambda x: 0.3 * x),
+    "rms": (UnitNorm.rms(D, 1e-3, W[0]), lambda x: W[0] * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()),
+    "layer norm": (read_norm(norm := randomised(nn.LayerNorm(D, eps=1e-3))), norm),
+    "gate": (Gate(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
+    **{
+        name: (Activation(act), act)
+        for name, act in {
+            "relu": F.relu,
+            "gelu": F.gelu,
+            "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+            "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+            "silu": F.silu,
+            "tanh": torch.tanh,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_equals_autograd(name: str) -> None:
+    stage, function = STAGES[name]
+    x = tokens()
+    closed = Tokenwise(stage)
+    torch.testing.assert_close(closed(x), function(x))
+    J = composed_jacobian(closed, x)
+    exact = dense_jacobian(function, x)
+    torch.testing.assert_close(J.dense(), exact, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(J.adjoint.dense(), exact.mT, rtol=1e-10, atol=1e-12)
+    (part,) = J.parts
+    assert float(part.size()) >= float(torch.linalg.matrix_norm(exact, 2)) * (1 - 1e-12)
+    everything = torch.arange(part.in_size)
+    columns = part.columns(everything).reshape(part.in_size, -1).mT
+    torch.testing.assert_close(columns, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_a_norm_with_a_gain_of_one_plus_its_weight_is_told_by_its_answers() -> None:
+    class OnePlus(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.weight * (1 + self.weight)
+
+    module = randomised(OnePlus(D, eps=1e-4))
+    x = tokens()
+    torch.testing.assert_close(read_norm(module)(x), module(x))
+
+
+def block(seed: int = 0, mask: str | None = "causal") -> tuple[ClosedMap, Callable[[Tensor], Tensor]]:
+    """x + attention(norm x), then x + MLP(norm x)."""
+    attention = hs.SelfAttention.random(D, heads=2, seed=seed, mask=mask, dtype=torch.float64)
+    first, second = (randomised(nn.LayerNorm(D)) for _ in range(2))
+    up, down = tokens(seed + 7, 9, D), tokens(seed + 8, D, 9)
+    mlp = Tokenwise(Affine(up), Activation(F.gelu), Affine(down))
+    closed = Series(
+        Parallel(Skip(), Series(Tokenwise(read_norm(first)), Attending(attention))),
+        Parallel(Skip(), Series(Tokenwise(read_norm(second)), mlp)),
+    )
+
+    def function(x: Tensor) -> Tensor:
+        x = x + attention(first(x))
+        return x + F.gelu(second(x) @ up.T) @ down.T
+
+    return closed, function
+
+
+@pytest.mark.parametrize("memory", [2**29, 0])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_a_layer_equals_autograd(mask: str | None, memory: int) -> None:
+    closed, function = block(mask=mask)
+    x = tokens()
+    torch.testing.assert_close(closed(x), function(x))
+    J = hs.jacobian(closed, x, memory=memory)
+    assert isinstance(J, ComposedJacobian)
+    assert J.method == ("closed form" if memory else "closed form, streamed")
+    torch.testing.assert_close(J.dense(), dense_jacobian(function, x), rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_is_one_map_per_item() -> None:
+    closed, function = block()
+    x = torch.stack([tokens(3), tokens(4)])
+    J = hs.jacobian(closed, x)
+    assert J.batch_shape == (2,)
+    expected = torch.stack([dense_jacobian(function, item) for item in x])
+    torch.testing.assert_close(J.dense(), expected, rtol=1e-9, atol=1e-11)
+    m = hs.measure(closed, x, dense_limit=1)
+    torch.testing.assert_close(m.value, torch.linalg.matrix_norm(expected, 2), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_blur_in_single_precision_covers_the_whole_error(depth: int) -> None:
+    maps = [block(seed)[0] for seed in range(depth)]
+    closed = Series(*maps)
+    x = tokens().float()
+    J = composed_jacobian(closed, x)
+    exact = composed_jacobian(closed, x.double()).dense()
+    error = float(torch.linalg.matrix_norm(J.dense().double() - exact, 2) / torch.linalg.matrix_norm(exact, 2))
+    assert error <= J.blur <= 5e-5
+    m = hs.measure(closed, x, dense_limit=1)
+    assert m.lower <= torch.linalg.matrix_norm(exact, 2) <= m.upper
+    assert bool(m.converged)
+
+
+def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
+    """Tokens at 10⁶ ± 1 through a normalisation: float32 keeps one digit of what is left of them."""
+    norm = Tokenwise(read_norm(randomised(nn.LayerNorm(D))))
+    x = (1e6 + tokens()).float()
+    J = composed_jacobian(Series(norm, block()[0]), x)
+    assert J.dtype == torch.float64
+    assert J.blur < 5e-5
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    assert composed_jacobian(block()[0], tokens().half()).dtype == torch.float32
+
+
+def test_tokens_of_the_wrong_kind_are_refused() -> None:
+    closed, _ = block()
+    with pytest.raises(InvalidInput, match="add the missing axes"):
+        hs.jacobian(closed, torch.zeros(D))
+    with pytest.raises(InvalidInput, match="NaN or infinite"):
+        hs.jacobian(closed, torch.full((N, D), float("nan")))
