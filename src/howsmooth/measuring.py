@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from howsmooth.checks import Count, Positive, Probability, Seed, Size, check_count, check_options, door
+from howsmooth.checks import (
+    Count,
+    Positive,
+    Probability,
+    Seed,
+    Size,
+    check_count,
+    check_number,
+    check_options,
+    door,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
@@ -31,6 +41,7 @@ def measure(
     *,
     confidence: Probability = 0.99,
     memory: Size = DEFAULT_MEMORY,
+    skip: float = 0.0,
     **solver: Any,
 ) -> Measurement:
     r"""The local Lipschitz constant of ``f`` at ``x``: the norm of its Jacobian there.
@@ -51,6 +62,8 @@ def measure(
         seed: of the random start.
         confidence: probability with which the upper end holds.
         memory: bytes of attention weights kept between products.
+        skip: of an attention map, leave tiles of weights out that are all below this. Both ends allow for what goes
+            with them, and a note says how many; 0, the default, leaves nothing out.
         solver: further options of `howsmooth.norms.operator_norm`.
 
     Returns:
@@ -62,7 +75,7 @@ def measure(
     1.41
     """
     check_options(solver, _OPTIONS, "measure")
-    operator = jacobian(f, x, memory=memory)
+    operator = jacobian(f, x, memory=memory, skip=skip)
     return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
 
 
@@ -87,8 +100,9 @@ def measure_heads(
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
-    check_options(options, [*_OPTIONS, "memory"], "measure_heads")
+    check_options(options, [*_OPTIONS, "memory", "skip"], "measure_heads")
     memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
+    skip = check_number(options.pop("skip", 0.0), "skip", least=0.0)
     known = as_attention(attention, *x.shape[-2:-1])
     if known is None:
         raise InvalidInput(
@@ -96,7 +110,7 @@ def measure_heads(
             "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
         )
     unitary = norm in (2, "2", "fro")
-    operator = attention_jacobian(known, x, per_head=True, reduced=unitary, memory=memory)
+    operator = attention_jacobian(known, x, per_head=True, reduced=unitary, memory=memory, skip=skip)
     return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
 
 

@@ -39,7 +39,12 @@ __all__ = [
 
 @door
 def jacobian(
-    f: Callable[[Tensor], Tensor], x: Tensor, *, wrt: Part | None = None, memory: Size = DEFAULT_MEMORY
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    wrt: Part | None = None,
+    memory: Size = DEFAULT_MEMORY,
+    skip: float = 0.0,
 ) -> JacobianOperator:
     r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
 
@@ -51,6 +56,8 @@ def jacobian(
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cached`); None for that in x.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
+        skip: of an attention map, leave tiles out whose weights are all below this, and say by how much that can move
+            the map (`JacobianOperator.left_out`); 0 leaves nothing out.
 
     Returns:
         An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.
@@ -61,12 +68,14 @@ def jacobian(
     tensor(6.)
     """
     attention = as_attention(f, *x.shape[-2:-1])
+    if skip and (attention is None or wrt is not None):
+        raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
     if wrt is not None:
         if attention is None:
             raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
         return cached_jacobian(attention, x, wrt, memory=memory)
     if attention is not None:
-        return attention_jacobian(attention, x, memory=memory)
+        return attention_jacobian(attention, x, memory=memory, skip=skip)
     if isinstance(f, OffersJacobian):
         return f.jacobian_at(x, memory)
     return function_jacobian(f, x)

@@ -91,6 +91,7 @@ class _Composed(JacobianOperator):
             size = part.size()
             relative = part.blur + _OF_ONE_PRODUCT * torch.finfo(part.dtype).eps
             noise = torch.as_tensor(part.noise, dtype=torch.float64).cpu()
+            noise = noise + torch.as_tensor(part.left_out, dtype=torch.float64).cpu()
             pairs.append((size, noise + relative * size))
         return pairs
 

@@ -18,7 +18,7 @@ from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
-from howsmooth.jacobians.rounding import Noise
+from howsmooth.jacobians.rounding import Noise, input_norms
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
@@ -46,6 +46,7 @@ class AttentionJacobian(JacobianOperator):
         batch_shape: torch.Size,
         rounding: Noise | None,
         path: Path = "all",
+        skipped: Noise | None = None,
     ):
         self.mixing, self.chains, self.projection, self.rounding, self.path = mixing, chains, projection, rounding, path
         n = mixing.query.shape[1]
@@ -55,12 +56,24 @@ class AttentionJacobian(JacobianOperator):
         self.dtype, self.device = mixing.query.dtype, mixing.query.device
         self.method = "closed form, streamed" if mixing.streamed else "closed form"
         self.blur = mixing.blur
+        self.skipped = skipped
         if rounding is not None:
-            noise = rounding.along(path).reshape(*batch_shape, -1)
-            self.noise = noise.squeeze(-1) if self.by_head else torch.linalg.vector_norm(noise, dim=-1)
+            self.noise = self._of_maps(rounding.along(path))
+        if skipped is not None and mixing.left_out is not None:
+            self.left_out = self._of_maps(skipped.along(path))
+            most = float(torch.as_tensor(self.left_out).max())
+            self.notes = (
+                f"{100 * mixing.left_out.share:.0f} % of the tiles of attention weights were left out: both ends allow "
+                f"for up to {most:.1e}",
+            )
         # Errors of many roundings have no preferred direction: N^{-½} of their length lies along one, in mean square.
         # Some have more; but the certificate adds up the errors of all steps as if none cancelled, which allows for it.
         self.scatter = 1 / math.sqrt(min(self.in_size, self.out_size))
+
+    def _of_maps(self, per_head: Tensor) -> Tensor:
+        """A bound for each map from those of its heads, whose errors are stacked before the output projection."""
+        parts = per_head.reshape(*self.batch_shape, -1)
+        return parts.squeeze(-1) if self.by_head else torch.linalg.vector_norm(parts, dim=-1)
 
     @property
     def by_head(self) -> bool:
@@ -113,20 +126,24 @@ class AttentionJacobian(JacobianOperator):
 
     @property
     def _has_blocks(self) -> bool:
-        """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own."""
-        return self.by_head or self.batch_size == 1
+        """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own, all tiles there."""
+        return (self.by_head or self.batch_size == 1) and self.mixing.left_out is None
 
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
             raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
-        return AttentionJacobian(self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path)
+        return AttentionJacobian(
+            self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path, self.skipped
+        )
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
         chains, projection = tuple(chain.select(maps) for chain in self.chains), self.projection.select(index)
         rounding = None if self.rounding is None else self.rounding.select(maps)
-        return AttentionJacobian(self.mixing.select(maps), chains, projection, index.shape, rounding, self.path)
+        skipped = None if self.skipped is None else self.skipped.select(maps)
+        mixing = self.mixing.select(maps)
+        return AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
 
     def lift_in(self, v: Tensor) -> Tensor:
         return self._lift(v, getattr(self.projection, "basis_in", None))
@@ -144,7 +161,13 @@ class AttentionJacobian(JacobianOperator):
 @door
 @full_precision
 def attention_jacobian(
-    attention: AttentionMap, x: Tensor, *, per_head: bool = False, reduced: bool = False, memory: int = DEFAULT_MEMORY
+    attention: AttentionMap,
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    reduced: bool = False,
+    memory: int = DEFAULT_MEMORY,
+    skip: float = 0.0,
 ) -> AttentionJacobian:
     """The Jacobian of an attention map at x, ``(n, d)`` or ``(batch, n, d)``, in closed form.
 
@@ -153,6 +176,8 @@ def attention_jacobian(
         reduced: with ``per_head``, work in orthonormal coordinates of each head's own subspaces: same singular values,
             shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
         memory: bytes of attention weights to keep between products.
+        skip: tiles of weights that are all below this are left out of the products, and the bound on what that does to
+            the map is stated (`JacobianOperator.left_out`); 0 leaves nothing out.
 
     Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Where float32 cannot
     resolve the logits to `MOST_BLUR`, or cancellation leaves more than `MOST_NOISE` of a map, float64 is taken. Logits
@@ -164,6 +189,8 @@ def attention_jacobian(
     torch.Size([5, 8])
     """
     check_tokens(x)
+    if not 0 <= skip < 1:
+        raise InvalidInput(f"skip is an attention weight, at least 0 and below 1, got {skip}.")
     if x.shape[-1] != attention.in_features:
         raise InvalidInput(
             f"tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}: "
@@ -174,9 +201,9 @@ def attention_jacobian(
             check_finite(tensor, name.replace("_", " "))
     dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
     with torch.no_grad():
-        operator = _operator(attention, x, dtype, per_head, reduced, memory)
+        operator = _operator(attention, x, dtype, per_head, reduced, memory, skip)
         if dtype == torch.float32 and _needs_float64(operator):
-            operator = _operator(attention, x, torch.float64, per_head, reduced, memory)
+            operator = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
     if operator.blur > MOST_BLUR:
         raise InvalidInput(
             f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
@@ -197,19 +224,29 @@ def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> Atten
 
 
 def _operator(
-    attention: AttentionMap, x: Tensor, dtype: torch.dtype, per_head: bool, reduced: bool, memory: int
+    attention: AttentionMap,
+    x: Tensor,
+    dtype: torch.dtype,
+    per_head: bool,
+    reduced: bool,
+    memory: int,
+    skip: float,
 ) -> AttentionJacobian:
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
-    mixing = Mixing.at(attention, point, dtype, memory)
+    mixing = Mixing.at(attention, point, dtype, memory, skip=skip)
     noise = Noise.of(attention, point, mixing, by_head=per_head)
+    skipped = None
+    if mixing.left_out is not None:
+        skipped = mixing.left_out.bound(attention, input_norms(attention, point, dtype), dtype, per_head)
     if per_head:
-        projection = HeadProjection.of(attention, batch, reduced, dtype)
+        projection: Projection = HeadProjection.of(attention, batch, reduced, dtype)
         heads = torch.Size([*x.shape[:-2], attention.heads])
-        return AttentionJacobian(mixing, point.chains, projection, heads, noise)
-    return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, dtype), x.shape[:-2], noise)
+        return AttentionJacobian(mixing, point.chains, projection, heads, noise, skipped=skipped)
+    projection = BlockProjection.of(attention, dtype)
+    return AttentionJacobian(mixing, point.chains, projection, x.shape[:-2], noise, skipped=skipped)
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:

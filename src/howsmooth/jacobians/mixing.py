@@ -32,6 +32,7 @@ from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
+from howsmooth.jacobians.skipping import LeftOut, LeftOutSums
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -120,14 +121,24 @@ class Mixing:
     softmax: bool
     moments: Moments | None
     work: _Workspace
+    left_out: LeftOut | None = None
 
     @classmethod
     @torch.no_grad()
-    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
+    def at(
+        cls,
+        attention: AttentionMap,
+        point: Point,
+        dtype: torch.dtype,
+        memory: int,
+        moments: bool = True,
+        skip: float = 0.0,
+    ) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products. Without
-        ``moments`` nothing is kept by which rounding could be bounded.
+        ``moments`` nothing is kept by which rounding could be bounded. Tiles whose weights are all below ``skip`` are
+        left out of the products (`howsmooth.jacobians.skipping`).
         """
         softmax = attention.weighting == "softmax"
         exact = Logits.between(point.query, point.key, attention)
@@ -137,7 +148,8 @@ class Mixing:
         logits = Logits.between(query, key, attention)
         self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
         kept: list[Tile] = []
-        for band in self._bands():
+        dropped = LeftOutSums(query, key, value) if skip > 0 else None
+        for band in self._bands(fine=skip > 0):
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
             held = [exact.of(tile) for tile in band] if narrow else None
             if softmax and band:
@@ -147,6 +159,8 @@ class Mixing:
             for tile, logit in zip(band, held or map(exact.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit, exact)
                 seen.add(tile.queries, tile.keys, weights)
+                if dropped is not None and dropped.add(tile.queries, tile.keys, weights, skip):
+                    continue
                 size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
                 if size <= memory:
                     memory -= size
@@ -160,7 +174,8 @@ class Mixing:
             )
         if all(tile.weights is not None for tile in kept):
             self = replace(self, logits=replace(logits, eps=torch.finfo(exact.query.dtype).eps))
-        return replace(self, tiles=tuple(kept), output=output, moments=seen.moments())
+        left_out = None if dropped is None else dropped.sizes(output)
+        return replace(self, tiles=tuple(kept), output=output, moments=seen.moments(), left_out=left_out)
 
     @property
     def blur(self) -> float:
@@ -231,7 +246,10 @@ class Mixing:
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=tensors["query"], key=tensors["key"], maps=maps)
         moments = None if self.moments is None else self.moments.select(index)
-        return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace())
+        left_out = None if self.left_out is None else self.left_out.select(index)
+        return replace(
+            self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace(), left_out=left_out
+        )
 
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
@@ -247,19 +265,20 @@ class Mixing:
             total[tile.queries].add_(torch.special.entr(self._weights(tile)[0]).sum(-1))
         return total.mean(-1)
 
-    def _bands(self) -> Iterator[list[Tile]]:
-        """The tiles of each block of queries, hidden ones left out."""
+    def _bands(self, fine: bool = False) -> Iterator[list[Tile]]:
+        """The tiles of each block of queries, hidden ones left out; ``fine`` ones belong to one map and are small."""
         count, n, _ = self.query.shape
-        rows = min(max(1, TILE_ROWS // MASKED_SHARE) if self.logits.terms else TILE_ROWS, n)
-        group = max(1, TILE_SIZE // (rows * min(TILE_COLS, n)))
+        rows = min(max(1, TILE_ROWS // MASKED_SHARE) if self.logits.terms or fine else TILE_ROWS, n)
+        cols = max(1, TILE_COLS // MASKED_SHARE) if fine else TILE_COLS
+        group = 1 if fine else max(1, TILE_SIZE // (rows * min(cols, n)))
         for first in range(0, count, group):
             maps = slice(first, min(first + group, count))
             for start in range(0, n, rows):
                 stop = min(start + rows, n)
                 low, high = self.logits.terms.key_range(start, stop, n)
                 yield [
-                    Tile(maps, slice(start, stop), slice(left, min(left + TILE_COLS, high)))
-                    for left in range(low, high, TILE_COLS)
+                    Tile(maps, slice(start, stop), slice(left, min(left + cols, high)))
+                    for left in range(low, high, cols)
                 ]
 
     def _from_logits(self, tile: Tile, logits: Tensor, source: Logits) -> tuple[Tensor, Tensor]:

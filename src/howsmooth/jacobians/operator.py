@@ -41,6 +41,8 @@ class JacobianOperator(ABC):
             behind. No singular value of the computed operator is further than this from the true one.
         scatter: the share of ``noise`` that can lie along a direction fixed beforehand: 1 when nothing is known of it,
             N^{-½} for sums of many roundings, which point nowhere in particular.
+        left_out: an absolute bound, one number per map or one for all (float64), on the norm of what was left out of
+            the map on purpose, the same in every product.
     """
 
     batch_shape: torch.Size
@@ -53,6 +55,7 @@ class JacobianOperator(ABC):
     blur: float = 0.0
     noise: Tensor | float = 0.0
     scatter: float = 1.0
+    left_out: Tensor | float = 0.0
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ class _Adjoint(JacobianOperator):
         self.batch_shape = parent.batch_shape
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        self.noise, self.scatter = parent.noise, parent.scatter
+        self.noise, self.scatter, self.left_out = parent.noise, parent.scatter, parent.left_out
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

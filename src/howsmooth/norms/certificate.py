@@ -149,10 +149,13 @@ class Certificate:
         eps: float = 0.0,
         noise: Tensor | None = None,
         scatter: float = 1.0,
+        left_out: Tensor | None = None,
     ):
         self.tau = smallest_component(size, confidence)
         self.eps, self.scatter = eps, scatter
         self.noise = torch.zeros(maps, dtype=torch.float64) if noise is None else noise
+        # What both ends are moved by. What was left out of J is no error of the run, which is one of what is left.
+        self.apart = self.noise if left_out is None else self.noise + left_out
         self.upper = torch.full((maps,), math.inf, dtype=torch.float64)
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
         self._cycles: Cycles | None = None
@@ -203,6 +206,7 @@ class Certificate:
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
         self.upper, self.noise, self._start = self.upper[mask], self.noise[mask], self._start[mask]
+        self.apart = self.apart[mask]
         self._cycles = None if self._cycles is None else self._cycles.of(mask)
 
     def _overlaps(self, small: Projection) -> Tensor:

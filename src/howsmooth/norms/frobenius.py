@@ -46,6 +46,7 @@ from howsmooth.norms.products import (
     entry_blocks,
     entry_ends,
     harmless_scale,
+    left_out,
     not_finite,
     power_of_two,
     quick_lengths,
@@ -106,7 +107,7 @@ def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, pr
     root = samples.mean(0).sqrt()
     # The products of one probe z are off by η|z|; as lengths in R^probes, so is √Y by the root mean square of that.
     top = spectral.upper.reshape(-1) / flat.scale
-    error = stretch * (8 * torch.finfo(op.dtype).eps * top + absolute_noise(op) / flat.scale)
+    error = stretch * (8 * torch.finfo(op.dtype).eps * top + (absolute_noise(op) + left_out(op)) / flat.scale)
     low, _ = interval((root - error).clamp_min(0) ** 2, top, probes, delta / 2)
     _, high = interval((root + error) ** 2, top, probes, delta / 2)
     blur = 1 + 2 * op.blur

@@ -117,8 +117,9 @@ def golub_kahan(
 
 
 def _certificate(products: FlatProducts, results: Triplets, confidence: float) -> Certificate:
-    op, noise = products.op, results.noise[products.maps] / products.scale
-    return Certificate(len(products.maps), op.in_size, confidence, torch.finfo(op.dtype).eps, noise, op.scatter)
+    op, eps = products.op, torch.finfo(products.op.dtype).eps
+    noise, left_out = (bound[products.maps] / products.scale for bound in (results.noise, results.left_out))
+    return Certificate(len(products.maps), op.in_size, confidence, eps, noise, op.scatter, left_out)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:

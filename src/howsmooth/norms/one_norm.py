@@ -27,6 +27,7 @@ from howsmooth.norms.products import (
     entry_blocks,
     entry_ends,
     harmless_scale,
+    left_out,
     not_finite,
     rounding_allowance,
     widened,
@@ -83,7 +84,7 @@ def one_norm(
             flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
             value, method = _estimate(flat, seed), "higham-tisseur"
             products = flat.count + spectral.products
-            error = math.sqrt(op.out_size) * absolute_noise(op)
+            error = math.sqrt(op.out_size) * (absolute_noise(op) + left_out(op))
             lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.blur), error)
             lower, upper, notes = uncrossed(lower, math.sqrt(op.out_size) * spectral.upper.reshape(-1))
             notes = ("the value is the largest column found, hence a lower bound", *notes)

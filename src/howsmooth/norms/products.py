@@ -30,10 +30,24 @@ def absolute_noise(op: JacobianOperator) -> Tensor:
     >>> [round(x, 6) for x in absolute_noise(op).tolist()]
     [0.0, 0.5, 1.0]
     """
-    noise = torch.as_tensor(op.noise, dtype=torch.float64).detach().cpu().expand(op.batch_shape).reshape(-1)
-    if not bool((noise >= 0).all()):
-        raise InvalidInput(f"{op!r} states a rounding error that is negative or NaN: it must be a bound, 0 or more.")
-    return noise
+    return _bound(op, op.noise, "a rounding error")
+
+
+def left_out(op: JacobianOperator) -> Tensor:
+    """The operator's own bound on what was left out of every map (`JacobianOperator.left_out`), ``(batch_size,)``.
+
+    >>> from howsmooth.jacobians.operator import MatrixOperator
+    >>> left_out(MatrixOperator(torch.eye(2))).tolist()
+    [0.0]
+    """
+    return _bound(op, op.left_out, "a part left out")
+
+
+def _bound(op: JacobianOperator, stated: Tensor | float, what: str) -> Tensor:
+    bound = torch.as_tensor(stated, dtype=torch.float64).detach().cpu().expand(op.batch_shape).reshape(-1)
+    if not bool((bound >= 0).all()):
+        raise InvalidInput(f"{op!r} states {what} that is negative or NaN: it must be a bound, 0 or more.")
+    return bound
 
 
 def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Tensor:
@@ -42,8 +56,9 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     The entries come as lines of J (columns, or rows, whichever cost less), each with an error of length ε. All lines
     together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε, and by ‖E‖₂ ≤ (1 + √lines·s)·ε when only a share s of every error can
     lie along a given direction (`JacobianOperator.scatter`). A sum Σ|·| over one line is off by √length·ε; with ε in
-    every line, across lines by lines·ε. A map that vanishes altogether (``value`` 0) is zero, unless the operator says
-    otherwise.
+    every line, across lines by lines·ε. What was left out of the map adds its norm: as it is to the 2-norm, and times
+    the root of the number of coordinates to the others. A map that vanishes altogether (``value`` 0) is zero, unless
+    the operator says otherwise.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> op = MatrixOperator(torch.ones(9, 4))
@@ -55,12 +70,14 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     by_columns, lines, length = _lines(op)
     end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
     one = absolute_noise(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
+    missing = left_out(op)
     if norm == 2:
-        return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.scatter) * one
+        return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.scatter) * one + missing
     if norm == "fro":
-        return math.sqrt(lines) * one
+        return math.sqrt(lines) * one + math.sqrt(min(lines, length)) * missing
     along = (norm == 1) == by_columns
-    return (math.sqrt(length) if along else lines) * one
+    summed = op.out_size if norm == 1 else op.in_size
+    return (math.sqrt(length) if along else lines) * one + math.sqrt(summed) * missing
 
 
 def power_of_two(size: Tensor) -> Tensor:

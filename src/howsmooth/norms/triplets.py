@@ -12,7 +12,7 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.certificate import Certificate, Projection
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
-from howsmooth.norms.products import FlatProducts, absolute_noise, lengths, rounding_allowance, widened
+from howsmooth.norms.products import FlatProducts, absolute_noise, left_out, lengths, rounding_allowance, widened
 
 
 class Triplets:
@@ -24,7 +24,7 @@ class Triplets:
     def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool, scale: Tensor):
         maps = op.batch_size
         self.op, self.k, self.rtol, self.certifiable, self.scale, self.steps = op, k, rtol, certifiable, scale, 0
-        self.noise = absolute_noise(op)
+        self.noise, self.left_out = absolute_noise(op), left_out(op)
         self.values = torch.zeros(maps, k, dtype=torch.float64)
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
@@ -51,12 +51,15 @@ class Triplets:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
         within = torch.maximum(rtol * top, 2 * certificate.noise)
         accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
-        lam = self._target(top, certificate.noise) ** 2
+        lam = self._target(top, certificate.apart) ** 2
         excluded, limited = certificate.judge(lam, small)
         return accurate & (excluded | limited)
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
-        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise)."""
+        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise).
+
+        ``noise`` is what moves both ends absolutely: rounding, and what was left out of the map.
+        """
         rtol = max(self.rtol, self.least_rtol)
         wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
         return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + 2 * noise)
@@ -71,8 +74,8 @@ class Triplets:
         if certificate is not None:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
             upper = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
-            self.upper[where] = upper * scale + self.noise[where]
-            target = self._target(small.theta[:, 0], certificate.noise)
+            self.upper[where] = upper * scale + self.noise[where] + self.left_out[where]
+            target = self._target(small.theta[:, 0], certificate.apart)
             self.limited[where] = certificate.judge(target**2, small)[1][done]
         within = self.rtol * self.values[where, :1]
         self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
@@ -89,7 +92,8 @@ class Triplets:
             inverse = torch.where(norm > 0, 1 / norm, 0.0)
             self.left[:, i] = moved * inverse.to(moved)[:, None]
             self._complete(i, moved, products, generator)
-        self.lower, _ = widened(self.values[:, 0], rounding_allowance(self.op.dtype, 1, self.op.blur), self.noise)
+        allowance = rounding_allowance(self.op.dtype, 1, self.op.blur)
+        self.lower, _ = widened(self.values[:, 0], allowance, self.noise + self.left_out)
         return products.count
 
     def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:
