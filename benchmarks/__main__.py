@@ -27,6 +27,9 @@ SECTIONS = (
     "monitor",
     "rounding",
     "engines",
+    "whole",
+    "skipping",
+    "grid",
 )
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 

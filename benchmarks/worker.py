@@ -97,6 +97,17 @@ def measure(n: int, causal: bool, rounds: int) -> dict[str, Any]:
     }
 
 
+def model(n: int, causal: bool, rounds: int) -> dict[str, Any]:
+    """All of SmolLM2 at n tokens of Alice, to 1e-3; the model runs with eager attention, which is its definition."""
+    from howsmooth.models import alice, open_model, target
+
+    opened = open_model("smollm2")
+    [window] = opened.windows(alice(), length=n, count=1, seed=0)
+    found = hs.measure(*target(opened, "model", None, window))
+    facts = {"peak": peak_bytes(), "products": found.products, "seconds": found.seconds}
+    return facts | {end: float(getattr(found, end)) for end in ("value", "lower", "upper")}
+
+
 def main() -> None:
     """Warm up, so that the memory of the interpreter, torch and one tile is the base, then run the task."""
     options = json.loads(sys.argv[1])
@@ -105,7 +116,7 @@ def main() -> None:
     operator = hs.jacobian(warm.attention, warm.x, memory=0)
     operator.rmatvec(operator.matvec(warm.x))
     base = peak_bytes()
-    run = {"product": product, "measure": measure}[options["task"]]
+    run = {"product": product, "measure": measure, "model": model}[options["task"]]
     print(json.dumps({"base": base, **run(options["n"], options["causal"], options.get("rounds", 3))}))
 
 
