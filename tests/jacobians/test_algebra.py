@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import Identity, JacobianOperator, MatrixOperator, Product, Sum
+from howsmooth.jacobians import IdentityJacobian, JacobianOperator, MatrixOperator, Product, Sum
 from howsmooth.jacobians.algebra import power_bound
 from howsmooth.norms import operator_norm
 
@@ -143,7 +143,7 @@ def test_ends_of_maps_near_the_identity_contain_the_truth(gamma: float, dtype: t
     a = torch.randn(n * d, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     a = (a / a.norm()).to(dtype)
     branch = OnTokens(gamma * a[:, None] * a, n, d)
-    whole = Identity(torch.Size([n, d]), dtype, torch.device("cpu")) + branch
+    whole = IdentityJacobian(torch.Size([n, d]), dtype, torch.device("cpu")) + branch
     truth = 1 + gamma * float(a.double() @ a.double())
     for seed in range(5):
         m = operator_norm(whole, seed=seed)
@@ -155,7 +155,7 @@ def test_the_jacobian_of_a_residual_block_is_a_sum() -> None:
     attention = hs.SelfAttention.random(8, heads=2, seed=0)
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     attention = attention.in_dtype(torch.float64)
-    J = Identity.like(x) + hs.jacobian(attention, x)
+    J = IdentityJacobian.like(x) + hs.jacobian(attention, x)
     own = torch.autograd.functional.jacobian(lambda t: t + attention(t), x).reshape(48, 48)
     torch.testing.assert_close(J.dense(), own)
     assert float(hs.norms.operator_norm(J, dense_limit=1)) == pytest.approx(

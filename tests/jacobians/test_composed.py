@@ -13,7 +13,15 @@ import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import ComposedJacobian
-from howsmooth.jacobians.composed import Attending, ClosedMap, Parallel, Series, Skip, Tokenwise, composed_jacobian
+from howsmooth.jacobians.composed import (
+    ClosedAttention,
+    ClosedMap,
+    Parallel,
+    Series,
+    Skip,
+    Tokenwise,
+    composed_jacobian,
+)
 from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Diagonal, Gate
 from howsmooth.models.wiring import read_norm
 from howsmooth.testing import dense_jacobian
@@ -88,7 +96,7 @@ def block(seed: int = 0, mask: str | None = "causal") -> tuple[ClosedMap, Callab
     up, down = tokens(seed + 7, 9, D), tokens(seed + 8, D, 9)
     mlp = Tokenwise(Affine(up), Activation(F.gelu), Affine(down))
     closed = Series(
-        Parallel(Skip(), Series(Tokenwise(read_norm(first)), Attending(attention))),
+        Parallel(Skip(), Series(Tokenwise(read_norm(first)), ClosedAttention(attention))),
         Parallel(Skip(), Series(Tokenwise(read_norm(second)), mlp)),
     )
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import howsmooth as hs
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
-from howsmooth.jacobians.composed import Attending, Parallel, Series, Skip, Tokenwise, composed_jacobian
+from howsmooth.jacobians.composed import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
 from howsmooth.jacobians.mixing import TILE_SIZE, tile_size
 from howsmooth.jacobians.tokenwise import Activation, Affine, Gate
 
@@ -71,7 +71,7 @@ def operators() -> dict[str, JacobianOperator]:
     rotary = hs.SelfAttention(*torch.randn(3, D, D), heads=2, rotary=hs.Rotary.standard(4), mask="causal")
     mlp = Tokenwise(Affine(torch.randn(12, D)), Gate(torch.nn.functional.silu), Affine(torch.randn(D, 6)))
     relu = Tokenwise(Affine(torch.randn(6, D)), Activation(torch.relu), Affine(torch.randn(D, 6)))
-    layer = Series(Parallel(Skip(), Attending(causal)), Parallel(Skip(), mlp), relu)
+    layer = Series(Parallel(Skip(), ClosedAttention(causal)), Parallel(Skip(), mlp), relu)
     return {
         "block": attention_jacobian(plain, x),
         "causal, streamed": attention_jacobian(causal, x, memory=0),

@@ -9,7 +9,7 @@ from torch import Tensor
 from howsmooth.attention import as_attention
 from howsmooth.checks import Size, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.algebra import Identity, Product, Sum
+from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.cached import CachedJacobian, Part, cached_jacobian
 from howsmooth.jacobians.composed import ClosedMap, ComposedJacobian, OffersJacobian, composed_jacobian
@@ -23,7 +23,7 @@ __all__ = [
     "ClosedMap",
     "ComposedJacobian",
     "FunctionJacobian",
-    "Identity",
+    "IdentityJacobian",
     "JacobianOperator",
     "MatrixOperator",
     "Product",

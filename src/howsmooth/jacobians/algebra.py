@@ -1,8 +1,8 @@
 r"""Sums and products of Jacobians: what the chain rule makes of maps that follow each other or stand side by side.
 
-``A @ B`` is the Jacobian of a after b, ``A + B`` that of a + b, and ``Identity`` that of the residual stream, so that
-``Identity.like(A) + A`` belongs to x + a(x). Products go through the parts one after the other; nothing is multiplied
-out.
+``A @ B`` is the Jacobian of a after b, ``A + B`` that of a + b, and `IdentityJacobian` that of the residual stream, so
+that ``IdentityJacobian.like(x) + A`` belongs to x + a(x). Products go through the parts one after the other; nothing is
+multiplied out.
 
 **What rounding does.** A part computes its product with a unit vector up to ν + (β + 2 eps)·s, with ν its ``noise``, β
 its ``blur`` and s ≥ ‖J‖ its ``size()``. To first order the error of a product of parts is that of each, carried through
@@ -32,10 +32,10 @@ _OF_ONE_PRODUCT = 2.0
 """Relative error, in eps, of a product beyond what a part states as its noise."""
 
 
-class Identity(JacobianOperator):
+class IdentityJacobian(JacobianOperator):
     """The Jacobian of x ↦ x.
 
-    >>> Identity.like(torch.zeros(2, 3)).matvec(torch.ones(2, 3)).sum()
+    >>> IdentityJacobian.like(torch.zeros(2, 3)).matvec(torch.ones(2, 3)).sum()
     tensor(6.)
     """
 
@@ -46,7 +46,7 @@ class Identity(JacobianOperator):
         self.dtype, self.device = dtype, device
 
     @classmethod
-    def like(cls, x: Tensor) -> Identity:
+    def like(cls, x: Tensor) -> IdentityJacobian:
         """At one input, ``(n, d)``, or a batch of them."""
         return cls(x.shape[-2:], x.dtype, x.device, x.shape[:-2])
 
@@ -59,8 +59,8 @@ class Identity(JacobianOperator):
     def size(self) -> Tensor:
         return torch.ones(self.batch_shape, dtype=torch.float64)
 
-    def subset(self, index: Tensor) -> Identity:
-        return Identity(self.in_shape, self.dtype, self.device, index.shape)
+    def subset(self, index: Tensor) -> IdentityJacobian:
+        return IdentityJacobian(self.in_shape, self.dtype, self.device, index.shape)
 
 
 class _Composed(JacobianOperator):

@@ -1,9 +1,9 @@
 r"""Maps put together from parts whose derivatives are known, and the Jacobian of the whole.
 
 A `ClosedMap` runs once and hands out its value and its Jacobian at the point: `Tokenwise` (normalisations, MLPs),
-`Attending` (an attention map), `Series` (one after the other) and `Parallel` (side by side, added up; with `Skip` among
-them a residual). So a layer, or a whole model, is one operator, made by one forward pass. What is kept is a few arrays
-per token; weights of attention are kept while they fit the budget and recomputed tile by tile beyond it.
+`ClosedAttention`, `Series` (one after the other) and `Parallel` (side by side, added up; with `Skip` among them a
+residual). So a layer, or a whole model, is one operator, made by one forward pass. What is kept is a few arrays per
+token; weights of attention are kept while they fit the budget and recomputed tile by tile beyond it.
 
 **Rounding.** In float64 the bound that `howsmooth.jacobians.algebra` derives for every part is carried along: part l
 adds the relative error :math:`\nu_l|v_l|/|J_lv_l|` that it may make on a random vector v on its way through the map. In
@@ -31,7 +31,7 @@ from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.algebra import Identity, Product, Sum
+from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.attention import (
     DEFAULT_MEMORY,
@@ -97,10 +97,10 @@ class Skip(ClosedMap):
     """x ↦ x."""
 
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
-        return x, Identity.like(x)
+        return x, IdentityJacobian.like(x)
 
 
-class Attending(ClosedMap):
+class ClosedAttention(ClosedMap):
     """An attention map, its value taken from what the Jacobian has computed."""
 
     def __init__(self, attention: AttentionMap):
@@ -165,7 +165,7 @@ def composed_jacobian(f: ClosedMap, x: Tensor, memory: int = DEFAULT_MEMORY) -> 
 
     >>> import howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2)
-    >>> residual = Parallel(Skip(), Attending(attention))
+    >>> residual = Parallel(Skip(), ClosedAttention(attention))
     >>> J = composed_jacobian(residual, torch.randn(5, 8))
     >>> J
     ComposedJacobian((5, 8) → (5, 8), closed form, float32)

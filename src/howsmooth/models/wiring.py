@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage, UnitNorm
 from howsmooth.errors import UnsupportedModel
-from howsmooth.jacobians.composed import Attending, ClosedMap, Parallel, Series, Skip, Tokenwise
+from howsmooth.jacobians.composed import ClosedAttention, ClosedMap, Parallel, Series, Skip, Tokenwise
 from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Centring, Diagonal, Gate
 from howsmooth.models.conventions import submodule
 from howsmooth.small import relative_error
@@ -132,7 +132,7 @@ def closed_layers(kind: str, layer: nn.Module, attention: AttentionMap) -> list[
     mlp = _mlp(wiring, layer)
     first, second = (Tokenwise(read_norm(layer.get_submodule(path))) for path in wiring.norms)
     ends = [_end(layer, None if wiring.ends is None else wiring.ends[i]) for i in range(2)]
-    return [_in_order(order, Attending(attention), mlp, (first, second), ends) for order in wiring.orders]
+    return [_in_order(order, ClosedAttention(attention), mlp, (first, second), ends) for order in wiring.orders]
 
 
 def _fits(wiring: Wiring, layer: nn.Module) -> bool:
