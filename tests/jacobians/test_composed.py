@@ -153,6 +153,15 @@ def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
     assert J.blur < 5e-5
 
 
+def test_attention_maps_share_the_memory() -> None:
+    closed = Series(block()[0], block(1)[0])
+    assert closed.attentions == 2
+    x = tokens(n=40)
+    one = 2 * 40 * 40 * 8  # weights of the two heads of one of the blocks
+    assert hs.jacobian(closed, x, memory=2 * one).method == "closed form"
+    assert hs.jacobian(closed, x, memory=one).method == "closed form, streamed"
+
+
 def test_half_precision_is_computed_in_single() -> None:
     assert composed_jacobian(block()[0], tokens().half()).dtype == torch.float32
 

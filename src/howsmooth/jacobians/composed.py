@@ -61,7 +61,13 @@ class OffersJacobian(Protocol):
 
 
 class ClosedMap(ABC):
-    """A map of tokens ``(n, d)`` or ``(batch, n, d)`` whose Jacobian has a closed form."""
+    """A map of tokens ``(n, d)`` or ``(batch, n, d)`` whose Jacobian has a closed form.
+
+    Attributes:
+        attentions: how many attention maps are inside, which share the memory for weights.
+    """
+
+    attentions: int = 0
 
     @abstractmethod
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
@@ -103,6 +109,8 @@ class Skip(ClosedMap):
 class ClosedAttention(ClosedMap):
     """An attention map, its value taken from what the Jacobian has computed."""
 
+    attentions = 1
+
     def __init__(self, attention: AttentionMap):
         self.attention = attention
 
@@ -120,11 +128,12 @@ class Series(ClosedMap):
     def __init__(self, *maps: ClosedMap):
         flat = [each.maps if isinstance(each, Series) else (each,) for each in maps]
         self.maps: tuple[ClosedMap, ...] = tuple(each for several in flat for each in several)
+        self.attentions = sum(each.attentions for each in self.maps)
 
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
         operators = []
         for each in self.maps:
-            x, operator = each.linearize(x, memory // len(self.maps), bounded)
+            x, operator = each.linearize(x, _share(memory, each, self.maps), bounded)
             operators.append(operator)
         return x, operators[0] if len(operators) == 1 else Product(operators[::-1])
 
@@ -134,9 +143,10 @@ class Parallel(ClosedMap):
 
     def __init__(self, *maps: ClosedMap):
         self.maps = maps
+        self.attentions = sum(each.attentions for each in maps)
 
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
-        pairs = [each.linearize(x, memory, bounded) for each in self.maps]
+        pairs = [each.linearize(x, _share(memory, each, self.maps), bounded) for each in self.maps]
         total = pairs[0][0]
         for value, _ in pairs[1:]:
             total = total + value
@@ -188,7 +198,7 @@ def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJac
     """The Jacobian in float64, with the error that every part may make on a random vector."""
     operators, v, relative = [], random_like(x, seed=3), 0.0
     for each in maps:
-        x, operator = each.linearize(x, memory // len(maps))
+        x, operator = each.linearize(x, _share(memory, each, maps))
         before, v = v, operator.matvec(v)
         ratio = _length(before) / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
         relative += float((torch.as_tensor(operator.noise) * ratio.cpu()).max()) + operator.blur
@@ -201,14 +211,19 @@ def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> Compose
     v = random_like(x, seed=3)
     exact_x, exact_v, operators = x.double(), v.double(), []
     for each in maps:
-        x, operator = each.linearize(x, memory // len(maps), bounded=False)
-        exact_x, exact = each.linearize(exact_x, memory // len(maps), bounded=False)
+        x, operator = each.linearize(x, _share(memory, each, maps), bounded=False)
+        exact_x, exact = each.linearize(exact_x, _share(memory, each, maps), bounded=False)
         v, exact_v = operator.matvec(v), exact.matvec(exact_v)
         operators.append(operator)
         del exact
     lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
     return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps)
+
+
+def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:
+    """What one of the maps may keep."""
+    return memory * one.attentions // max(1, sum(each.attentions for each in maps))
 
 
 def _length(v: Tensor) -> Tensor:
