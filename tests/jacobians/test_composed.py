@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -160,6 +161,15 @@ def test_attention_maps_share_the_memory() -> None:
     one = 2 * 40 * 40 * 8  # weights of the two heads of one of the blocks
     assert hs.jacobian(closed, x, memory=2 * one).method == "closed form"
     assert hs.jacobian(closed, x, memory=one).method == "closed form, streamed"
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_mode_of_the_caller_does_not_matter(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    closed, function = block()
+    x = tokens()
+    expected = dense_jacobian(function, x)
+    with mode():
+        torch.testing.assert_close(hs.jacobian(closed, tokens()).dense(), expected, rtol=1e-9, atol=1e-11)
 
 
 def test_half_precision_is_computed_in_single() -> None:

@@ -171,8 +171,8 @@ class _Gated(TokenDerivative):
 
 def _with_slopes(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """a(x) and a'(x) of a function of single numbers: the gradient of Σ a(x_i) in x."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = x.detach().clone().requires_grad_()
         y = function(leaf)
         (slopes,) = torch.autograd.grad(y.sum(), leaf)
     return y.detach(), slopes
