@@ -16,7 +16,7 @@ ROOMS = (
     # What every room borrows.
     *("errors", "kinds", "checks", "small", "sealed", "engines"),
     # From a map to a number.
-    *("attention", "jacobians", "norms", "measuring", "explaining", "weights"),
+    *("attention", "jacobians", "norms", "relative", "measuring", "explaining", "weights"),
     # Where maps and inputs come from, and what is known about them.
     *("models", "sets", "bounds", "meanfield", "growth", "worstcase", "certify", "rounding"),
     # What is built with that.

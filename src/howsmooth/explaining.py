@@ -17,6 +17,7 @@ from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.matrices import spectral
+from howsmooth.relative import with_scale
 
 _BLOCK_ENTRIES = 2**22
 """Entries of the vectors held for one chunk of token blocks."""
@@ -97,7 +98,7 @@ def explain(
     assert total.left is not None
     assert total.right is not None
     by_value = (total.left * operator.along("value").matvec(total.right)).sum((-2, -1))
-    lifted = in_tokens(operator, total)
+    lifted = with_scale(in_tokens(operator, total), operator, x, known)
     assert lifted.left is not None
     assert lifted.right is not None
     sums = operator.mixing.column_sums().unflatten(0, (*x.shape[:-2], known.heads))

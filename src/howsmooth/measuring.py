@@ -25,6 +25,7 @@ from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, 
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
+from howsmooth.relative import with_scale
 
 _OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
 
@@ -50,13 +51,14 @@ def measure(
               = \|J(x)\|
 
     For ``norm=2`` this is the largest singular value σ_max of the (n·d) × (n·d) Jacobian, tokens measured in the
-    Frobenius norm.
+    Frobenius norm. ``relative`` of the result is σ|X|/|f(X)|, which compares layers and models.
 
     Args:
         f: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`, or any differentiable function
             or module of x.
         x: ``(n, d)``, or ``(batch, n, d)`` for one number per item.
-        norm: 2, 1, inf or "fro".
+        norm: 2, 1, inf, "fro", or "token": input and output measured by their longest token, max_i |x_i|₂
+            (`howsmooth.norms.token_norm`).
         k: how many of the largest singular values and vectors to find (norm 2).
         rtol: relative accuracy of the value; ``converged`` says that it is certified.
         seed: of the random start.
@@ -75,8 +77,10 @@ def measure(
     1.41
     """
     check_options(solver, _OPTIONS, "measure")
-    operator = jacobian(f, x, memory=memory, skip=skip)
-    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
+    known = as_attention(f, *x.shape[-2:-1])
+    operator = jacobian(f if known is None else known, x, memory=memory, skip=skip)
+    result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
+    return with_scale(result, operator, x, known)
 
 
 @door
@@ -109,9 +113,10 @@ def measure_heads(
             f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "
             "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
         )
-    unitary = norm in (2, "2", "fro")
-    operator = attention_jacobian(known, x, per_head=True, reduced=unitary, memory=memory, skip=skip)
-    return solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
+    turned = norm in (2, "2", "fro", "token")  # an orthonormal change of every token's coordinates leaves these alone
+    operator = attention_jacobian(known, x, per_head=True, reduced=turned, memory=memory, skip=skip)
+    result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
+    return with_scale(result, operator, x, known)
 
 
 @door

@@ -110,11 +110,12 @@ class FunctionJacobian(JacobianOperator):
     """The Jacobian of a torch function at a point; build it with `function_jacobian`.
 
     Attributes:
+        output: f(x).
         notes: sentences on fallbacks taken and doubts raised; empty when all went the usual way.
     """
 
     def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...], noise: float = 0.0):
-        y = tape.output
+        y = self.output = tape.output.detach()
         batch_axes = 1 if x.dim() == 3 else 0
         self.batch_shape = x.shape[:batch_axes]
         self.in_shape, self.out_shape = x.shape[batch_axes:], y.shape[batch_axes:]

@@ -1,7 +1,7 @@
 """From a Jacobian operator to a trustworthy number.
 
-`operator_norm` chooses the way; the ways themselves are `golub_kahan`, `dense_norm`, `one_norm`, `inf_norm` and
-`frobenius_norm`. All return a `Measurement`.
+`operator_norm` chooses the way; the ways themselves are `golub_kahan`, `dense_norm`, `one_norm`, `inf_norm`,
+`frobenius_norm` and `token_norm`. All return a `Measurement`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from howsmooth.norms.frobenius import frobenius_norm
 from howsmooth.norms.golub_kahan import golub_kahan
 from howsmooth.norms.measurement import Measurement, NormKind
 from howsmooth.norms.one_norm import inf_norm, one_norm
+from howsmooth.norms.token_norm import token_norm
 
 __all__ = ["Measurement", "dense_norm", "frobenius_norm", "golub_kahan", "inf_norm", "one_norm", "operator_norm"]
+__all__ += ["token_norm"]
 
 _DENSE_BYTES = 2**29
 _NAMES: dict[NormKind, NormKind] = {2: 2, "2": 2, 1: 1, "1": 1, math.inf: math.inf, "inf": math.inf, "fro": "fro"}
+_NAMES |= {"token": "token"}
 
 
 @door
@@ -42,7 +45,8 @@ def operator_norm(
     progress: Callable[[int, float], None] | None = None,
     stop_at: Tensor | float | None = None,
 ) -> Measurement:
-    """A norm of every map of ``op``: 2 (with the k largest singular triplets), 1, ``math.inf`` or ``"fro"``.
+    """A norm of every map of ``op``: 2 (with the k largest singular triplets), 1, ``math.inf``, ``"fro"`` or
+    ``"token"`` (tokens measured by the largest of their lengths, see `token_norm`).
 
     With min(in_size, out_size) ≤ ``dense_limit``, and the matrices within half a GiB, the answer comes from the
     matrices and is exact; otherwise from products alone: `golub_kahan`, `one_norm`, `inf_norm`, `frobenius_norm`,
@@ -55,10 +59,12 @@ def operator_norm(
     ('golub-kahan', 'dense', 'entries')
     """
     if norm not in _NAMES:
-        raise InvalidInput(f"norm={norm!r} is not known: choose 2, 1, inf or 'fro'.")
+        raise InvalidInput(f"norm={norm!r} is not known: choose 2, 1, inf, 'fro' or 'token'.")
     kind = _NAMES[norm]
     if kind != 2 and (k != 1 or start is not None or stop_at is not None):
         raise InvalidInput(f"k, start and stop_at belong to the 2-norm: leave them out for norm={norm!r}.")
+    if kind == "token":
+        return token_norm(op, rtol, confidence, seed, exact_limit)
     small = min(op.in_size, op.out_size) <= dense_limit
     if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
         return dense_norm(op, kind, k, rtol)

@@ -15,7 +15,7 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.small import rounded
 
 NormKind = float | str
-_SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "‖J‖_∞", "fro": "‖J‖_F"}
+_SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "‖J‖_∞", "fro": "‖J‖_F", "token": "‖J‖_token"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,7 +31,7 @@ class Measurement:
             `rounding_allowance`.
         confidence: probability with which ``upper`` holds, for each map by itself; 1.0 when no chance is involved and
             0.0 when there is no upper bound. The chance lies in the solver's own random start, not in the operator.
-        norm: 2, 1, ``math.inf`` or ``"fro"``.
+        norm: 2, 1, ``math.inf``, ``"fro"`` or ``"token"``.
         converged: whether each map reached the accuracy that was asked for.
         products: Jacobian products made; one J v or Jᵀ u over all maps still running counts as one.
         method: how the number was found.
@@ -45,6 +45,8 @@ class Measurement:
         residuals: the larger of ‖J v − σ u‖ and ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm,
             the standard error of ``value``.
         notes: what else the reader should know.
+        scale: |X|/|f(X)| in the vector norm that belongs to ``norm`` (for "fro" the Frobenius norm), NaN where f(X) is
+            zero; None where the function itself is not known.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> from howsmooth.norms import operator_norm
@@ -70,6 +72,7 @@ class Measurement:
     values: Tensor | None = None
     residuals: Tensor | None = None
     notes: tuple[str, ...] = ()
+    scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not bool((self.lower <= self.upper).all()):
@@ -77,6 +80,12 @@ class Measurement:
                 "The lower end of this measurement is above its upper end, or one of them is not a number: "
                 "measure again, in float64."
             )
+
+    @property
+    def relative(self) -> Tensor | None:
+        """The relative condition value·|X|/|f(X)|: by what share of itself the output can move when the input moves by
+        a small share of itself. It compares layers and models, which σ does not (`howsmooth.relative`)."""
+        return None if self.scale is None else self.value * self.scale
 
     def __float__(self) -> float:
         if self.value.numel() != 1:
@@ -101,6 +110,7 @@ class Measurement:
             "values": _plain(self.values),
             "residuals": _plain(self.residuals),
             "notes": list(self.notes),
+            "relative": _plain(self.relative),
         }
         if vectors:
             plain |= {"left": _plain(self.left), "right": _plain(self.right)}
@@ -114,14 +124,23 @@ class Measurement:
             low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} always"
             high = f"≤ {rounded(float(self.upper), ROUND_CEILING)}{above}" if self.confidence else "no upper bound"
             state = "converged" if bool(self.converged) else "not converged"
-            return f"{symbol} = {rounded(float(self.value), ROUND_HALF_EVEN, 4)} ({low}, {high}; {state}, {how})"
+            value = rounded(float(self.value), ROUND_HALF_EVEN, 4)
+            return f"{symbol} = {value} ({low}, {high}; {state}, {how}){self._compared()}"
         low, high = (rounded(float(x), ROUND_HALF_EVEN, 4) for x in (self.value.min(), self.value.max()))
         ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
         gap = f"each ≥ lower always, ≤ upper{above}, upper/lower at most {rounded(ratio, ROUND_CEILING)}"
         if not self.confidence:
             gap = "each ≥ lower always, no upper bound"
         state = f"{int(self.converged.sum())}/{count} converged"
-        return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how})"
+        return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how}){self._compared()}"
+
+    def _compared(self) -> str:
+        """The relative condition in words, or nothing."""
+        known = None if self.relative is None else self.relative[self.relative.isfinite()]
+        if known is None or not known.numel():
+            return ""
+        low, high = (rounded(float(x), ROUND_HALF_EVEN, 3) for x in (known.min(), known.max()))
+        return f", relative condition {low if self.value.numel() == 1 else f'{low} … {high}'}"
 
 
 def uncrossed(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, tuple[str, ...]]:

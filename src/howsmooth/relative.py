@@ -1,0 +1,83 @@
+r"""Numbers that compare: σ against the size of what goes in and of what comes out.
+
+A model does not know in which units its tokens are measured. With the gain of a normalisation multiplied by c and the
+weights behind it divided by c it computes the same function, and σ of its attention is divided by c. What does not
+change is the **relative condition**
+
+.. math:: \kappa = \|J(X)\|\,\frac{|X|}{|f(X)|},
+
+by what share of its own size the output can move when the input moves by a small share of its size: 1 % of κ = 3 is
+3 %. σ compares inputs, lengths and heads of one layer; κ compares layers and models as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.stages import Chain
+from howsmooth.jacobians.attention import AttentionJacobian
+from howsmooth.jacobians.function import FunctionJacobian
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.norms.measurement import Measurement, NormKind
+
+Whole = AttentionMap | None
+
+
+def with_scale(result: Measurement, operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Measurement:
+    """A measurement that knows |X|/|f(X)|, in the vector norm that belongs to its own.
+
+    Args:
+        operator: at x; of an attention map, which has to be given too, or of a function. Anything else is left alone.
+    """
+    output = value_at(operator, x, attention)
+    if output is None:
+        return result
+    above = size(x, result.norm, x.dim() if x.dim() < 3 else x.dim() - 1).cpu()
+    below = size(output, result.norm, output.dim() - len(operator.batch_shape)).cpu()
+    if above.dim() < below.dim():  # every head sees the same tokens
+        above = above[..., None]
+    scale = torch.where(below > 0, above / below, math.nan).expand(result.value.shape)
+    return replace(result, scale=scale)
+
+
+def size(tokens: Tensor, norm: NormKind, dims: int) -> Tensor:
+    """The length of what the last ``dims`` axes hold, in float64, as the norm of a Jacobian measures it.
+
+    Frobenius for 2 and "fro", the sum of all entries for 1, the largest for inf, the longest token for "token".
+
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    >>> [round(float(size(x, norm, 2)), 3) for norm in (2, 1, math.inf, "token")]
+    [5.385, 9.0, 4.0, 5.0]
+    """
+    tokens = tokens.detach().double()
+    if norm == "token":
+        tokens = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
+    order = {"token": math.inf, "fro": 2}.get(norm, norm) if isinstance(norm, str) else norm
+    return torch.linalg.vector_norm(tokens.flatten(-dims) if dims else tokens[..., None], ord=order, dim=-1)
+
+
+@torch.no_grad()
+def value_at(operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Tensor | None:
+    """f(x) of the maps of an operator, ``batch_shape + (n, width)``, without n × n numbers in memory.
+
+    Attention is linear in its values: what the value path makes of the values themselves is the output.
+    """
+    if isinstance(operator, FunctionJacobian):
+        return operator.output
+    if attention is None or not isinstance(operator, AttentionJacobian):
+        return None
+    tokens = x.detach().reshape(-1, *x.shape[-2:]).to(operator.dtype)
+    attention = attention.in_dtype(operator.dtype)
+    projected = attention.project(tokens)
+    values, _ = Chain.through(attention.stages(projected[0], projected[1])[2], projected[2])
+    mixed = operator.mixing.jvp(None, None, values.flatten(0, 1)).unflatten(0, (-1, attention.heads))
+    heads = mixed @ attention.output_weight.to(mixed.device)
+    if not operator.by_head:
+        heads = heads.sum(1)
+        heads = heads if attention.output_bias is None else heads + attention.output_bias
+    return heads.reshape(*operator.batch_shape, *heads.shape[-2:])
