@@ -98,7 +98,9 @@ def trivial(cells: int) -> tuple[float, int]:
 
 def measure_nothing(batches: tuple[Batch, ...]) -> list[tuple[Cell, dict[str, Any]]]:
     """Rows as large as real ones."""
-    none = dict.fromkeys(["proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy"])
+    none = dict.fromkeys(
+        ["relative", "proved", "value_path", "score_path", *("value_share", "sink", "sink_token", "entropy")]
+    )
     facts = {"confidence": 0.99, "converged": True, "bounds": "{}", "radius": 1.0, "dtype": "float32", "seconds": 0.0}
     numbers = {"value": 1.0, "lower": 1.0, "upper": 1.0, "input_energy": str([1 / 128] * 128)} | none | facts
     return [(cell, numbers) for batch in batches for cell in batch.cells()]

@@ -128,7 +128,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     | {
         "--witness": (["inputs/witness.safetensors"], ["inputs/witness-cut.safetensors", "inputs/weights.safetensors"]),
         "--what": _some("block", "heads", "both"),
-        "--norm": _some("2", "inf", "1", "fro"),
+        "--norm": _some("2", "inf", "1", "fro", "token"),
         "-k": _some(1, 3),
         "--rtol": _some(1e-2, 1e-4),
         "--confidence": _some(0.9, 0.999),

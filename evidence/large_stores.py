@@ -68,6 +68,7 @@ def _numbers(value: float, energy: np.ndarray, length: int) -> dict[str, object]
         "proved": 3.1 * value,
         "bounds": json.dumps({name: (5 + place) * value for place, name in enumerate(BOUNDS)}),
         "radius": 9.87654321,
+        "relative": 1.5 * value,
         "value_path": 0.7 * value,
         "score_path": 0.5 * value,
         "value_share": 0.66,

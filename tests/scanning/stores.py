@@ -12,11 +12,15 @@ from howsmooth.scanning.store import Identity, Store
 IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, Settings(), "0.1.0")
 OLDER = Path(__file__).parent / "data" / "older.sqlite"
 """Written by the version before checksums, with what it read back in a JSON file of the same name."""
+WITH_CHECKSUMS = OLDER.with_name("checksums.sqlite")
+"""The same of the version after it, before the relative condition."""
 TOKENS = ["[CLS]", "it's", '"<script>"', "☃"]
 
 
 def numbers(value: float) -> dict[str, Any]:
-    rest = dict.fromkeys(["proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy"])
+    rest = dict.fromkeys(
+        ["relative", "proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy"]
+    )
     return {
         "value": value,
         "lower": value,

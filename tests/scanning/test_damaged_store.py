@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from howsmooth.scanning import Scan, salvage
+from howsmooth.scanning.schema import VERSION
 from howsmooth.scanning.store import Store, StoreError
-from tests.scanning.stores import IDENTITY, OLDER, TOKENS, batch, change, kept
+from tests.scanning.stores import IDENTITY, OLDER, TOKENS, WITH_CHECKSUMS, batch, change, kept
 
 
 @pytest.fixture
@@ -120,13 +121,17 @@ def test_a_scan_does_not_go_on_in_a_store_with_a_changed_number(path: Path) -> N
         store.begin(IDENTITY)
 
 
-def test_a_store_of_the_version_before_gives_the_same_numbers_and_gains_checksums(tmp_path: Path) -> None:
-    expected = json.loads(OLDER.with_suffix(".json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("older", "written"), [(OLDER, 0), (WITH_CHECKSUMS, 1)])
+def test_a_store_of_a_version_before_gives_the_same_numbers_and_becomes_one_of_today(
+    tmp_path: Path, older: Path, written: int
+) -> None:
+    expected = json.loads(older.with_suffix(".json").read_text(encoding="utf-8"))
     path = tmp_path / "older.sqlite"
-    shutil.copyfile(OLDER, path)
-    for version in (0, 1):
+    shutil.copyfile(older, path)
+    for version in (written, VERSION):
         scan = Scan.open(path)
         assert [{name: row[name] for name in expected["rows"][0]} for row in scan.rows] == expected["rows"]
+        assert {row["relative"] for row in scan.rows} == {None}
         assert scan.tokens == {tuple(key): words for key, words in expected["tokens"]}
         assert [scan.energies[tuple(key)] for key, _ in expected["energies"]] == [e for _, e in expected["energies"]]
         with sqlite3.connect(path) as db:

@@ -23,8 +23,9 @@ from howsmooth.testing import dense_jacobian
 
 FIELDS = [
     *("model", "model_sha256", "precision", "what", "layer", "head", "length", "window", "window_start", "text"),
-    *("text_sha256", "value", "lower", "upper", "confidence", "converged", "proved", "bounds", "radius", "value_path"),
-    *("score_path", "value_share", "sink", "sink_token", "entropy", "seed", "rtol", "dtype", "seconds", "howsmooth"),
+    *("text_sha256", "value", "lower", "upper", "relative", "confidence", "converged", "proved", "bounds", "radius"),
+    *("value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "seed", "rtol", "dtype", "seconds"),
+    "howsmooth",
 ]
 
 
@@ -93,6 +94,7 @@ def test_values_equal_dense_jacobians_of_the_model_written_by_hand(found: Scan, 
         assert row["value"] == pytest.approx(sigma, rel=1e-3)
         assert row["lower"] <= sigma * (1 + 1e-5)
         assert row["upper"] >= sigma * (1 - 1e-5)
+        assert row["relative"] == pytest.approx(sigma * float(x.norm() / f(x).norm()), rel=2e-3)
         assert row["radius"] == pytest.approx(float(x.norm(dim=-1).max()), rel=1e-5)
         if row["head"] is not None:
             weights = oracle.weights(layer, x)[row["head"]]

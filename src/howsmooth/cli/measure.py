@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from typer import Option
 
 from howsmooth.cli.console import lower_bound, parse_bytes, print_json, solver_progress, stdout, upper_bound, written
@@ -26,10 +26,14 @@ from howsmooth.measuring import measure_heads
 from howsmooth.norms import Measurement
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro"})
-_NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro"}
-_SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F"}
+Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro", "token": "token"})
+_NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro", "token": "token"}
+_SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F", "token": "‖J‖_token"}
 _TOP_TOKENS = 3
+_WHAT_RELATIVE_IS = (
+    "relative: {norm}·|X|/|f(X)|, by what share of itself the output can move when the input moves by a small share of "
+    "itself; it compares layers and models, {norm} alone compares inputs, lengths and heads of one layer."
+)
 _WHAT_PATHS_ARE = (
     "value path, score path: ‖J‖₂ of each part of the Jacobian by itself, each in its own worst direction; they may "
     "cancel, so neither they nor their sum is ‖J‖₂. value share: the part of ‖J‖₂ that goes through the values in the "
@@ -110,18 +114,21 @@ def _print(
     out.print(site.in_words(), markup=False)
     out.print(f"tokens: {batch}n = {facts['n']}: {facts['input']}", markup=False)
     several = any(m.values is not None and m.values.shape[-1] > 1 for m in measured.values())
-    table = Table("map", f"{_SYMBOLS[norm]} (estimate)", "lower bound", "upper bound")
+    ends = [Column("lower bound", no_wrap=True), Column("upper bound", no_wrap=True)]
+    table = Table("map", f"{_SYMBOLS[norm]} (estimate)", *ends, "relative")
     for name in ["next singular values (estimates)"] * several + ["converged", "products", "seconds"]:
         table.add_column(name)
     for name, m in measured.items():
         for number, index in enumerate(np.ndindex(m.value.shape)):
-            value, ends = written(float(m.value[index])), (lower_bound(m, index), upper_bound(m, index))
+            value, both = written(float(m.value[index])), (lower_bound(m, index), upper_bound(m, index))
             following = m.values[index][1:].tolist() if several and m.values is not None else []
             more = [", ".join(map(written, following))] if several else []
             cost = ["″", "″"] if number else [f"{m.products}", f"{m.seconds:.2f}"]
             converged = "yes" if bool(m.converged[index]) else "no"
-            table.add_row(_map_name(name, index), value, *ends, *more, converged, *cost)
+            relative = "–" if m.relative is None else written(float(m.relative[index]), digits=3)
+            table.add_row(_map_name(name, index), value, *both, relative, *more, converged, *cost)
     out.print(table)
+    out.print(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]), markup=False)
     if any(m.value.numel() > 1 for m in measured.values()):
         out.print("″ solved together with the map above; each upper bound holds with its probability by itself.")
     for note in dict.fromkeys([*site.notes, *(note for m in measured.values() for note in m.notes)]):

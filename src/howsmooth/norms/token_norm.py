@@ -19,9 +19,10 @@ makes the sum smaller, and every value on the way is attained.
 
 :math:`w_j = 1` gives :math:`\sqrt n\,\|J_i\|_2` and :math:`w_j = \|J_{ij}\|_2` something below
 :math:`\sum_j\|J_{ij}\|_2`. At a resting point u of the ascent, :math:`w_j = |J_{ij}^\top u|` makes u an eigenvector of
-the matrix, of eigenvalue :math:`S = \sum_j w_j`: where that is the largest one, both ends are S and the norm is known. Elsewhere the weights move on by steps of Frank
-and Wolfe: the least upper bound over all w is :math:`\max_Q \sum_j (\operatorname{tr} J_{ij}^\top Q J_{ij})^{1/2}` over
-:math:`Q \succeq 0` of trace 1, which is concave, and whose rank-one Q are the directions u.
+the matrix, of eigenvalue :math:`S = \sum_j w_j`: where that is the largest one, both ends are S and the norm is known.
+Elsewhere the weights move on by steps of Frank and Wolfe: the least upper bound over all w is
+:math:`\max_Q \sum_j (\operatorname{tr} J_{ij}^\top Q J_{ij})^{1/2}`
+over :math:`Q \succeq 0` of trace 1, which is concave, and whose rank-one Q are the directions u.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ def _numbers(
         "value": float(total.value[index]),
         "lower": float(total.lower[index]),
         "upper": _finite(float(total.upper[index])),
+        "relative": None if total.relative is None else _finite(float(total.relative[index])),
         "confidence": total.confidence,
         "converged": bool(total.converged[index]),
         "proved": _finite(bounds.get(PROVED, math.inf)),

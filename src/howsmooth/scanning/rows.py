@@ -11,15 +11,15 @@ from sys import intern
 from typing import Any
 
 from howsmooth.scanning.connections import StoreError, check_pages, explained
-from howsmooth.scanning.schema import ADDED, COLUMNS, checksum, fault
+from howsmooth.scanning.schema import COLUMNS, checksum, fault, has
 from howsmooth.small import printable
 
 Row = dict[str, Any]
 _ORDER = (
     *("model", "model_sha256", "precision", "what", "layer", "head", "length", "window", "window_start", "text"),
-    *("text_sha256", "value", "lower", "upper", "confidence", "converged", "proved", "bounds", "radius", "value_path"),
-    *("score_path", "value_share", "sink", "sink_token", "entropy", "seed", "rtol", "dtype", "seconds", "howsmooth"),
-    "input_energy",
+    *("text_sha256", "value", "lower", "upper", "relative", "confidence", "converged", "proved", "bounds", "radius"),
+    *("value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "seed", "rtol", "dtype", "seconds"),
+    *("howsmooth", "input_energy"),
 )
 """The fields of a row."""
 _OF_SCAN = ("model", "model_sha256", "precision", "text", "text_sha256", "howsmooth")
@@ -134,7 +134,7 @@ class Reader:
         name: str = "",
     ) -> Iterator[tuple[Any, ...]]:
         """The columns of rows in the order of `COLUMNS`, and others after them; an error names a damaged row."""
-        columns = [f'"{one}"' if self.version or one not in ADDED[table] else "NULL" for one in COLUMNS[table]]
+        columns = [f'"{one}"' if has(self.version, table, one) else "NULL" for one in COLUMNS[table]]
         kept = "checksum" if self.version else "NULL"
         source = f"{name or table} {'' if indexed else 'NOT INDEXED'}"
         width = len(columns)
@@ -142,7 +142,7 @@ class Reader:
             for kept_sum, *values in self._db.execute(
                 f"SELECT {', '.join([kept, *columns, *extra])} FROM {source} {where}", given
             ):
-                if wrong := fault(table, values[:width], kept_sum):
+                if wrong := fault(table, values[:width], kept_sum, self.version):
                     raise self._damaged(table, values, wrong)
                 yield tuple(values)
 

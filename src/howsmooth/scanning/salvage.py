@@ -14,7 +14,7 @@ from typing import Any
 from howsmooth.checks import door
 from howsmooth.scanning.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scanning.rows import Reader, Row, named
-from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, objects
+from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, has, objects
 from howsmooth.scanning.store import put, update_scan
 from howsmooth.small import distinct_files
 
@@ -87,7 +87,9 @@ def _opened(copy: Path) -> sqlite3.Connection:
     with suppress(sqlite3.Error):
         db.execute("PRAGMA writable_schema = ON")
         columns = "".join(str(sql) for (sql,) in db.execute("SELECT sql FROM sqlite_master"))
-        version = VERSION if "checksum" in columns or db.execute("PRAGMA user_version").fetchone()[0] else 0
+        version = 0
+        if "checksum" in columns or db.execute("PRAGMA user_version").fetchone()[0]:
+            version = VERSION if '"relative"' in columns or not columns else 1
         db.execute(f"PRAGMA user_version = {version}")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         for kind, name, _, sql in objects(version):
@@ -182,7 +184,7 @@ class Pieces:
 
     def _words(self, table: str, number: int) -> str:
         with suppress(sqlite3.Error):
-            columns = ", ".join(f'"{name}"' for name in COLUMNS[table])
+            columns = ", ".join(f'"{name}"' for name in COLUMNS[table] if has(self.version, table, name))
             values = self.db.execute(f"SELECT {columns} FROM {table} WHERE rowid = ?", (number,)).fetchone()
             if values is not None:
                 return named(table, values)

@@ -17,8 +17,9 @@ from functools import cache
 from typing import Any
 
 APPLICATION_ID = 0x68736D31  # "hsm1"
-VERSION = 1
-"""The user_version of stores that are written; those of version 0 have no checksums and can be read."""
+VERSION = 2
+"""The user_version of stores that are written. Those of version 0 have no checksums, those of version 1 no relative
+condition; both can be read."""
 PLACE = {
     "what": "TEXT NOT NULL",
     "layer": "INTEGER",
@@ -37,6 +38,7 @@ NUMBERS = {
     "entropy": "REAL",
     "dtype": "TEXT NOT NULL",
     "seconds": "REAL NOT NULL",
+    "relative": "REAL",
     "input_energy": "TEXT",
 }
 """The columns of a cell beside its place, with their types."""
@@ -53,19 +55,44 @@ COLUMNS: dict[str, dict[str, str]] = {
     "cells": _PROVED | {"energy_sum": "INTEGER"},
 }
 """Table → the columns under its checksum, in that order."""
-ADDED = {"scans": ("pending", "cells", "tally"), "windows": (), "cells": ("energy_sum",)}
-"""Table → columns that version 0 does not have, beside the checksum."""
+ADDED: dict[str, dict[str, int]] = {
+    "scans": {"pending": 1, "cells": 1, "tally": 1},
+    "windows": {},
+    "cells": {"energy_sum": 1, "relative": 2},
+}
+"""Table → columns that came later, beside the checksum of version 1, with the first version that has them."""
 TABLES = tuple(COLUMNS)
 
 
-def _typed(columns: Mapping[str, str]) -> str:
-    return ", ".join(f'"{name}" {kind}' for name, kind in columns.items())
+def has(version: int, table: str, column: str) -> bool:
+    """Whether stores of a version have a column."""
+    return ADDED[table].get(column, 0) <= version
+
+
+def _typed(columns: Mapping[str, str], version: int = VERSION) -> str:
+    """Columns of cells, or of tables that all versions with checksums have, as far as a version has them."""
+    return ", ".join(f'"{name}" {kind}' for name, kind in columns.items() if has(version, "cells", name))
 
 
 _INDEX = "CREATE UNIQUE INDEX cell ON cells (scan, what, ifnull(layer, -1), ifnull(head, -1), length, window);"
 """NULL differs from NULL in a key, so that missing layers and heads are written as -1 there."""
+
+
+def _with_checksums(version: int) -> str:
+    return f"""
+CREATE TABLE scans ({_typed(COLUMNS["scans"])}, checksum INTEGER NOT NULL,
+    UNIQUE (model_sha256, text_sha256, pending));
+CREATE TABLE windows ({_typed(COLUMNS["windows"])}, checksum INTEGER NOT NULL,
+    PRIMARY KEY (scan, length, window), FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE) WITHOUT ROWID;
+CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed(COLUMNS["cells"], version)}, input_energy TEXT,
+    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE,
+    FOREIGN KEY (scan, length, window) REFERENCES windows);
+{_INDEX}
+"""
+
+
 _SCHEMAS = {
-    # The spelling of version 0 is compared letter by letter with the stores that have it.
+    # The spelling of a version is compared letter by letter with the stores that have it.
     0: f"""
 CREATE TABLE scans (
     id INTEGER PRIMARY KEY, model TEXT NOT NULL, model_sha256 TEXT NOT NULL, precision TEXT NOT NULL,
@@ -76,20 +103,12 @@ CREATE TABLE windows (
     start INTEGER NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (scan, length, window)) WITHOUT ROWID;
 CREATE TABLE cells (
     scan INTEGER NOT NULL REFERENCES scans ON DELETE CASCADE,
-    {_typed(PLACE | NUMBERS)},
+    {_typed(PLACE | NUMBERS, 0)},
     FOREIGN KEY (scan, length, window) REFERENCES windows);
 {_INDEX}
 """,
-    1: f"""
-CREATE TABLE scans ({_typed(COLUMNS["scans"])}, checksum INTEGER NOT NULL,
-    UNIQUE (model_sha256, text_sha256, pending));
-CREATE TABLE windows ({_typed(COLUMNS["windows"])}, checksum INTEGER NOT NULL,
-    PRIMARY KEY (scan, length, window), FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE) WITHOUT ROWID;
-CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed(COLUMNS["cells"])}, input_energy TEXT,
-    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE,
-    FOREIGN KEY (scan, length, window) REFERENCES windows);
-{_INDEX}
-""",
+    1: _with_checksums(1),
+    2: _with_checksums(2),
 }
 
 
@@ -150,11 +169,12 @@ def _stored(value: Any, kind: str) -> Any:
     return int(value)
 
 
-def fault(table: str, values: Sequence[Any], kept: int | None) -> str:
+def fault(table: str, values: Sequence[Any], kept: int | None, version: int = VERSION) -> str:
     """What is wrong with the columns of a row, or nothing: its checksum, or without one the types of its columns."""
     if kept is not None:
+        known = [value for name, value in zip(COLUMNS[table], values, strict=True) if has(version, table, name)]
         try:
-            return "" if checksum(values) == kept else "is not what was written: its checksum differs"
+            return "" if checksum(known) == kept else "is not what was written: its checksum differs"
         except TypeError:  # bytes where text was
             return "is not what was written: a column holds bytes"
     for (name, kind), value in zip(COLUMNS[table].items(), values, strict=True):

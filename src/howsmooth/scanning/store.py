@@ -190,9 +190,10 @@ class Store(Reader):
             )
 
     def _modernise(self) -> None:
-        """Give a store of version 0 its checksums, all or nothing."""
+        """Give an older store the tables of today, all or nothing; what was not measured then stays empty."""
         if self.version == VERSION:
             return
+        self.check_whole()
         scans, windows = self._scans(), list(self.verified("windows"))
         self._db.execute("PRAGMA foreign_keys = OFF")
         self._db.execute("PRAGMA legacy_alter_table = ON")  # references stay with the name, not with the old table
@@ -204,9 +205,10 @@ class Store(Reader):
                 self._db.execute(statement)
             for values in windows:
                 put(self._db, "windows", dict(zip(COLUMNS["windows"], values, strict=True)))
-            about = {row["id"]: row | {"pending": 0, "cells": 0, "tally": 0} for row in scans}
+            about = {row["id"]: row | {"cells": 0, "tally": 0} for row in scans}
             names = [*(name for name in COLUMNS["cells"] if name != "energy_sum"), "input_energy"]
             for values in self.verified("cells", extra=("input_energy",), name="old_cells"):
+                self.shares(values, values[-1])  # proved by their own checksum, where they have one
                 row = dict(zip([*COLUMNS["cells"], "input_energy"], values, strict=True))
                 of_scan = about[row["scan"]]
                 of_scan["tally"] ^= put(self._db, "cells", {name: row[name] for name in names}) or 0
