@@ -172,6 +172,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--seed": _some(0, 3),
         "--bounds": _some("none", "proved", "cheap"),
         "--no-explain": FLAG,
+        "--reference": _some("random"),
         "--config": (
             ["inputs/right.toml", *(f"inputs/wrong{number}.toml" for number in range(CONFIGURATIONS))],
             ["inputs/nested.toml", "inputs/broken.toml", "inputs/latin.txt"],

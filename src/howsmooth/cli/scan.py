@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from howsmooth.scanning.shards import parse_shard
 from howsmooth.small import distinct_files, printable
 
 FOLDER = Path("howsmooth-output")
+Reference = Enum("Reference", {"random": "random"})
 EXPORTS = {".csv": "to_csv", ".parquet": "to_parquet", ".json": "to_json"}
 
 
@@ -53,13 +55,18 @@ class Wish:
     bounds: Annotated[
         str | None, Option(help="Upper bounds: none, proved (the three-path bound alone), cheap or all (cheap).")
     ] = None
+    reference: Annotated[
+        Reference | None,
+        Option(help="random: also the same architecture with random weights, as a line to compare with."),
+    ] = None
     explain: Annotated[
         bool | None, Option("--explain/--no-explain", help="Also value and score path, sink, entropy (yes).")
     ] = None
 
     def over(self, base: dict[str, Any]) -> dict[str, Any]:
         """These wishes where they say something, those of ``base`` elsewhere."""
-        return base | {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: getattr(value, "value", value) for name, value in vars(self).items() if value is not None}
+        return base | given
 
 
 @command
@@ -85,6 +92,7 @@ def scan(
       howsmooth scan minilm\n
       howsmooth scan minilm --text novel.txt --lengths 8,16,…,512 --windows 10 --what heads,attention\n
       howsmooth scan smollm2 --layers 0,2-4 --what "head\\[heads=0-2],layer" --out smollm2.sqlite\n
+      howsmooth scan minilm --what heads,layer,model --reference random\n
       howsmooth scan smollm2 --windows 100 --jobs 16 --plan\n
       howsmooth scan smollm2 --jobs 4 --out smollm2.sqlite\n
       howsmooth scan smollm2 --shard 2/8 --out shard-2.sqlite\n
@@ -170,7 +178,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(["model", "text", "out", "bounds"], (str,)),
+    **dict.fromkeys(["model", "text", "out", "bounds", "reference"], (str,)),
     **dict.fromkeys(["lengths", "layers"], (str, int, list)),
     "what": (str, list),
     **dict.fromkeys(["windows", "seed"], (int,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
 from howsmooth.models.named import FULL_PRECISION, NAMED
-from howsmooth.models.random_models import is_random, random_model, random_name
+from howsmooth.models.random_models import RANDOM_TWIN, is_random, random_model, random_name, random_twin
 from howsmooth.models.self_check import samples_of_frames
 from howsmooth.models.windows import Tokens, Window, spread_starts
 from howsmooth.small import digest, printable
@@ -142,6 +142,7 @@ def names_model(source: str) -> bool:
     >>> [names_model(source) for source in ("minilm", "random:bert[layers=2]", "org/name", "random[width=8]", "w.pt")]
     [True, True, True, False, False]
     """
+    source = source.removesuffix(RANDOM_TWIN)
     path = Path(source)
     if source in NAMED or random_name(source) is not None or path.suffix == ".gguf":
         return True
@@ -157,13 +158,16 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
 
     Args:
         spec: a name in `NAMED` (``minilm``, ``smollm2``, ``mpnet``), ``random:bert[layers=2,width=64]`` and the like, a
-            folder, a .gguf file, or an id on the Hugging Face hub.
+            folder, a .gguf file, or an id on the Hugging Face hub; with ``@random`` behind it, the same architecture
+            with random weights.
         head: with its task head (language model, CTC, …), for `target(…, "logits")`.
 
     >>> opened = open_model("random:gpt2[layers=1,width=32]")
     >>> opened.modality, opened.precision, opened.limit
     ('text', 'float32', 512)
     """
+    if spec.endswith(RANDOM_TWIN) and not os.path.exists(spec):
+        return twin_of(open_model(spec.removesuffix(RANDOM_TWIN), head=head))
     model: PreTrainedModel
     notes: tuple[str, ...] = ()
     if is_random(spec):
@@ -206,6 +210,21 @@ def opened(
     limit = longest(model, processor)
     sha256 = sha256 or content_sha256(model)
     return OpenModel(name, model, processor, modality, sha256, precision, limit, licence, notes, reads_bytes)
+
+
+def twin_of(model: OpenModel) -> OpenModel:
+    """The same architecture with random weights, which reads the same windows: what training has changed.
+
+    >>> twin_of(open_model("random:gpt2[layers=1,width=32,seed=3]")).name
+    'random:gpt2[layers=1,width=32,seed=3]@random'
+    """
+    twin = random_twin(model.model)
+    licence = "none (random weights)"
+    return replace(
+        opened(f"{model.name}{RANDOM_TWIN}", twin, model.processor, FULL_PRECISION, licence),
+        limit=model.limit,
+        reads_bytes=model.reads_bytes,
+    )
 
 
 @door

@@ -1,17 +1,20 @@
-"""Small models of known architectures with random weights: ``random:NAME`` or ``random:NAME[layers=…,width=…]``."""
+"""Models with random weights: small ones of known architectures, ``random:NAME`` or ``random:NAME[layers=…,width=…]``,
+and the twin of any model, ``NAME@random``."""
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
 from howsmooth.models.conventions import RANDOM_NAMES
 from howsmooth.models.files import quiet
 from howsmooth.models.sizes import check_memory
+from howsmooth.small import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -162,3 +165,34 @@ def _class(name: str, head: bool) -> Any:
         return transformers.AutoModelForImageClassification.from_config
     encoder = name in ("bert", "distilbert", "electra", "mpnet", "roberta")
     return (transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM).from_config
+
+
+RANDOM_TWIN = "@random"
+"""What follows the name of a model when its architecture is meant with random weights: ``minilm@random``."""
+
+
+@alone
+def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """A model of the same configuration, drawn as its architecture draws weights before training.
+
+    What a trained model has that its architecture has not is what differs between the two.
+
+    >>> model = random_model("random:gpt2[layers=1,width=16]")
+    >>> twin = random_twin(model, seed=1)
+    >>> twin.config.n_layer, bool((twin.wte.weight == model.wte.weight).all())
+    (1, False)
+    """
+    kept, weight = torch.get_default_dtype(), next(model.parameters())
+    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        try:
+            torch.set_default_dtype(torch.float32)
+            twin = type(model)(copy.deepcopy(model.config))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModel(
+                f"a {type(model).__name__} cannot be drawn at random from its configuration ({first_line(error)}): "
+                "leave the reference out."
+            ) from error
+        finally:
+            torch.set_default_dtype(kept)
+    return twin.to(weight.device, weight.dtype).eval()

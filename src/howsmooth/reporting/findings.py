@@ -11,13 +11,14 @@ from statistics import fmean, median
 from typing import Any
 
 from howsmooth.checks import door
-from howsmooth.growth import PowerLaw, fit_power_law
+from howsmooth.growth import PowerLaw, fit_power_law, growth
 from howsmooth.reporting.source import Cell, Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
 
 _SLIGHT = 0.005
 """Shares so little outside of 0 … 1 are not worth a word."""
+_MOST_GROWTHS, _RESAMPLES = 100, 500
 PROVED = "howsmooth.three_path"
 KINDS = {
     "head": "head",
@@ -137,6 +138,22 @@ def growths(group: Group) -> dict[Cell, PowerLaw]:
     points = {cell: [(row["length"], row["value"]) for row in rows] for cell, rows in group.cells.items()}
     fits = {cell: fit_power_law(*zip(*pairs, strict=True)) for cell, pairs in points.items()}
     return {cell: _with_doubt(fit, points[cell]) for cell, fit in fits.items() if fit is not None}
+
+
+def growth_sentences(group: Group) -> dict[Cell, str]:
+    """What `howsmooth.growth` says of the roughest cells of every kind: an interval, and a law where the data have one.
+
+    Windows are the inputs of its bootstrap. Of a large scan it is the first few hundred cells.
+    """
+    wanted = [cell_of(row) for kind in group.kinds for row in group.roughest(kind)[:_MOST_GROWTHS]]
+    sentences = {}
+    for cell in wanted:
+        points = [(row["length"], row["value"]) for row in group.cells[cell] if row["value"] > 0]
+        if len({length for length, _ in points}) > 1:
+            lengths, values = zip(*points, strict=True)
+            grown = growth(values, lengths, resamples=_RESAMPLES)
+            sentences[cell] = grown.sentence.replace("the values", "σ", 1).replace(" they ", " the values ")
+    return sentences
 
 
 def _with_doubt(fit: PowerLaw, points: Iterable[tuple[int, float]]) -> PowerLaw:

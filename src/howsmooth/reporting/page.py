@@ -17,6 +17,7 @@ from typing import Any
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.reporting.answer import GAUGE, answer, compared, picture
 from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
 from howsmooth.reporting.payload import group_data
 from howsmooth.reporting.source import Group, Source, groups
@@ -73,6 +74,7 @@ def page(scanned: Sequence[Group], documentation: str | None = None) -> str:
         style=style,
         script=script,
         headlines="\n".join(_headline(number, group) for number, group in enumerate(scanned)),
+        gauge=html.escape(GAUGE),
         theory="\n".join(_theory_entry(name, links.pages.get(name)) for name in THEORY),
         data=embedded(data),
     )
@@ -120,14 +122,23 @@ def _shown_escape(escape: re.Match[str]) -> str:
 
 def _headline(number: int, group: Group) -> str:
     worst = group.roughest(main_kind(group))[0]
-    reason = why(worst, group)
+    reason, said = why(worst, group), headline(group)
+    smooth = answer(group)
     parts = {
-        "sentence": headline(group).removesuffix(reason).strip(),
-        "reason": reason,
+        "sentence": smooth or said.removesuffix(reason).strip(),
+        "compared": compared(group),
+        "picture": picture(group),
+        "reason": said if smooth else reason,
         "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
     }
-    said = "".join(f'<p class="{name}">{html.escape(visible(words))}</p>' for name, words in parts.items() if words)
-    return f'<div class="headline" data-group="{number}">{said}</div>'
+    shown = "".join(_part(name, words) for name, words in parts.items() if words)
+    return f'<div class="headline" data-group="{number}">{shown}</div>'
+
+
+def _part(name: str, words: str) -> str:
+    if name == "picture":  # made of escaped elements
+        return f'<figure class="answer">{visible(words)}</figure>'
+    return f'<p class="{name}">{html.escape(visible(words))}</p>'
 
 
 def _theory_entry(name: str, address: str | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from howsmooth.reporting.findings import KINDS, bounds_of, growths, headline, methods
+from howsmooth.reporting.findings import KINDS, bounds_of, growth_sentences, growths, headline, methods
 from howsmooth.reporting.source import Group, Row
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
@@ -30,7 +30,9 @@ _NUMBERS: dict[str, str] = {
     "value": ROUND_HALF_EVEN,
     "lower": ROUND_FLOOR,
     "upper": ROUND_CEILING,
-    **dict.fromkeys(("radius", "value_path", "score_path", "value_share", "sink", "entropy"), ROUND_HALF_EVEN),
+    **dict.fromkeys(
+        ("relative", "radius", "value_path", "score_path", "value_share", "sink", "entropy"), ROUND_HALF_EVEN
+    ),
 }
 
 
@@ -116,6 +118,10 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "growth": {
             "/".join("" if word is None else str(word) for word in cell): [_digits(number) for number in law]
             for cell, law in laws.items()
+        },
+        "laws": {
+            "/".join("" if word is None else str(word) for word in cell): sentence
+            for cell, sentence in growth_sentences(group).items()
         },
         "tokens": {"/".join(map(str, key)): readable(tokens) for key, tokens in _tokens(group, rows).items()},
         "energies": {},

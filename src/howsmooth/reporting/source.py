@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput
+from howsmooth.models.random_models import RANDOM_TWIN
 from howsmooth.scanning import Scan
 from howsmooth.scanning.results import Shares
 
@@ -41,6 +42,7 @@ class Group:
         tokens: (length, window) → tokens.
         energies: (layer, head, length, window) → share of each token in the worst direction.
         settings: what else the scan says about how it was made.
+        reference: the same architecture with random weights on the same text, where that was scanned too.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Group:
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
     energies: Any = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    reference: Group | None = None
 
     @property
     def label(self) -> str:
@@ -159,7 +162,19 @@ def groups(source: Source) -> list[Group]:
                 group.energies.keys_of[cell] = shares
         if window not in group.tokens and (key := _key(texts, row, window)) is not None:
             group.tokens[window] = json.loads(texts[key]) if isinstance(texts[key], str) else list(texts[key])
-    return _some(list(grouped.values()))
+    return _some(_with_references(list(grouped.values())))
+
+
+def _with_references(scanned: list[Group]) -> list[Group]:
+    """Groups of random twins put beside those they are twins of; one without its original stays by itself."""
+    originals = {(group.model, group.text) for group in scanned}
+    twins = {
+        (group.model.removesuffix(RANDOM_TWIN), group.text): group
+        for group in scanned
+        if group.model.endswith(RANDOM_TWIN) and (group.model.removesuffix(RANDOM_TWIN), group.text) in originals
+    }
+    kept = [group for group in scanned if not any(group is twin for twin in twins.values())]
+    return [replace(group, reference=twins.get((group.model, group.text))) for group in kept]
 
 
 def opened(source: Source) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
@@ -36,6 +37,41 @@ _BOUNDS = {
 _PAGES = {bound: page for page, bounds in _BOUNDS.items() for bound in bounds}
 
 
+_WORDS = {
+    "howsmooth.three_path": "three-path bound",
+    "howsmooth.local": "local bound, head by head",
+    "howsmooth.softmax_jacobian": "softmax Jacobian, centred",
+    "howsmooth.three_path_ball": "three-path bound on the set",
+    "howsmooth.sqrt_n": "√n bound",
+    "howsmooth.mean_field": "mean-field bound, for every n",
+    "howsmooth.masked_mean_field": "masked mean-field bound",
+    "howsmooth.unified": "unified bound",
+    "howsmooth.l2_lip_2": "L2 attention, everywhere",
+    "howsmooth.qk_norm": "normalised queries and keys",
+    "howsmooth.cosine_mean_field": "cosine attention, for every n",
+    "castin2024.sqrt_n": "√n bound",
+    "castin2024.mean_field": "mean-field bound",
+    "kim2021.lip_2": "L2 attention, everywhere",
+    "dasoulas2021.joint": "joint bound",
+    "nair2025.ball": "bound on a ball",
+    "nair2025.softmax_half": "softmax is ½-Lipschitz",
+    "yudin2025.softmax_jacobian": "softmax Jacobian",
+    "ramapuram2024.local": "sigmoid attention, at the input",
+    "furuya2026.nonexpansive": "gradient steps do not expand",
+}
+
+
+def in_words(name: str) -> str:
+    """A bound in words, with whose it is unless it is this project's.
+
+    >>> in_words("castin2024.sqrt_n"), in_words("howsmooth.sqrt_n")
+    ('√n bound (Castin 2024)', '√n bound')
+    """
+    said = _WORDS.get(name, name.split(".")[-1].replace("_", " "))
+    paper = re.fullmatch(r"([a-z]+)(\d{4})", name.split(".")[0])
+    return said if paper is None else f"{said} ({paper[1].capitalize()} {paper[2]})"
+
+
 @dataclass(frozen=True)
 class Links:
     """Names of pages → addresses, and names of bounds → what a reader should know about them."""
@@ -50,7 +86,7 @@ def theory_links(documentation: str | None) -> Links:
     >>> theory_links("https://example.org/docs").pages["theory/three-path"]
     'https://example.org/docs/theory/three-path/'
     >>> theory_links(None).bounds["howsmooth.three_path"]
-    {'where': 'at the input', 'reference': 'howsmooth', 'page': 'theory/three-path'}
+    {'where': 'at the input', 'reference': 'howsmooth', 'page': 'theory/three-path', 'words': 'three-path bound'}
     """
     pages = {} if documentation is None else {name: f"{documentation.rstrip('/')}/{name}/" for name in THEORY}
     bounds = {
@@ -58,6 +94,7 @@ def theory_links(documentation: str | None) -> Links:
             "where": SCOPES[bound.scope],
             "reference": bound.reference,
             "page": _PAGES.get(name, "theory/dot-product"),
+            "words": in_words(name),
         }
         for name, bound in CATALOGUE.items()
         if (bound.side, bound.norm) == ("upper", 2)

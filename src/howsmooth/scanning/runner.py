@@ -7,13 +7,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from howsmooth.checks import check_count, check_options, check_positive, door
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window
+from howsmooth.models.opened import twin_of
 from howsmooth.scanning.cells import measure_batch
 from howsmooth.scanning.cost import predict
 from howsmooth.scanning.grammar import Numbers as Places
@@ -52,6 +53,7 @@ def scan(
     resume: bool = True,
     tokenizer: Any = None,
     device: str | None = None,
+    reference: Literal["random"] | None = None,
     progress: Callable[[Progress], None] | None = None,
     executor: Executor | Engine | None = None,
     jobs: int | None = None,
@@ -75,6 +77,8 @@ def scan(
         resume: keep what the store has of this scan; otherwise measure it anew.
         tokenizer: of a model in memory, where transformers does not find it by the model's name.
         device: where to measure, for example "cuda"; by default where the model is.
+        reference: "random" to measure the same architecture with random weights as well, in the same store: what training
+            has changed. Its rows are those of MODEL@random, and a report shows them as a line beside the others.
         progress: called before every batch and at the end; with workers, whenever one has answered.
         executor: any `concurrent.futures.Executor` that measures instead of this process, which alone writes; or a
             `howsmooth.engines.Engine` of one.
@@ -103,6 +107,7 @@ def scan(
     ready = prepare(model, text, lengths, layers, what, wanted, tokenizer=tokenizer, device=device)
     model, plan, cut, chosen, said = ready.model, ready.plan, ready.cut, ready.settings, ready.said
     identity = ready.identity
+    beside = twin_of(model) if reference == "random" else None
     with Store.writing(MEMORY if out is None else out) as store:
         number = store.begin(identity, resume)
         if this_shard is not None:
@@ -127,7 +132,14 @@ def scan(
         asked = {cell for batch in plan for cell in batch.cells()}
         if not failures:
             store.finish(number)
-        return replace(Scan.of(store, number, asked), notes=(*model.notes, *said), failures=failures)
+        scanned = replace(Scan.of(store, number, asked), notes=(*model.notes, *said), failures=failures)
+    if beside is None:
+        return scanned
+    same: dict[str, Any] = {"lengths": lengths, "windows": windows, "layers": layers, "what": what, "out": out}
+    same |= {"resume": resume, "progress": progress, "executor": executor, "jobs": jobs, "timeout": timeout}
+    other = scan(beside, text, shard=shard, **same, **settings)
+    notes, failed = (*scanned.notes, *other.notes), (*scanned.failures, *other.failures)
+    return replace(Scan.joined([scanned, other]), notes=tuple(dict.fromkeys(notes)), failures=failed)
 
 
 def run(

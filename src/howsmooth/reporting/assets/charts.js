@@ -72,7 +72,7 @@ function growthChart({ lengths, others, chosen, points, fit, bounds, label }) {
   const ends = [];
   for (const { name, line, proved } of drawn) {
     f.chart.append(svg("path", { class: `bound${proved ? " proved" : ""}`, d: path(line, f.px, f.py) }));
-    ends.push({ y: f.py(line[line.length - 1][1]), text: `≤ ${name}`, kind: proved ? "ink" : "" });
+    ends.push({ y: f.py(line[line.length - 1][1]), text: `≤ ${scan.bounds[name]?.words ?? name}`, kind: proved ? "ink" : "" });
   }
   if (fit) {
     const [n0, n1] = [lengths[0], lengths[lengths.length - 1]];
@@ -110,9 +110,9 @@ function distanceChart({ rows, label }) {
   }
   rows.forEach((row, i) => {
     const y = i * step + (narrow ? 40 : 22);
-    const name = svg("text", { x: narrow ? left : 0, y: narrow ? y - 14 : y - 2, class: "named", text: row.name });
+    const name = svg("text", { x: narrow ? left : 0, y: narrow ? y - 14 : y - 2, class: "named", text: row.words ?? row.name });
     chart.append(row.address ? svg("a", { href: row.address, rel: "noreferrer" }, name) : name);
-    if (!narrow) chart.append(svg("text", { x: 0, y: y + 15, text: row.where, "font-size": 12 }));
+    if (!narrow) chart.append(svg("text", { x: 0, y: y + 15, text: `${row.name}, ${row.where}`, "font-size": 12 }));
     if (row.middle < FARTHEST) {
       chart.append(svg("line", { class: "bound", x1: px(row.smallest), x2: px(row.largest), y1: y, y2: y, "stroke-width": 3 }));
       if (row.own !== null) chart.append(svg("circle", { class: "dot", cx: px(row.own), cy: y, r: 6.5 }));

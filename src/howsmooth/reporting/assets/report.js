@@ -7,6 +7,7 @@ const group = () => all[state.at];
 
 const METRICS = {
   value: { name: "σ", of: (row) => row.value, log: true, say: (x) => written(x, "near", 3) },
+  relative: { name: "relative size", of: (row) => row.relative, log: true, say: (x) => written(x, "near", 3) },
   growth: { name: "growth exponent", of: (row) => group().growth[row.key]?.[0] ?? null, say: decimals },
   share: { name: "share of the value path", of: (row) => row.value_share, say: decimals },
   proved: { name: "three-path bound / σ", of: (row) => (row.proved === null ? null : row.proved / row.value), log: true, say: (x) => written(x, "up", 3) },
@@ -41,6 +42,7 @@ function draw(anew = false) {
     drawFacts();
     drawMethods();
   }
+  remember();
   drawControls();
   drawMap();
   find("story").replaceChildren(...story(group(), chosen()));
@@ -50,6 +52,30 @@ function draw(anew = false) {
   drawDistances();
   drawLayers();
   drawTable();
+}
+
+// The address names what is chosen, so that a link leads to it: #layer-3-head-3, #model-2-attention-4.
+function place() {
+  const [what, layer, head] = state.key.split("/"), front = all.length > 1 && state.at ? `model-${state.at + 1}-` : "";
+  if (what === "head") return `${front}layer-${layer}-head-${head}`;
+  return front + (layer === "" ? what : `${what}-${layer}`);
+}
+
+function remember() {
+  if (state.quiet) return;
+  try { history.replaceState(null, "", `#${place()}`); } catch { /* a page inside another */ }
+}
+
+function fromAddress() {
+  const said = decodeURIComponent(location.hash.slice(1));
+  const [, model, rest] = /^(?:model-(\d+)-)?(.*)$/.exec(said);
+  const at = model ? Number(model) - 1 : 0, head = /^layer-(\d+)-head-(\d+)$/.exec(rest), other = /^([a-z]+)(?:-(\d+))?$/.exec(rest);
+  const key = head ? `head/${head[1]}/${head[2]}` : other ? `${other[1]}/${other[2] ?? ""}/` : "";
+  if (!all[at]?.byCell.has(key)) return;
+  state.quiet = false;
+  if (at !== state.at) show(at);
+  choose(key);
+  find("heads").scrollIntoView();
 }
 
 const title = (id, words) => find(id).replaceChildren(words, badge(group()) ?? "");
@@ -147,7 +173,7 @@ function drawGrowth() {
     points: mine.map((other) => [other.length, other.value]), fit, bounds, label: `Growth of σ with the number of tokens, ${where} of ${found.label}`,
   });
   find("growth-lead").textContent =
-    `${where}: σ grows like n to the power ${exponent(found, row)}. ${!fit ? "" : fit[1] === null ? "Two lengths cannot tell whether that is the law. " : fit[1] < 1e-9 ? "" : `Between neighbouring lengths it strays from that by as much as ± says, root mean square, or by the standard error of its ${mine.length} points where that is more. `}` +
+    `${found.laws[row.key] ? `${where}. ${found.laws[row.key]} ` : `${where}: σ changes like n to the power ${exponent(found, row)}. ${!fit ? "" : fit[1] === null ? "Two lengths cannot tell whether that is the law. " : fit[1] < 1e-9 ? "" : `Between neighbouring lengths it strays from that by as much as ± says, root mean square, or by the standard error of its ${mine.length} points where that is more. `}`}` +
     `Dots are windows, the dotted line is the fit, the strong line the three-path bound${bounds.length > 1 ? ", thin ones other bounds" : ""}; faint lines are the other ${found.words[row.what]}s.` +
     (drawn.left.length ? ` Beyond the frame: ${drawn.left.map((bound) => `${bound.name} (${written(most(bound.line.map((p) => p[1])), "up", 2)})`).join(", ")}.` : "");
   find("growth-chart").replaceChildren(drawn.chart);
@@ -244,4 +270,8 @@ find("theme").addEventListener("click", () => { setTheme(document.documentElemen
 find("metric").addEventListener("change", (event) => { state.metric = event.target.value; draw(); });
 let width = chartWidth();
 addEventListener("resize", () => { if (width !== chartWidth()) { width = chartWidth(); draw(); } });
+state.quiet = true;
 show(0);
+fromAddress();
+state.quiet = false;
+addEventListener("hashchange", fromAddress);

@@ -111,7 +111,8 @@ function story(group, row) {
     el("p", { class: "quiet" }, `${group.model}, n = ${row.length}${windowsOf(group, row) > 1 ? `, window ${row.window}` : ""} `, badge(group)),
     el("p", { class: "big", text: `σ ≈ ${written(row.value)}` }),
     el("p", { class: "quiet", text: ends.filter(Boolean).join(", ") }),
-  ];
+    row.relative === null || row.relative === undefined ? null : el("p", {}, el("strong", { text: `relative ${written(row.relative, "near", 3)}` }), `: if its input changes by 1 %, its output can change by ${written(row.relative, "near", 2)} %.`),
+  ].filter(Boolean);
   if (!row.converged) shown.push(el("p", { class: "quiet", text: "Did not reach the accuracy asked for: only the ends are sure." }));
   if (row.value_share !== null) {
     const against = row.value_share > 1.005 || row.value_share < -0.005;
@@ -130,6 +131,12 @@ function story(group, row) {
 
 const windowsOf = (group, row) => group.windows.get(row.length);
 
+// The middle relative number of some cells in words, or nothing.
+function relatively(cells) {
+  const known = cells.map((row) => row.relative).filter((x) => x !== null && x !== undefined);
+  return known.length ? `; relative ${written(median(known), "near", 3)}` : "";
+}
+
 // Four numbers that sum up the group at its main length.
 function facts(group) {
   const { length } = group;
@@ -137,8 +144,8 @@ function facts(group) {
   const exponents = cells.map((row) => group.growth[row.key]?.[0]).filter((p) => p !== undefined);
   const ratios = cells.filter((row) => row.proved !== null && row.value > 0).map((row) => row.proved / row.value);
   return [
-    [`roughest ${word}`, `σ ≈ ${written(cells[0].value, "near", 3)}`, placeOf(group, cells[0])],
-    [`median ${word}`, `σ ≈ ${written(median(cells.map((row) => row.value)), "near", 3)}`, `of ${cells.length}, at n = ${length}`],
+    [`roughest ${word}`, `σ ≈ ${written(cells[0].value, "near", 3)}`, `${placeOf(group, cells[0])}${relatively([cells[0]])}`],
+    [`median ${word}`, `σ ≈ ${written(median(cells.map((row) => row.value)), "near", 3)}`, `of ${cells.length}, at n = ${length}${relatively(cells)}`],
     exponents.length ? ["growth exponent", decimals(median(exponents)), `median; from ${decimals(least(exponents))} to ${decimals(most(exponents))}`] : null,
     ratios.length ? ["three-path bound", `${written(median(ratios), "up", 3)} σ`, `median; at most ${written(most(ratios), "up", 3)} σ`] : null,
   ].filter(Boolean);

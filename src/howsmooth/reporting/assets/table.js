@@ -2,9 +2,10 @@
 
 const COLUMNS = [
   ["what", "what", (row) => row.key, (row) => placeOf(group(), row)],
+  ["σ (estimate)", "value", (row) => row.value, (row) => `${written(row.value)}${row.converged ? "" : " †"}`],
+  ["relative", "relative", (row) => row.relative, (row) => written(row.relative, "near", 3)],
   ["n", "length", (row) => row.length, (row) => row.length],
   ["window", "window", (row) => row.window, (row) => row.window],
-  ["σ (estimate)", "value", (row) => row.value, (row) => `${written(row.value)}${row.converged ? "" : " †"}`],
   ["lower end", "lower", (row) => row.lower, (row) => written(row.lower, "down", 5)],
   ["upper end", "upper", (row) => row.upper, (row) => written(row.upper, "up", 5)],
   ["three-path", "proved", (row) => row.proved, (row) => written(row.proved, "up")],
@@ -65,6 +66,42 @@ function drawTable() {
 function fromTable(row) {
   choose(row.key, row.length, row.window);
   find("heads").scrollIntoView();
+}
+
+// The rows as a table that spreadsheets read; no text in it is taken for a formula.
+function rowsAsCsv(found) {
+  const names = ["what", "layer", "head", "length", "window", "value", "lower", "upper", "relative", "confidence", "converged", "proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "radius"];
+  const plain = (x) => (x === null || x === undefined ? "" : typeof x === "string" ? `"${(/^[=+\-@\t\r]/.test(x) ? `'${x}` : x).replace(/"/g, '""')}"` : String(x));
+  const lines = found.rows.map((row) => [plain(found.model), ...names.map((name) => plain(row[name]))].join(","));
+  return [["model", ...names].join(","), ...lines].join("\r\n");
+}
+
+function save(content, type, name) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([content], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const fileName = (words) => words.replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80);
+
+// A picture by itself: the colours of the theme written into it.
+function savePicture(picture, name) {
+  const twin = picture.cloneNode(true), kept = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-opacity", "opacity", "font-size", "font-weight", "text-anchor"];
+  const [own, other] = [[picture, ...picture.querySelectorAll("*")], [twin, ...twin.querySelectorAll("*")]];
+  own.forEach((node, i) => { const style = getComputedStyle(node); for (const name of kept) other[i].setAttribute(name, style.getPropertyValue(name)); });
+  twin.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  twin.setAttribute("font-family", "sans-serif");
+  save(new XMLSerializer().serializeToString(twin), "image/svg+xml", `${fileName(name)}.svg`);
+}
+
+find("rows").addEventListener("click", () => save(rowsAsCsv(group()), "text/csv", `${fileName(group().model)}.csv`));
+for (const id of ["growth-chart", "distances-chart", "layers-chart"]) {
+  const button = el("button", { type: "button", class: "plain save", text: "Save picture", onclick: () => { const picture = find(id).querySelector("svg"); if (picture) savePicture(picture, picture.getAttribute("aria-label")); } });
+  find(id).before(button);
+}
+for (const figure of document.querySelectorAll(".answer")) {
+  const picture = figure.querySelector("svg");
+  figure.append(el("button", { type: "button", class: "plain save", text: "Save picture", onclick: () => savePicture(picture, picture.getAttribute("aria-label")) }));
 }
 
 find("more").addEventListener("click", () => { state.shown += 200; drawTable(); });
