@@ -85,6 +85,13 @@ def _write_report(scan: Any, path: Path | str) -> None:
     write_report(scan, path)
 
 
+def _page_of(scan: Any) -> str:
+    from howsmooth.reporting.page import page
+    from howsmooth.reporting.source import groups
+
+    return page(groups(scan))
+
+
 class _Package(ModuleType):
     """The package as an object that is told when one of its rooms has been imported."""
 
@@ -93,6 +100,7 @@ class _Package(ModuleType):
             value = getattr(value, name)
         if name == "scanning":
             value.Scan.writer = _write_report
+            value.Scan.shower = _page_of
         super().__setattr__(name, value)
 
 

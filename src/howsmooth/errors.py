@@ -19,5 +19,9 @@ class UnsupportedModel(HowsmoothError, ValueError):
     """A model or module whose attention cannot be read faithfully."""
 
 
+class MissingPackage(HowsmoothError, ImportError):
+    """A package that this work needs and that is installed on request; the message names the command."""
+
+
 class DoesNotApply(HowsmoothError, ValueError):
     """A theorem outside its assumptions; the message names the assumption and the nearest bound that does apply."""

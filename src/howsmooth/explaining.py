@@ -17,6 +17,7 @@ from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.matrices import spectral
+from howsmooth.notebook import card
 from howsmooth.relative import with_scale
 
 _BLOCK_ENTRIES = 2**22
@@ -54,6 +55,18 @@ class Explanation:
     input_energy: Tensor
     output_energy: Tensor
     influence: Tensor | None = None
+
+    def _repr_html_(self) -> str:
+        sinks = zip(self.sink.reshape(-1).tolist(), self.sink_token.reshape(-1).tolist(), strict=True)
+        shares = self.value_share.reshape(-1).tolist()
+        facts = [
+            ("value path", f"{repr(self.value_path).partition(' (')[0]}: the weights held fixed"),
+            ("score path", f"{repr(self.score_path).partition(' (')[0]}: what moves through the weights"),
+            ("through the values", ", ".join(f"{100 * share:.0f} %" for share in shares)),
+            ("sink", ", ".join(f"token {token} receives {amount:.3g}" for amount, token in sinks)),
+            ("entropy, nats", ", ".join(f"{nats:.3g}" for nats in self.entropy.reshape(-1).tolist())),
+        ]
+        return card(repr(self.total), facts, self.total.notes)
 
 
 @door

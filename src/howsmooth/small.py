@@ -57,6 +57,18 @@ def on_demand(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callabl
     return get, listed
 
 
+FORMATS = (".png", ".svg", ".pdf")
+"""Endings of the files that a picture can be written to."""
+
+
+def check_figure_path(path: Path) -> None:
+    """Refuse a file name that no picture can be written to, before any work is done."""
+    if path.suffix.lower() not in FORMATS:
+        raise InvalidInput(f"{path} does not end like a picture: use {', '.join(FORMATS)}.")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"the folder of {path} does not exist: create it first.")
+
+
 class Busy(InvalidInput):
     """A file or folder that another process, or another thread, works in."""
 

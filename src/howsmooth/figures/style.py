@@ -15,11 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
-from howsmooth.errors import InvalidInput
-from howsmooth.small import printable, write_whole
+from howsmooth.small import FORMATS, check_figure_path, printable, write_whole
 
-FORMATS = (".png", ".svg", ".pdf")
-"""Endings of the files that a picture can be written to."""
+__all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "save_figure"]
 
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
@@ -33,14 +31,6 @@ def new_figure(panels: int = 1, width: float = 6.4, height: float = 5.2) -> tupl
     """
     figure = Figure(figsize=(width * panels, height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
-def check_figure_path(path: Path) -> None:
-    """Refuse a file name that no picture can be written to, before any work is done."""
-    if path.suffix.lower() not in FORMATS:
-        raise InvalidInput(f"{path} does not end like a picture: use {', '.join(FORMATS)}.")
-    if not path.parent.is_dir():
-        raise InvalidInput(f"the folder of {path} does not exist: create it first.")
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -26,6 +26,7 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
 from howsmooth.growth.laws import ROUNDING, STRONG, Law, PowerLaw, Sample, compare, fit_break, fit_line, fit_power_law
+from howsmooth.notebook import card
 from howsmooth.small import rounded
 
 Numbers = NDArray[np.float64]
@@ -133,6 +134,10 @@ class Growth:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        laws = [(law.name, f"{100 * law.weight:.3g} % of the evidence") for law in self.laws]
+        return card(repr(self), laws, [self.sentence])
 
 
 @door

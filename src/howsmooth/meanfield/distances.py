@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.extras import need
 from howsmooth.meanfield.measure import MASS_TOLERANCE, Measure
 
 _MOST_PIVOTS = 10_000_000
@@ -82,8 +83,7 @@ def _transport_library() -> ModuleType:
     """POT, imported when it is needed: that is slow, and its first compilation warns of its own escape sequences."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="invalid escape sequence")
-        import ot
-    return ot
+        return need("ot", "the distance between measures")
 
 
 def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:

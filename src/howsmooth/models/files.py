@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
+from howsmooth.extras import need
 from howsmooth.models.alone import alone
 from howsmooth.models.cache import Built, built
 from howsmooth.models.checkpoint import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
@@ -110,11 +111,12 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
 def _from_gguf(path: Path) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file in a folder of its own, once all weights are found to be in it."""
     import transformers
-    from gguf import GGUFReader
 
+    reader = need("gguf", "a .gguf file").GGUFReader
+    need("accelerate", "a .gguf file")
     where: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False, "local_files_only": True}
     config = transformers.AutoConfig.from_pretrained(path.parent, **where)
-    tensors = GGUFReader(path).tensors
+    tensors = reader(path).tensors
     check_counts(config.to_dict(), len(tensors), path.name)
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -134,10 +136,9 @@ def _match(report: Mapping[str, Any]) -> Match:
 
 def gguf_precision(path: Path) -> str:
     """The precision of a GGUF file in words, by the kind of rounding that most of its weights have."""
-    from gguf import GGUFReader, LlamaFileType
-
-    kind = int(GGUFReader(path).fields["general.file_type"].contents())
-    name = LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    gguf = need("gguf", "a .gguf file")
+    kind = int(gguf.GGUFReader(path).fields["general.file_type"].contents())
+    name = gguf.LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     bits = next((letter for letter in name if letter.isdigit()), "")
     return f"{bits}-bit ({name}), dequantised" if "Q" in name else f"{name} (GGUF), computed in float32"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.extras import need
 from howsmooth.models.texts import read_content
 from howsmooth.small import printable
 
@@ -86,13 +87,12 @@ def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str
 
 def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
     """The pixels of an image file as the model takes them, ``(1, channels, height, width)``."""
-    from PIL import Image
-
+    reader = need("PIL.Image", "an image")
     content = read_content(Path(path))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are refused below
-            with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+            with reader.open(io.BytesIO(content), formats=FORMATS) as opened:
                 if opened.width * opened.height > PIXELS:
                     raise ValueError(f"{opened.width} × {opened.height} pixels are too many")
                 image = opened.convert("RGB")
@@ -101,5 +101,5 @@ def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
     if processor is not None:
         return processor(image, return_tensors="pt")["pixel_values"].float()
     size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32)
+    pixels = np.asarray(image.resize((size, size), reader.Resampling.BILINEAR), dtype=np.float32)
     return torch.from_numpy(pixels / 127.5 - 1).permute(2, 0, 1)[None]

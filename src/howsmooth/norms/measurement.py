@@ -12,6 +12,7 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.notebook import card
 from howsmooth.small import rounded
 
 NormKind = float | str
@@ -133,6 +134,14 @@ class Measurement:
             gap = "each ≥ lower always, no upper bound"
         state = f"{int(self.converged.sum())}/{count} converged"
         return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how}){self._compared()}"
+
+    def _repr_html_(self) -> str:
+        name, _, rest = repr(self).partition(" (")
+        facts = [("converged", f"{int(self.converged.sum())} of {self.value.numel()}"), ("method", self.method)]
+        if self._compared():
+            meaning = "share by which the output can move per share of the input; it compares layers and models"
+            facts.insert(0, (self._compared().removeprefix(", "), meaning))
+        return card(name, [("ends", rest.split(";")[0]), *facts], self.notes)
 
     def _compared(self) -> str:
         """The relative condition in words, or nothing."""

@@ -5,6 +5,12 @@
 'Dot-product attention is not Lipschitz'
 """
 
+# ruff: noqa: E402  (what is missing is said before anything asks for it)
+from howsmooth.extras import need
+
+for _module in ("matplotlib", "pandas", "pyarrow", "ot"):
+    need(_module, "an experiment of the papers")
+
 from howsmooth.papers import (
     adversarial,
     fixed_rate,

@@ -8,10 +8,17 @@
 output by 3 ε, 1.2 times the median head.'
 """
 
-from howsmooth.reporting.figures import write_figures
+from typing import TYPE_CHECKING
+
 from howsmooth.reporting.findings import headline
 from howsmooth.reporting.page import write_report
 from howsmooth.reporting.source import Group, groups
 from howsmooth.reporting.summary import summary
+from howsmooth.small import on_demand
+
+if TYPE_CHECKING:
+    from howsmooth.reporting.figures import write_figures
+
+__getattr__, __dir__ = on_demand(__name__, {"figures": ["write_figures"]})  # matplotlib comes with an extra
 
 __all__ = ["Group", "groups", "headline", "summary", "write_figures", "write_report"]

@@ -81,7 +81,7 @@ def answer(group: Group) -> str:
     >>> from howsmooth.reporting import groups
     >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 4.0, "relative": 2.5}
     >>> answer(groups([row])[0])
-    'If what enters changes by 1 %, what leaves an attention head of m can change by 2.5 %, at n = 8 tokens.'
+    'If what enters changes by 1 %, what leaves an attention head of m can change by up to 2.5 %, at n = 8 tokens.'
     """
     known = [scale for scale in scales(group) if scale.kind in ("model", "logits", "layer", "attention", "head")]
     if any(scale.kind == "model" for scale in known):
@@ -91,7 +91,8 @@ def answer(group: Group) -> str:
     if not known:
         return ""
     first, *rest = known
-    lead = f"If what enters changes by 1 %, what leaves {_PARTS[first.kind]} of {group.label} can change by {_share(first)}"
+    whole = f"{_PARTS[first.kind]} of {group.label}"
+    lead = f"If what enters changes by 1 %, what leaves {whole} can change by up to {_share(first)}"
     more = [f"{_PARTS[scale.kind]} by {_share(scale)}" for scale in rest]
     return f"{'; '.join([lead, *more])}, at n = {first.length} tokens."
 
@@ -128,7 +129,7 @@ def picture(group: Group) -> str:
         return ""
     every = [value for scale in known for value in (*scale.values, *scale.reference)]
     axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
-    left, right, top, step = 150.0, 660.0, 30.0, 38.0
+    left, right, top, step = 136.0, 440.0, 30.0, 38.0
     bottom = top + step * len(known)
 
     def across(value: float) -> float:
@@ -156,14 +157,15 @@ def picture(group: Group) -> str:
             marks.append(element("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="axis middle-mark", stroke_width=2))
         x = f"{across(scale.values[-1]) + 10:.5g}"
         marks.append(element("text", f"{short(scale.values[-1], 2)} %", x=x, y=y + 4, class_="accent"))
-    said = "change that leaves, at most, when 1 % of what enters changes (logarithmic)"
-    marks.append(element("text", said, x=left, y=bottom + 38, class_="caption"))
-    legend = "dots: each one; dark mark: median" + (
-        "; dashed: random weights" if any(s.reference for s in known) else ""
-    )
-    marks.append(element("text", legend, x=left, y=bottom + 55, class_="caption"))
     label = f"Relative condition of {', '.join(_named(scale) for scale in known)} of {group.label}"
-    return drawing(right + 70, bottom + 62, label, marks)
+    return drawing(right + 60, bottom + 24, label, marks)
+
+
+def legend(group: Group) -> str:
+    """What the picture shows, for below it."""
+    beside = "; dashed: random weights" if any(scale.reference for scale in scales(group)) else ""
+    said = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
+    return f"{said} Dots: each one; upright mark: their median{beside}."
 
 
 def _named(scale: Scale) -> str:

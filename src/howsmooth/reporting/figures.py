@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from howsmooth.checks import door
-from howsmooth.errors import InvalidInput
 from howsmooth.figures import FORMATS, bound_ratios, depth_lines, literal, save_figure, scanned_growth, scanned_heads
 from howsmooth.reporting.findings import KINDS, bounds_of, distances, growths, main_kind, place_of
+from howsmooth.reporting.formats import check_formats
 from howsmooth.reporting.source import Group, Source, cell_of, groups
 
 _LONGEST_NAME, _LONGEST_TITLE = 60, 100
@@ -37,18 +37,6 @@ def write_figures(source: Source, folder: str | PathLike[str], formats: Sequence
                 for path in written[-len(wanted) :]:
                     save_figure(figure, path)
     return written
-
-
-def check_formats(formats: Sequence[str]) -> list[str]:
-    """The formats as file endings, or a refusal before any work is done.
-
-    >>> check_formats(["pdf", ".png"])
-    ['.pdf', '.png']
-    """
-    wanted = ["." + kind.strip().lower().removeprefix(".") for kind in formats]
-    if wrong := [kind for kind in wanted if kind not in FORMATS]:
-        raise InvalidInput(f"{wrong[0]!r} is no format for figures: choose from {', '.join(FORMATS)}.")
-    return wanted
 
 
 def heads_figure(group: Group) -> Figure | None:

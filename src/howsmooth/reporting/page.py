@@ -17,7 +17,7 @@ from typing import Any
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.reporting.answer import GAUGE, answer, compared, picture
+from howsmooth.reporting.answer import GAUGE, answer, compared, legend, picture
 from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
 from howsmooth.reporting.payload import group_data
 from howsmooth.reporting.source import Group, Source, groups
@@ -128,6 +128,7 @@ def _headline(number: int, group: Group) -> str:
         "sentence": smooth or said.removesuffix(reason).strip(),
         "compared": compared(group),
         "picture": picture(group),
+        "legend": legend(group) if smooth else "",
         "reason": said if smooth else reason,
         "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
     }
@@ -137,7 +138,9 @@ def _headline(number: int, group: Group) -> str:
 
 def _part(name: str, words: str) -> str:
     if name == "picture":  # made of escaped elements
-        return f'<figure class="answer">{visible(words)}</figure>'
+        return f'<figure class="answer">{visible(words)}'
+    if name == "legend":
+        return f'<figcaption class="quiet">{html.escape(words)}</figcaption></figure>'
     return f'<p class="{name}">{html.escape(visible(words))}</p>'
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from howsmooth.checks import door
+from howsmooth.extras import need
+from howsmooth.notebook import LARGEST_FRAME, frame, grid
 from howsmooth.scanning.plan import Cell
 from howsmooth.scanning.rows import Row
 from howsmooth.scanning.store import MEMORY, Store
@@ -20,6 +22,7 @@ from howsmooth.small import spreadsheet_safe
 if TYPE_CHECKING:
     import pandas
 
+_IN_NOTEBOOK = 20
 _CELL = tuple(each.name for each in fields(Cell))
 
 
@@ -94,6 +97,8 @@ class Scan:
     failures: tuple[str, ...] = field(default=(), repr=False)
     writer: ClassVar[Callable[[Scan, Path | str], object]]
     """What `report` calls. The package sets it: pages are made from scans, which know nothing of pages."""
+    shower: ClassVar[Callable[[Scan], str]]
+    """The same page as text, for notebooks; set like ``writer``."""
 
     @classmethod
     @door
@@ -146,8 +151,7 @@ class Scan:
 
     def to_pandas(self) -> pandas.DataFrame:
         """One line per cell; ``bounds`` as JSON text. Layers and heads are nullable integers."""
-        import pandas as pd
-
+        pd = need("pandas", "a data frame")
         frame = pd.DataFrame(self._flat())
         whole = [name for name in ("layer", "head", "sink_token") if name in frame]
         return frame.astype(dict.fromkeys(whole, "Int64"))
@@ -169,17 +173,29 @@ class Scan:
 
     def to_parquet(self, path: Path | str) -> None:
         """A Parquet file; ``bounds`` as JSON text."""
-        import pyarrow
-        import pyarrow.parquet
-
+        pyarrow = need("pyarrow", "a Parquet file")
+        need("pyarrow.parquet")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self._flat()), path)
 
     def report(self, path: Path | str) -> None:
         """One HTML file that opens offline."""
         self.writer(path)
 
+    def _repr_html_(self) -> str:
+        """The report itself, where it fits into a notebook; otherwise the roughest rows."""
+        if self.rows and len(page := self.shower()) <= LARGEST_FRAME:
+            return frame(page)
+        names = ("model", "what", "layer", "head", "length", "value", "relative")
+        roughest = sorted(self.rows, key=lambda row: -row["value"])[:_IN_NOTEBOOK]
+        rows = [[_said(row.get(name)) for name in names] for row in roughest]
+        return grid(f"{len(self.rows)} cells, the roughest first", names, rows, ["scan.report('page.html') has all."])
+
     def _flat(self) -> list[Row]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
+
+
+def _said(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _keys(row: Row, texts: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.opened import twin_of
+from howsmooth.notebook import scan_bar
 from howsmooth.scanning.cells import measure_batch
 from howsmooth.scanning.cost import predict
 from howsmooth.scanning.grammar import Numbers as Places
@@ -77,9 +78,10 @@ def scan(
         resume: keep what the store has of this scan; otherwise measure it anew.
         tokenizer: of a model in memory, where transformers does not find it by the model's name.
         device: where to measure, for example "cuda"; by default where the model is.
-        reference: "random" to measure the same architecture with random weights as well, in the same store: what training
-            has changed. Its rows are those of MODEL@random, and a report shows them as a line beside the others.
-        progress: called before every batch and at the end; with workers, whenever one has answered.
+        reference: "random" to measure the same architecture with random weights as well, in the same store: what
+            training has changed. Its rows are those of MODEL@random, and a report shows them beside the others.
+        progress: called before every batch and at the end; with workers, whenever one has answered. A notebook shows a
+            bar without it.
         executor: any `concurrent.futures.Executor` that measures instead of this process, which alone writes; or a
             `howsmooth.engines.Engine` of one.
         jobs: how many units are measured at a time; without an executor, by as many processes (1: by this one).
@@ -114,7 +116,7 @@ def scan(
             note_shard(store, this_shard.of(plan, identity.model_sha256, identity.text_sha256))
             plan = this_shard.part(plan)
         at_hand = ready.at_hand
-        tell = progress or (lambda now: None)
+        tell = progress or scan_bar() or (lambda now: None)
         failures: tuple[str, ...] = ()
         if executor is None:
             run(model, plan, cut, at_hand, chosen, store, number, tell)

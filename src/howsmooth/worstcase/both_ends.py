@@ -13,6 +13,7 @@ import rich.box
 import rich.table
 
 from howsmooth.bounds.tables import Row
+from howsmooth.extras import need
 from howsmooth.sets import InputSet
 from howsmooth.small import rounded
 from howsmooth.worstcase.witness import Witness
@@ -116,7 +117,7 @@ class Sandwich(Sequence[Cell]):
 
     def to_pandas(self) -> pandas.DataFrame:
         """One line per cell."""
-        import pandas as pd
+        pd = need("pandas", "a data frame")
 
         return pd.DataFrame([row | {"over": row["over"]["set"]} for row in self.to_dict()])
 

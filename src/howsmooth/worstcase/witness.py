@@ -12,6 +12,7 @@ from torch import Tensor
 
 from howsmooth.checks import check_path, door
 from howsmooth.norms import Measurement
+from howsmooth.notebook import card
 from howsmooth.small import write_whole
 from howsmooth.worstcase import witness_files
 
@@ -57,6 +58,10 @@ class Witness:
         n, d = self.x.shape
         norm = "‖J‖_∞" if self.norm == math.inf else "‖J‖₂"
         return f"Witness({norm} = {self.value:.6g} at {n} × {d}, from {self.start!r}, {self.steps} steps)"
+
+    def _repr_html_(self) -> str:
+        facts = [("over", str(self.over.get("set", "the set"))), ("from", self.start), ("ended by", self.stopped)]
+        return card(repr(self), facts, ["A lower bound on the Lipschitz constant over the set: this input attains it."])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, all of it or nothing.
