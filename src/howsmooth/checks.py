@@ -277,6 +277,25 @@ def check_weights(count: int, what: str) -> None:
     check_memory(4 * count, what, "take smaller sizes")
 
 
+def check_device(name: str) -> torch.device:
+    """A device on which this machine can compute, or one line that says why it cannot.
+
+    >>> check_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).add(1)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        said = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise InvalidInput(
+            f"the device {shown(name)} cannot be used ({said}): choose another, for example cpu."
+        ) from None
+    if device.type == "meta":
+        raise InvalidInput("nothing can be computed on the meta device: choose another, for example cpu.")
+    return device
+
+
 def memory() -> int:
     """Bytes of memory of this machine; 8 GiB where it does not say."""
     try:

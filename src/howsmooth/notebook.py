@@ -24,11 +24,7 @@ def card(title: str, facts: Iterable[tuple[str, str]], notes: Sequence[str] = ()
     >>> card("σ < 2", [("method", "dense")])[:32]
     '<div><strong>σ &lt; 2</strong><t'
     """
-    rows = "".join(
-        f"<tr><td style='{_CELL}'>{_e(name)}</td><td style='{_CELL}'>{_e(said)}</td></tr>" for name, said in facts
-    )
-    below = "".join(f"<p style='margin:4px 0;opacity:.75'>{_e(note)}</p>" for note in notes)
-    return f"<div><strong>{_e(title)}</strong><table>{rows}</table>{below}</div>"
+    return f"<div><strong>{_e(title)}</strong><table>{_rows(facts)}</table>{_below(notes)}</div>"
 
 
 def grid(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> str:

@@ -100,7 +100,7 @@ def test_the_most_influential_token_has_the_strongest_colour(browser: Any, repor
 
 
 def test_columns_sort_both_ways_and_rows_lead_to_stories(browser: Any, report: Path, scan: Measured) -> None:
-    column = "#table tbody td:nth-child(4)"
+    column = "#table tbody td:nth-child(2)"
     values = sorted(row["value"] for row in scan.rows)
     with visit(browser, report) as seen:
         top = [float(said) for said in seen.shown(column)]
@@ -110,7 +110,7 @@ def test_columns_sort_both_ways_and_rows_lead_to_stories(browser: Any, report: P
         assert bottom == pytest.approx(values[: len(bottom)], rel=1e-3)
         assert seen.page.locator('th[data-sort="value"]').get_attribute("aria-sort") == "ascending"
         seen.page.locator('th[data-sort="share"] button').click()
-        shares = [float(said.removesuffix(" %")) for said in seen.shown("#table tbody td:nth-child(10)")]
+        shares = [float(said.removesuffix(" %")) for said in seen.shown("#table tbody td:nth-child(11)")]
         assert shares == sorted(shares, reverse=True)
         row = seen.page.locator("#table tbody tr").nth(3)
         name = row.locator("td").first.inner_text()
@@ -130,7 +130,7 @@ def test_ends_and_bounds_are_rounded_to_the_side_where_they_hold(browser: Any, r
     exact = sorted(scan.rows, key=lambda row: -row["value"])[:20]
     with visit(browser, report) as seen:
         lower, upper, proved = (
-            [float(said) for said in seen.shown(f"#table tbody td:nth-child({n})")] for n in (5, 6, 7)
+            [float(said) for said in seen.shown(f"#table tbody td:nth-child({n})")] for n in (6, 7, 8)
         )
     for row, low, high, bound in zip(exact, lower, upper, proved, strict=True):
         assert 0.9998 * row["lower"] <= low <= row["lower"]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from howsmooth.cli.busy import leave_room
 from howsmooth.cli.endings import CODES, INTERRUPTED, complain, stop_word
 from howsmooth.cli.on_demand import Commands
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     name="howsmooth",
     help="How smooth is this attention? Measures and bounds the Lipschitz constant of self-attention.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -45,6 +46,7 @@ def _options(
 
 def main(args: Sequence[str] | None = None) -> None:
     """The console script."""
+    leave_room()
     try:
         app(args, prog_name="howsmooth")
     except KeyboardInterrupt:  # before the command had begun

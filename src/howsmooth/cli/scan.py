@@ -36,7 +36,7 @@ class Wish:
     text: Annotated[
         Path | None, Option(help="What the model reads: a text, image or .wav file (Alice in Wonderland).")
     ] = None
-    lengths: Annotated[str | None, Option(help="Tokens per window: 64,128 or 8,16,…,512 (128).")] = None
+    lengths: Annotated[str | None, Option(help="Tokens per window: 64,128, 8,16,…,512 or 2,4,...,100 (128).")] = None
     windows: Annotated[int | None, Option(min=1, help="Windows cut from the text for each length (1).")] = None
     layers: Annotated[str | None, Option(help="For example 0,2-4 (all).")] = None
     what: Annotated[
@@ -45,6 +45,11 @@ class Wish:
             help="head, attention, residual, mlp, layer, prefix, model, logits, one or several; with a choice: "
             "head\\[layers=0-5,heads=3] (head)."
         ),
+    ] = None
+    device: Annotated[str | None, Option(help="Where to measure, for example cuda (where the model is).")] = None
+    dtype: Annotated[
+        str | None,
+        Option(help="auto (weights as stored, computed in float32), float64, or bfloat16 or float16 weights (auto)."),
     ] = None
     out: Annotated[Path | None, Option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
     rtol: Annotated[float | None, Option(help="Relative accuracy to certify (0.001).")] = None
@@ -178,7 +183,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(["model", "text", "out", "bounds", "reference"], (str,)),
+    **dict.fromkeys(["model", "text", "out", "bounds", "reference", "device", "dtype"], (str,)),
     **dict.fromkeys(["lengths", "layers"], (str, int, list)),
     "what": (str, list),
     **dict.fromkeys(["windows", "seed"], (int,)),

@@ -15,8 +15,19 @@ import typer
 from torch import Tensor
 from typer import Argument, Option
 
-from howsmooth.attention import ALiBi, AttentionMap, Causal, LogitBias, Rotary, SelfAttention, SlidingWindow
-from howsmooth.checks import shown
+from howsmooth.attention import (
+    ALiBi,
+    AttentionMap,
+    Causal,
+    CosineAttention,
+    L2SelfAttention,
+    LogitBias,
+    Rotary,
+    SelfAttention,
+    SigmoidAttention,
+    SlidingWindow,
+)
+from howsmooth.checks import check_device, shown
 from howsmooth.cli.console import MOST_SEED, check_room
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
@@ -38,6 +49,9 @@ _CHANGED = (
 _MOST = 2**40
 """Largest width, length, … that is looked at at all; no memory holds more."""
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+KINDS: dict[str, Any] = {"l2": L2SelfAttention, "cosine": CosineAttention, "sigmoid": SigmoidAttention}
+"""Other kinds of attention that weights can be taken for."""
+_OF_DOT_PRODUCTS = ("rope", "rope_base", "alibi", "softcap", "qk_norm", "scale", "kv_heads")
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -72,6 +86,8 @@ class Request:
         """
         if self.input is None and self.input_name is not None:
             raise InvalidInput("--input-name chooses a tensor of --input: give that file too.")
+        if settings.device is not None:
+            return self.open(replace(settings, device=None)).on(settings.device)
         if self.names_model:
             return _from_model(self, settings)
         if self.layer is not None or self.text is not None:
@@ -96,6 +112,10 @@ class Settings:
     qk_norm: Annotated[str | None, Option(help="Normalise queries and keys: rms or l2.")] = None
     scale: Annotated[float | None, Option(help="Factor on the logits (1/√head width).")] = None
     dtype: Annotated[str | None, Option(help="Convert weights and tokens to this dtype.")] = None
+    attention: Annotated[
+        str | None, Option(help="Kind of attention for weights without a model: dot, l2, cosine or sigmoid (dot).")
+    ] = None
+    device: Annotated[str | None, Option(help="Where to compute, for example cuda (cpu).")] = None
 
     def over(self, base: Settings) -> Settings:
         """These settings where they say something, those of ``base`` elsewhere."""
@@ -183,6 +203,13 @@ class Site:
         """The tokens, without the axis of a batch of one."""
         return self.x[0] if self.x.dim() == 3 and len(self.x) == 1 else self.x
 
+    def on(self, device: str) -> Site:
+        """The same map and tokens on another device."""
+        check_device(device)
+        seen = self.seen
+        moved = None if seen is None else (lambda n: seen(n).to(device))
+        return replace(self, attention=self.attention.to(device), x=self.x.to(device), seen=moved)
+
     def first(self, n: int) -> Tensor:
         """The tokens of an input of length n: what the layer sees of a text so long, or the first that are stored."""
         x = self.one_input
@@ -232,7 +259,7 @@ def random_settings(source: str, settings: Settings) -> Settings | None:
     return settings.over(_pairs(pairs)).over(preset).over(DEFAULTS)
 
 
-def random_attention(settings: Settings, seed: int) -> SelfAttention:
+def random_attention(settings: Settings, seed: int) -> AttentionMap:
     """Random weights of a complete configuration."""
     width, heads, dtype = settings.width, settings.heads, settings.torch_dtype
     assert width is not None
@@ -241,7 +268,36 @@ def random_attention(settings: Settings, seed: int) -> SelfAttention:
     if width % heads:
         raise InvalidInput(f"a width of {width} does not split into {heads} heads: change one.")
     options = settings.options(heads, width // heads)
-    return SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
+    drawn = SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
+    return in_kind(drawn, settings)
+
+
+def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
+    """The same weights in another kind of attention: L2 has its queries as keys too (they are tied).
+
+    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), Settings(attention="l2", causal=True)).kind
+    'l2'
+    """
+    kind = settings.attention
+    if kind in (None, "dot"):
+        return attention
+    if kind not in KINDS:
+        raise InvalidInput(f"--attention is dot, {', '.join(KINDS)}, got {shown(kind)}.")
+    unfit = [name for name in _OF_DOT_PRODUCTS if getattr(settings, name) not in (None, False)]
+    if unfit or attention.kv_heads != attention.heads:
+        name = unfit[0].replace("_", "-") if unfit else "kv-heads"
+        raise InvalidInput(f"--{name} is for dot-product attention: leave it out with --attention {kind}.")
+    names = ("query_bias", "key_bias", "value_bias", "output_bias")
+    biases = {name: bias.flatten() for name in names if (bias := getattr(attention, name)) is not None}
+    if biases and kind == "l2":
+        raise InvalidInput("these weights have biases, which L2 attention has not: choose another --attention.")
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    query, key, value = (weight.flatten(0, 1) for weight in weights)
+    output, mask = attention.output_weight.flatten(0, 1).T, next(attention.logit_terms(), None)
+    if kind == "l2":
+        return L2SelfAttention(query, value, output, heads=attention.heads, mask=mask)
+    other: AttentionMap = KINDS[kind](query, key, value, output, heads=attention.heads, mask=mask, **biases)
+    return other
 
 
 def random_tokens(length: int, width: int, seed: int) -> Tensor:
@@ -306,7 +362,7 @@ def _from_weights(request: Request, settings: Settings) -> Site:
     return Site(attention, x, request.source, origin, request.seed, request.input is None, tensors)
 
 
-def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAttention:
+def _from_file(source: str, settings: Settings, prefix: str | None) -> AttentionMap:
     path = Path(source)
     if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
@@ -318,7 +374,7 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> SelfAtten
         raise InvalidInput("--width is for random weights: those of a file have their own.")
     said: dict[str, Any] = {"kv_heads": settings.kv_heads, "dtype": settings.torch_dtype, "rotary": settings.rotary}
     weights = read_attention_weights(path, prefix, settings.heads, **said)
-    return weights.attention(**settings.options(weights.heads, weights.head_width))
+    return in_kind(weights.attention(**settings.options(weights.heads, weights.head_width)), settings)
 
 
 def _from_model(request: Request, settings: Settings) -> Site:

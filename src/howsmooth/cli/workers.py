@@ -81,7 +81,7 @@ def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: Workers, 
     from howsmooth.scanning.preparation import prepare
     from howsmooth.scanning.shards import parse_shard
 
-    asked = {name: value for name, value in wanted.items() if name != "reference"}
+    asked = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
     text, lengths, layers = (asked.pop(name, None) for name in ("text", "lengths", "layers"))
     ready = prepare(model, text, lengths, layers, asked.pop("what", "head"), Settings(**asked))
     plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)

@@ -14,6 +14,7 @@ from torch import nn
 
 from howsmooth.checks import shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.extras import need
 from howsmooth.models.alone import alone
 from howsmooth.models.files import processor_of, quiet
 from howsmooth.models.named import FULL_PRECISION
@@ -29,7 +30,7 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
 
     Args:
         source: a model of transformers, one wrapped by `torch.compile` or PEFT (the copy has the adapter merged), or a
-            pipeline, which brings its own tokenizer.
+            pipeline, which brings its own tokenizer. One that a device_map has spread is gathered on one device.
         tokenizer: the tokenizer, image processor or feature extractor; by default the one that transformers finds under
             the name of the model. A model of text that has neither reads bytes as token ids, and a note says so.
         head: with its task head, for "logits".
@@ -88,6 +89,8 @@ def _plain(model: Any) -> Any:
     twin: Any = copy.deepcopy(model)
     if hasattr(twin, "merge_and_unload"):  # a model of PEFT
         twin = twin.merge_and_unload()
+    if getattr(twin, "hf_device_map", None) is not None:  # spread over devices: what moves tensors between them goes
+        need("accelerate", "a model with a device_map").hooks.remove_hook_from_submodules(twin)
     for module in twin.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             hooks.clear()

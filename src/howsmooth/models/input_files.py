@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from howsmooth.checks import did_you_mean, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.models.texts import LARGEST_FILE, LARGEST_TEXT, alice, decoded, read_content
 from howsmooth.small import printable
@@ -20,6 +22,49 @@ def file_named(source: str | Path | None) -> tuple[str | Path | None, tuple[str,
     if isinstance(source, str) and os.path.exists(source):  # False where a text is too long for a name
         return Path(source), (f"{printable(source)} is the name of a file, so what was read is its content",)
     return source, ()
+
+
+def joined_texts(source: object, column: str | None = None) -> tuple[str, str]:
+    """The texts of a list, or of a column of a dataset, as one, with a name that says so.
+
+    Args:
+        source: strings, or rows with names, such as a dataset of Hugging Face.
+        column: which column of the rows; "text" unless it is said.
+
+    >>> joined_texts(["Drink me", "Eat me"])
+    ('2 given texts', 'Drink me\\n\\nEat me')
+    """
+    wanted = "text" if column is None else column
+    names = getattr(source, "column_names", None)
+    if names is not None:
+        _check_column(wanted, names)
+    if isinstance(source, Mapping):
+        raise InvalidInput(f"a dictionary is no list of texts: choose one of {', '.join(map(str, source))}.")
+    if not isinstance(source, Iterable):
+        raise InvalidInput(
+            f"what a model reads is a text, the path of a file, or a list or dataset of texts, not {shown(source)}."
+        )
+    texts, size = list[str](), 0
+    for row in source:
+        if isinstance(row, Mapping):
+            _check_column(wanted, row)
+            row = row[wanted]
+        if not isinstance(row, str):
+            raise InvalidInput(f"a list of texts holds texts, but text {len(texts)} is {shown(row)}.")
+        texts.append(row)
+        size += len(row)
+        if size >= LARGEST_TEXT:
+            break
+    if not any(text.strip() for text in texts):
+        raise InvalidInput("the texts are empty: give some to read.")
+    return f"{len(texts)} given texts", "\n\n".join(texts)
+
+
+def _check_column(wanted: str, names: Iterable[object]) -> None:
+    known = [str(name) for name in names]
+    if wanted not in known:
+        hint = did_you_mean(wanted, known) or f": it has {', '.join(known)}."
+        raise InvalidInput(f"the dataset has no column {wanted!r}{hint}")
 
 
 def read_input(source: str | Path | None, modality: str = "text") -> tuple[str, str | Path, str]:

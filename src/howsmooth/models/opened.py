@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.adapters import is_adapter, load_adapted
 from howsmooth.models.files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
 from howsmooth.models.named import FULL_PRECISION, NAMED
@@ -147,7 +148,7 @@ def names_model(source: str) -> bool:
     if source in NAMED or random_name(source) is not None or path.suffix == ".gguf":
         return True
     on_hub = _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not os.path.exists(path)
-    return os.path.isfile(path / "config.json") or bool(on_hub)
+    return os.path.isfile(path / "config.json") or is_adapter(source) or bool(on_hub)
 
 
 @door
@@ -158,8 +159,8 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
 
     Args:
         spec: a name in `NAMED` (``minilm``, ``smollm2``, ``mpnet``), ``random:bert[layers=2,width=64]`` and the like, a
-            folder, a .gguf file, or an id on the Hugging Face hub; with ``@random`` behind it, the same architecture
-            with random weights.
+            folder (of a model or of a PEFT adapter), a .gguf file, or an id on the Hugging Face hub; with ``@random``
+            behind it, the same architecture with random weights.
         head: with its task head (language model, CTC, …), for `target(…, "logits")`.
 
     >>> opened = open_model("random:gpt2[layers=1,width=32]")
@@ -181,7 +182,7 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
         model, processor, _, notes = load_pretrained(str(source), head, pins)
         precision, licence, sha256 = named.precision, named.licence, named.sha256
     else:
-        model, processor, stored, notes = load_pretrained(spec, head)
+        model, processor, stored, notes = load_adapted(spec, head) if is_adapter(spec) else load_pretrained(spec, head)
         sha256, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):

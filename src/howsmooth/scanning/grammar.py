@@ -55,29 +55,43 @@ def parse_numbers(text: Numbers, name: str = "layers") -> tuple[int, ...]:
 
 
 def parse_lengths(text: Numbers) -> tuple[int, ...]:
-    """Numbers of tokens; dots continue by doubling up to the number that follows.
+    """Numbers of tokens; dots, … or ..., continue up to the number that follows.
 
-    >>> parse_lengths("8,16,…,128"), parse_lengths([100, 50])
-    ((8, 16, 32, 64, 128), (50, 100))
+    They double where doubling leads there, and otherwise go on in equal steps.
+
+    >>> parse_lengths("8,16,…,128"), parse_lengths("2,4,...,10"), parse_lengths([100, 50])
+    ((8, 16, 32, 64, 128), (2, 4, 6, 8, 10), (50, 100))
     """
-    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128 or 8,16,…,512, got {shown(text)}.")
+    wrong = InvalidInput(f"lengths are numbers of tokens such as 64,128, 8,16,…,512 or 2,4,…,100, got {shown(text)}.")
     if not isinstance(text, str):
         return _rising(text, wrong, least=1)
     pieces = [piece.strip() for piece in text.split(",")]
     lengths: list[int] = []
     for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
         if piece in _DOTS and lengths and re.fullmatch(_NUMBER, following):
-            while 2 * lengths[-1] < int(following):
-                lengths.append(2 * lengths[-1])
-            if 2 * lengths[-1] != int(following):
-                raise InvalidInput(
-                    f"doubling does not lead to {int(following)} in {shown(text)}: write for example 8,16,…,512."
-                )
+            lengths += _continued(lengths, int(following), text)
         elif re.fullmatch(_NUMBER, piece) and int(piece) >= 1:
             lengths.append(int(piece))
         else:
             raise wrong
     return tuple(sorted(set(lengths)))
+
+
+def _continued(before: Sequence[int], last: int, text: str) -> list[int]:
+    """What dots stand for between the numbers before them and the one after."""
+    doubled = [before[-1]]
+    while 2 * doubled[-1] < last:
+        doubled.append(2 * doubled[-1])
+    if 2 * doubled[-1] == last:
+        return doubled[1:]
+    step = before[-1] - before[-2] if len(before) > 1 else 0
+    if step > 0 and last > before[-1] and (last - before[-1]) % step == 0:
+        if (last - before[-1]) // step > _MOST:
+            raise InvalidInput(f"{shown(text)} stands for more lengths than anything has: take larger steps.")
+        return list(range(before[-1] + step, last, step))
+    raise InvalidInput(
+        f"neither doubling nor equal steps lead to {last} in {shown(text)}: write for example 8,16,…,512 or 2,4,…,100."
+    )
 
 
 def _rising(given: object, wrong: InvalidInput, least: float = -math.inf) -> tuple[int, ...]:

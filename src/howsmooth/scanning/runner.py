@@ -12,7 +12,6 @@ from typing import Any, Literal
 from howsmooth.checks import check_count, check_options, check_positive, door
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
-from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.opened import twin_of
 from howsmooth.notebook import scan_bar
@@ -44,7 +43,7 @@ class Progress:
 @door
 def scan(
     model: Any,
-    text: Words | Path | None = None,
+    text: Any = None,
     *,
     lengths: Places | None = None,
     windows: int = 1,
@@ -54,6 +53,8 @@ def scan(
     resume: bool = True,
     tokenizer: Any = None,
     device: str | None = None,
+    dtype: str | None = None,
+    column: str | None = None,
     reference: Literal["random"] | None = None,
     progress: Callable[[Progress], None] | None = None,
     executor: Executor | Engine | None = None,
@@ -65,10 +66,11 @@ def scan(
     """Measure a model on a text: every cell of what × layers × heads × lengths × windows.
 
     Args:
-        model: a named model, a folder (also as a `Path`), a hub id, what `howsmooth.models.open_model` gives, or a
-            model or pipeline of transformers in memory, also compiled or with a PEFT adapter: a copy is measured.
+        model: a named model, a folder of a model or of a PEFT adapter (also as a `Path`), a hub id, what
+            `howsmooth.models.open_model` gives, or a model or pipeline of transformers in memory, also compiled or with
+            a PEFT adapter: a copy is measured.
         text: the text itself, the path of a file (an image or .wav where the model reads such; also as a string, when
-            there is a file of that name), or None for Alice in Wonderland.
+            there is a file of that name), a list of texts or a dataset of them, or None for Alice in Wonderland.
         lengths: numbers of tokens, special ones included: 128 (the default), [64, 128] or "8,16,…,512".
         windows: how many windows of each length are cut from the text.
         layers: "0,2-4" or a list; None for all.
@@ -78,6 +80,9 @@ def scan(
         resume: keep what the store has of this scan; otherwise measure it anew.
         tokenizer: of a model in memory, where transformers does not find it by the model's name.
         device: where to measure, for example "cuda"; by default where the model is.
+        dtype: "auto" (weights as they are stored, computed upon in float32), "float64" for the arithmetic, or
+            "bfloat16" or "float16" to round the weights first.
+        column: which column of a dataset, "text" unless it is said.
         reference: "random" to measure the same architecture with random weights as well, in the same store: what
             training has changed. Its rows are those of MODEL@random, and a report shows them beside the others.
         progress: called before every batch and at the end; with workers, whenever one has answered. A notebook shows a
@@ -106,7 +111,8 @@ def scan(
     if executor is None and jobs is not None and check_count(jobs, "jobs", most=1024) > 1:
         executor = Engine(jobs=jobs)
     wanted = Settings(windows=windows, **settings)
-    ready = prepare(model, text, lengths, layers, what, wanted, tokenizer=tokenizer, device=device)
+    where = {"device": device, "dtype": dtype, "column": column}
+    ready = prepare(model, text, lengths, layers, what, wanted, tokenizer=tokenizer, **where)
     model, plan, cut, chosen, said = ready.model, ready.plan, ready.cut, ready.settings, ready.said
     identity = ready.identity
     beside = twin_of(model) if reference == "random" else None
@@ -139,7 +145,7 @@ def scan(
         return scanned
     same: dict[str, Any] = {"lengths": lengths, "windows": windows, "layers": layers, "what": what, "out": out}
     same |= {"resume": resume, "progress": progress, "executor": executor, "jobs": jobs, "timeout": timeout}
-    other = scan(beside, text, shard=shard, **same, **settings)
+    other = scan(beside, text, column=column, shard=shard, **same, **settings)
     notes, failed = (*scanned.notes, *other.notes), (*scanned.failures, *other.failures)
     return replace(Scan.joined([scanned, other]), notes=tuple(dict.fromkeys(notes)), failures=failed)
 

@@ -83,7 +83,7 @@ class Witness:
             "stopped": self.stopped,
             "source": self.source,
             "norm": "inf" if self.norm == math.inf else 2,
-            "measurement": m.to_dict(),
+            "measurement": {name: said for name, said in m.to_dict().items() if name != "relative"},
         }
         write_whole(check_path(path, "path"), witness_files.content(tensors, story))
 

@@ -1,0 +1,147 @@
+"""What a scan takes: adapters, lists and datasets of texts, other dtypes and devices; and what it says of bad ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import howsmooth as hs
+from howsmooth.errors import InvalidInput
+from howsmooth.models import open_model
+from howsmooth.scanning.preparation import in_dtype
+from howsmooth.scanning.runner import scan
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 3
+
+
+def tiny(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=300, n_positions=32))
+
+
+def values(scanned: Any) -> list[float]:
+    return [row["value"] for row in scanned.rows]
+
+
+OPTIONS: dict[str, Any] = {"lengths": 6, "layers": "1", "bounds": "none", "explain": False}
+
+
+def test_an_adapter_folder_is_its_base_with_the_adapter_merged(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'howsmooth[adapters]'")
+    base = tiny()
+    base.save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    wrapped.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    wrapped.save_pretrained(tmp_path / "adapter")
+    before = {name: weight.clone() for name, weight in wrapped.state_dict().items()}
+    from_folder = scan(tmp_path / "adapter", TEXT, **OPTIONS)
+    in_memory = scan(wrapped, TEXT, **OPTIONS)
+    plain = scan(tmp_path / "base", TEXT, **OPTIONS)
+    assert any("is merged into the weights" in note for note in from_folder.notes)
+    assert values(from_folder) == pytest.approx(values(in_memory), rel=1e-5)
+    assert values(from_folder) != pytest.approx(values(plain), rel=1e-2)
+    assert all(torch.equal(weight, before[name]) for name, weight in wrapped.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"base_model_name_or_path": "no/such-place/at-all"}, "is for the model no/such-place/at-all, which cannot be"),
+        ({}, "does not say which model it is for"),
+    ],
+)
+def test_an_adapter_without_its_base_is_one_line(tmp_path: Path, config: dict[str, str], said: str) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install 'howsmooth[adapters]'")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(InvalidInput, match=said) as refused:
+        open_model(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_lists_and_datasets_of_texts_are_read_as_one() -> None:
+    model = tiny()
+    texts = [TEXT, "Down the rabbit hole."]
+    joined = scan(model, "\n\n".join(texts), **OPTIONS)
+    assert values(scan(model, texts, **OPTIONS)) == values(joined)
+    assert scan(model, texts, **OPTIONS).rows[0]["text"] == "2 given texts"
+    assert values(scan(model, [{"body": text} for text in texts], column="body", **OPTIONS)) == values(joined)
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+    whole = datasets.Dataset.from_dict({"text": texts})
+    assert values(scan(model, whole, **OPTIONS)) == values(joined)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ([{"txt": "a"}], {}, "no column 'text': did you mean 'txt'"),
+        ([{"body": "a"}], {}, "no column 'text': it has body"),
+        (["a", 3], {}, "text 1 is 3"),
+        ([" ", ""], {}, "texts are empty"),
+        (7, {}, "is a text, the path of a file, or a list"),
+        ({"a": "b"}, {}, "a dictionary is no list of texts"),
+        ("a text", {"column": "body"}, "a column is chosen from a dataset"),
+        (TEXT, {"device": "cuda:7"}, "the device"),
+        (TEXT, {"device": "nowhere"}, "the device"),
+        (TEXT, {"dtype": "float8"}, "dtype is auto, float32"),
+    ],
+)
+def test_bad_input_is_one_line(text: Any, options: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as refused:
+        scan("random:gpt2[layers=1,width=16]", text, lengths=4, **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_dtypes_are_what_they_say() -> None:
+    opened = open_model("random:gpt2[layers=2,width=16]")
+    before = {name: weight.clone() for name, weight in opened.model.state_dict().items()}
+    exact = scan(opened, TEXT, dtype="float64", **OPTIONS)
+    plain = scan(opened, TEXT, **OPTIONS)
+    coarse = scan(opened, TEXT, dtype="bfloat16", **OPTIONS)
+    assert {row["dtype"] for row in exact.rows} == {"float64"}
+    assert values(exact) == pytest.approx(values(plain), rel=2e-3)
+    assert values(coarse) != values(plain)
+    assert coarse.rows[0]["precision"] == "bfloat16 weights, computed in float32"
+    assert all(torch.equal(weight, before[name]) for name, weight in opened.model.state_dict().items())
+    assert in_dtype(opened, "auto") is opened
+
+
+def test_bfloat16_weights_are_kept_and_computed_upon_in_float32() -> None:
+    model = tiny().to(torch.bfloat16)
+    twin = copy.deepcopy(model).float()
+    scanned = scan(model, TEXT, dtype="auto", **OPTIONS)
+    assert values(scanned) == values(scan(twin, TEXT, **OPTIONS))
+    assert scanned.rows[0]["precision"] == "bfloat16 weights, computed in float32"
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_same_architecture_with_random_weights_is_a_model_of_its_own(tmp_path: Path) -> None:
+    both = scan("random:gpt2[layers=2,width=16,seed=3]", TEXT, reference="random", out=tmp_path / "s.sqlite", **OPTIONS)
+    names = {row["model"] for row in both.rows}
+    assert names == {"random:gpt2[layers=2,width=16,seed=3]", "random:gpt2[layers=2,width=16,seed=3]@random"}
+    alone = scan("random:gpt2[layers=2,width=16,seed=3]@random", TEXT, **OPTIONS)
+    assert values(alone) == [row["value"] for row in both.rows if row["model"].endswith("@random")]
+    (group,) = hs.reporting.groups(both)
+    assert group.reference is not None
+    assert len(group.reference.rows) == len(group.rows)
+
+
+def test_a_model_spread_by_a_device_map_is_gathered() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'howsmooth[gguf]'")
+    model = tiny()
+    plain = values(scan(copy.deepcopy(model), TEXT, **OPTIONS))
+    spread = accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    assert values(scan(spread, TEXT, **OPTIONS)) == plain
+    assert spread.hf_device_map == {"": "cpu"}
