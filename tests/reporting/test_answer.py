@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from howsmooth.reporting.page import page
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 3
 GAIN = 4.0
+OPTIONS: dict[str, Any] = {"lengths": 8, "dtype": "float64", "bounds": "none"}
 
 
 def twins(folder: Path) -> tuple[Path, Path]:
@@ -36,7 +38,7 @@ def twins(folder: Path) -> tuple[Path, Path]:
 
 def test_a_model_and_its_gauge_transformed_twin_have_the_same_relative_numbers(tmp_path: Path) -> None:
     one, other = (
-        hs.scan(path, TEXT, lengths=8, what="head,attention,layer,model", dtype="float64", bounds="none")
+        hs.scan(GPT2LMHeadModel.from_pretrained(path), TEXT, what="head,attention,layer,model", **OPTIONS)
         for path in twins(tmp_path)
     )
     assert len(one) == len(other) == 2 * 2 + 2 + 2 + 1

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import howsmooth as hs
+from evidence.scan_faults import TEXT as WORDS
+from evidence.scan_faults import make_model
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.scanning.preparation import in_dtype
@@ -34,11 +36,10 @@ OPTIONS: dict[str, Any] = {"lengths": 6, "layers": "1", "bounds": "none", "expla
 
 def test_an_adapter_folder_is_its_base_with_the_adapter_merged(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'howsmooth[adapters]'")
-    base = tiny()
-    base.save_pretrained(tmp_path / "base")
-    wrapped = peft.get_peft_model(
-        copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    )
+    (tmp_path / "base").mkdir()
+    make_model(tmp_path / "base")
+    base = AutoModel.from_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["query", "value"]))
     with torch.no_grad():
         for name, weight in wrapped.named_parameters():
             if "lora_B" in name:
@@ -46,9 +47,10 @@ def test_an_adapter_folder_is_its_base_with_the_adapter_merged(tmp_path: Path) -
     wrapped.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     wrapped.save_pretrained(tmp_path / "adapter")
     before = {name: weight.clone() for name, weight in wrapped.state_dict().items()}
-    from_folder = scan(tmp_path / "adapter", TEXT, **OPTIONS)
-    in_memory = scan(wrapped, TEXT, **OPTIONS)
-    plain = scan(tmp_path / "base", TEXT, **OPTIONS)
+    text, words = tmp_path / "base" / WORDS, AutoTokenizer.from_pretrained(tmp_path / "base")
+    from_folder = scan(tmp_path / "adapter", text, **OPTIONS)
+    in_memory = scan(wrapped, text, tokenizer=words, **OPTIONS)
+    plain = scan(tmp_path / "base", text, **OPTIONS)
     assert any("is merged into the weights" in note for note in from_folder.notes)
     assert values(from_folder) == pytest.approx(values(in_memory), rel=1e-5)
     assert values(from_folder) != pytest.approx(values(plain), rel=1e-2)

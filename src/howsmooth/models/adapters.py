@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.extras import need
@@ -31,23 +35,39 @@ def load_adapted(folder: str, head: bool = False) -> Loaded:
     if not (path / WEIGHTS).is_file():
         raise InvalidInput(f"the adapter {printable(folder)} has no {WEIGHTS}: save it with safe_serialization=True.")
     peft: Any = need("peft", "an adapter")
-    try:
-        loaded = load_pretrained(base, head=True)
-    except HowsmoothError as error:
-        raise InvalidInput(
-            f"the adapter {printable(folder)} is for the model {printable(base)}, which cannot be opened "
-            f"({str(error).rstrip('.')}): put it there, or correct base_model_name_or_path in {CONFIG}."
-        ) from error
-    with quiet():
+    refused: Exception | None = None
+    for with_head in (True, False):  # adapters name the modules of the model they were made for, with its head or not
         try:
-            adapted = peft.PeftModel.from_pretrained(loaded.model, folder, torch_device="cpu").merge_and_unload()
+            loaded = load_pretrained(base, head=with_head)
+            adapted = _merged(peft, loaded.model, path)
+        except HowsmoothError as error:
+            refused = refused or error
+            continue
+        whole = adapted if head or not with_head else adapted.base_model
+        note = f"the adapter {printable(folder)} is merged into the weights of {printable(base)}"
+        return Loaded(whole.eval(), loaded.processor, loaded.stored, (*loaded.notes, note))
+    raise InvalidInput(
+        f"the adapter {printable(folder)} is for the model {printable(base)}, which cannot be opened with it "
+        f"({str(refused).rstrip('.')}): put it there, or correct base_model_name_or_path in {CONFIG}."
+    ) from refused
+
+
+def _merged(peft: Any, model: Any, path: Path) -> Any:
+    """The model with the adapter in its weights, once every matrix of the adapter has found its place."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, str(path), torch_device="cpu")
+            placed = peft.get_peft_model_state_dict(adapted)
         except Exception as error:  # whatever adapter and model make it stumble over
-            raise InvalidInput(
-                f"the adapter {printable(folder)} does not fit {printable(base)}: {first_line(error)}"
-            ) from error
-    whole = adapted if head else adapted.base_model
-    note = f"the adapter {printable(folder)} is merged into the weights of {printable(base)}"
-    return Loaded(whole.eval(), loaded.processor, loaded.stored, (*loaded.notes, note))
+            raise InvalidInput(f"the adapter does not fit: {first_line(error)}") from error
+    stored = load_file(path / WEIGHTS)
+    alike = {name: torch.equal(stored[name].float(), placed[name].float()) for name in stored if name in placed}
+    lost = [name for name in stored if not alike.get(name)]
+    if lost or not stored:
+        unplaced = printable(lost[0]) if lost else "an adapter without matrices"
+        raise InvalidInput(f"the model has no place for {unplaced}")
+    return adapted.merge_and_unload()
 
 
 def base_of(folder: Path) -> str:
