@@ -184,6 +184,8 @@ def _attack(bound: Bound, case: Setting, starts: int, steps: int, seed: int) -> 
         n = 8 if case.n is None or math.isinf(case.n) else int(case.n)
         where = Neighbourhood(x, case.eps) if near else over  # type: ignore[arg-type]
         x = worst_case(f, n, over=where, norm=bound.norm, starts=starts, steps=steps, seed=seed).x
+    if bound.norm == "token":
+        return float(measure(f, x.double(), norm="token", exact_limit=2**40))
     return float(torch.linalg.matrix_norm(dense_jacobian(f, x.double()), bound.norm))
 
 

@@ -13,6 +13,7 @@ from howsmooth.bounds import (
     castin2024,
     composition,
     dasoulas2021,
+    emadi2026,
     furuya2026,
     kim2021,
     layers,
@@ -21,6 +22,7 @@ from howsmooth.bounds import (
     ramapuram2024,
     stacks,
     yudin2025,
+    zhai2023,
 )
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get, least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
@@ -48,6 +50,6 @@ __all__ += ["Table", "TokenSet", "applicable", "get", "head_numbers", "least_upp
 __all__ += ["setting", "stack", "table"]
 # The modules of papers, of what is put together, and of this project's own theorems.
 __all__ += ["castin2024", "dasoulas2021", "furuya2026", "kim2021", "nair2025", "qi2023", "ramapuram2024", "yudin2025"]
-__all__ += ["composition", "layers", "stacks"]
+__all__ += ["composition", "emadi2026", "layers", "stacks", "zhai2023"]
 __all__ += ["gradient_step", "l2", "lipschitz_norm", "local", "lower", "neighbourhood", "normalised", "sets", "sigmoid"]
 __all__ += ["softmax_jacobian", "three_path"]

@@ -64,7 +64,7 @@ class Bound:
         statement: LaTeX.
         reference: where it comes from.
         side: "upper" or "lower".
-        norm: 2 or inf.
+        norm: 2, inf, or "token" (`howsmooth.norms.token_norm`).
         scope: where it holds: see `SCOPES`.
         kinds: kinds of attention it covers; empty for all attention maps.
         assumptions: what else must hold.
@@ -80,7 +80,7 @@ class Bound:
     statement: str
     reference: str
     side: Side
-    norm: float
+    norm: float | str
     scope: Scope
     kinds: tuple[str, ...]
     assumptions: tuple[Assumption, ...]
@@ -229,7 +229,7 @@ def evaluated(bounds: Iterable[Bound], where: Setting, per_head: bool = False) -
 
 
 def upper_bounds(
-    where: Setting, norm: float = 2, *, per_head: bool = False, among: Iterable[Bound] | None = None
+    where: Setting, norm: float | str = 2, *, per_head: bool = False, among: Iterable[Bound] | None = None
 ) -> dict[str, Tensor]:
     """Every upper bound that applies, by name: of the block, or ``(heads,)`` with ``per_head``.
 

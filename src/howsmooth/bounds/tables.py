@@ -204,7 +204,7 @@ def table(
     x: Tensor | None = None,
     eps: float | None = None,
     per_head: bool = False,
-    norm: float | None = None,
+    norm: float | str | None = None,
     rtol: Positive = 1e-3,
     seed: Seed = 0,
 ) -> Table:
@@ -213,7 +213,7 @@ def table(
     Args:
         attention, n, radius, tokens, x, eps: as in `howsmooth.bounds.setting`.
         per_head: one row per bound and head, each head with its own slice of the output matrix.
-        norm: only bounds of this norm, 2 or inf; None for both. The inf-norm is measured when n·d is small.
+        norm: only bounds of this norm, 2, inf or "token"; None for the first two. The inf-norm is measured when n·d is small.
         rtol, seed: of the measurement at x; see `howsmooth.measure`.
 
     A lower bound that says nothing here is left out, and an upper bound that overflows is +inf.
@@ -227,11 +227,13 @@ def table(
     howsmooth.unified ≤ 6.437 ball
     castin2024.sqrt_n ≤ 38.77 ball
     """
-    if norm not in (None, 2, math.inf):
-        raise InvalidInput(f"bounds are known for the norms 2 and inf, got {norm}.")
+    if norm not in (None, 2, math.inf, "token"):
+        raise InvalidInput(f"bounds are known for the norms 2, inf and 'token', got {norm}.")
     where = setting(attention, n=n, radius=radius, tokens=tokens, x=x, eps=eps)
-    asked = [bound for bound in CATALOGUE.values() if norm is None or bound.norm == norm]
+    asked = [bound for bound in CATALOGUE.values() if bound.norm == norm or (norm is None and bound.norm != "token")]
     refused = {bound.name: reason for bound in asked if (reason := bound.refusal(where, per_head)) is not None}
+    if norm is None:
+        refused |= {bound.name: "is for norm='token'" for bound in CATALOGUE.values() if bound.norm == "token"}
     values = evaluated([bound for bound in asked if bound.name not in refused], where, per_head)
     rows = [row for name, numbers in values.items() for row in _bound_rows(CATALOGUE[name], numbers, per_head)]
     if not rows and where.tokens is None and where.x is None:
@@ -240,7 +242,7 @@ def table(
             f"no bound of {where.kind} attention can be had from {given} alone: give a radius (or the LayerNorm before "
             "it, as tokens), or an input x."
         )
-    norms = dict.fromkeys([2.0] * (norm != math.inf) + [row.norm for row in rows] + [norm or 2.0])
+    norms = dict.fromkeys([2.0] * (norm in (None, 2)) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)
     for m in measurements.values():
         rows += _rows("measured", m.value, per_head, "measured", m.norm, "point", *_measured(m))
@@ -288,8 +290,8 @@ def _ranked(rows: Sequence[Row], measurements: dict[float, Measurement]) -> tupl
 
 
 def measurements_at(
-    where: Setting, norms: Iterable[float], per_head: bool = False, rtol: Positive = 1e-3, seed: Seed = 0
-) -> dict[float, Measurement]:
+    where: Setting, norms: Iterable[Any], per_head: bool = False, rtol: Positive = 1e-3, seed: Seed = 0
+) -> dict[Any, Measurement]:
     """What is measured at x in each norm: in float64, since the bounds speak of the exact map."""
     if where.x is None:
         return {}
