@@ -24,6 +24,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
 from howsmooth.checks import check_tensor
 from howsmooth.jacobians import JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.measuring import measure
 from howsmooth.small import first_tensor, relative_error
 from howsmooth.worstcase import Neighbourhood, worst_case
 

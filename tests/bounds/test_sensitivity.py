@@ -81,6 +81,7 @@ def test_no_logits_of_a_length_have_less_entropy_than_the_floor(n: int, length: 
         entropy.sum().backward()
         optimiser.step()
     least = float(entropy.detach().min())
-    assert least >= float(entropy_floor(length, n))
-    assert least >= float(printed_floor(length, n)) * (1 - 1e-9)  # as printed: never undercut, not proved here
+    assert least >= float(entropy_floor(length, n)) - 4 * n * torch.finfo(torch.float64).eps
+    rounding = 4 * n * torch.finfo(torch.float64).eps  # of weights near one, whose entropy is near zero
+    assert least >= float(printed_floor(length, n)) - rounding  # as printed: never undercut, not proved here
     assert least <= float(printed_floor(length, n)) * (1 + 1e-2)

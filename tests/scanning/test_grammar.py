@@ -31,6 +31,14 @@ def test_dots_continue_the_doubling_up_to_the_end(dots: str) -> None:
     assert parse_lengths(f"8,{dots},16") == (8, 16)
 
 
+def test_dots_go_on_in_equal_steps_where_doubling_does_not_arrive() -> None:
+    assert parse_lengths("2,4,…,100") == tuple(range(2, 101, 2))
+    assert parse_lengths("10,30,...,70") == (10, 30, 50, 70)
+    assert parse_lengths("2,4,…,64") == (2, 4, 8, 16, 32, 64)
+    with pytest.raises(InvalidInput, match="more lengths than anything has"):
+        parse_lengths("1,2,…,999999999999")
+
+
 @pytest.mark.parametrize("text", ["8,…,500", "8,…,4", "8,…,8"])
 def test_dots_that_do_not_arrive_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="doubling does not lead to"):

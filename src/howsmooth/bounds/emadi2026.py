@@ -16,8 +16,8 @@ To find the best A is to split numbers evenly, which is hard in general; both en
 **Attention in the norm of the largest token.** The paper measures tokens by the largest of them. For every query i,
 with all tokens moved by at most 1,
 
-.. math:: \|J\|_{\mathrm{token}} \le \max_i\Bigl[\|V\| + \theta(P_i)\,\bigl(\max_j|M^{q\top}(k_j-c)| + |M^{k\top}q_i|\bigr)
-          \,\max_j|v_j - c'|\Bigr]
+.. math:: \|J\|_{\mathrm{token}} \le \max_i\Bigl[\|V\| + \theta(P_i)\,
+          \bigl(\max_j|M^{q\top}(k_j-c)| + |M^{k\top}q_i|\bigr)\,\max_j|v_j - c'|\Bigr]
 
 for any centres c, c': the bound does not grow with n as such. (This form, with centres, is this project's; the paper's
 own constants are products of norms of weights.)

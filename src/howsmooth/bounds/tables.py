@@ -68,7 +68,7 @@ class Row:
     name: str
     value: float
     kind: Kind
-    norm: float
+    norm: float | str
     scope: str
     reference: str
     statement: str
@@ -213,7 +213,8 @@ def table(
     Args:
         attention, n, radius, tokens, x, eps: as in `howsmooth.bounds.setting`.
         per_head: one row per bound and head, each head with its own slice of the output matrix.
-        norm: only bounds of this norm, 2, inf or "token"; None for the first two. The inf-norm is measured when n·d is small.
+        norm: only bounds of this norm, 2, inf or "token"; None for the first two. Norms other than 2 are measured when
+            n·d is small.
         rtol, seed: of the measurement at x; see `howsmooth.measure`.
 
     A lower bound that says nothing here is left out, and an upper bound that overflows is +inf.
@@ -273,7 +274,7 @@ def _rows(
     name: str, values: Tensor, per_head: bool, kind: Kind, norm: NormKind, scope: str, reference: str, statement: str
 ) -> list[Row]:
     """One row for each head, or that of the block."""
-    facts = (kind, float(norm), scope, reference, statement)
+    facts = (kind, norm if isinstance(norm, str) else float(norm), scope, reference, statement)
     numbers = enumerate(values.reshape(-1).tolist())
     return [Row(name, value, *facts, head=head if per_head else None) for head, value in numbers]
 
@@ -324,12 +325,14 @@ def compared_with(row: Row, known: Iterable[Row]) -> Row:
     return replace(row, ratio=row.value / best.value)
 
 
-def _tightest_first(row: Row) -> tuple[float, int, int, float, str]:
+def _tightest_first(row: Row) -> tuple[Any, int, int, float, str]:
     order, direction = _ORDER[row.kind]
     return row.norm, -1 if row.head is None else row.head, order, direction * row.value, row.name
 
 
-def _norm_name(norm: float) -> int | str:
+def _norm_name(norm: float | str) -> int | str:
+    if isinstance(norm, str):
+        return norm
     return "inf" if math.isinf(norm) else int(norm)
 
 

@@ -1,5 +1,5 @@
-r"""How sharp attention can be: Zhai et al., *Stabilizing Transformer Training by Preventing Attention Entropy Collapse*,
-ICML 2023 (arXiv 2303.06296).
+r"""How sharp attention can be: Zhai et al., *Stabilizing Transformer Training by Preventing Attention Entropy
+Collapse*, ICML 2023 (arXiv 2303.06296).
 
 Not a bound on a Lipschitz constant, so no entry of the catalogue: logits of bounded length leave entropy. Theorem 3.1
 of the paper, with n tokens, logits :math:`XW_QW_K^\top X^\top`, :math:`\hat\sigma = \|W_KW_Q^\top\|\,\|XX^\top\|` and

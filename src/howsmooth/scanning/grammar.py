@@ -90,7 +90,8 @@ def _continued(before: Sequence[int], last: int, text: str) -> list[int]:
             raise InvalidInput(f"{shown(text)} stands for more lengths than anything has: take larger steps.")
         return list(range(before[-1] + step, last, step))
     raise InvalidInput(
-        f"neither doubling nor equal steps lead to {last} in {shown(text)}: write for example 8,16,…,512 or 2,4,…,100."
+        f"doubling does not lead to {last} in {shown(text)}, nor do equal steps: write for example 8,16,…,512 or "
+        "2,4,…,100."
     )
 
 
