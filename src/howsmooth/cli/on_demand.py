@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -37,12 +38,30 @@ _HIDDEN = {"quantize": "quantise"}
 """Other spellings → the command."""
 
 
+def plain_flags(params: Sequence[Any]) -> list[Any]:
+    """Options, of which those without a value are shown without the type of one: ``--causal``, not ``--causal <bool>``."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.display_type_rich = lambda ctx: None
+    return list(params)
+
+
+class PlainFlags(TyperCommand):
+    """A command whose flags are shown as flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return plain_flags(super().get_params(ctx))
+
+
 class Commands(OneLineErrors):
     """All commands of `SUMMARIES`."""
 
     def __init__(self, **given: Any):
         super().__init__(**given)
         self.commands = {name: OnDemand(name) for name in SUMMARIES}
+
+    def get_params(self, ctx: Any) -> Any:
+        return plain_flags(super().get_params(ctx))
 
 
 class OnDemand(TyperCommand):
@@ -58,7 +77,9 @@ class OnDemand(TyperCommand):
         if self._command is None:
             spelt = _HIDDEN.get(str(self.name), str(self.name)).replace("-", "_")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-            alone.command(self.name, hidden=self.hidden)(getattr(import_module(f"howsmooth.cli.{spelt}"), spelt))
+            alone.command(self.name, cls=PlainFlags, hidden=self.hidden)(
+                getattr(import_module(f"howsmooth.cli.{spelt}"), spelt)
+            )
             self._command = get_command(alone)
         return self._command
 

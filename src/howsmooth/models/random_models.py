@@ -187,7 +187,7 @@ def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         try:
             torch.set_default_dtype(torch.float32)
-            twin = type(model)(copy.deepcopy(model.config))
+            twin: Any = type(model)(copy.deepcopy(model.config))
         except (TypeError, ValueError, AttributeError) as error:
             raise UnsupportedModel(
                 f"a {type(model).__name__} cannot be drawn at random from its configuration ({first_line(error)}): "
@@ -195,4 +195,5 @@ def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
             ) from error
         finally:
             torch.set_default_dtype(kept)
-    return twin.to(weight.device, weight.dtype).eval()
+    drawn: PreTrainedModel = twin.to(weight.device, weight.dtype).eval()
+    return drawn

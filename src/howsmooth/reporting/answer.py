@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
+from typing import Any
 
 from howsmooth.reporting.drawings import Axis, drawing, element
 from howsmooth.reporting.findings import KINDS, main_kind, place_of, short
@@ -150,7 +151,7 @@ def picture(group: Group) -> str:
             marks.append(element("line", title=title, x1=x, x2=x, y1=y - 13, y2=y + 13, class_="bound reference"))
         for value in scale.values:
             size, opacity = (3.5, 0.45) if len(scale.values) > 3 else (6, 1.0)
-            place = {"cx": f"{across(value):.5g}", "cy": f"{y:.5g}", "r": size, "opacity": opacity}
+            place: dict[str, Any] = {"cx": f"{across(value):.5g}", "cy": f"{y:.5g}", "r": size, "opacity": opacity}
             marks.append(element("circle", title=f"{short(value)} %", class_="dot", **place))
         if len(scale.values) > 3:
             x = f"{across(scale.middle):.5g}"
