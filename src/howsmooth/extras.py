@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -36,6 +37,13 @@ def need(module: str, why: str = "this") -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise  # it is there, and lacks something itself
         raise MissingPackage(f"{why} {lacking(module)}.") from None
+
+
+def require(modules: Iterable[str], why: str) -> None:
+    """One line that says what to install, unless all modules are there; none of them is imported."""
+    for module in modules:
+        if not is_there(module):
+            raise MissingPackage(f"{why} {lacking(module)}.")
 
 
 def lacking(module: str) -> str:

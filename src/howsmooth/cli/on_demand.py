@@ -39,7 +39,7 @@ _HIDDEN = {"quantize": "quantise"}
 
 
 def plain_flags(params: Sequence[Any]) -> list[Any]:
-    """Options, of which those without a value are shown without the type of one: ``--causal``, not ``--causal <bool>``."""
+    """Options, of which those without a value are shown without the type of one: ``--json``, not ``--json <bool>``."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.display_type_rich = lambda ctx: None

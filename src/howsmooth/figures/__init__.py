@@ -7,9 +7,9 @@
 """
 
 # ruff: noqa: E402  (what is missing is said before anything asks for it)
-from howsmooth.extras import need
+from howsmooth.extras import require
 
-need("matplotlib", "a picture")
+require(("matplotlib",), "a picture")
 
 from howsmooth.figures.bounds import bounds_against_n, random_tokens
 from howsmooth.figures.growth import growth_figure

@@ -6,10 +6,9 @@
 """
 
 # ruff: noqa: E402  (what is missing is said before anything asks for it)
-from howsmooth.extras import need
+from howsmooth.extras import require
 
-for _module in ("matplotlib", "pandas", "pyarrow", "ot"):
-    need(_module, "an experiment of the papers")
+require(("matplotlib", "pandas", "pyarrow", "ot"), "an experiment of the papers")
 
 from howsmooth.papers import (
     adversarial,
