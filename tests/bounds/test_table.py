@@ -246,7 +246,7 @@ def test_norm_filters_and_a_norm_without_bounds_is_refused(only: Callable[..., N
     assert [row.name for row in found] == ["measured", "t.inf"]
     assert found[0].value == pytest.approx(dense(HEAD, x, None, math.inf), rel=1e-9)
     assert found[1].ratio == 60 / float(found.measured.lower)
-    with pytest.raises(hs.InvalidInput, match="norms 2 and inf"):
+    with pytest.raises(hs.InvalidInput, match="norms 2, inf and 'token'"):
         table(HEAD, x=x, norm=1)
 
 

@@ -234,7 +234,8 @@ def table(
     asked = [bound for bound in CATALOGUE.values() if bound.norm == norm or (norm is None and bound.norm != "token")]
     refused = {bound.name: reason for bound in asked if (reason := bound.refusal(where, per_head)) is not None}
     if norm is None:
-        refused |= {bound.name: "is for norm='token'" for bound in CATALOGUE.values() if bound.norm == "token"}
+        others = [bound for bound in CATALOGUE.values() if bound.norm == "token"]
+        refused |= {bound.name: bound.refusal(where, per_head) or "is for norm='token'" for bound in others}
     values = evaluated([bound for bound in asked if bound.name not in refused], where, per_head)
     rows = [row for name, numbers in values.items() for row in _bound_rows(CATALOGUE[name], numbers, per_head)]
     if not rows and where.tokens is None and where.x is None:
