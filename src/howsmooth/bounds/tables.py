@@ -305,7 +305,7 @@ def measurements_at(
     return {norm: solve(exact, where.point, norm, rtol=rtol, seed=seed) for norm in norms if norm == 2 or cheap}
 
 
-def _lower_ends(rows: Iterable[Row], measurements: dict[float, Measurement]) -> list[Row]:
+def _lower_ends(rows: Iterable[Row], measurements: dict[Any, Measurement]) -> list[Row]:
     """All that is surely reached: lower bounds, and what was measured at its lower end."""
     ends = {norm: m.lower.reshape(-1).tolist() for norm, m in measurements.items()}
     measured = [replace(row, value=ends[row.norm][row.head or 0]) for row in rows if row.kind == "measured"]

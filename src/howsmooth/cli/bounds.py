@@ -168,7 +168,7 @@ def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool,
 def _against_n(tables: Sequence[Table]) -> rich.table.Table:
     """The values of every bound, one column for each n."""
     shown = rich.table.Table("bound", "where", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    cells: dict[tuple[int | None, float, str, str], dict[int, str]] = {}
+    cells: dict[tuple[int | None, float | str, str, str], dict[int, str]] = {}
     for column, rows in enumerate(tables):
         shown.add_column(f"n = {rows.setting.count:.12g}")
         for row in rows:
