@@ -189,7 +189,7 @@ def theorem(
     def enter(evaluate: Evaluate) -> Evaluate:
         kept: dict[str, Any] = {"evaluate": evaluate}
         if given is not None:
-            kept = {"evaluate": lambda where, folded: evaluate(*given(where, folded))}
+            kept = {"evaluate": lambda where, folded=True: evaluate(*given(where, folded))}
         if on_paths:
             kept = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
         known = CATALOGUE.get(name)

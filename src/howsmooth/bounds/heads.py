@@ -156,7 +156,14 @@ class HeadScores:
 
     @cached_property
     def _offsets(self) -> Tensor | None:
-        return None if self.rotary is None else _offsets(self.rotary, self.n)
+        """Every difference of two positions, or None when there are too many."""
+        if self.rotary is None or self.rotary.positions is None:
+            few = 2 * self.n <= _MOST_OFFSETS
+            return torch.arange(-int(self.n) + 1, int(self.n), dtype=torch.float64) if few else None
+        positions = self.rotary.positions.double()
+        few = len(positions) <= _MOST_OFFSETS  # otherwise not even all pairs are written out
+        offsets = (positions[:, None] - positions).unique() if few else positions
+        return None if len(offsets) > _MOST_OFFSETS else offsets
 
     def norm(self, key_side: Tensor | None = None, query_side: Tensor | None = None) -> Tensor:
         """max ‖Γ_kᵀ Kᵀ R Q Γ_q‖ over all rotations, (heads,)."""
@@ -219,14 +226,3 @@ def _turn(rotary: Rotary, matrix: Tensor, places: Tensor) -> Tensor:
     stage = Rotary(rotary.frequencies.double(), rotary.interleaved, rotary.amplitude, places)
     columns = matrix.mT[:, :, None].expand(-1, -1, len(places), -1)  # every column a sequence of tokens
     return stage(columns).permute(0, 2, 3, 1)
-
-
-def _offsets(rotary: Rotary, n: float) -> Tensor | None:
-    """Every difference of two positions, or None when there are too many."""
-    if rotary.positions is None:
-        return torch.arange(-int(n) + 1, int(n), dtype=torch.float64) if 2 * n <= _MOST_OFFSETS else None
-    positions = rotary.positions.double()
-    if len(positions) > _MOST_OFFSETS:
-        return None
-    offsets = (positions[:, None] - positions).unique()
-    return None if len(offsets) > _MOST_OFFSETS else offsets

@@ -45,6 +45,43 @@ def phi_inverse(y: float) -> float:
     return float(lambertw(y / math.e).real)
 
 
+TIED = Assumption(
+    "queries and keys share their weights (W^Q = W^K)", lambda where: bool(getattr(where.attention, "tied", False))
+)
+VALUE_FACTOR = Assumption(
+    "values carry the factor A_h = W_hW_hᵀ/s", lambda where: bool(getattr(where.attention, "value_factor", False))
+)
+ONLY_HIDES = Assumption(
+    "nothing is added to the logits of tokens that are seen", lambda where: where.map.terms.hides_only
+)
+L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
+"""What every bound for L2 attention takes for granted; without any one of them it is false."""
+
+
+def l2_weights(where: Setting) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, plain value and output weights of an L2 map in float64."""
+    attention = where.map
+    assert isinstance(attention, L2SelfAttention)
+    return attention.query_weight.double(), attention.plain_value.double(), attention.output_weight.double()
+
+
+_THEOREM: dict[str, Any] = {
+    "reference": f"{REFERENCE}, Theorem 3.2",
+    "scope": "global",
+    "kinds": ("l2",),
+    "assumptions": L2_ASSUMPTIONS,
+    "combine": "block",
+    "given": lambda where, folded: (*l2_weights(where), where.count),
+}
+
+
+@theorem(
+    "kim2021.lip_inf",
+    r"\Bigl(4\varphi^{-1}(N-1)+\tfrac1s\Bigr)\|W^{O\top}\|_\infty"
+    r"\max_h\|W_h\|_\infty\|W_h^\top\|_\infty\max_h\|W_h^{V\top}\|_\infty",
+    norm=math.inf,
+    **_THEOREM,
+)
 def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     r"""Theorem 3.2 in the ∞-norm, for the block:
 
@@ -63,6 +100,11 @@ def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     return (4 * phi_inverse(n - 1) + 1 / s) * outer * tied.amax() * matrix_norm(value, math.inf).amax()
 
 
+@theorem(
+    "kim2021.lip_2",
+    r"\tfrac{\sqrt N}{s}\bigl(4\varphi^{-1}(N-1)+1\bigr)\Bigl(\sum_h\|W_h\|_2^4\|W_h^V\|_2^2\Bigr)^{1/2}\|W^O\|_2",
+    **_THEOREM | {"reference": f"{REFERENCE}, Theorem 3.2, corrected"},
+)
 def lip_2(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     r"""Theorem 3.2 in the 2-norm, **corrected**, for the block:
 
@@ -94,52 +136,3 @@ def not_lipschitz_witness(n: int, t: float) -> Tensor:
         raise InvalidInput(f"the witness needs an odd number of tokens, at least 3, got {n}.")
     half = torch.full(((n - 1) // 2, 1), float(t), dtype=torch.float64)
     return torch.cat([half.new_zeros(1, 1), half, -half])
-
-
-TIED = Assumption(
-    "queries and keys share their weights (W^Q = W^K)", lambda where: bool(getattr(where.attention, "tied", False))
-)
-VALUE_FACTOR = Assumption(
-    "values carry the factor A_h = W_hW_hᵀ/s", lambda where: bool(getattr(where.attention, "value_factor", False))
-)
-ONLY_HIDES = Assumption(
-    "nothing is added to the logits of tokens that are seen", lambda where: where.map.terms.hides_only
-)
-L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
-"""What every bound for L2 attention takes for granted; without any one of them it is false."""
-
-
-def l2_weights(where: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, plain value and output weights of an L2 map in float64."""
-    attention = where.map
-    assert isinstance(attention, L2SelfAttention)
-    return attention.query_weight.double(), attention.plain_value.double(), attention.output_weight.double()
-
-
-_entry: dict[str, Any] = {
-    "reference": f"{REFERENCE}, Theorem 3.2",
-    "scope": "global",
-    "kinds": ("l2",),
-    "assumptions": L2_ASSUMPTIONS,
-    "combine": "block",
-}
-
-
-@theorem(
-    "kim2021.lip_inf",
-    r"\Bigl(4\varphi^{-1}(N-1)+\tfrac1s\Bigr)\|W^{O\top}\|_\infty"
-    r"\max_h\|W_h\|_\infty\|W_h^\top\|_\infty\max_h\|W_h^{V\top}\|_\infty",
-    norm=math.inf,
-    **_entry,
-)
-def _lip_inf(where: Setting) -> Tensor:
-    return lip_inf(*l2_weights(where), where.count)
-
-
-@theorem(
-    "kim2021.lip_2",
-    r"\tfrac{\sqrt N}{s}\bigl(4\varphi^{-1}(N-1)+1\bigr)\Bigl(\sum_h\|W_h\|_2^4\|W_h^V\|_2^2\Bigr)^{1/2}\|W^O\|_2",
-    **_entry | {"reference": f"{REFERENCE}, Theorem 3.2, corrected"},
-)
-def _lip_2(where: Setting) -> Tensor:
-    return lip_2(*l2_weights(where), where.count)

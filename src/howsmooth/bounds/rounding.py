@@ -21,7 +21,7 @@ What follows from the radii is in `howsmooth.bounds.spreads`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,36 +99,32 @@ def projected(attention: AttentionMap, tokens: Tensor, raw: Sequence[Tensor]) ->
 def known_rounding(attention: AttentionMap) -> bool:
     """Whether `through` knows every stage of the map."""
     query, key, _ = attention.project(torch.zeros(1, 1, attention.in_features, dtype=attention.dtype))
-    known = (Scale, Rotary, UnitNorm, _DistanceQuery, _DistanceKey)
-    return all(isinstance(stage, known) for stages in attention.stages(query[0], key[0]) for stage in stages)
+    return all(isinstance(stage, tuple(_RULES)) for stages in attention.stages(query[0], key[0]) for stage in stages)
 
 
 def through(stages: Sequence[TokenStage], traced: Traced) -> Traced:
     """The same after the stages; a stage whose rounding is not known here is refused."""
     for stage in stages:
-        after = stage(traced.at)
-        if isinstance(stage, Scale):
-            traced = _scaled(traced, after, abs(stage.factor))
-        elif isinstance(stage, Rotary):
-            traced = _turned(traced, after, stage)
-        elif isinstance(stage, UnitNorm):
-            traced = _normed(traced, after, stage)
-        elif isinstance(stage, _DistanceQuery):
-            moved = _scaled(traced, after[..., :-1], 2 * abs(stage.factor))
-            traced = replace(moved, at=after, error=torch.cat([moved.error, UNIT * after[..., -1:].abs()], -1))
-        elif isinstance(stage, _DistanceKey):
-            traced = _squared(traced, after)
-        else:
+        rule = next((rule for kind, rule in _RULES.items() if isinstance(stage, kind)), None)
+        if rule is None:
             raise DoesNotApply(
                 f"no bound at an input can be proved here: the rounding of {type(stage).__name__} is not known, see "
                 "howsmooth.bounds.rounding."
             )
+        traced = rule(traced, stage(traced.at), stage)
     return traced
 
 
-def _scaled(before: Traced, after: Tensor, factor: float) -> Traced:
+def _scaled(before: Traced, after: Tensor, stage: Scale | _DistanceQuery, times: float = 1.0) -> Traced:
+    factor = times * abs(stage.factor)
     lean = factor * (before.lean + 4 * UNIT * before.slope)
     return Traced(after, factor * before.error + 4 * UNIT * after.abs(), factor * before.slope, lean)
+
+
+def _doubled(before: Traced, after: Tensor, stage: _DistanceQuery) -> Traced:
+    """(2q, −r)/s."""
+    moved = _scaled(before, after[..., :-1], stage, 2.0)
+    return replace(moved, at=after, error=torch.cat([moved.error, UNIT * after[..., -1:].abs()], -1))
 
 
 def _turned(before: Traced, after: Tensor, stage: Rotary) -> Traced:
@@ -160,7 +156,7 @@ def _normed(before: Traced, after: Tensor, stage: UnitNorm) -> Traced:
     return Traced(after, error, before.slope * gain * steep, lean)
 
 
-def _squared(before: Traced, after: Tensor) -> Traced:
+def _squared(before: Traced, after: Tensor, stage: _DistanceKey) -> Traced:
     """(k, |k|²) with k the key less a centre; the derivative of the last coordinate is 2k."""
     key = after[..., :-1].abs()
     error = before.error + UNIT * key
@@ -168,6 +164,16 @@ def _squared(before: Traced, after: Tensor) -> Traced:
     steep = (1 + 4 * (key + error).square().sum(-1)).sqrt()
     bent = 2 * error.norm(dim=-1) + gamma(key.shape[-1] + 8) * steep
     return Traced(after, torch.cat([error, last], -1), before.slope * steep, before.lean * steep + before.slope * bent)
+
+
+_RULES: dict[type[TokenStage], Callable[..., Traced]] = {
+    Scale: _scaled,
+    Rotary: _turned,
+    UnitNorm: _normed,
+    _DistanceQuery: _doubled,
+    _DistanceKey: _squared,
+}
+"""Kind of stage → what it does to tokens and their radii."""
 
 
 def logit_radius(query: Traced, key: Traced, dots: Tensor, scores: Tensor) -> Tensor:

@@ -163,12 +163,10 @@ def setting(
         )
     for name, buffer in attention.state_dict().items():
         check_finite(buffer, f"the weight {name}")
-    if eps is not None and not (_is_number(eps) and math.isfinite(eps) and eps >= 0 and x is not None):
+    if eps is not None and not (math.isfinite(eps) and eps >= 0 and x is not None):
         raise InvalidInput(f"eps must be finite and not negative, and needs an input x, got {eps}.")
     if radius is not None and tokens is not None:
         raise InvalidInput("give either a radius or a set of tokens, not both.")
-    if radius is not None and not _is_number(radius):
-        raise InvalidInput(f"a radius must be a number, got {type(radius).__name__}.")
     token_set = _tokens(attention, radius, tokens, x)
     if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
         attention.terms.check(int(n), attention.heads, 1)
@@ -178,20 +176,13 @@ def setting(
     return Setting(attention, n, token_set, x, eps)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _count(n: float) -> float:
     """A number of tokens; beyond 2⁵³, where not every one is a float64, the next one that is."""
     try:
-        whole = n >= 1 and (math.isinf(n) or n == int(n))
-        most = math.inf if whole and math.isinf(n) else float(n)
-    except (TypeError, ValueError):
-        whole = False
+        whole, most = n >= 1 and (math.isinf(n) or n == int(n)), float(n)
     except OverflowError:
         whole, most = True, math.inf
-    if not whole or isinstance(n, bool):
+    if not whole:
         raise InvalidInput(f"n must be a whole number of tokens, at least 1 (or inf for measures), got {n}.")
     return n if n <= 2**53 else most
 

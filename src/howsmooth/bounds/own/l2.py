@@ -30,6 +30,9 @@ from howsmooth.bounds.rounding import gamma
 from howsmooth.bounds.settings import Setting
 from howsmooth.norms.matrices import spectral
 
+_entry: dict[str, Any] = {"scope": "global", "kinds": ("l2",)}
+_lower: dict[str, Any] = _entry | {"side": "lower"}
+
 
 def largest_column(n: float, sight: Sight, weight: float = 0.0) -> float:
     r"""An upper bound on :math:`\sum_i P_{ij}\,(1 + \lambda\,(u\cdot(z_i-z_j))^2)` for every j and unit vector u.
@@ -155,6 +158,16 @@ def balanced(query: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
     return (query / c).flatten(0, 1), (mixing.unflatten(0, (heads, -1)) * c).flatten(0, 1)
 
 
+@theorem(
+    "howsmooth.l2_lip_inf",
+    r"\bigl((2+\tfrac2s)c+\tfrac1s\bigr)\max_o\sum_h\|W_h^\top\|_\infty"
+    r"\sum_a|(W_h^\top W_h^VW_h^O)_{ao}|,\quad c=\varphi^{-1}(N-1)",
+    norm=math.inf,
+    assumptions=L2_ASSUMPTIONS,
+    combine="block",
+    given=lambda where, folded: (*l2_weights(where), where.map.terms.most_seen(where.count)),
+    **_entry,
+)
 def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     r"""Of the block: :math:`\big((2+\tfrac2s)c + \tfrac1s\big)\,\max_o \sum_h \|W_h^\top\|_\infty \sum_a|(M_h)_{ao}|`,
 
@@ -235,10 +248,6 @@ def _odd_phi(n: float) -> float:
     return phi_inverse((n - 1) // 2 * 2)
 
 
-_entry: dict[str, Any] = {"scope": "global", "kinds": ("l2",)}
-_lower: dict[str, Any] = _entry | {"side": "lower"}
-
-
 @theorem(
     "howsmooth.l2_lip_2",
     r"\bigl(2c+\min_\lambda\sqrt{(1+4c/\lambda)\,q_\lambda}\bigr)\,\|W_h\|\,\|W_h^\top W_h^VW_h^O\|/s,"
@@ -249,19 +258,6 @@ _lower: dict[str, Any] = _entry | {"side": "lower"}
 def _lip_2(where: Setting, folded: bool) -> Tensor:
     (query, value, output), terms = l2_weights(where), where.map.terms
     return lip_2(query, value, terms.most_seen(where.count), terms.sight, output if folded else None)
-
-
-@theorem(
-    "howsmooth.l2_lip_inf",
-    r"\bigl((2+\tfrac2s)c+\tfrac1s\bigr)\max_o\sum_h\|W_h^\top\|_\infty"
-    r"\sum_a|(W_h^\top W_h^VW_h^O)_{ao}|,\quad c=\varphi^{-1}(N-1)",
-    norm=math.inf,
-    assumptions=L2_ASSUMPTIONS,
-    combine="block",
-    **_entry,
-)
-def _lip_inf(where: Setting) -> Tensor:
-    return lip_inf(*l2_weights(where), where.map.terms.most_seen(where.count))
 
 
 @theorem(

@@ -206,38 +206,29 @@ _AFTER_CASTIN: dict[str, Any] = {"reference": "howsmooth, after Castin et al. 20
 
 
 @theorem(
-    "howsmooth.two_cluster",
-    r"\max_m\|Vu\|\sqrt m\,p\,(1+2(1-p)\gamma R^2),\quad p=\frac{e^{2\gamma R^2}}{e^{2\gamma R^2}+m}",
+    "howsmooth.masked_two_atom",
+    r"\|Vu\|\,e^{\gamma R^2}\sqrt{1+2\gamma R^2+\tfrac43\gamma^2R^4}",
     **_AFTER_CASTIN,
-    scope="ball",
-    assumptions=(LINEAR, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, FINITE, AT_LEAST_TWO),
+    scope="mean-field d2",
+    assumptions=(LINEAR, CAUSAL, NO_ROTARY, NO_SOFTCAP),
+    given=lambda where, folded: (where, folded, partial(mean_field_sums, causal=True)),
 )
-def _finite(where: Setting, folded: bool) -> Tensor:
-    return _best(where, folded, partial(sums_for, n=where.count, causal=where.map.terms.is_causal))
-
-
 @theorem(
     "howsmooth.two_atom",
     r"\sup_s \|Vu\|\,e^{\gamma R^2}\,\frac{\sqrt s}{1+s}\Bigl(1+\frac{2s}{1+s}\gamma R^2\Bigr)",
     **_AFTER_CASTIN,
     scope="mean-field W2",
     assumptions=(LINEAR, NO_PLACES, NO_SOFTCAP),
+    given=lambda where, folded: (where, folded, partial(mean_field_sums, causal=False)),
 )
-def _measure(where: Setting, folded: bool) -> Tensor:
-    return _best(where, folded, partial(mean_field_sums, causal=False))
-
-
 @theorem(
-    "howsmooth.masked_two_atom",
-    r"\|Vu\|\,e^{\gamma R^2}\sqrt{1+2\gamma R^2+\tfrac43\gamma^2R^4}",
+    "howsmooth.two_cluster",
+    r"\max_m\|Vu\|\sqrt m\,p\,(1+2(1-p)\gamma R^2),\quad p=\frac{e^{2\gamma R^2}}{e^{2\gamma R^2}+m}",
     **_AFTER_CASTIN,
-    scope="mean-field d2",
-    assumptions=(LINEAR, CAUSAL, NO_ROTARY, NO_SOFTCAP),
+    scope="ball",
+    assumptions=(LINEAR, UNMASKED_OR_CAUSAL, NO_ROTARY, NO_SOFTCAP, FINITE, AT_LEAST_TWO),
+    given=lambda where, folded: (where, folded, partial(sums_for, n=where.count, causal=where.map.terms.is_causal)),
 )
-def _masked_measure(where: Setting, folded: bool) -> Tensor:
-    return _best(where, folded, partial(mean_field_sums, causal=True))
-
-
 def _best(where: Setting, folded: bool, sums: Sums) -> Tensor:
     assert where.tokens is not None
     return _evaluate(where.map, clusters(where.map, where.tokens), sums, folded).flatten(1).amax(1)

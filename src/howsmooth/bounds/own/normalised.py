@@ -120,6 +120,15 @@ POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)
 
 
 @theorem(
+    "howsmooth.cosine_mean_field",
+    r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(e^{\tau}\|V\|+\tau\|Q\|+\tau e^{\tau}\|K\|\bigr)",
+    scope="mean-field W2",
+    kinds=("cosine",),
+    assumptions=(NO_PLACES, VALUES_NORMALISED, POSITIVE_EPS),
+    needs=(),
+    given=lambda where, folded: (where, folded, True),
+)
+@theorem(
     "howsmooth.cosine",
     r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(\sqrt n\,\|V\|+\tau\|Q\|+\tau\sqrt n\,\|K\|\bigr)",
     scope="global",
@@ -133,18 +142,6 @@ def _cosine(where: Setting, folded: bool, every_n: bool = False) -> Tensor:
     output = spectral(attention.output_weight.double()) if folded else 1.0
     growth = torch.exp(query.most * key.most) if every_n else where.count**0.5
     return normalised(output * value.slope, output * value.most, query, key, growth)
-
-
-@theorem(
-    "howsmooth.cosine_mean_field",
-    r"\nu\,\varepsilon^{-1/2}\,\|W\|\,\bigl(e^{\tau}\|V\|+\tau\|Q\|+\tau e^{\tau}\|K\|\bigr)",
-    scope="mean-field W2",
-    kinds=("cosine",),
-    assumptions=(NO_PLACES, VALUES_NORMALISED, POSITIVE_EPS),
-    needs=(),
-)
-def _cosine_mean_field(where: Setting, folded: bool) -> Tensor:
-    return _cosine(where, folded, every_n=True)
 
 
 @theorem(
