@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.kinds import alternatives, field_kinds, fits, in_words, kinds
+from howsmooth.kinds import alternatives, field_kinds, fits, in_words, kinds, whole_number
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -41,7 +40,7 @@ def check_count(value: object, name: str, least: int = 1, most: int | None = Non
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: k must be a whole number, at least 1, got 2.5.
     """
-    number = None if isinstance(value, bool) else _index(value)
+    number = whole_number(value)
     if number is None or number < least or (most is not None and number > most):
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
         kind = "a whole number, " if number is None else ""
@@ -51,7 +50,7 @@ def check_count(value: object, name: str, least: int = 1, most: int | None = Non
 
 def check_seed(value: object, name: str = "seed") -> int:
     """A seed of random numbers."""
-    number = None if isinstance(value, bool) else _index(value)
+    number = whole_number(value)
     if number is None or not 0 <= number < _SEEDS:
         raise InvalidInput(f"{name} must be a whole number, at least 0 and below 2⁶³, got {shown(value)}.")
     return number
@@ -379,15 +378,6 @@ def _text(value: object) -> str:
         return repr(value)
     except Exception:  # a number of too many digits, or a class of its own
         return f"a {type(value).__name__}"
-
-
-def _index(value: object) -> int | None:
-    if isinstance(value, Tensor) and (value.is_meta or value.dim() or value.is_floating_point()):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except Exception:  # tensors and arrays have errors of their own
-        return None
 
 
 def _number(value: object) -> float | None:

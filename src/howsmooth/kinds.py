@@ -98,7 +98,7 @@ def fits(value: object, kind: Any) -> bool:
     if kind is None or kind is type(None):
         return value is None
     if kind is int:
-        return _is_whole(value)
+        return whole_number(value) is not None
     if kind is float:
         return _is_number(value)
     if kind is bool:
@@ -166,14 +166,14 @@ def _can_be_a_file(path: str | bytes) -> bool:
     return 0 < len(name) < 4096 and b"\0" not in name and max(map(len, name.split(b"/"))) <= 255
 
 
-def _is_whole(value: object) -> bool:
+def whole_number(value: object) -> int | None:
+    """The whole number that a value of whatever type is; None for anything else, True and False included."""
     if isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and (value.dim() or value.is_meta)):
-        return False
+        return None
     try:
-        operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # arrays and tensors have errors of their own
-        return False
-    return True
+        return None
 
 
 def _is_number(value: object) -> bool:

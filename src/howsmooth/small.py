@@ -6,9 +6,11 @@ by an output, files written whole, by one process at a time and never over what 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
+import re
 import secrets
 import sys
 import unicodedata
@@ -28,6 +30,11 @@ if TYPE_CHECKING:  # torch takes a second to import, and the first line of a hel
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, direction marks, halves of pairs, line separators
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+_NO_ROOM = re.compile(
+    r"(can't|cannot) allocate memory|not enough memory|out of memory|failed to allocate|invalid buffer size|"
+    r"DefaultCPUAllocator|bad_alloc",
+    re.IGNORECASE,
+)
 
 
 def on_demand(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -304,6 +311,17 @@ def first_line(error: BaseException, hidden: str = "", kind: bool = False) -> st
     name = type(error).__name__
     said = f"{name}: {lines[0]}" if lines and kind else lines[0] if lines else name
     return printable(said[:200]).rstrip(".")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, the system or torch says that memory ran out.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(RuntimeError("no"))
+    (True, False)
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_ROOM.search(str(error))))
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,6 @@ MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
 MOST_SEED = 2**63 - 1
 """What random generators and stores can hold; seeds beside it are made by adding a little."""
-_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**40
 _HIDDEN = re.compile(r"[^\x20-\x7e\n]")
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -125,19 +124,6 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def check_room(entries: int, what: str, lower: str) -> None:
-    """Refuse numbers that cannot fit in this machine's memory, before they are made.
-
-    Args:
-        entries: how many, each of eight bytes.
-        what: they are.
-        lower: the option that makes them fewer.
-    """
-    if 8 * entries > _MEMORY:
-        size = f"{8e-9 * entries:.3g} GB" if entries < 10**300 else "more than any machine"
-        raise InvalidInput(f"{what} take {size}, more than this machine's {_MEMORY / 1e9:.3g} GB: lower {lower}.")
 
 
 def parse_bytes(text: str) -> int:

@@ -6,7 +6,6 @@ a measurement that did not converge ever ends with 1.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from howsmooth.errors import HowsmoothError
-from howsmooth.small import printable
+from howsmooth.small import out_of_memory, printable
 
 NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, UNREAD = 1, 2, 3, 70, 130, 141
 CODES = (
@@ -34,9 +33,6 @@ CODES = (
 )
 _LONGEST = 1000
 _STOPS = {"SIGTERM": "terminated", "SIGHUP": "terminal closed"}
-_NO_ROOM = re.compile(
-    r"can't allocate memory|DefaultCPUAllocator|not enough memory|cannot allocate memory|out of memory|bad_alloc", re.I
-)
 _NO_SIZE = re.compile(
     r"storage size calculation overflowed|integer multiplication overflow|overflow when unpacking long|"
     r"too large to convert|exceeds the limit \(\d+ digits\)|invalid shape dimension|array is too big|"
@@ -194,12 +190,8 @@ def _fault_of_the_request(error: Exception, args: Sequence[str]) -> str | None:
 
 def _too_large(error: Exception) -> str | None:
     """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
-    said, torch = str(error), sys.modules.get("torch")  # nothing of torch is raised before it is there
-    if (
-        isinstance(error, MemoryError | getattr(torch, "OutOfMemoryError", MemoryError))
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and _NO_ROOM.search(said))
-    ):
+    said = str(error)
+    if out_of_memory(error):
         asked = re.search(r"allocate ([\d.]+ ?[KMGTPE]i?B|\d+ bytes)", said)
         return "this does not fit in memory" + (f" ({_amount(asked[1])} more were asked for)" if asked else "")
     if isinstance(error, RuntimeError | OverflowError | ValueError | TypeError) and _NO_SIZE.search(said):

@@ -6,12 +6,13 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from howsmooth.attention import AttentionMap
 from howsmooth.checks import check_count, check_seed
 from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
+from howsmooth.kinds import fits
 from howsmooth.small import digest, printable
 from howsmooth.worstcase.first_vectors import evaluate
 from howsmooth.worstcase.one_head import one_head
@@ -149,9 +150,8 @@ def _chosen(
 
 def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
     """The options that were written beside the witness, each of its kind."""
-    kinds = {name: get_args(kind)[0] for name, kind in get_type_hints(Settings).items()}
-    kinds |= {"source": str, "prefix": str, "layer": int, "seed": int}
-    known = all(name in kinds and _is(kinds[name], value) for name, value in source.items() if name != "sha256")
+    kinds = get_type_hints(Settings) | {"source": str, "prefix": str, "layer": int, "seed": int}
+    known = all(name in kinds and fits(value, kinds[name]) for name, value in source.items() if name != "sha256")
     if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
     request = {name: source[name] for name in _OF_THE_MAP if name in source}
@@ -163,10 +163,3 @@ def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
         if name in settings:
             check_count(settings[name], name)
     return Request(**request), Settings(**settings)
-
-
-def _is(kind: type, value: object) -> bool:
-    """Whether a value of JSON is of the kind of an option."""
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

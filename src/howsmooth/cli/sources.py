@@ -27,8 +27,8 @@ from howsmooth.attention import (
     SigmoidAttention,
     SlidingWindow,
 )
-from howsmooth.checks import check_device, shown
-from howsmooth.cli.console import MOST_SEED, check_room
+from howsmooth.checks import check_device, check_memory, shown
+from howsmooth.cli.console import MOST_SEED
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
 from howsmooth.models.input_files import read_input
@@ -308,7 +308,7 @@ def random_tokens(length: int, width: int, seed: int) -> Tensor:
     """
     if length < 1:
         raise InvalidInput(f"an input holds at least one token, got a length of {length}.")
-    check_room(length * width, f"{length} tokens of width {width}", "--length")
+    check_memory(8 * length * width, f"an input of {length} tokens of width {width}", "lower --length")
     x = torch.randn(length, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
@@ -346,7 +346,7 @@ def _from_weights(request: Request, settings: Settings) -> Site:
         if request.prefix is not None:
             raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
         settings = drawn
-        check_room(4 * (settings.width or 0) ** 2, f"random weights of width {settings.width}", "--width")
+        check_memory(32 * (settings.width or 0) ** 2, f"random attention of width {settings.width}", "lower --width")
         attention = random_attention(settings, request.seed)
     else:
         attention = _from_file(request.source, settings, request.prefix)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from typer import Argument, Option
 
-from howsmooth.cli.console import MOST_SEED, check_room, progress_line, stdout, written
+from howsmooth.cli.console import MOST_SEED, progress_line, stdout, written
 from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import command
 from howsmooth.cli.workers import Place
@@ -117,7 +117,6 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
     depth, seed = _number("depth", model.depth or "2"), _number("seed", model.seed or "0")
     (attention,) = _kinds(model.attention or "dot-product", several=False)
     settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
-    _check_fits(settings)
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
     with _watching(out) as show:
         result = run(corpus, settings, out, resume=resume, intervals=intervals, progress=lambda s: show("", s))
@@ -140,7 +139,6 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool, e
     depths = tuple(_number("depth", each) for each in (model.depth or "2,4,6").split(","))
     seeds = tuple(_number("seed", each) for each in (model.seed or "0,1").split(","))
     grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
-    _check_fits(grid.base)
     with _watching(out) as show:
 
         def tell(cell: Any) -> None:
@@ -229,14 +227,6 @@ def described(now: Any) -> str:
     minutes, seconds = divmod(round(now.seconds_left), 60)
     speed = f"{now.steps_per_second:.1f} steps/s"
     return f"step {now.step}/{now.steps} · {now.bits:.3f} bits{bound} · {speed} · {minutes}:{seconds:02d} left"
-
-
-def _check_fits(settings: Any) -> None:
-    """Refuse what cannot fit: weights with gradients and two moments each, and the attention weights of one block."""
-    weights = 12 * settings.depth * settings.width**2
-    check_room(2 * weights, f"{weights:.3g} weights, their gradients and moments", "--width or --depth")
-    batch = settings.batch_tokens * (settings.length * settings.heads + settings.depth * settings.width) // 2
-    check_room(batch, f"batches of {settings.batch_tokens} tokens", "--batch-tokens, --length or --width")
 
 
 def _kinds(text: str, several: bool = True) -> tuple[str, ...]:

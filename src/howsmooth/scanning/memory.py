@@ -9,9 +9,9 @@ from typing import Any
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel
 from howsmooth.models.sizes import free_bytes
+from howsmooth.small import out_of_memory
 
 _FLOAT = 4
-_SAID = ("can't allocate memory", "not enough memory", "out of memory", "failed to allocate", "invalid buffer size")
 
 
 def least_bytes(length: int, heads: int, width: int, layers: int) -> int:
@@ -49,8 +49,7 @@ def fitting(length: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        said = str(error).lower()
-        if isinstance(error, MemoryError) or any(words in said for words in _SAID):
+        if out_of_memory(error):
             raise InvalidInput(
                 f"n = {length} does not fit in memory: ask for shorter lengths, or for less at once with --what and "
                 "--layers. What a store has kept stays there."
