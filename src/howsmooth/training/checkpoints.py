@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from howsmooth.checks import door
+from howsmooth.checks import NotNegative, Size, check_fields, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.sealed import Damaged, opened, read_json, sealed
 from howsmooth.small import digest, write_whole
@@ -32,9 +32,8 @@ _FIRST_FORMAT = "howsmooth training checkpoint 1"
 """Had a hash of its tensors alone, inside the JSON text."""
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter."""
-_KINDS: dict[str, Any] = {"step": int, "settings": dict, "alphabet": str, "text": str, "seconds": (int, float)}
-_KINDS |= {"losses": list}
-"""What the header says, and of which kind."""
+_NAMES = ("step", "settings", "alphabet", "text", "seconds", "losses")
+"""What the header says."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class Checkpoint:
         losses: bits per character of the steps since the last row of numbers.
     """
 
-    step: int
+    step: Size
     settings: Settings
     alphabet: str
     text: str
-    seconds: float
+    seconds: NotNegative
     losses: list[float]
     tensors: dict[str, Tensor]
 
@@ -145,7 +144,7 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Write the file; a file of that name is replaced only by a complete one."""
-        header = {"format": FORMAT} | {name: getattr(self, name) for name in _KINDS}
+        header = {"format": FORMAT} | {name: getattr(self, name) for name in _NAMES}
         header |= {"settings": self.settings.to_dict()}
         write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
@@ -160,7 +159,7 @@ class Checkpoint:
             tensors, texts, under_seal = opened(path)
             header = read_json(texts.get("howsmooth", ""))
             _check_format(header, tensors, under_seal)
-            return cls(**_checked(header), tensors=tensors)
+            return _checked(header, tensors)
         except (Damaged, HowsmoothError) as error:
             why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
             raise InvalidInput(f"{why}: move it away to start the run anew.") from error
@@ -186,21 +185,17 @@ def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal
         raise Damaged("its format is not known here")
 
 
-def _checked(header: dict[str, Any]) -> dict[str, Any]:
-    """What the header says, each of it of its kind and in its range."""
-    if header.keys() != _KINDS.keys():
-        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ _KINDS.keys())))}")
-    for name, kind in _KINDS.items():
-        if not isinstance(header[name], kind) or isinstance(header[name], bool):
-            raise Damaged(f"its {name} is {header[name]!r:.40}")
-    settings = Settings.from_dict(header["settings"])
-    losses = header["losses"]
-    if not 0 <= header["step"] <= settings.steps:
-        raise Damaged(f"it is at step {header['step']} of {settings.steps}")
-    if not (math.isfinite(header["seconds"]) and header["seconds"] >= 0):
-        raise Damaged(f"its seconds are {header['seconds']}")
-    if len(losses) > header["step"] or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    """What the file says, each of it of its kind and in its range."""
+    if header.keys() != set(_NAMES):
+        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ set(_NAMES))))}")
+    checkpoint = Checkpoint(**header | {"settings": Settings.from_dict(header["settings"])}, tensors=tensors)
+    check_fields(checkpoint)
+    step, steps, losses = checkpoint.step, checkpoint.settings.steps, checkpoint.losses
+    if step > steps:
+        raise Damaged(f"it is at step {step} of {steps}")
+    if len(losses) > step or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
         raise Damaged("its losses are not those of its steps")
-    if len(set(header["alphabet"])) != len(header["alphabet"]):
+    if len(set(checkpoint.alphabet)) != len(checkpoint.alphabet):
         raise Damaged("its alphabet has a character twice")
-    return header | {"settings": settings}
+    return checkpoint

@@ -21,7 +21,7 @@ from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
 from howsmooth.small import Busy, spreadsheet_safe, write_whole
-from howsmooth.training.loop import train
+from howsmooth.training.loop import Progress, train
 from howsmooth.training.results import Intervals, Result, Status
 from howsmooth.training.settings import Attention, Settings
 from howsmooth.training.text import Corpus
@@ -86,28 +86,25 @@ def run_grid(
         executor: any that runs cells instead of this process, on machines that see the folder, or a
             `howsmooth.engines.Engine` of one; there is no progress inside cells then.
     """
-    cells, folder = grid.cells(), Path(folder).absolute()
+    folder = Path(folder).absolute()
+    runs = {name: (corpus, settings, folder / name, intervals) for name, settings in grid.cells()}
     if executor is not None:
-        runs = {name: (corpus, settings, folder / name, intervals) for name, settings in cells}
         complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
-        cells = []
-    for number, (name, settings) in enumerate(cells, start=1):
-        show = lambda status, n=number, name=name: progress(Cell(n, len(cells), name, status))  # noqa: E731
-        try:
-            train(corpus, settings, folder / name, resume=True, intervals=intervals, progress=show)
-        except Busy:
-            continue
-        write_table(folder, finished(folder, grid))
+    else:
+        for number, (name, run) in enumerate(runs.items(), start=1):
+            show = lambda status, n=number, name=name: progress(Cell(n, len(runs), name, status))  # noqa: E731
+            _run_cell(run, show)
+            write_table(folder, finished(folder, grid))
     results = finished(folder, grid)
     write_table(folder, results)
     return results
 
 
-def _run_cell(run: tuple[Corpus, Settings, Path, Intervals | None]) -> None:
+def _run_cell(run: tuple[Corpus, Settings, Path, Intervals | None], progress: Progress = lambda status: None) -> None:
     """One cell, in whatever process this runs; what another process works on is left to it."""
     corpus, settings, folder, intervals = run
     with suppress(Busy):
-        train(corpus, settings, folder, resume=True, intervals=intervals)
+        train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress)
 
 
 def finished(folder: Path, grid: Grid) -> list[Result]:

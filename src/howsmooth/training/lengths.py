@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -123,22 +123,12 @@ class Chunks(Plan):
 
     def batch(self, step: int) -> Batch:
         size = self.n * self.pieces
-        index = torch.cat([self._stretch(step * size + row * self.n) for row in range(self.pieces)])
+        index = _endless(self._stream, step * size, size, len(self.targets))
         shape = (self.pieces, self.n)
         # Two passes over a text may meet in one chunk: the document of the next pass is another one.
         passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
         owner = self.owner[index] + passes * len(self.sizes)
         return Batch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
-
-    def _stretch(self, begin: int) -> Tensor:
-        """Where the n characters from ``begin`` of the endless stream are in the text."""
-        size, stretches, left = len(self.targets), [], self.n
-        while left:
-            epoch, offset = divmod(begin, size)
-            stretch = self._stream(epoch)[offset : offset + left]
-            stretches.append(stretch)
-            begin, left = begin + len(stretch), left - len(stretch)
-        return torch.cat(stretches)
 
     def _stream(self, epoch: int) -> Tensor:
         """All places of the text, document by document in the random order of this pass."""
@@ -187,14 +177,9 @@ class Curriculum(Plan):
         return Batch(self.inputs[index], self.targets[index])
 
     def _pieces(self, size: int, begin: int, count: int) -> Tensor:
-        """Items begin … begin + count − 1 of the endless stream of a bucket: one random order after the other."""
-        starts, chosen = self.buckets[size], []
-        while count:
-            epoch, offset = divmod(begin, len(starts))
-            taken = starts[_permutation(len(starts), self.seed, size, epoch)[offset : offset + count]]
-            chosen.append(taken)
-            begin, count = begin + len(taken), count - len(taken)
-        return torch.cat(chosen)
+        """Items begin … begin + count − 1 of the endless stream of a bucket."""
+        starts = self.buckets[size]
+        return starts[_endless(partial(_permutation, len(starts), self.seed, size), begin, count, len(starts))]
 
 
 @door
@@ -269,6 +254,12 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sizes = torch.tensor([len(_symbols(document, "a document")) for document in parts])
     owner = torch.arange(len(parts)).repeat_interleave(sizes)
     return torch.cat(list(parts)), torch.cat([_before(document) for document in parts]), owner, sizes.cumsum(0) - sizes
+
+
+def _endless(order: Callable[[int], Tensor], begin: int, count: int, size: int) -> Tensor:
+    """Items begin … begin + count − 1 of an endless stream: all ``size`` items in one order after the other."""
+    epochs = range(begin // size, (begin + count - 1) // size + 1)
+    return torch.cat([order(epoch)[max(0, begin - epoch * size) : begin + count - epoch * size] for epoch in epochs])
 
 
 @lru_cache(maxsize=64)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, map_of
-from howsmooth.checks import check_callable, check_finite, check_path, check_tensor, memory, shown
+from howsmooth.checks import check_finite, check_tensor, memory
 from howsmooth.errors import InvalidInput
 from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
 from howsmooth.worstcase.one_head import one_head
@@ -56,23 +57,14 @@ class Question:
     ):
         if norm not in _NORMS:
             raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
-        if source is not None and not isinstance(source, Mapping):
-            raise InvalidInput(f"source must be a dictionary, got {shown(source)}.")
         plain_json(source or {}, "source")
-        if progress is not None:
-            check_callable(progress, "progress")
         self.norm, self.head, self.source, self.progress = _NORMS[norm], head, dict(source or {}), progress
-        self.save = None if save is None else check_path(save, "save")
-        self.starts, self.constructions, self.steps, self.seconds, self.seed = (
-            starts,
-            constructions,
-            steps,
-            seconds,
-            seed,
-        )
+        self.save = None if save is None else Path(save)
+        self.starts, self.constructions = starts, constructions
+        self.steps, self.seconds, self.seed = steps, seconds, seed
         self.over, self.given = as_set(over, radius), _given(start)
         self.n = _length(self.over, self.given, n)
-        self.f = map_of(check_callable(f, "f"), self.n) or f
+        self.f = map_of(f, self.n) or f
         if isinstance(self.f, AttentionMap):
             self.f = self.f if head is None else one_head(self.f, head)
             _check_map(self.f, self.over)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_path, door
+from howsmooth.checks import NotNegative, Size, check_path, door
 from howsmooth.norms import Measurement
 from howsmooth.notebook import card
 from howsmooth.small import write_whole
@@ -40,16 +40,16 @@ class Witness:
     """
 
     x: Tensor
-    value: float
+    value: NotNegative
     measurement: Measurement
     norm: float
-    head: int | None
+    head: Size | None
     over: dict[str, Any]
     start: str
     history: list[float]
     seed: int
-    steps: int
-    seconds: float
+    steps: Size
+    seconds: NotNegative
     stopped: Stopped
     ids: Tensor | None = None
     source: dict[str, Any] = field(default_factory=dict)
@@ -91,4 +91,4 @@ class Witness:
     @door
     def load(cls, path: str | os.PathLike[str]) -> Witness:
         """Read a file that `save` wrote; one clear error for anything else."""
-        return cls(**witness_files.read(check_path(path, "path")))
+        return witness_files.read(check_path(path, "path"), cls)

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_count, check_number, check_one_of, check_tensor
+from howsmooth.checks import check_count, check_fields, check_finite, check_number, check_one_of, check_tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.sealed import Damaged, opened, read_json, sealed
 
 FORMAT, _FIRST_FORMAT = "howsmooth witness 2", "howsmooth witness 1"
 """The first format had no seal."""
-REASONS = ("steps", "seconds", "interrupted", "settled", "running")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32)}
 _TENSORS = {"x", "history", "ids", "left", "right"}
 _STORY = {"value", "head", "over", "start", "seed", "steps", "seconds", "stopped", "source", "norm", "measurement"}
 _MEASUREMENT = {"norm", "value", "lower", "upper", "confidence", "converged", "products", "method", "dtype", "seconds"}
 _MEASUREMENT |= {"values", "residuals", "notes"}
+_Witness = TypeVar("_Witness")
 
 
 def content(tensors: Mapping[str, Tensor | None], story: Mapping[str, Any]) -> bytes:
@@ -44,8 +44,8 @@ def plain_json(value: Mapping[str, Any], name: str) -> str:
         raise InvalidInput(f"{name} must be made of words, finite numbers, lists and dictionaries ({error}).") from None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The arguments of a `Witness`; one clear error for anything but a file that `content` made."""
+def read(path: Path, make: Callable[..., _Witness]) -> _Witness:
+    """The `Witness` of a file, made of its content; one clear error for anything but a file that `content` made."""
     if not path.is_file():
         raise InvalidInput(f"there is no file {path}: check the path.")
     try:
@@ -61,38 +61,26 @@ def read(path: Path) -> dict[str, Any]:
         _check_tensors(tensors)
         norm = _norm(story.pop("norm"))
         measurement = _measurement(story.pop("measurement"), norm, tensors)
-        _check_story(story)
+        arrays = {"x": tensors["x"], "history": tensors["history"].tolist(), "ids": tensors.get("ids")}
+        witness = make(**arrays, norm=norm, measurement=measurement, **story)
+        check_fields(witness)
     except (Damaged, InvalidInput) as error:
         why = str(error).rstrip(".")
         raise InvalidInput(f"{path.name} is a witness of another version, or was changed by hand ({why}).") from error
-    arrays = {"x": tensors["x"], "history": tensors["history"].tolist(), "ids": tensors.get("ids")}
-    return arrays | {"norm": norm, "measurement": measurement} | story
+    return witness
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     x = check_tensor(tensors["x"], "x", dims=(2,))
     for name in ("x", "left", "right"):
-        if name in tensors and not bool(torch.isfinite(check_tensor(tensors[name], name)).all()):
-            raise InvalidInput(f"{name} holds a NaN or infinity")
+        if name in tensors:
+            check_finite(check_tensor(tensors[name], name), name)
     history = tensors["history"]
     if history.dim() != 1 or history.dtype != torch.float64 or bool(history.isnan().any()):
         raise InvalidInput("history is no list of numbers")
     ids = tensors.get("ids")
     if ids is not None and (ids.dtype != torch.int64 or ids.shape != x.shape[:1] or bool((ids < 0).any())):
         raise InvalidInput("ids are not the tokens of x")
-
-
-def _check_story(story: Mapping[str, Any]) -> None:
-    check_number(story["value"], "value", least=0)
-    if story["head"] is not None:
-        check_count(story["head"], "head", least=0)
-    check_count(story["seed"], "seed", least=-(2**63), most=2**64)
-    check_count(story["steps"], "steps", least=0)
-    check_number(story["seconds"], "seconds", least=0)
-    check_one_of(story["stopped"], REASONS, "stopped")
-    for name, kind in (("start", str), ("over", dict), ("source", dict)):
-        if not isinstance(story[name], kind):
-            raise InvalidInput(f"{name} is of another kind")
 
 
 def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Measurement:
