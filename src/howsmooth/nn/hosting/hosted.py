@@ -45,14 +45,10 @@ class HostedAttention(nn.Module):
     ):
         super().__init__()
         self.names = tuple(names)
-        self.layer, self.causal, self.layer_idx = layer, causal, layer_idx
+        self.layer, self.layer_idx = layer, layer_idx
+        self.is_causal = causal  # as transformers' own attention says it
         self.dropout = nn.Dropout(dropout)
         self.turns = "rotary" in getattr(layer, "options", dict)()
-
-    @property
-    def is_causal(self) -> bool:
-        """As transformers' own attention says it."""
-        return self.causal
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Output of the new tokens, ``(batch, new, d)``; weights are not returned, ask the layer's map for them."""
@@ -62,7 +58,7 @@ class HostedAttention(nn.Module):
         cache, position_ids = given.get("past_key_values"), given.get("position_ids")
         new = hidden_states.shape[1]
         tokens = hidden_states if cache is None else self._with_past(hidden_states, cache)
-        seen = Seen.of(given.get("attention_mask"), tokens.shape[:2], new, self.causal)
+        seen = Seen.of(given.get("attention_mask"), tokens.shape[:2], new, self.is_causal)
         if self.turns and position_ids is not None:
             _check_consecutive(position_ids, seen)
         out, _ = self.layer(
@@ -89,10 +85,10 @@ class HostedAttention(nn.Module):
     def attention_map(self, n: int | None = None) -> AttentionMap:
         """What a text of n tokens without padding or cache meets; see `AttentionLayer.attention_map`."""
         check_no_dropout(self, self.dropout.p)
-        return self.layer.attention_map(n, "causal" if self.causal else None)
+        return self.layer.attention_map(n, "causal" if self.is_causal else None)
 
     def extra_repr(self) -> str:
-        return "causal" if self.causal else ""
+        return "causal" if self.is_causal else ""
 
 
 @dataclass(frozen=True)

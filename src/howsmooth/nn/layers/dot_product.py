@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from howsmooth import attention
 from howsmooth.attention import SelfAttention
-from howsmooth.checks import check_finite, check_number, check_positive, door
+from howsmooth.attention.stages import Chain
+from howsmooth.checks import check_number, check_positive, door
+from howsmooth.nn.caps import SpectralCaps
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.layers.sight import Sight
-from howsmooth.norms.matrices import spectral
 
 
 class DotProductAttention(MixingLayer):
@@ -61,14 +61,8 @@ class DotProductAttention(MixingLayer):
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
         by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        query, key, value = (projected.transpose(1, 2) for projected in by_head)
-        for stage in self.query_stages:
-            query = stage(query)
-        for stage in self.key_stages:
-            key = stage(key)
-        for stage in self.value_stages:
-            value = stage(value)
-        return Heads(query, key, value)
+        stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
+        return Heads(*(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True)))
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
@@ -84,6 +78,7 @@ class SigmoidAttention(DotProductAttention):
 
     Padded tokens do not count in n. Lipschitz on bounded sets only: `lipschitz_bound` needs a radius.
 
+    >>> import torch
     >>> SigmoidAttention(8, num_heads=2)(torch.zeros(3, 8))[0].shape
     torch.Size([3, 8])
     """
@@ -170,6 +165,7 @@ class NormControlledAttention(DotProductAttention):
         cap: largest spectral norm of the four weight matrices.
         embed_dim, num_heads, bias, batch_first, dropout: as in `AttentionLayer`.
 
+    >>> import torch
     >>> layer = NormControlledAttention(8, num_heads=2)
     >>> _ = torch.nn.init.normal_(layer.out_proj.weight, std=9.0)
     >>> layer.cap_()
@@ -204,11 +200,6 @@ class NormControlledAttention(DotProductAttention):
         attention_map.output_weight = attention_map.output_weight / 3
         return attention_map
 
-    @torch.no_grad()
     def cap_(self) -> None:
         """Bring singular values above ``cap`` down to it, in place; those below stay as they are."""
-        for matrix in (*self.in_proj.weight.detach().chunk(3), self.out_proj.weight.detach()):
-            check_finite(matrix, "a weight")
-            if float(spectral(matrix.double())) > self.cap:
-                left, sizes, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-                matrix.copy_((left * sizes.clamp(max=self.cap)) @ right)
+        SpectralCaps(self, self.cap).exact()
