@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from howsmooth.attention.masks import LogitBias, Maps, softmax
 from howsmooth.attention.stages import Chain, Scale, TokenStage
 from howsmooth.attention.terms import Terms
+from howsmooth.checks import check_positive
 from howsmooth.errors import InvalidInput
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -83,9 +83,8 @@ class AttentionMap(nn.Module):
             output = torch.eye(mixed, dtype=value.dtype, device=value.device)
         if output.shape[1] != mixed:
             raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise InvalidInput(f"a logit soft-cap must be positive and finite, got {softcap}: None leaves it out.")
-        self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
+        self.softcap = None if softcap is None else check_positive(softcap, "a logit soft-cap")
+        self.heads, self.kv_heads = heads, kv_heads
         self.register_buffer("query_weight", query.reshape(heads, -1, width))
         self.register_buffer("key_weight", key.reshape(kv_heads, -1, width))
         self.register_buffer("value_weight", value.reshape(kv_heads, -1, width))

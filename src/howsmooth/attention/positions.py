@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.checks import check_count, check_weights, door
+from howsmooth.checks import check_count, check_positive, check_weights, door
 from howsmooth.errors import InvalidInput
 
 
@@ -49,8 +49,7 @@ class Rotary(TokenStage):
     @door
     def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """ω_m = base^{−2m/dim}, in double precision."""
-        if not 0 < base < math.inf:
-            raise InvalidInput(f"the base of rotary positions must be positive and finite, got {base}.")
+        check_positive(base, "the base of rotary positions")
         if dim < 2 or dim % 2:
             raise InvalidInput(f"rotary positions turn pairs of coordinates: the width must be even, got {dim}.")
         return cls(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), interleaved)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.masks import LogitBias, Maps, Sight
-from howsmooth.checks import door
-from howsmooth.errors import InvalidInput
+from howsmooth.checks import check_number, door
 
 
 class _Shift(LogitBias):
@@ -20,9 +19,7 @@ class _Shift(LogitBias):
 
     def __init__(self, value: float | None):
         super().__init__()
-        if value is not None and not math.isfinite(value):
-            raise InvalidInput(f"the shift of sigmoid logits must be a finite number, got {value}.")
-        self.value = value
+        self.value = None if value is None else check_number(value, "the shift of sigmoid logits")
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
         value = -math.log(maps.n) if self.value is None else self.value

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_number, door
 from howsmooth.errors import InvalidInput
 
 
@@ -94,9 +94,7 @@ class Scale(TokenStage):
 
     def __init__(self, factor: float):
         super().__init__()
-        if not math.isfinite(factor):
-            raise InvalidInput(f"the scale of queries, keys or values must be a finite number, got {factor}.")
-        self.factor = factor
+        self.factor = check_number(factor, "the scale of queries, keys or values")
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         return x * self.factor, Multiple(self.factor)

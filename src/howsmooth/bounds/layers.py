@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from howsmooth.checks import check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.norms.matrices import spectral
 
@@ -156,8 +157,7 @@ def gated_mlp(
     """
     if radius is None:
         raise DoesNotApply("a gated MLP is not Lipschitz on all inputs: give the radius of the ball tokens lie in.")
-    if not (math.isfinite(radius) and radius > 0):
-        raise InvalidInput(f"a radius must be positive and finite, got {radius}.")
+    check_positive(radius, "a radius")
     entry = activation(act)
     gate, up = gate.detach().double(), up.detach().double()
     largest_up = up.norm(dim=1) * radius + _size(up_bias)

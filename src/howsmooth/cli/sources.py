@@ -139,14 +139,13 @@ class Settings:
         """The arguments of `SelfAttention` beside the weights."""
         if heads < 1:
             raise InvalidInput(f"an attention has at least one head, got {heads}.")
-        if self.rope_base is not None and not self.rope_base > 0:
-            raise InvalidInput(f"the base of the rotary angles must be positive, got {self.rope_base}.")
         mask: LogitBias | None = Causal() if self.causal else None
+        base = 10_000.0 if self.rope_base is None else self.rope_base
         if self.window is not None:
             mask = SlidingWindow(self.window, causal=bool(self.causal))
         return {
             "mask": mask,
-            "rotary": Rotary.standard(head_width, self.rope_base or 10_000.0) if self.rotary else None,
+            "rotary": Rotary.standard(head_width, base) if self.rotary else None,
             "logit_biases": [ALiBi.standard(heads)] if self.alibi else [],
             "softcap": self.softcap,
             "qk_norm": self.qk_norm,

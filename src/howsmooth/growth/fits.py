@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth.checks import Probability, door
 from howsmooth.errors import InvalidInput
 from howsmooth.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
 from howsmooth.growth.laws import ROUNDING, STRONG, Law, PowerLaw, Sample, compare, fit_break, fit_line, fit_power_law
@@ -146,7 +146,7 @@ def growth(
     lengths: Sequence[float] | Any,
     *,
     paired: bool = False,
-    confidence: float = 0.95,
+    confidence: Probability = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Growth:
@@ -169,8 +169,6 @@ def growth(
     >>> grown.verdict
     'n^1/2'
     """
-    if not 0 < confidence < 1:
-        raise InvalidInput(f"a confidence lies between 0 and 1, got {confidence}.")
     if resamples < 100:
         raise InvalidInput(f"percentiles need at least 100 resamples, got {resamples}.")
     by_length = _read(values, lengths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_numbers, door
+from howsmooth.checks import check_count, check_numbers, door
 from howsmooth.errors import InvalidInput
 
 MASS_TOLERANCE = 1e-9
@@ -102,8 +102,7 @@ class Measure:
         >>> Measure(torch.tensor([[1.0], [2.0]]), [0.25, 0.75]).expand(4).atoms.flatten()
         tensor([1., 2., 2., 2.], dtype=torch.float64)
         """
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
-            raise InvalidInput(f"a measure is written out as a whole number of atoms, at least 1, got {n!r}.")
+        check_count(n, "n", most=2**31 - 1)
         counts = (self.weights * n).round()
         if float((self.weights * n - counts).abs().max()) > 1e-6:
             raise InvalidInput(f"these weights are not multiples of 1/{n}: choose n so that every n·w_i is whole.")
@@ -122,8 +121,7 @@ class Measure:
 
     def split(self, atom: int, displacement: Tensor) -> Measure:
         """One atom split in two halves, x_i ± y, with ``displacement`` y, ``(d,)``."""
-        if not isinstance(atom, int) or isinstance(atom, bool) or not 0 <= atom < len(self):
-            raise InvalidInput(f"there are {len(self)} atoms to split, counted from 0, got {atom!r}.")
+        check_count(atom, "atom", least=0, most=len(self) - 1)
         displacement = check_numbers(displacement, "displacement").to(self.atoms)
         if displacement.shape != (self.width,):
             raise InvalidInput(f"an atom of width {self.width} cannot move by shape {tuple(displacement.shape)}.")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_numbers, door
+from howsmooth.checks import Positive, check_numbers, door
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.measure import Measure
 
@@ -58,12 +58,10 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
 
 
 @door
-def two_atom_measure(direction: Tensor, radius: float, heavy: float) -> Measure:
+def two_atom_measure(direction: Tensor, radius: Positive, heavy: Positive) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
     direction = check_numbers(direction, "direction")
     if direction.dim() != 1 or not bool(direction.any()):
         raise InvalidInput("two atoms lie along a vector that is not zero: give a direction of shape (d,).")
-    if not all(isinstance(number, int | float) and 0 < number < math.inf for number in (radius, heavy)):
-        raise InvalidInput(f"two atoms need a radius and a mass ratio, positive and finite, got {radius!r}, {heavy!r}.")
     u = direction / direction.norm()
     return Measure(torch.stack([-radius * u, radius * u]), [1 / (1 + heavy), heavy / (1 + heavy)])

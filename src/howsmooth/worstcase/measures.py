@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import Maps
-from howsmooth.checks import Seed, door
+from howsmooth.checks import Count, Seed, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import as_attention
 from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
@@ -94,13 +94,13 @@ class MeasureWitness:
 @door
 def worst_measure(
     attention: nn.Module,
-    atoms: int = 2,
+    atoms: Count = 2,
     radius: float | None = None,
     *,
     over: InputSet | TokenSet | nn.Module | None = None,
     ordered: bool | None = None,
-    starts: int = 16,
-    steps: int = 200,
+    starts: Count = 16,
+    steps: Count = 200,
     seed: Seed = 0,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> MeasureWitness:
@@ -127,9 +127,6 @@ def worst_measure(
     3.07
     """
     began = time.perf_counter()
-    for name, count in (("atoms", atoms), ("starts", starts), ("steps", steps)):
-        if count < 1:
-            raise InvalidInput(f"the search needs at least one of {name}, got {count}.")
     known = as_attention(attention)
     causal = known is not None and known.terms.is_causal
     where, in_order = _bounded(over, radius), causal if ordered is None else ordered

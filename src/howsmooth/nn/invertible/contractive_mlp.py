@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth.checks import check_count, check_one_of, check_positive, check_weights, door
+from howsmooth.checks import Count, check_one_of, check_positive, check_weights, door
 from howsmooth.nn.invertible.branches import Branch
 from howsmooth.nn.layers.base import Norm, as_norm, glorot
 from howsmooth.nn.layers.weight_norms import SpectralNorm
@@ -72,19 +72,17 @@ class ContractiveMLP(Branch):
     @door
     def __init__(
         self,
-        width: int,
-        hidden: int,
+        width: Count,
+        hidden: Count,
         coefficient: float = 0.9,
         *,
-        depth: int = 1,
-        out_width: int | None = None,
+        depth: Count = 1,
+        out_width: Count | None = None,
         activation: str = "lip_swish",
         norm: Norm = 2,
     ):
         super().__init__()
         out_width = width if out_width is None else out_width
-        for name, value in (("width", width), ("hidden", hidden), ("depth", depth), ("out_width", out_width)):
-            check_count(value, name)
         check_weights(hidden * (width + (depth - 1) * hidden + out_width), "the network")
         widths = [width, *[hidden] * depth, out_width]
         self.coefficient = check_positive(coefficient, "coefficient")

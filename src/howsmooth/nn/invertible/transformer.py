@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_fraction, door
+from howsmooth.checks import Count, Probability, door
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.branches import Attending, Branch, Composed
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
@@ -53,21 +53,19 @@ class InvertibleTransformer(nn.Module):
     @door
     def __init__(
         self,
-        width: int,
+        width: Count,
         heads: int = 1,
-        depth: int = 2,
+        depth: Count = 2,
         hidden: int | None = None,
         *,
-        coefficient: float = 0.9,
+        coefficient: Probability = 0.9,
         mask: Mask = None,
         attention_width: int | None = None,
         tokens: int | None = None,
         norm: float = 2,
     ):
         super().__init__()
-        check_count(depth, "depth")
-        check_fraction(coefficient, "coefficient")
-        hidden = 4 * check_count(width, "width") if hidden is None else hidden
+        hidden = 4 * width if hidden is None else hidden
         inner = width if attention_width is None else attention_width
 
         def attention() -> Branch:
