@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from howsmooth.bounds.settings import setting
 from howsmooth.checks import door
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
 from howsmooth.models.pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
+from howsmooth.models.running import listening
 from howsmooth.sets import TokenSet
 
 
@@ -65,23 +67,17 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
     """
     reading = read_pieces(model, causal=causal)
     smallest: dict[str, float] = {}
-    handles = []
-    for norm in reading.norms:
 
-        def listen(module: nn.Module, args: tuple[Tensor, ...], name: str = norm.name) -> None:
-            tokens = args[0].double()
-            spreads = tokens.square().mean(-1) if isinstance(module, nn.RMSNorm) else tokens.var(-1, correction=0)
-            smallest[name] = min(smallest.get(name, math.inf), float(spreads.min()))
+    def hear(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        tokens = args[0].double()
+        spreads = tokens.square().mean(-1) if isinstance(module, nn.RMSNorm) else tokens.var(-1, correction=0)
+        smallest[name] = min(smallest.get(name, math.inf), float(spreads.min()))
 
-        handles.append(norm.module.register_forward_pre_hook(listen))
     if x.is_floating_point():
         x = x.to(next(reading.model.parameters()).dtype)
-    try:
+    with listening(norm.module.register_forward_pre_hook(partial(hear, norm.name)) for norm in reading.norms):
         for item in x if x.dim() == (3 if x.is_floating_point() else 2) else [x]:
             reading.run(item)
-    finally:
-        for handle in handles:
-            handle.remove()
     return smallest
 
 

@@ -131,10 +131,10 @@ class Store(Reader):
             return {Cell(*row) for row in self._db.execute(query, (scan,))}
 
     def add(
-        self, scan: int, start: int, tokens: Sequence[str], found: Iterable[tuple[Cell, Mapping[str, Any]]]
+        self, scan: int, start: int, tokens: Sequence[str], measured: Iterable[tuple[Cell, Mapping[str, Any]]]
     ) -> None:
         """Keep a batch of cells of one window, all or none; cells that are there stay as they are."""
-        rows = [vars(cell) | dict(numbers) | {"scan": scan} for cell, numbers in found]
+        rows = [vars(cell) | dict(numbers) | {"scan": scan} for cell, numbers in measured]
         if not rows:
             return
         key = {"scan": scan, "length": rows[0]["length"], "window": rows[0]["window"]}

@@ -15,7 +15,7 @@ from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.attention.offers import check_no_dropout
 from howsmooth.bounds import least_upper_bound, setting
-from howsmooth.checks import check_count, check_flag, check_number, check_weights, shown
+from howsmooth.checks import check_count, check_number, check_weights, door, shown
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.mixing import Mixing
 from howsmooth.nn.layers.sight import Sight
@@ -45,6 +45,7 @@ class AttentionLayer(nn.Module, ABC):
     refusal = "this attention has no global Lipschitz bound: give a radius"
     """Said when no bound of the catalogue applies to all inputs."""
 
+    @door
     def __init__(
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):
@@ -54,10 +55,13 @@ class AttentionLayer(nn.Module, ABC):
         if self.embed_dim % self.num_heads:
             raise InvalidInput(f"a width of {embed_dim!r} does not split into {num_heads!r} heads.")
         check_weights(2 * self.embed_dim**2, "the layer")
-        check_flag(bias, "bias")
         self.head_dim = self.embed_dim // self.num_heads
-        self.batch_first = check_flag(batch_first, "batch_first")
+        self.batch_first = batch_first
         self.dropout = check_number(dropout, "dropout", least=0, below=1)
+        self.make_weights(bias)
+
+    def make_weights(self, bias: bool) -> None:
+        """Make the projections, with biases or without, once the sizes are known."""
 
     @abstractmethod
     def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:

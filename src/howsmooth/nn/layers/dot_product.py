@@ -40,24 +40,16 @@ class DotProductAttention(MixingLayer):
     map_class: type[SelfAttention] = SelfAttention
     """The map this layer is a shell around."""
 
-    @door
-    def __init__(
-        self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
-    ):
-        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
-        self.in_proj = glorot(embed_dim, embed_dim, parts=3, bias=bias)
-        self.out_proj = glorot(embed_dim, embed_dim, bias=bias)
-        self._take_stages()
+    def make_weights(self, bias: bool) -> None:
+        self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3, bias=bias)
+        self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
+        core = self.map()  # its stages have no weights of their own
+        self.weighting = core.weighting
+        self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
 
     def options(self) -> dict[str, Any]:
         """What the map is built with besides weights and mask."""
         return {}
-
-    def _take_stages(self) -> None:
-        """The stages of the map, which have no weights of their own; call it when the options are known."""
-        core = self.map()
-        self.weighting = core.weighting
-        self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
         by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)

@@ -17,7 +17,6 @@ from torch.nn import functional
 from howsmooth.attention import L2SelfAttention, masks
 from howsmooth.attention.terms import as_mask
 from howsmooth.bounds.own.l2 import average_lip_2, block_lip_2, mixing_matrix
-from howsmooth.checks import door
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
 from howsmooth.nn.layers.sight import Sight
 
@@ -41,14 +40,10 @@ class L2Attention(MixingLayer):
     """Of keys with weights of their own; None where they are tied to the queries."""
     refusal = "L2 attention is bounded only when every token sees itself and nothing is added to the logits"
 
-    @door
-    def __init__(
-        self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
-    ):
-        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
-        self.qk_proj = glorot(embed_dim, embed_dim)
-        self.v_proj = glorot(embed_dim, embed_dim)
-        self.out_proj = glorot(embed_dim, embed_dim, bias=bias)
+    def make_weights(self, bias: bool) -> None:
+        self.qk_proj = glorot(self.embed_dim, self.embed_dim)
+        self.v_proj = glorot(self.embed_dim, self.embed_dim)
+        self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
         self.temperature = self.head_dim**0.5
         self.scale, self.exact_logits = 2 / self.temperature, True
 

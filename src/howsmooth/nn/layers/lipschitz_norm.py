@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth.attention.lipschitz_norm import divisor_of
-from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.base import Heads, Mask, MixingLayer, glorot
 from howsmooth.nn.layers.sight import Sight
@@ -26,13 +25,9 @@ class LipschitzNormAttention(MixingLayer):
     True
     """
 
-    @door
-    def __init__(
-        self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
-    ):
-        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
-        self.in_proj = glorot(embed_dim, embed_dim, parts=3)
-        self.out_proj = glorot(embed_dim, embed_dim, bias=bias)
+    def make_weights(self, bias: bool) -> None:
+        self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3)
+        self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
 
     def project(self, x: Tensor, sight: Sight) -> Heads:
         if sight.terms:

@@ -26,11 +26,9 @@ class UntiedL2Attention(L2Attention):
         "as L2Attention does"
     )
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
-    ):
-        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
-        self.k_proj = glorot(embed_dim, embed_dim)
+    def make_weights(self, bias: bool) -> None:
+        super().make_weights(bias)
+        self.k_proj = glorot(self.embed_dim, self.embed_dim)
 
     @property
     def key_weight(self) -> Tensor:  # type: ignore[override]
