@@ -62,11 +62,10 @@ class AttentionMap(nn.Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         check_heads(heads, kv_heads)
-        for name, matrix in (("query", query), ("key", key), ("value", value), ("output", output)):
-            if matrix is not None or name != "output":
-                _check_matrix(name, matrix)
-        width = query.shape[-1]
-        for name, weight, groups in (("query", query, heads), ("key", key, kv_heads), ("value", value, kv_heads)):
+        inputs = {"query": (query, heads), "key": (key, kv_heads), "value": (value, kv_heads)}
+        for name, (weight, groups) in inputs.items():
+            _check_matrix(name, weight)
+            width = query.shape[1]
             if weight.shape[1] != width:
                 raise InvalidInput(
                     f"the {name} weight takes {weight.shape[1]} features, but the query weight takes {width}."
@@ -79,20 +78,19 @@ class AttentionMap(nn.Module):
                 "their dot product needs equal widths (check heads and kv_heads)."
             )
         mixed = value.shape[0] // kv_heads * heads
-        if output is None:
-            output = torch.eye(mixed, dtype=value.dtype, device=value.device)
+        output = torch.eye(mixed, dtype=value.dtype, device=value.device) if output is None else output
+        _check_matrix("output", output)
         if output.shape[1] != mixed:
             raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
-        self.softcap = None if softcap is None else check_positive(softcap, "a logit soft-cap")
-        self.heads, self.kv_heads = heads, kv_heads
-        self.register_buffer("query_weight", query.reshape(heads, -1, width))
-        self.register_buffer("key_weight", key.reshape(kv_heads, -1, width))
-        self.register_buffer("value_weight", value.reshape(kv_heads, -1, width))
+        if softcap is not None:
+            check_positive(softcap, "a logit soft-cap")
+        self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
+        for name, (weight, groups) in inputs.items():
+            self.register_buffer(f"{name}_weight", weight.reshape(groups, -1, width))
+            bias = _checked_bias(name, biases.pop(f"{name}_bias", None), len(weight))
+            self.register_buffer(f"{name}_bias", None if bias is None else bias.reshape(groups, -1))
         self.register_buffer("output_weight", output.T.reshape(heads, -1, output.shape[0]))
-        parts = (("query", heads, query), ("key", kv_heads, key), ("value", kv_heads, value), ("output", None, output))
-        for name, split, weight in parts:
-            bias = _split_bias(name, biases.pop(f"{name}_bias", None), split, len(weight))
-            self.register_buffer(f"{name}_bias", bias)
+        self.register_buffer("output_bias", _checked_bias("output", biases.pop("output_bias", None), len(output)))
         if biases:
             raise InvalidInput(f"attention has biases of query, key, value and output, but no {', '.join(biases)}.")
         self.logit_biases = nn.ModuleList(Terms(logit_biases))
@@ -225,10 +223,8 @@ def _check_matrix(name: str, weight: object) -> None:
         raise InvalidInput(f"the {name} weight has shape {tuple(weight.shape)}: no size may be zero.")
 
 
-def _split_bias(name: str, bias: Tensor | None, groups: int | None, size: int) -> Tensor | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Tensor) or bias.shape != (size,) or not bias.is_floating_point():
+def _checked_bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
+    if bias is not None and (not isinstance(bias, Tensor) or bias.shape != (size,) or not bias.is_floating_point()):
         got = f"{bias.dtype} of shape {tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
         raise InvalidInput(f"the {name} bias must be a floating vector of {size} entries, got {got}.")
-    return bias if groups is None else bias.reshape(groups, -1)
+    return bias

@@ -137,15 +137,14 @@ class Settings:
 
     def options(self, heads: int, head_width: int) -> dict[str, Any]:
         """The arguments of `SelfAttention` beside the weights."""
-        if heads < 1:
-            raise InvalidInput(f"an attention has at least one head, got {heads}.")
+        if self.rope_base is not None and not self.rope_base > 0:
+            raise InvalidInput(f"the base of the rotary angles must be positive, got {self.rope_base}.")
         mask: LogitBias | None = Causal() if self.causal else None
-        base = 10_000.0 if self.rope_base is None else self.rope_base
         if self.window is not None:
             mask = SlidingWindow(self.window, causal=bool(self.causal))
         return {
             "mask": mask,
-            "rotary": Rotary.standard(head_width, base) if self.rotary else None,
+            "rotary": Rotary.standard(head_width, self.rope_base or 10_000.0) if self.rotary else None,
             "logit_biases": [ALiBi.standard(heads)] if self.alibi else [],
             "softcap": self.softcap,
             "qk_norm": self.qk_norm,
@@ -258,19 +257,6 @@ def random_settings(source: str, settings: Settings) -> Settings | None:
     return settings.over(_pairs(pairs)).over(preset).over(DEFAULTS)
 
 
-def random_attention(settings: Settings, seed: int) -> AttentionMap:
-    """Random weights of a complete configuration."""
-    width, heads, dtype = settings.width, settings.heads, settings.torch_dtype
-    assert width is not None
-    assert heads is not None
-    assert dtype is not None
-    if width % heads:
-        raise InvalidInput(f"a width of {width} does not split into {heads} heads: change one.")
-    options = settings.options(heads, width // heads)
-    drawn = SelfAttention.random(width, heads, kv_heads=settings.kv_heads, seed=seed, dtype=dtype, **options)
-    return in_kind(drawn, settings)
-
-
 def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
     """The same weights in another kind of attention: L2 has its queries as keys too (they are tied).
 
@@ -305,8 +291,6 @@ def random_tokens(length: int, width: int, seed: int) -> Tensor:
     >>> random_tokens(3, 4, seed=0).square().mean(-1)
     tensor([1.0000, 1.0000, 1.0000], dtype=torch.float64)
     """
-    if length < 1:
-        raise InvalidInput(f"an input holds at least one token, got a length of {length}.")
     check_memory(8 * length * width, f"an input of {length} tokens of width {width}", "lower --length")
     x = torch.randn(length, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x / x.square().mean(-1, keepdim=True).sqrt()
@@ -344,9 +328,10 @@ def _from_weights(request: Request, settings: Settings) -> Site:
     if drawn is not None:
         if request.prefix is not None:
             raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
-        settings = drawn
-        check_memory(32 * (settings.width or 0) ** 2, f"random attention of width {settings.width}", "lower --width")
-        attention = random_attention(settings, request.seed)
+        settings, width, heads = drawn, drawn.width or 0, drawn.heads or 1
+        check_memory(32 * width**2, f"random attention of width {width}", "lower --width")
+        said = {"kv_heads": drawn.kv_heads, "dtype": drawn.torch_dtype, **drawn.options(heads, width // heads)}
+        attention: AttentionMap = in_kind(SelfAttention.random(width, heads, seed=request.seed, **said), drawn)
     else:
         attention = _from_file(request.source, settings, request.prefix)
         tensors, _ = read_tensors(Path(request.source))
