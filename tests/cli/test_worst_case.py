@@ -282,6 +282,12 @@ def test_a_witness_opens_nothing_by_itself(
     assert "unexpected" not in said
 
 
+def test_a_witness_of_the_version_before_is_replayed_to_the_same_number() -> None:
+    again = answer("measure", "--witness", STORED.with_name("witness-2.safetensors"))["witness"]
+    assert again["stored"] == 2.6414122191412424
+    assert again["value"] == pytest.approx(again["stored"], rel=1e-12)
+
+
 def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
     (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--radius", 1)["cells"]
     said = refusal("measure", "--witness", cell["file"])

@@ -14,6 +14,8 @@ OLDER = Path(__file__).parent / "data" / "older.sqlite"
 """Written by the version before checksums, with what it read back in a JSON file of the same name."""
 WITH_CHECKSUMS = OLDER.with_name("checksums.sqlite")
 """The same of the version after it, before the relative condition."""
+BEFORE = OLDER.with_name("before.sqlite")
+"""Written by version 0.1.0, with what it exported in a JSON file of the same name."""
 TOKENS = ["[CLS]", "it's", '"<script>"', "☃"]
 
 

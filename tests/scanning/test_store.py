@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 import subprocess
@@ -16,7 +17,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.scanning import Scan
 from howsmooth.scanning.plan import Cell, Settings
 from howsmooth.scanning.store import Store, StoreError
-from tests.scanning.stores import IDENTITY, OLDER, TOKENS, batch, kept, numbers
+from tests.scanning.stores import BEFORE, IDENTITY, OLDER, TOKENS, batch, kept, numbers
 
 
 @pytest.fixture
@@ -208,6 +209,13 @@ def test_a_store_that_is_taken_away_after_the_last_batch_is_noticed(path: Path) 
         store = stack.enter_context(Store.writing(path))
         store.add(store.begin(IDENTITY), 0, TOKENS, batch(0))
         path.unlink()
+
+
+def test_a_store_of_the_version_before_gives_the_numbers_that_it_exported(tmp_path: Path) -> None:
+    shutil.copyfile(BEFORE, tmp_path / "before.sqlite")
+    exported = json.loads(BEFORE.with_suffix(".json").read_text(encoding="utf-8"))
+    assert [row["howsmooth"] for row in exported] == ["0.1.0"] * 3
+    assert Scan.open(tmp_path / "before.sqlite").rows == exported
 
 
 def test_an_address_is_no_name_of_a_store() -> None:

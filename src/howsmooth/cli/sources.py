@@ -331,7 +331,7 @@ def _from_weights(request: Request, settings: Settings) -> Site:
         settings, width, heads = drawn, drawn.width or 0, drawn.heads or 1
         check_memory(32 * width**2, f"random attention of width {width}", "lower --width")
         said = {"kv_heads": drawn.kv_heads, "dtype": drawn.torch_dtype, **drawn.options(heads, width // heads)}
-        attention: AttentionMap = in_kind(SelfAttention.random(width, heads, seed=request.seed, **said), drawn)
+        attention = in_kind(SelfAttention.random(width, heads, seed=request.seed, **said), drawn)
     else:
         attention = _from_file(request.source, settings, request.prefix)
         tensors, _ = read_tensors(Path(request.source))
