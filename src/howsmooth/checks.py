@@ -82,13 +82,6 @@ def check_fraction(value: object, name: str) -> float:
     return number
 
 
-def check_flag(value: object, name: str) -> bool:
-    """True or False: what merely counts as one is often an argument in the wrong place."""
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} must be True or False, got {shown(value)}.")
-    return value
-
-
 def check_one_of(value: _T, choices: Iterable[object], name: str) -> _T:
     """One of a few.
 

@@ -93,15 +93,12 @@ def weighted(
     map_ = copy.deepcopy(_checked(attention, measure)).to(measure.atoms)
     tokens, weights, places = measure.atoms, measure.weights, measure.positions
     if points is not None:
-        check_finite(check_tensor(points, "points"), "points")
-        if points.shape != (len(points), measure.width):
-            raise InvalidInput(f"further tokens have shape (q, {measure.width}), like the atoms.")
+        _check_points(measure, points, positions)
         tokens = torch.cat([tokens, points])
         weights = torch.cat([weights, weights.new_zeros(len(points))])
-    if (positions is not None and points is None) or (positions is None) != (points is None or places is None):
-        raise InvalidInput("further tokens need positions when the measure has them, and only then.")
+    elif positions is not None:
+        raise InvalidInput("positions are those of points: give the points, too.")
     if places is not None and positions is not None:
-        _check_vector(positions, "positions")
         places = torch.cat([places, positions])
     terms = [LogMass(weights)] if places is None else [LogMass(weights), Past(places)]
     map_.logit_biases = nn.ModuleList(terms)
@@ -117,7 +114,7 @@ class Field:
 
     def __call__(self, points: Tensor, positions: Tensor | None = None) -> Tensor:
         """Γ_μ at points, ``(q, d)`` → ``(q, d_out)``; under a mask at pairs of positions, ``(q,)``, and points."""
-        self._check(points, positions)
+        _check_points(self.measure, points, positions)
         images = []
         for start in range(0, len(points), _POINTS_AT_ONCE):
             some = slice(start, start + _POINTS_AT_ONCE)
@@ -126,27 +123,26 @@ class Field:
             images.append(map_(tokens)[len(self.measure) :])
         return torch.cat(images)
 
-    def _check(self, points: Tensor, positions: Tensor | None) -> None:
-        width, places = self.measure.width, self.measure.positions
-        for given, name in ((points, "points"), (positions, "positions")):
-            if name == "points" or given is not None:
-                check_finite(check_tensor(given, name), name)
-        if points.dim() != 2 or not len(points) or points.shape[1] != width:
-            raise InvalidInput(
-                f"the field takes points of shape (q, {width}), at least one, got {tuple(points.shape)}."
-            )
-        if (positions is None) != (places is None):
-            what = "needs the position of each point" if positions is None else "has no positions: leave them out"
-            raise InvalidInput(f"the field of this measure {what}.")
-        if positions is None or places is None:
-            return
-        if positions.shape != points.shape[:1]:
-            raise InvalidInput(f"{len(points)} points need as many positions, got shape {tuple(positions.shape)}.")
-        if bool((positions < places.min()).any()):
-            raise InvalidInput(
-                f"a point at position {float(positions.min()):.6g} sees nothing: the first atom is at "
-                f"{float(places.min()):.6g}."
-            )
+
+def _check_points(measure: Measure, points: Tensor, positions: Tensor | None) -> None:
+    """Refuse points that the field of a measure has no value at."""
+    places = measure.positions
+    check_finite(check_tensor(points, "points"), "points")
+    if points.shape != (len(points) if points.dim() else 0, measure.width):
+        raise InvalidInput(f"the field takes points of shape (q, {measure.width}), got {tuple(points.shape)}.")
+    if (positions is None) != (places is None):
+        what = "needs the position of each point" if positions is None else "has no positions: leave them out"
+        raise InvalidInput(f"the field of this measure {what}.")
+    if positions is None or places is None:
+        return
+    _check_vector(positions, "positions")
+    if len(positions) != len(points):
+        raise InvalidInput(f"{len(points)} points need as many positions, got {len(positions)}.")
+    if bool((positions < places.min()).any()):
+        raise InvalidInput(
+            f"a point at position {float(positions.min()):.6g} sees nothing: the first atom is at "
+            f"{float(places.min()):.6g}."
+        )
 
 
 @door
