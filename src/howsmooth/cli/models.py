@@ -18,7 +18,19 @@ def models(
 
     Example: howsmooth models
     """
-    rows = [_facts(name) for name in NAMED]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "description": model.description,
+            "precision": model.precision,
+            "bytes": model.size,
+            "licence": model.licence,
+            "installed": model.available(name),
+            "install": model.install,
+            "sha256": model.sha256,
+        }
+        for name, model in NAMED.items()
+    ]
     if json:
         print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})
         return
@@ -39,17 +51,3 @@ def models(
         f"Read by name: {', '.join(MODEL_TYPES)}; others through transformers' attention interface.",
         markup=False,
     )
-
-
-def _facts(name: str) -> dict[str, Any]:
-    model = NAMED[name]
-    return {
-        "name": name,
-        "description": model.description,
-        "precision": model.precision,
-        "bytes": model.size,
-        "licence": model.licence,
-        "installed": model.available(name),
-        "install": model.install,
-        "sha256": model.sha256,
-    }

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.cli.sources import Site
 from howsmooth.errors import InvalidInput
 from howsmooth.explaining import token_influence
 from howsmooth.norms import Measurement
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MOST_TOKENS_FOR_MAP = 256
-
-
-def _draw_head(attention: AttentionMap, x: Tensor, head: int, heads: Measurement, ax: Axes) -> None:
-    """One head in detail: its influence map, or, where n × n blocks would take long, its token energies."""
-    from howsmooth.figures import influence_map, token_energies
-
-    if x.shape[-2] <= MOST_TOKENS_FOR_MAP:
-        influence = token_influence(attention, x.reshape(x.shape[-2:]), head=head)
-        influence_map(influence, title=f"Head {head}: which token moves which", ax=ax)
-    else:
-        came, went = _energies(heads, attention.heads, head)
-        token_energies(came, went, title=f"Head {head}: where the worst perturbation sits and shows", ax=ax)
 
 
 def _energies(m: Measurement, maps: int, which: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +35,7 @@ def check_drawable(site: Site, what: str, norm: str) -> None:
 
 def draw_measurement(site: Site, measured: dict[str, Measurement], path: Path, symbol: str) -> None:
     """The picture of `howsmooth measure`: all heads, and the roughest one in detail; or the block's token energies."""
-    from howsmooth.figures import head_bars, new_figure, save_figure, token_energies
+    from howsmooth.figures import head_bars, influence_map, new_figure, save_figure, token_energies
 
     if "heads" not in measured:
         came, went = _energies(measured["block"], 1, 0)
@@ -62,5 +45,10 @@ def draw_measurement(site: Site, measured: dict[str, Measurement], path: Path, s
     figure, (left, right) = new_figure(2, 6.8, 5.6)
     head_bars(m.value.reshape(-1), m.lower.reshape(-1), m.upper.reshape(-1), quantity=symbol, ax=left)
     head = int(m.value.reshape(-1).argmax())
-    _draw_head(site.attention, site.x, head, m, right)
+    if site.x.shape[-2] <= MOST_TOKENS_FOR_MAP:
+        influence = token_influence(site.attention, site.x.reshape(site.x.shape[-2:]), head=head)
+        influence_map(influence, title=f"Head {head}: which token moves which", ax=right)
+    else:  # n × n blocks would take long
+        came, went = _energies(m, site.attention.heads, head)
+        token_energies(came, went, title=f"Head {head}: where the worst perturbation sits and shows", ax=right)
     save_figure(figure, path)

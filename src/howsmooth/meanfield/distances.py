@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -79,16 +78,11 @@ def _check(mu: Measure, nu: Measure, p: float) -> None:
         raise InvalidInput(f"W_p is a distance for finite p ≥ 1, got {p!r}.")
 
 
-def _transport_library() -> ModuleType:
-    """POT, imported when it is needed: that is slow, and its first compilation warns of its own escape sequences."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="invalid escape sequence")
-        return need("ot", "the distance between measures")
-
-
 def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
     """The least cost of moving weights a at x to weights b at y at |x_i − y_j|^p for each unit of mass."""
-    ot = _transport_library()
+    with warnings.catch_warnings():  # its first compilation warns of its own escape sequences
+        warnings.filterwarnings("ignore", message="invalid escape sequence")
+        ot = need("ot", "the distance between measures")
     x, a, y, b = (tensor.detach().cpu() for tensor in (x, a, y, b))
     costs = (x[:, None] - y).norm(dim=-1) ** float(p)
     if not bool(costs.isfinite().all()):

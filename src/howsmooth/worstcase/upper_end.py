@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import map_of
 from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
-from howsmooth.bounds.settings import Setting, setting
+from howsmooth.bounds.settings import setting
 from howsmooth.bounds.tables import Row, compared_with
 from howsmooth.sets import InputSet, Neighbourhood
 
@@ -26,18 +26,16 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     attention = map_of(f, n) or f
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
         return None
-    least = least_upper_bound(_setting(attention, n, over), norm, head=head, scopes=("neighbourhood", *ON_SETS))
+    tokens = over.token_set(int(attention.in_features))  # type: ignore[arg-type]
+    if isinstance(over, Neighbourhood):  # a ball per token holds the ball of all tokens together
+        where = setting(attention, x=over.x, eps=over.eps, tokens=tokens)
+    else:
+        where = setting(attention, n=n, tokens=tokens)
+    least = least_upper_bound(where, norm, head=head, scopes=("neighbourhood", *ON_SETS))
     if least is None:
         return None
     bound, value = least
     return Row(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
-
-
-def _setting(attention: nn.Module, n: int, over: InputSet) -> Setting:
-    tokens = over.token_set(int(attention.in_features))  # type: ignore[arg-type]
-    if isinstance(over, Neighbourhood):  # a ball per token holds the ball of all tokens together
-        return setting(attention, x=over.x, eps=over.eps, tokens=tokens)
-    return setting(attention, n=n, tokens=tokens)
 
 
 def not_passed(upper: Row | None, reached: float) -> Row | None:

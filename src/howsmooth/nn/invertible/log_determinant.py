@@ -229,9 +229,7 @@ class _Estimate:
         variance = 2 * (self.probes * applied).flatten(2).var(0).sum(-1)
         spread = torch.maximum(values.var(0), variance).sqrt() / self.samples**0.5
         cut = rest(k, moved.detach()).expand_as(spread)
-        return LogDeterminant(value, spread, cut, method, self.samples, self._limit(value.detach()))
-
-    def _limit(self, value: Tensor) -> Tensor:
-        """How far the value can be from a log-determinant of eigenvalues 1 + λ, |λ| ≤ c."""
+        # How far the value can be from a log-determinant of eigenvalues 1 + λ, |λ| ≤ c.
         least, most = (self.coordinates * math.log1p(sign * self.c) for sign in (-1, 1))
-        return torch.maximum(value - least, most - value)
+        limit = torch.maximum(value.detach() - least, most - value.detach())
+        return LogDeterminant(value, spread, cut, method, self.samples, limit)

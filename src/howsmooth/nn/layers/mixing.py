@@ -52,7 +52,8 @@ class Mixing:
         rows = max(1, self.block // max(1, len(query) * n))
         if rows >= n:
             return self._block(query, key, value, shift, maps, slice(0, n))
-        again = len(query) * n * n > self.kept and torch.is_grad_enabled() and not _transformed()
+        again = len(query) * n * n > self.kept and torch.is_grad_enabled()
+        again = again and torch._C._functorch.peek_interpreter_stack() is None  # torch.func cannot recompute
         parts = []
         for start in range(0, n, rows):
             inputs = query, key, value, shift, maps, slice(start, min(start + rows, n))
@@ -84,16 +85,7 @@ class Mixing:
         logits = self.terms.added_to(logits, maps, rows, cols)
         if self.weighting == "sigmoid":
             return torch.sigmoid(logits)
-        return softmax(logits) if self._may_be_blind() else torch.softmax(logits, dim=-1)
-
-    def _may_be_blind(self) -> bool:
-        """Whether a token may see nothing: a row of −∞ alone has weights of NaN, and so have all gradients then.
-
-        A padded token under a mask that lets it see itself may see nothing but padding.
-        """
-        return not self.terms.keeps_self or (self.padded and self.terms.hides)
-
-
-def _transformed() -> bool:
-    """Whether torch.func is at work, which cannot differentiate through recomputation."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+        # A row of −∞ alone has weights of NaN, and so have all gradients then. A padded token under a mask that lets it
+        # see itself may see nothing but padding.
+        may_be_blind = not self.terms.keeps_self or (self.padded and self.terms.hides)
+        return softmax(logits) if may_be_blind else torch.softmax(logits, dim=-1)
