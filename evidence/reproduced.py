@@ -1,25 +1,30 @@
-"""The experiments of both papers as a page: `python -m evidence.reproduced` runs them and writes docs/reproduced.md.
+"""The experiments of both papers as a page: `python -m evidence.reproduced [ID …]` runs them and writes the page.
 
-Runs that are there are taken as they are. Only what stands between the two marks of the page is written anew.
+What the runs said is kept in docs/evidence/reproduced.json, from which docs/reproduced.md is written between its two
+marks; the gallery shows it too. Experiments that are not named stay as they are recorded, and runs that are there are
+taken as they are.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
-from evidence.tables import table
+from evidence.tables import FOLDER, table
 from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Reproduction, reproduce
 from howsmooth.papers.experiment import Size
 from howsmooth.small import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reproduced.md"
+RECORD = FOLDER / "reproduced.json"
 RUNS = ROOT / "howsmooth-output" / "reproduced"
 IN_FULL = (
     *("mean-field", "large-radius", "masked-distance", "released-recipe"),
@@ -28,6 +33,9 @@ IN_FULL = (
 """What was also run at the paper's size."""
 BEGIN, END = "<!-- made by python -m evidence.reproduced -->", "<!-- until here -->"
 COLOURS = 64
+Said = dict[str, Any]
+Record = dict[str, dict[str, Said]]
+"""Experiment → size → what the run said."""
 
 
 def runs(names: Iterable[str], in_full: Sequence[str], folder: Path) -> dict[str, list[Reproduction]]:
@@ -40,19 +48,18 @@ def runs(names: Iterable[str], in_full: Sequence[str], folder: Path) -> dict[str
     return made
 
 
-def overview(made: dict[str, list[Reproduction]]) -> str:
+def said(run: Reproduction) -> Said:
+    """What is kept of a run: all but the place of its files."""
+    return {key: value for key, value in run.to_dict().items() if key != "folder"}
+
+
+def overview(record: Record) -> str:
     """Verdicts in one table, with what the sizes take."""
     rows = []
-    for name, done in made.items():
-        quick, full = done[0], done[1:]
-        rows.append(
-            [
-                f"[{name}](#{name})",
-                quick.experiment.title,
-                quick.finding.verdict.value,
-                full[0].finding.verdict.value if full else f"not run: {length(quick.experiment)}",
-            ]
-        )
+    for name, sizes in record.items():
+        experiment = EXPERIMENTS[name]
+        full = sizes["full"]["verdict"] if "full" in sizes else f"not run: {length(experiment)}"
+        rows.append([f"[{name}](#{name})", experiment.title, sizes["quick"]["verdict"], full])
     return table(["experiment", "what is shown", "quick", "full"], rows)
 
 
@@ -62,18 +69,17 @@ def length(experiment: Experiment) -> str:
     return f"about {minutes:.0f} minutes" if minutes < 120 else f"about {minutes / 60:,.0f} hours"
 
 
-def section(done: Sequence[Reproduction], picture: str) -> str:
+def section(experiment: Experiment, sizes: Mapping[str, Said], picture: str) -> str:
     """One experiment: claim, setting, what was measured at each size, and the picture of the largest."""
-    experiment = done[0].experiment
-    measured = [f"*{one.asked.size}* ({len(one.rows)} rows): {plain(one.finding.measured)}" for one in done]
-    verdicts = list(dict.fromkeys(one.finding.verdict.value for one in done))
+    measured = [f"*{size}* ({run['rows']} rows): {plain(run['measured'])}" for size, run in sizes.items()]
+    verdicts = list(dict.fromkeys(run["verdict"] for run in sizes.values()))
     return "\n\n".join(
         [
             f"### {experiment.id}",
             f"![{experiment.title}]({picture})",
             f"**Claim** ({experiment.paper}): {plain(experiment.claim)}",
             f"**Setting:** {plain(experiment.setting)}",
-            *(f"**Measured,** {said}" for said in measured),
+            *(f"**Measured,** {one}" for one in measured),
             f"**Verdict:** {'; '.join(verdicts)}.",
         ]
     )
@@ -88,18 +94,22 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*_$\[\]<>|])", r"\\\1", text)
 
 
-def write(made: dict[str, list[Reproduction]], page: Path = PAGE) -> None:
-    """The part of the page between the marks, and the pictures beside it."""
-    pictures = page.parent / "images" / "reproduced"
-    pictures.mkdir(parents=True, exist_ok=True)
-    parts = [overview(made)]
-    for name, done in made.items():
-        write_whole(pictures / f"{name}.png", few_colours(done[-1].folder / f"{name}.png"))
-        parts.append(section(done, f"images/reproduced/{name}.png"))
+def write(made: dict[str, list[Reproduction]], page: Path = PAGE, record: Path = RECORD) -> None:
+    """Runs into the record, the record into the page between its marks, and the pictures beside it."""
     before, mark, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:
         raise ValueError(f"{page} lacks the marks {BEGIN} and {END}.")
+    pictures = page.parent / "images" / "reproduced"
+    pictures.mkdir(parents=True, exist_ok=True)
+    known: Record = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    for name, done in made.items():
+        known[name] = {run.asked.size: said(run) for run in done}
+        write_whole(pictures / f"{name}.png", few_colours(done[-1].folder / f"{name}.png"))
+    known = {name: known[name] for name in EXPERIMENTS if name in known}
+    write_whole(record, (json.dumps(known, indent=1, ensure_ascii=False) + "\n").encode())
+    parts = [overview(known)]
+    parts += [section(EXPERIMENTS[name], known[name], f"images/reproduced/{name}.png") for name in known]
     whole = f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
     write_whole(page, whole.encode())
 
@@ -113,4 +123,4 @@ def few_colours(path: Path) -> bytes:
 
 
 if __name__ == "__main__":
-    write(runs(EXPERIMENTS, IN_FULL, Path(sys.argv[1]) if len(sys.argv) > 1 else RUNS))
+    write(runs(sys.argv[1:] or EXPERIMENTS, IN_FULL, RUNS))

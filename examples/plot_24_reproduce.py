@@ -2,12 +2,17 @@
 Claims of two papers, made again
 ================================
 
-`howsmooth reproduce` runs the experiments of the papers behind this package. These three take seconds; all,
-with figures and verdicts, stand on the page of :doc:`reproduced experiments <../reproduced>`.
+`howsmooth reproduce` runs the experiments of the papers behind this package: claim, data, figure, verdict. Three of
+them take seconds and run here; what all of them said when they were run for this site is printed below them, and
+stands with settings and numbers on the page of :doc:`reproduced experiments <../reproduced>`.
 """
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import matplotlib.image
+from matplotlib import pyplot
 
 from howsmooth.papers import EXPERIMENTS, Asked, reproduce
 
@@ -18,6 +23,24 @@ figures = {name: one.experiment.draw(one.rows) for name, one in made.items()}
 first, second, third = figures.values()
 
 # %%
-# The verdicts:
+# What these three say:
 for name, one in made.items():
     print(f"{name}: {one.finding.verdict.value}\n  {one.finding.measured}")
+
+# %%
+# Every verdict, as recorded:
+docs = Path(__file__).resolve().parents[1] / "docs"
+recorded = json.loads((docs / "evidence" / "reproduced.json").read_text(encoding="utf-8"))
+for name, sizes in recorded.items():
+    print(f"{name}: {EXPERIMENTS[name].title}")
+    for size, run in sizes.items():
+        print(f"  {size}: {run['verdict']}")
+
+# %%
+# And every figure, of the largest size that was run:
+sheet, axes = pyplot.subplots(5, 3, figsize=(15, 18), layout="constrained")
+for ax, (name, sizes) in zip(axes.flat, recorded.items(), strict=True):
+    largest, run = list(sizes.items())[-1]
+    ax.imshow(matplotlib.image.imread(docs / "images" / "reproduced" / f"{name}.png"))
+    ax.set_title(f"{name}: {run['verdict']} ({largest})", fontsize=10)
+    ax.axis("off")

@@ -48,6 +48,23 @@ def test_measured_value_equals_dense_autograd_of_the_models_own_block(kind: str)
     assert float(hs.measure(s.attention, s.x, rtol=1e-6)) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_model_is_not_run_beyond_the_last_layer_asked_for_and_is_left_as_it_was() -> None:
+    model, inputs = TINY["llama"].build(), TINY["llama"].inputs(6)
+    expected, implementation = capture(model, inputs)[0], model.config._attn_implementation
+    entered: list[int] = []
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, number=number: entered.append(number))
+    [first] = capture(model, inputs, layers=[0])
+    assert entered == [], "the first layer ends with its MLP, which nobody asked for"
+    assert torch.equal(first.x, expected.x)
+    assert torch.equal(first.attention(first.x), expected.attention(expected.x))
+    assert model.config._attn_implementation == implementation
+    assert [site.layer for site in capture(model, inputs, layers=[1, 0])] == [1, 0]
+    assert entered == [0]
+    capture(model, inputs)
+    assert entered == [0, 0, 1]
+
+
 @pytest.mark.parametrize("kind", CAUSAL + SLIDING)
 def test_future_and_faraway_tokens_do_not_leak(kind: str) -> None:
     model, ids = TINY[kind].build(), TINY[kind].inputs(12)["input_ids"]

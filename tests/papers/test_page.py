@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,8 +17,9 @@ NAMES = ("not-lipschitz", "inversion")
 def test_only_what_stands_between_the_marks_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Before\n{reproduced.BEGIN}\nold\n{reproduced.END}\n# After\n")
+    record = tmp_path / "record.json"
     made = reproduced.runs(NAMES, NAMES[:1], tmp_path / "runs")
-    reproduced.write(made, page)
+    reproduced.write(made, page, record)
     text = page.read_text()
     assert text.startswith("# Before\n")
     assert text.endswith("\n# After\n")
@@ -26,16 +28,27 @@ def test_only_what_stands_between_the_marks_is_written(tmp_path: Path) -> None:
     assert "*full* (78 rows)" in text
     for name in NAMES:
         assert (tmp_path / "images" / "reproduced" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    reproduced.write(made, page)
-    assert page.read_text() == text
+    reproduced.write({NAMES[1]: made[NAMES[1]]}, page, record)
+    assert page.read_text() == text, "what is not run again stays as it is recorded"
 
 
 def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Nothing\n")
     with pytest.raises(ValueError, match="lacks the marks"):
-        reproduced.write({}, page)
+        reproduced.write({}, page, tmp_path / "record.json")
     assert page.read_text() == "# Nothing\n"
+
+
+def test_the_page_says_what_is_recorded(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(reproduced.PAGE.read_bytes())
+    (tmp_path / "record.json").write_bytes(reproduced.RECORD.read_bytes())
+    reproduced.write({}, page, tmp_path / "record.json")
+    assert page.read_text(encoding="utf-8") == reproduced.PAGE.read_text(encoding="utf-8")
+    record = json.loads(reproduced.RECORD.read_text(encoding="utf-8"))
+    assert list(record) == list(EXPERIMENTS)
+    assert {name for name, sizes in record.items() if "full" in sizes} == set(reproduced.IN_FULL)
 
 
 def test_the_page_shows_every_experiment_with_its_picture_and_verdict() -> None:

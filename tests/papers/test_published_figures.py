@@ -98,9 +98,9 @@ def test_the_tightness_of_lip_infinity_agrees_with_known_ascents() -> None:
 
 
 def test_a_model_with_fewer_layers_is_measured_at_its_last() -> None:
-    cell = {"model": "random:bert[layers=2,width=16]", "layer": 6, "lengths": "4,8", "windows": 1}
+    cell = {"model": "random:bert[layers=2,width=16]", "layers": (3, 6), "length": 8, "windows": 1}
     rows = growth_text.run(Asked("quick"), cell)
-    assert {row["layer"] for row in rows} == {1}
+    assert [row["layer"] for row in rows] == [1]
     assert all(row["converged"] for row in rows)
 
 

@@ -22,15 +22,22 @@ __all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "sav
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
 
-def new_figure(panels: int = 1, width: float = 6.4, height: float = 5.2) -> tuple[Figure, list[Axes]]:
-    """An empty figure with its panels side by side.
+def new_figure(
+    panels: int = 1, width: float = 6.4, height: float = 5.2, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure with its panels side by side, or in rows of ``columns``.
 
     >>> figure, panels = new_figure(2)
     >>> len(panels)
     2
     """
-    figure = Figure(figsize=(width * panels, height), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    columns = min(columns or panels, panels)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.remove()
+    return figure, axes[:panels]
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def capture(
     Args:
         model: in float32 or float64.
         inputs: keyword arguments of the model for one text, image or sound; padding is cut off.
-        layers: which to keep; None for all.
+        layers: which to keep; the model is not run beyond the last of them. None for all.
 
     Raises:
         UnsupportedModel: a block computes something that the map does not.
@@ -77,7 +78,7 @@ def capture(
     wanted = None if layers is None else list(layers)
     if model.config.model_type in CONVENTIONS:
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
-        captured = _capture_by_name(model, inputs, sites)
+        captured = _capture_by_name(model, inputs, sites, to_the_end=wanted is None)
     else:
         keep = RealTokens.of(inputs).keep
         listened = enumerate(find_attention(model, inputs))
@@ -88,8 +89,12 @@ def capture(
     return [captured[layer] for layer in (sorted(captured) if wanted is None else wanted)]
 
 
+class _Heard(Exception):
+    """Every layer asked for has been captured: what the model does above them is nobody's question."""
+
+
 def _capture_by_name(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site]
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site], to_the_end: bool
 ) -> dict[int, CapturedSite]:
     real = RealTokens.of(inputs)
     tokens: dict[nn.Module, Tensor] = {}
@@ -111,10 +116,12 @@ def _capture_by_name(
         x, call = tokens.pop(site.block), calls.pop(site.owner, None)
         attention = read_attention(model, site, real.positions)
         captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real.keep)
+        if not to_the_end and len(captured) == len(sites):
+            raise _Heard
 
     hooks = [site.block.register_forward_pre_hook(on_entry, with_kwargs=True) for site in sites]
     hooks += [projection.register_forward_hook(on_output) for projection in of_output]
-    with listening(hooks), attention_calls(model, on_call):
+    with listening(hooks), attention_calls(model, on_call), suppress(_Heard):
         run(model, inputs)
     return captured
 

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import AttentionMap
 from howsmooth.bounds import castin2024, get
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, line, panels, short, spread
 from howsmooth.papers.sources import block
+from howsmooth.worstcase.one_head import one_head
 
 RADIUS, LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
 CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
@@ -34,15 +34,17 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     attention = block(cell["model"], cell["layer"])
     attention = attention.in_dtype(torch.float64)
     one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
+    alone = [one_head(attention, head) for head in range(min(cell["heads"], attention.heads))]
+    eigenpairs = castin2024.real_eigenpairs(attention)
     rows = []
     for n in cell["lengths"]:
         ends = {
             name: get(full)(attention, n=n, radius=RADIUS, per_head=True)
             for name, full in (("upper", "howsmooth.sqrt_n"), ("lower", "howsmooth.two_cluster"))
         }
-        for head in range(min(cell["heads"], attention.heads)):
-            inputs = [clusters(attention, head, n, sign) for sign in (-1, 1)]
-            sigma = max(float(hs.measure_heads(attention, x).value[head]) for x in inputs if x is not None)
+        for head, map_ in enumerate(alone):
+            inputs = [clusters(*(each[head] for each in eigenpairs), n, sign) for sign in (-1, 1)]
+            sigma = max(float(hs.measure_heads(map_, x).value) for x in inputs if x is not None)
             rows.append(
                 {"model": cell["model"], "layer": cell["layer"], "head": head, "n": n, "sigma": sigma}
                 | {"value_norm": float(one[head])}
@@ -51,13 +53,15 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def clusters(attention: AttentionMap, head: int, n: int, sign: int) -> Tensor | None:
-    """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0)."""
-    values, vectors = castin2024.real_eigenpairs(attention)
-    gamma = (sign * values[head]).nan_to_num(nan=-torch.inf)
+def clusters(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | None:
+    """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0).
+
+    u is the eigenvector of A with the eigenvalue γ that is largest in size among the real ones of this sign.
+    """
+    gamma = (sign * values).nan_to_num(nan=-torch.inf)
     if float(gamma.amax()) <= 0:
         return None
-    u = vectors[head, int(gamma.argmax())]
+    u = vectors[int(gamma.argmax())]
     first, others = (-1.0, 1.0) if sign < 0 else (1.0, 0.5)
     return RADIUS * torch.stack([first * u, *[others * u] * (n - 1)])
 

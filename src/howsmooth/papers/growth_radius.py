@@ -28,8 +28,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max at c·X, c from far below 1 to far above."""
     rows = []
-    for window, captured in enumerate(sites(cell["model"], 48, asked.text, cell["windows"])):
-        site = captured[cell["layer"]]
+    for window, [site] in enumerate(sites(cell["model"], [cell["layer"]], 48, asked.text, cell["windows"])):
         longest = float(site.x.norm(dim=-1).amax())
         for factor in cell["factors"]:
             value = float(hs.measure(site.attention, factor * site.x).value)

@@ -8,62 +8,57 @@ import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
+from howsmooth.models.windows import Tokens
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, line, panels, short, spread
-from howsmooth.papers.sources import RANDOM_BERT, RANDOM_GPT2, opened
+from howsmooth.papers.sources import RANDOM_BERT, RANDOM_GPT2, opened, sites
 
 MODELS = ("minilm", "smollm2", RANDOM_BERT, RANDOM_GPT2)
-LAYERS = (0, 6)
 
 
 def cells(asked: Asked) -> Sequence[Cell]:
-    """Models × layers; all lengths and windows of one are measured together."""
-    lengths = asked.pick("8,16,32,64", "4,8,16,32,64,128", ",".join(map(str, [*range(2, 101, 2), 128, 256, 512])))
+    """Models × lengths; all layers and windows of one are measured together."""
+    lengths = asked.pick((8, 16, 32, 64), (4, 8, 16, 32, 64, 128), (*range(2, 101, 2), 128, 256, 512))
     models = asked.models or asked.pick(("minilm", RANDOM_GPT2), MODELS, (*MODELS, "mpnet"))
-    windows = asked.pick(3, 5, 10)
-    return [{"model": m, "layer": k, "lengths": lengths, "windows": windows} for m in models for k in LAYERS]
+    places = {"layers": asked.pick((0, 6), (0, 6), (0, 3, 6)), "windows": asked.pick(3, 5, 10)}
+    return [{"model": m, "length": n, **places} for m in models for n in lengths]
 
 
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """σ_max of the whole attention block (output projection in, residual and normalisation out), certified to 10⁻³."""
     model = opened(cell["model"])
-    layer = min(cell["layer"], model.model.config.num_hidden_layers - 1)
-    scan = hs.scan(
-        model,
-        asked.text,
-        lengths=cell["lengths"],
-        windows=cell["windows"],
-        layers=str(layer),
-        what="attention",
-        bounds="none",
-        explain=False,
-    )
-    kept = ("length", "window", "value", "lower", "upper", "converged")
-    return [{"model": cell["model"], "layer": layer} | {name: row[name] for name in kept} for row in scan.rows]
+    layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
+    rows: list[Row] = []
+    if cell["length"] <= len(Tokens("", model.processor)):  # special tokens alone are no text
+        return rows
+    for window, captured in enumerate(sites(cell["model"], layers, cell["length"], asked.text, cell["windows"])):
+        for site in captured:
+            sigma = hs.measure(site.attention, site.x)
+            rows.append(
+                {"model": cell["model"], "layer": site.layer, "length": cell["length"], "window": window}
+                | {name: float(getattr(sigma, name)) for name in ("value", "lower", "upper")}
+                | {"converged": bool(sigma.converged)}
+            )
+    return rows
 
 
 def draw(rows: pandas.DataFrame) -> Figure:
-    """Medians with the spread over windows, and n^¼ for the eye."""
-    figure, axes = panels(
-        ["Whole attention block on real text"], "number of tokens n", "σ_max(J) ÷ its value at the least n"
-    )
-    ax = axes[0]
-    for number, ((model, layer), some) in enumerate(rows.groupby(["model", "layer"])):
-        first = some[some["length"] == some["length"].min()]["value"].median()
-        spread(
-            ax, number, some.assign(scaled=some["value"] / first), "length", "scaled", f"{short(model)}, layer {layer}"
-        )
-    lengths = sorted(rows["length"].unique())
-    line(ax, 5, lengths, [(n / lengths[0]) ** 0.25 for n in lengths], "n^¼ (the paper's observation)", marks=False)
-    line(
-        ax,
-        6,
-        lengths,
-        [(n / lengths[0]) ** 0.5 for n in lengths],
-        "√n (growth of castin2024, Theorem 3.3)",
-        marks=False,
-    )
-    finish(ax)
+    """One panel per model: medians with the spread over windows, and n^¼ and √n for the eye."""
+    models = list(rows["model"].unique())
+    titles = [f"{short(model)}, whole attention block" for model in models]
+    figure, axes = panels(titles, "number of tokens n", "σ_max(J) ÷ its value at the least n", columns=2)
+    for ax, model in zip(axes, models, strict=True):
+        here = rows[rows["model"] == model]
+        for number, (layer, some) in enumerate(here.groupby("layer")):
+            first = some[some["length"] == some["length"].min()]["value"].median()
+            spread(ax, number, some.assign(scaled=some["value"] / first), "length", "scaled", f"layer {layer}")
+        lengths = sorted(here["length"].unique())
+        for number, power, said in (
+            (5, 0.25, "n^¼ (the paper's observation)"),
+            (6, 0.5, "√n (growth of castin2024, Theorem 3.3)"),
+        ):
+            line(ax, number, lengths, [(n / lengths[0]) ** power for n in lengths], said, marks=False)
+    finish(*axes)
     return figure
 
 

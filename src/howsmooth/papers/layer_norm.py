@@ -13,6 +13,7 @@ from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding
 from howsmooth.papers.pictures import finish, panels, short, spread
 from howsmooth.papers.sources import opened
 
+LAYERS = (0, 3)
 PARTS = {"attention": "attention block alone", "residual": "with residual and normalisation"}
 
 
@@ -23,19 +24,17 @@ def cells(asked: Asked) -> Sequence[Cell]:
         ("minilm", "random:gpt2[layers=4]", "smollm2"),
         ("minilm", "random:gpt2[layers=4]", "smollm2"),
     )
-    lengths = asked.pick("8,16,32", "8,16,32,64", "8,16,32,64,128")
-    return [
-        {"model": m, "layer": k, "lengths": lengths, "windows": asked.pick(2, 4, 10)} for m in models for k in (0, 3)
-    ]
+    lengths = asked.pick((8, 16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128))
+    return [{"model": m, "length": n, "windows": asked.pick(2, 4, 10)} for m in models for n in lengths]
 
 
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """Both parts at the same tokens."""
-    options: dict[str, Any] = {"lengths": cell["lengths"], "windows": cell["windows"], "layers": str(cell["layer"])}
+    options: dict[str, Any] = {"lengths": cell["length"], "windows": cell["windows"], "layers": LAYERS}
     options |= {"bounds": "none", "explain": False}
     scan = hs.scan(opened(cell["model"]), asked.text, what="attention,residual", **options)
-    kept = ("what", "length", "window", "value", "lower", "upper")
-    return [{"model": cell["model"], "layer": cell["layer"]} | {name: row[name] for name in kept} for row in scan.rows]
+    kept = ("what", "layer", "length", "window", "value", "lower", "upper")
+    return [{"model": cell["model"]} | {name: row[name] for name in kept} for row in scan.rows]
 
 
 def draw(rows: pandas.DataFrame) -> Figure:

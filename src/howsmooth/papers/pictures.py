@@ -20,9 +20,11 @@ HEIGHT = 4.2
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
-def panels(titles: Sequence[str], x: str, y: str, *, log: str = "xy") -> tuple[Figure, list[Axes]]:
-    """A figure with one panel per title, axes named, logarithmic where ``log`` says so."""
-    figure, axes = new_figure(len(titles), 5.6, HEIGHT)
+def panels(
+    titles: Sequence[str], x: str, y: str, *, log: str = "xy", columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A figure with one panel per title, in rows of ``columns``; axes named, logarithmic where ``log`` says so."""
+    figure, axes = new_figure(len(titles), 5.6, HEIGHT, columns)
     for ax, title in zip(axes, titles, strict=True):
         ax.set(xlabel=x, ylabel=y, title=title)
         if "x" in log:
@@ -64,8 +66,10 @@ def finish(*axes: Axes) -> None:
     """Legends below the panels, where they hide nothing, and as many plain numbers along the axes as have room."""
     for ax in axes:
         legend = ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-        figure = ax.get_figure()
-        figure.set_figheight(max(figure.get_figheight(), HEIGHT + 0.18 * len(legend.get_texts())))  # type: ignore[union-attr]
+        figure, place = ax.get_figure(), ax.get_subplotspec()
+        rows = 1 if place is None else place.get_gridspec().nrows
+        height = rows * (HEIGHT + 0.18 * len(legend.get_texts()))
+        figure.set_figheight(max(figure.get_figheight(), height))  # type: ignore[union-attr]
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
             if axis.get_scale() == "log" and (axis is ax.xaxis or high < 1000 * low):
                 within = (1,) if high > 1000 * low else (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)

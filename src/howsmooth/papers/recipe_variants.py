@@ -15,7 +15,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
-from howsmooth.models import Targets, alice
+from howsmooth.models import alice, capture, target
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, panels, spread
 from howsmooth.papers.released_recipe import QUANTITIES, SOURCE, exponents, quantities
@@ -38,8 +38,8 @@ def cells(asked: Asked) -> Sequence[Cell]:
     return [
         {"place": stack, "variant": variant, "seed": seed, "n": n, "windows": windows}
         for stack, variants in VARIANTS.items()
-        for variant in variants
         for seed in range(draws if stack == CAUSAL else 1)
+        for variant in variants
         for n in (8, 16, 32, 64)
     ]
 
@@ -50,11 +50,10 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     model = opened(source.format(seed=cell["seed"]))
     rows = []
     for number, window in enumerate(model.windows(alice(), length=cell["n"], count=cell["windows"])):
-        targets = Targets(model, window)
         if cell["variant"] == "residual and LayerNorm in":
-            map_, x = targets.get("residual", layer)
+            map_, x = target(model, "residual", layer, window)
         else:
-            site = targets.sites[layer]
+            [site] = capture(model.model, model.inputs(window), [layer])
             map_, x = varied(site.attention, cell["variant"], number), site.x
         rows.append({name: cell[name] for name in ("place", "variant", "seed", "n")} | {"window": number})
         rows[-1] |= quantities(map_, x, rtol=1e-2)

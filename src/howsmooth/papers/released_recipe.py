@@ -11,6 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
+from howsmooth.measuring import solve
 from howsmooth.models import alice, capture
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, panels, spread
@@ -40,7 +41,7 @@ def quantities(attention: AttentionMap | Callable[[Tensor], Tensor], x: Tensor, 
     j = hs.jacobian(attention, x)
     with torch.no_grad():
         back = j.rmatvec(attention(x))
-    return {"sigma": float(hs.measure(attention, x, rtol=rtol).value), "released": float(back.norm().sqrt())}
+    return {"sigma": float(solve(j, rtol=rtol).value), "released": float(back.norm().sqrt())}
 
 
 def draw(rows: pandas.DataFrame) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,16 +41,18 @@ def opened(source: str) -> OpenModel:
         raise InvalidInput(f"{error} In the place of {name} this experiment takes {SUBSTITUTES[name]}.") from error
 
 
-@lru_cache(maxsize=1)
-def sites(source: str, length: int, text: str | None = None, count: int = 1) -> tuple[tuple[CapturedSite, ...], ...]:
-    """Every attention block of a model with the tokens it saw, for each of so many windows."""
+def sites(
+    source: str, layers: Iterable[int], length: int, text: str | None = None, count: int = 1
+) -> Iterator[list[CapturedSite]]:
+    """Some attention blocks of a model with the tokens they saw, for each of so many windows."""
     model = opened(source)
-    windows = model.windows(alice() if text is None else text, length=length, count=count)
-    return tuple(tuple(capture(model.model, model.inputs(window))) for window in windows)
+    for window in model.windows(alice() if text is None else text, length=length, count=count):
+        yield capture(model.model, model.inputs(window), layers)
 
 
 def block(source: str, layer: int) -> AttentionMap:
     """The attention of a layer: of a model, or of GPT-2's layers in a safetensors file, which is causal."""
     if Path(source).suffix == ".safetensors":
         return load_attention(source, f"h.{layer}.attn.", heads=12, mask="causal")
-    return sites(source, 8)[0][layer].attention
+    [[site]] = sites(source, [layer], 8)
+    return site.attention
