@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas
@@ -46,7 +47,7 @@ def line(ax: Axes, number: int, x: Any, y: Any, label: str, *, marks: bool = Tru
 
 
 def spread(ax: Axes, number: int, rows: pandas.DataFrame, x: str, y: str, label: str) -> None:
-    """Geometric middle of every x with a band from the least to the largest value."""
+    """The median at every x, with a band from the least to the largest value."""
     grouped = rows.groupby(x)[y]
     middle = grouped.median()
     line(ax, number, middle.index, middle.to_numpy(), label)
@@ -54,12 +55,12 @@ def spread(ax: Axes, number: int, rows: pandas.DataFrame, x: str, y: str, label:
 
 
 def short(source: str) -> str:
-    """A model in a legend, without its sizes.
+    """A model in a legend, without its sizes; of a file its name.
 
-    >>> short("random:gpt2[layers=12,width=768]")
-    'random:gpt2'
+    >>> short("random:gpt2[layers=12,width=768]"), short("weights/gpt2.safetensors")
+    ('random:gpt2', 'gpt2')
     """
-    return source.partition("[")[0]
+    return Path(source).stem if source.endswith(".safetensors") else source.partition("[")[0]
 
 
 def finish(*axes: Axes) -> None:
