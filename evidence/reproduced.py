@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "reproduced.md"
 RECORD = FOLDER / "reproduced.json"
 RUNS = ROOT / "howsmooth-output" / "reproduced"
 IN_FULL = (
-    *("mean-field", "large-radius", "masked-distance", "released-recipe"),
+    *("growth-radius", "adversarial", "mean-field", "large-radius", "layer-norm", "masked-distance", "released-recipe"),
     *("not-lipschitz", "lip-infinity", "lip-two", "inversion"),
 )
 """What was also run at the paper's size."""

@@ -73,6 +73,13 @@ def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> No
     assert kept.read_bytes() == before
 
 
+def test_a_run_that_failed_before_its_first_cell_is_in_nobodys_way(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="In the place of gpt2"):
+        reproduce(EXPERIMENTS["growth-text"], Asked("quick", ("gpt2",)), tmp_path)
+    with pytest.raises(InvalidInput, match="In the place of bert-base-uncased"):
+        reproduce(EXPERIMENTS["growth-text"], Asked("quick", ("bert-base-uncased",)), tmp_path)
+
+
 def test_a_choice_that_an_experiment_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no choice of models"):
         reproduce(EXPERIMENTS["lip-two"], Asked("quick", ("gpt2",)), tmp_path)

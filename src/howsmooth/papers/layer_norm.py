@@ -59,7 +59,7 @@ def judge(rows: pandas.DataFrame) -> Finding:
         ratio = some[some["what"] == "residual"]["value"].median() / some[some["what"] == "attention"]["value"].median()
         apart.append(abs(grown["residual"] - grown["attention"]))
         said.append(
-            f"{model} layer {layer}: ratio {ratio:.3g}, n^{grown['attention']:.2f} against n^{grown['residual']:.2f}"
+            f"{model} layer {layer}: ratio {ratio:.3g}, n^{grown['residual']:.2f} against n^{grown['attention']:.2f}"
         )
     return Finding(
         Verdict.CONFIRMED if max(apart) < 0.1 else Verdict.NOT_CONFIRMED,
@@ -77,6 +77,6 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (1, 8, 40),
+    (1, 3, 8),
     frozenset({"models", "text"}),
 )

@@ -134,5 +134,5 @@ EXPERIMENT = Experiment(
     run,
     draw,
     judge,
-    (1.5, 8, 40),
+    (1.5, 4, 20),
 )

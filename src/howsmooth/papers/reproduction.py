@@ -117,9 +117,9 @@ class Journal:
 
     def read(self) -> dict[str, list[Row]]:
         """What is done; a journal of another question is refused."""
-        if not self.path.exists():
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
+        if not any(lines[1:]):  # no cell was finished
             return self.forget()
-        lines = self.path.read_text(encoding="utf-8").split("\n")
         if lines[0] != self.head:
             raise InvalidInput(
                 f"{self.path} belongs to a run with other settings: choose another folder or --no-resume."
