@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.attention import closed_form
 from howsmooth.checks import Positive, Probability, Seed, Size, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, CompositeJacobian, closed_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
-from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.measuring import in_tokens, solve
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.matrices import spectral
@@ -35,7 +35,8 @@ class Explanation:
         value_path: norm with the weights P held fixed: P ⊗ WV. Grows with the attention sink.
         score_path: norm with the values held fixed: what moves through the weights.
         value_share: uᵀJ_value v/σ for the top singular vectors u, v: the share of σ = uᵀJv that the value path has in
-            the worst direction. The rest is the score path's; below 0 or above 1 the two work against each other.
+            the worst direction. The rest is the score path's (and the gate's, if there is one); below 0 or above 1
+            they work against each other.
         sink: largest column sum of P per head, ``(…, heads)``: the attention one token receives, between 1 and n for
             softmax weights; ‖P‖₂ ≤ √sink.
         sink_token: the position of that token.
@@ -43,6 +44,7 @@ class Explanation:
         input_energy: |v_j|² of the top right singular vector, ``(…, n)``: where a perturbation does most. Sums to one.
         output_energy: |u_i|² of the top left singular vector: where it shows.
         influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not asked for.
+        gate_path: norm with attention held fixed: what moves through an output gate; None where there is none.
     """
 
     total: Measurement
@@ -55,6 +57,7 @@ class Explanation:
     input_energy: Tensor
     output_energy: Tensor
     influence: Tensor | None = None
+    gate_path: Measurement | None = None
 
     def _repr_html_(self) -> str:
         sinks = zip(self.sink.reshape(-1).tolist(), self.sink_token.reshape(-1).tolist(), strict=True)
@@ -84,7 +87,8 @@ def explain(
 ) -> Explanation:
     """Measure an attention map and say where its roughness comes from.
 
-    The Jacobian is the sum of a value path and a score path, so that total ≤ value_path + score_path.
+    The Jacobian is the sum of a value path, a score path and, behind an output gate, the gate's own path, so that
+    total ≤ value_path + score_path + gate_path.
 
     Args:
         attention: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`.
@@ -99,13 +103,13 @@ def explain(
     >>> bool(story.influence[0, 5] == 0)  # the first token cannot see the last
     True
     """
-    known = as_attention(attention, *x.shape[-2:-1])
+    known = closed_form(attention, *x.shape[-2:-1])
     if known is None:
         raise InvalidInput(
             f"explain needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
             ".from_torch or .from_transformers; token_influence and measure take any function."
         )
-    operator = attention_jacobian(known, x, per_head=per_head, reduced=per_head, memory=memory)
+    operator = closed_jacobian(known, x, per_head=per_head, reduced=per_head, memory=memory)
     options: dict[str, Any] = {"rtol": rtol, "seed": seed, "confidence": confidence}
     total = operator_norm(operator, **options)
     assert total.left is not None
@@ -114,6 +118,7 @@ def explain(
     lifted = with_scale(in_tokens(operator, total), operator, x, known)
     assert lifted.left is not None
     assert lifted.right is not None
+    gated = operator.along("gate") if isinstance(operator, CompositeJacobian) and operator.gates is not None else None
     sums = operator.mixing.column_sums().unflatten(0, (*x.shape[:-2], known.heads))
     sink = sums.max(-1)
     return Explanation(
@@ -127,6 +132,7 @@ def explain(
         input_energy=lifted.right.square().sum(-1),
         output_energy=lifted.left.square().sum(-1),
         influence=_influence(operator, max(rtol, 1e-2), seed) if influence else None,
+        gate_path=None if gated is None else solve(gated, **options),
     )
 
 
@@ -151,15 +157,15 @@ def token_influence(
         head: this head alone, ``(…, n, n)``.
         rtol: relative accuracy of each entry.
     """
-    attention = as_attention(f, *x.shape[-2:-1])
+    attention = closed_form(f, *x.shape[-2:-1])
     if attention is None:
         return _dense_influence(f, x)
     if head is None:
-        operator = attention_jacobian(attention, x, per_head=per_head, reduced=per_head, memory=memory)
+        operator = closed_jacobian(attention, x, per_head=per_head, reduced=per_head, memory=memory)
         return _influence(operator, rtol, seed)
     if not -attention.heads <= head < attention.heads:
         raise InvalidInput(f"there is no head {head}: the attention has {attention.heads}, counted from 0.")
-    operator = attention_jacobian(attention, x, per_head=True, reduced=True, memory=memory)
+    operator = closed_jacobian(attention, x, per_head=True, reduced=True, memory=memory)
     index = torch.arange(operator.batch_size, device=operator.device).unflatten(0, operator.batch_shape)[..., head]
     maps = [_influence_of_one(operator.subset(item[None]), rtol, seed)[0] for item in index.reshape(-1)]
     return torch.stack(maps).reshape(*index.shape, *maps[0].shape)
@@ -173,7 +179,7 @@ def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return spectral(operator.dense().unflatten(-1, into).unflatten(-3, out).transpose(-3, -2))
 
 
-def _influence(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
+def _influence(operator: AttentionJacobian | CompositeJacobian, rtol: float, seed: int) -> Tensor:
     items = operator.batch_shape[:-1] if operator.by_head else operator.batch_shape
     maps_per_item = operator.batch_shape[-1] if operator.by_head else 1
     maps = torch.arange(operator.batch_size, device=operator.device).split(maps_per_item)
@@ -181,10 +187,14 @@ def _influence(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
     return torch.stack(influences).reshape(*items, *influences[0].shape)
 
 
-def _influence_of_one(operator: AttentionJacobian, rtol: float, seed: int) -> Tensor:
-    n = operator.in_shape[0]
-    chunk = max(1, _BLOCK_ENTRIES // (n * max(operator.in_shape[1], operator.out_shape[1]) * operator.batch_size))
+def _influence_of_one(operator: AttentionJacobian | CompositeJacobian, rtol: float, seed: int) -> Tensor:
+    n = operator.out_shape[0]
+    chunk = max(
+        1,
+        _BLOCK_ENTRIES
+        // (operator.in_shape[0] * max(operator.in_shape[1], operator.out_shape[1]) * operator.batch_size),
+    )
     rows = (slice(start, min(start + chunk, n)) for start in range(0, n, chunk))
-    norms = [operator_norm(TokenBlocks(operator, some), rtol=rtol, seed=seed).value for some in rows]
+    norms = [operator_norm(operator.token_blocks(some), rtol=rtol, seed=seed).value for some in rows]
     full = torch.cat(norms)  # (n, n) or (n, heads, n)
     return full.transpose(0, 1) if operator.by_head else full

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from howsmooth.attention import closed_form
 from howsmooth.checks import (
     Count,
     Positive,
@@ -21,7 +22,7 @@ from howsmooth.checks import (
     door,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, closed_jacobian, jacobian
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
@@ -77,7 +78,7 @@ def measure(
     1.41
     """
     check_options(solver, _OPTIONS, "measure")
-    known = as_attention(f, *x.shape[-2:-1])
+    known = closed_form(f, *x.shape[-2:-1])
     operator = jacobian(f if known is None else known, x, memory=memory, skip=skip)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
     return with_scale(result, operator, x, known)
@@ -107,14 +108,14 @@ def measure_heads(
     check_options(options, [*_OPTIONS, "memory", "skip"], "measure_heads")
     memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
     skip = check_number(options.pop("skip", 0.0), "skip", least=0.0)
-    known = as_attention(attention, *x.shape[-2:-1])
+    known = closed_form(attention, *x.shape[-2:-1])
     if known is None:
         raise InvalidInput(
             f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "
             "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
         )
     turned = norm in (2, "2", "fro", "token")  # an orthonormal change of every token's coordinates leaves these alone
-    operator = attention_jacobian(known, x, per_head=True, reduced=turned, memory=memory, skip=skip)
+    operator = closed_jacobian(known, x, per_head=True, reduced=turned, memory=memory, skip=skip)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
     return with_scale(result, operator, x, known)
 

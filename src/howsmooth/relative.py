@@ -18,14 +18,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, Composite
 from howsmooth.attention.stages import Chain
 from howsmooth.jacobians.attention import AttentionJacobian
+from howsmooth.jacobians.composed import ComposedJacobian
 from howsmooth.jacobians.function import FunctionJacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind
 
-Whole = AttentionMap | None
+Whole = AttentionMap | Composite | None
 
 
 def with_scale(result: Measurement, operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Measurement:
@@ -67,8 +68,11 @@ def value_at(operator: JacobianOperator, x: Tensor, attention: Whole = None) -> 
 
     Attention is linear in its values: what the value path makes of the values themselves is the output.
     """
-    if isinstance(operator, FunctionJacobian):
+    if isinstance(operator, FunctionJacobian | ComposedJacobian):
         return operator.output
+    if isinstance(attention, Composite):
+        whole = attention if not getattr(operator, "by_head", False) else None
+        return None if whole is None else whole(x.detach().to(whole.dtype))
     if attention is None or not isinstance(operator, AttentionJacobian):
         return None
     tokens = x.detach().reshape(-1, *x.shape[-2:]).to(operator.dtype)

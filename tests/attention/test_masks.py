@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import LogitBias
+from howsmooth.attention import Chunked, LogitBias
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.attention.terms import Terms, as_mask
 from howsmooth.training.model import WithinDocuments
@@ -39,6 +39,7 @@ def masks(n: int) -> dict[str, LogitBias]:
         "nothing": Terms(),
         "causal": hs.Causal(),
         "window": hs.SlidingWindow(3),
+        "chunks": Chunked(2),
         "window both ways": hs.SlidingWindow(2, causal=False),
         "padding": hs.Padding(torch.arange(n) < max(1, n - 2)),
         "documents": documents(n),

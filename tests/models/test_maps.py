@@ -29,8 +29,7 @@ def test_every_listed_model_type_is_tested() -> None:
     assert all(tiny.build().config.model_type == kind for kind, tiny in TINY.items())
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize(("kind", "layer"), [(kind, layer) for kind, tiny in TINY.items() for layer in tiny.layers])
 def test_map_reproduces_the_output_inside_the_model(kind: str, layer: int) -> None:
     tiny = TINY[kind]
     model = tiny.build()
@@ -49,6 +48,11 @@ def test_map_reproduces_the_output_inside_the_model(kind: str, layer: int) -> No
         ("bert", {"is_decoder": True}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"num_key_value_heads": 1}),
+        ("phi", {"qk_layernorm": True}),
+        ("deepseek_v3", {"q_lora_rank": None}),
+        ("deepseek_v3", {"rope_interleave": False, "attention_bias": True}),
+        ("qwen3_next", {"layer_types": ["full_attention", "full_attention"]}),
+        ("llama4_text", {"use_qk_norm": False}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         (
             "llama",
@@ -63,7 +67,16 @@ def test_map_reproduces_the_output_inside_the_model(kind: str, layer: int) -> No
             },
         ),
     ],
-    ids=["inverse-layer", "no-scale", "causal-bert", "bidirectional", "multi-query", "linear-rope", "yarn"],
+    ids=[
+        "inverse-layer",
+        "no-scale",
+        "causal-bert",
+        "bidirectional",
+        "multi-query",
+        *("phi-norm", "whole-query", "half-turns", "gate", "no-norm"),
+        "linear-rope",
+        "yarn",
+    ],
 )
 def test_settings_reproduce_the_output_inside_the_model(kind: str, options: dict[str, Any]) -> None:
     tiny = TINY[kind]
@@ -228,8 +241,15 @@ def test_cross_attention_is_refused() -> None:
 
 
 def test_unread_parameters_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match=r"parameters that .* does not model \(q_layernorm\.weight"):
-        from_transformers(TINY["phi"].build(qk_layernorm=True), 0)
+    model = TINY["phi"].build()
+    model.layers[0].self_attn.slopes = nn.Parameter(torch.zeros(HEADS))
+    with pytest.raises(UnsupportedModel, match=r"parameters that .* does not model \(slopes\)"):
+        from_transformers(model, 0)
+
+
+def test_layers_without_softmax_are_refused_with_their_reason() -> None:
+    with pytest.raises(UnsupportedModel, match=r"layer 0 has no softmax attention \(Qwen3NextGatedDeltaNet\)"):
+        from_transformers(TINY["qwen3_next"].build(), 0)
 
 
 def test_frequencies_that_depend_on_the_length_are_refused() -> None:
@@ -240,15 +260,26 @@ def test_frequencies_that_depend_on_the_length_are_refused() -> None:
 
 def test_other_kinds_of_layer_are_refused() -> None:
     model = TINY["qwen2"].build()
-    model.config.layer_types = ["sliding_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModel, match="layer 1 has attention of type 'chunked_attention'"):
+    model.config.layer_types = ["sliding_attention", "linear_attention"]
+    with pytest.raises(UnsupportedModel, match="layer 1 has attention of type 'linear_attention'"):
         from_transformers(model, 1)
 
 
-def test_norms_other_than_rms_are_refused() -> None:
+class PlainGain(nn.Module):
+    """A "norm" that does not normalise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16, dtype=torch.float64)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def test_norms_other_than_rms_and_layer_norm_are_refused() -> None:
     model = TINY["qwen3"].build()
-    model.layers[0].self_attn.q_norm = nn.LayerNorm(16, bias=False).double()
-    with pytest.raises(UnsupportedModel, match="normalises queries and keys by LayerNorm"):
+    model.layers[0].self_attn.q_norm = PlainGain()
+    with pytest.raises(UnsupportedModel, match="normalises queries and keys by PlainGain"):
         from_transformers(model, 0)
 
 

@@ -53,6 +53,22 @@ _WHISPER = {
     "decoder_start_token_id": 1,
     **{key: _TEXT[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_LATENT = {
+    **_TEXT,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
 _BOTH = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -66,12 +82,15 @@ class Tiny:
     output: str
     tolerance: float = 1e-10
     """Relative accuracy in float64; 1e-6 where the model itself computes a part in float32."""
+    layers: tuple[int, ...] = (0, 1)
+    """The layers that have softmax attention."""
 
     def build(self, randomise: bool = True, **more: Any) -> Any:
         """A model in float64; with ``randomise`` every parameter is drawn, biases and norms too (seed 0)."""
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.kind}Config")(**{**self.options, **more})
         model = getattr(transformers, _CLASSES.get(self.kind, f"{self.kind}Model"))(config).double().eval()
+        model.config._experts_implementation = "eager"  # others know no double precision
         model = model.get_encoder() if self.kind == "Whisper" else model
         if randomise:
             with torch.no_grad():
@@ -130,7 +149,7 @@ class Tiny:
         return {"input_ids": torch.randint(3, WORDS, (1, n), generator=generator)}
 
 
-_CLASSES = {"Gemma3Text": "Gemma3TextModel", "T5": "T5EncoderModel"}
+_CLASSES = {"Llama4Text": "Llama4TextModel", "Gemma3Text": "Gemma3TextModel", "T5": "T5EncoderModel"}
 _BERT = ("encoder.layer.{}.attention", "encoder.layer.{}.attention.output.dense")
 _LLAMA = ("layers.{}.self_attn", "layers.{}.self_attn.o_proj")
 _VIT = ("layers.{}.attention", "layers.{}.attention.o_proj")
@@ -140,6 +159,47 @@ TINY: dict[str, Tiny] = {
     "camembert": Tiny("Camembert", _TEXT, *_BERT),
     "deit": Tiny("DeiT", _IMAGE, *_VIT),
     "dinov2": Tiny("Dinov2", _IMAGE, "encoder.layer.{}.attention", "encoder.layer.{}.attention.o_proj"),
+    "cohere": Tiny("Cohere", {**_GROUPED, "use_qk_norm": True}, *_LLAMA, tolerance=1e-6),
+    "deepseek_v2": Tiny("DeepseekV2", {**_LATENT, "head_dim": 4}, *_LLAMA, tolerance=1e-6),
+    "deepseek_v3": Tiny("DeepseekV3", _LATENT, *_LLAMA, tolerance=1e-6),
+    "exaone4": Tiny("Exaone4", {**_GROUPED, **_BOTH}, *_LLAMA, tolerance=1e-6),
+    "gpt_oss": Tiny(
+        "GptOss", {**_GROUPED, **_BOTH, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, *_LLAMA
+    ),
+    "llama4_text": Tiny(
+        "Llama4Text",
+        {
+            **{key: value for key, value in _GROUPED.items() if key != "intermediate_size"},
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 5,
+            "floor_scale": 4,
+        },
+        *_LLAMA,
+        tolerance=1e-6,
+    ),
+    "olmo2": Tiny("Olmo2", {**_GROUPED, "attention_bias": True}, *_LLAMA, tolerance=1e-6),
+    "olmo3": Tiny("Olmo3", {**_GROUPED, **_BOTH}, *_LLAMA, tolerance=1e-6),
+    "qwen3_moe": Tiny("Qwen3Moe", {**_GEMMA, **_EXPERTS}, *_LLAMA, tolerance=1e-6),
+    "qwen3_next": Tiny(
+        "Qwen3Next",
+        {
+            **_GEMMA,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        *_LLAMA,
+        tolerance=1e-6,
+        layers=(1,),
+    ),
     "distilbert": Tiny(
         "DistilBert",
         {"dim": D, "n_layers": 2, "n_heads": HEADS, "hidden_dim": 48, "vocab_size": WORDS},

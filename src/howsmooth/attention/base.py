@@ -192,13 +192,16 @@ class AttentionMap(nn.Module):
         return query, key, value
 
     def _weights(self, query: Tensor, key: Tensor) -> Tensor:
+        logits = self._logits(query, key)
+        return torch.sigmoid(logits) if self.weighting == "sigmoid" else softmax(logits)
+
+    def _logits(self, query: Tensor, key: Tensor) -> Tensor:
         batch, heads, n, _ = query.shape
         scores, terms = query @ key.mT, self.terms
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         terms.check(n, heads, batch)
-        scores = terms.added_to(scores.flatten(0, 1), Maps.every(batch, heads, n, query)).unflatten(0, (batch, heads))
-        return torch.sigmoid(scores) if self.weighting == "sigmoid" else softmax(scores)
+        return terms.added_to(scores.flatten(0, 1), Maps.every(batch, heads, n, query)).unflatten(0, (batch, heads))
 
     def extra_repr(self) -> str:
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

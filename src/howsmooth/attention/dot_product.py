@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from howsmooth.attention.base import AttentionMap, check_heads
 from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Scale, UnitNorm
+from howsmooth.attention.stages import Scale, TokenStage, UnitNorm
 from howsmooth.attention.terms import as_mask
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
@@ -19,7 +19,9 @@ from howsmooth.errors import InvalidInput
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-QKNorm = Literal["rms", "l2"] | tuple[UnitNorm, UnitNorm] | None
+    from howsmooth.attention.composite import ComposedAttention
+
+QKNorm = Literal["rms", "l2"] | tuple[TokenStage, TokenStage] | None
 
 
 class SelfAttention(AttentionMap):
@@ -33,7 +35,7 @@ class SelfAttention(AttentionMap):
             `Padding`, …).
         logit_biases: further additive terms: `ALiBi`, `RelativeBias`, …
         rotary: rotary positions applied to queries and keys.
-        qk_norm: "rms", "l2", or a pair of `UnitNorm` stages; applied before the rotation.
+        qk_norm: "rms", "l2", or a pair of stages (`UnitNorm`, `CentredNorm`); applied before the rotation.
         softcap: logits become c·tanh(s/c) before masks and biases.
         scale: factor on the logits; 1/√(head width) when None.
 
@@ -144,18 +146,18 @@ class SelfAttention(AttentionMap):
 
     @classmethod
     @door
-    def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention:
+    def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
         """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
         from howsmooth.models import from_transformers
 
         return from_transformers(model, layer)
 
 
-def _norms(qk_norm: QKNorm, width: int) -> tuple[UnitNorm, UnitNorm]:
+def _norms(qk_norm: QKNorm, width: int) -> tuple[TokenStage, TokenStage]:
     if qk_norm == "rms":
         return UnitNorm.rms(width), UnitNorm.rms(width)
     if qk_norm == "l2":
         return UnitNorm(eps=1e-12), UnitNorm(eps=1e-12)
     if isinstance(qk_norm, tuple) and len(qk_norm) == 2:
         return qk_norm
-    raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of UnitNorm stages, got {qk_norm!r}.")
+    raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of stages, got {qk_norm!r}.")

@@ -200,6 +200,28 @@ class SlidingWindow(LogitBias):
         return min(n, self.window if self.causal else 2 * self.window - 1)
 
 
+class Chunked(LogitBias):
+    """Token i sees the tokens j ≤ i of its own chunk: ⌊i/chunk⌋ = ⌊j/chunk⌋ (Llama 4)."""
+
+    sight: Sight = "ordered"
+    hides_only = keeps_self = True
+
+    @door
+    def __init__(self, chunk: Count):
+        super().__init__()
+        self.chunk = int(chunk)
+
+    def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
+        return start // self.chunk * self.chunk, min(stop, n)
+
+    def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
+        i, j = maps.positions(rows)[:, None], maps.positions(cols)
+        return maps.hide((j <= i) & (i // self.chunk == j // self.chunk))[None]
+
+    def most_seen(self, n: float) -> float:
+        return min(n, self.chunk)
+
+
 class Padding(LogitBias):
     """Padded tokens are hidden from everyone and see nothing, so their outputs and derivatives are zero.
 

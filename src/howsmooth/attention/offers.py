@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.composite import Composite
 from howsmooth.attention.dot_product import SelfAttention
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
 def map_of(f: object, n: float | None = None) -> nn.Module | None:
@@ -24,7 +25,7 @@ def map_of(f: object, n: float | None = None) -> nn.Module | None:
     >>> type(map_of(L2Attention(8, num_heads=2))).__name__, map_of(nn.Linear(8, 8))
     ('L2SelfAttention', None)
     """
-    if isinstance(f, AttentionMap):
+    if isinstance(f, AttentionMap | Composite):
         return f
     if isinstance(f, nn.MultiheadAttention):
         if type(f).forward is not nn.MultiheadAttention.forward:
@@ -39,6 +40,26 @@ def as_attention(f: object, n: float | None = None) -> AttentionMap | None:
     """`map_of` when its Jacobian has a closed form; None when f must be treated as a function."""
     offered = map_of(f, n)
     return offered if isinstance(offered, AttentionMap) else None
+
+
+def closed_form(f: object, n: float | None = None) -> AttentionMap | Composite | None:
+    """As `as_attention`, maps with something around the attention included."""
+    offered = map_of(f, n)
+    return offered if isinstance(offered, AttentionMap | Composite) else None
+
+
+def plain_map(attention: AttentionMap | Composite, wanted: str) -> AttentionMap:
+    """The map itself, when nothing is around its dot product; ``wanted`` says what does not know more than that.
+
+    >>> plain_map(SelfAttention.random(4), "a certificate").kind
+    'dot_product'
+    """
+    if isinstance(attention, Composite):
+        raise UnsupportedModel(
+            f"{wanted} knows attention of queries, keys and values alone, but this one is {attention.kind}: it has "
+            "learned sinks, an output gate, latent projections, norms over all heads, or two sequences."
+        )
+    return attention
 
 
 def check_no_dropout(module: nn.Module, share: float) -> None:

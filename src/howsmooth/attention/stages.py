@@ -172,3 +172,140 @@ class _UnitNormDerivative(TokenDerivative):
 
     def size(self) -> Tensor:
         return self.inverse * self.gain.abs().amax()
+
+
+class CentredNorm(TokenStage):
+    """LayerNorm of a head: y = g∘(x − x̄)/√(mean (x − x̄)² + ε) + b, with x̄ the mean of its coordinates.
+
+    Args:
+        eps: ε. gain, shift: g and b, for all heads ``(width,)`` or one for each ``(heads, width)``.
+
+    With u = (x − x̄)/√(|x − x̄|² + width·ε) the derivative is c·g∘(dx − d̄x − u (u·dx)), c = √width/√(|x − x̄|² + width·ε).
+    """
+
+    @door
+    def __init__(self, eps: float, gain: Tensor | None = None, shift: Tensor | None = None):
+        super().__init__()
+        self.gain: Tensor | None
+        self.shift: Tensor | None
+        self.eps = eps
+        self.register_buffer("gain", gain, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        centred, width = x - x.mean(-1, keepdim=True), x.shape[-1]
+        inverse = (centred.square().sum(-1, keepdim=True) + width * self.eps).rsqrt()
+        unit = centred * inverse
+        gain = width**0.5 * (x.new_ones(()) if self.gain is None else _of_heads(self.gain, x))
+        shift = x.new_zeros(()) if self.shift is None else _of_heads(self.shift, x)
+        return unit * gain + shift, _CentredNormDerivative(unit, inverse, gain.expand_as(unit))
+
+
+def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
+    """Numbers of each coordinate, or of each head and coordinate, beside tokens ``(…, heads, n, width)``."""
+    numbers = numbers.to(x)
+    if numbers.dim() == 1:
+        return numbers
+    numbers = numbers[:, None]
+    return numbers.repeat(len(x) // len(numbers), 1, 1) if x.dim() == 3 else numbers
+
+
+@dataclass(frozen=True)
+class _CentredNormDerivative(TokenDerivative):
+    unit: Tensor
+    inverse: Tensor
+    gain: Tensor
+
+    def _project(self, t: Tensor) -> Tensor:
+        t = t - t.mean(-1, keepdim=True)
+        return (t - self.unit * (self.unit * t).sum(-1, keepdim=True)) * self.inverse
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return self._project(dx) * self.gain
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return self._project(gy * self.gain)
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=self.gain[index])
+
+    def size(self) -> Tensor:
+        return self.inverse * self.gain.abs().amax(-1, keepdim=True)
+
+
+class PlaceScale(TokenStage):
+    """y_i = (1 + a·ln(1 + ⌊(i + 1)/m⌋))·x_i: queries that grow with their place (temperature tuning of Llama 4).
+
+    Args:
+        strength: a. step: m. positions: the place of each token; 0, 1, 2, … when None.
+    """
+
+    @door
+    def __init__(self, strength: float, step: float, positions: Tensor | None = None):
+        super().__init__()
+        self.strength, self.step = strength, step
+        self.positions: Tensor | None
+        self.register_buffer("positions", positions, persistent=False)
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        places = torch.arange(x.shape[-2], device=x.device) if self.positions is None else self.positions
+        factors = 1 + self.strength * torch.log1p(torch.floor((places.double() + 1) / self.step))
+        scale = _EachToken(factors.to(x)[:, None])
+        return scale.jvp(x), scale
+
+
+@dataclass(frozen=True)
+class _EachToken(TokenDerivative):
+    """A factor for each token, ``(n, 1)``, the same in every map."""
+
+    factors: Tensor
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return dx * self.factors
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return gy * self.factors
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return self
+
+    def size(self) -> Tensor:
+        return self.factors.abs()
+
+
+class Behind(TokenStage):
+    """A stage on all tokens but the first few, which are zero and stay so."""
+
+    def __init__(self, stage: TokenStage, first: int):
+        super().__init__()
+        self.stage, self.first = stage, first
+
+    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+        y, link = self.stage.linearize(x[..., self.first :, :])
+        return _after_zeros(y, self.first), _BehindDerivative(link, self.first)
+
+
+@dataclass(frozen=True)
+class _BehindDerivative(TokenDerivative):
+    link: TokenDerivative
+    first: int
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        return _after_zeros(self.link.jvp(dx[..., self.first :, :]), self.first)
+
+    def vjp(self, gy: Tensor) -> Tensor:
+        return _after_zeros(self.link.vjp(gy[..., self.first :, :]), self.first)
+
+    def select(self, index: Tensor) -> TokenDerivative:
+        return replace(self, link=self.link.select(index))
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        return replace(self, link=self.link.to(dtype))
+
+    def size(self) -> Tensor | float:
+        size = self.link.size()
+        return _after_zeros(size, self.first) if isinstance(size, Tensor) and size.dim() > 1 else size
+
+
+def _after_zeros(x: Tensor, count: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, count, 0))

@@ -28,6 +28,7 @@ from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, app
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.heads import HeadNumbers, head_numbers
 from howsmooth.bounds.own import (
+    composed,
     gradient_step,
     l2,
     lipschitz_norm,
@@ -51,5 +52,5 @@ __all__ += ["setting", "stack", "table"]
 # The modules of papers, of what is put together, and of this project's own theorems.
 __all__ += ["castin2024", "dasoulas2021", "furuya2026", "kim2021", "nair2025", "qi2023", "ramapuram2024", "yudin2025"]
 __all__ += ["composition", "emadi2026", "layers", "stacks", "zhai2023"]
-__all__ += ["gradient_step", "l2", "lipschitz_norm", "local", "lower", "neighbourhood", "normalised", "sets", "sigmoid"]
-__all__ += ["softmax_jacobian", "three_path"]
+__all__ += ["composed", "gradient_step", "l2", "lipschitz_norm", "local", "lower", "neighbourhood", "normalised"]
+__all__ += ["sets", "sigmoid", "softmax_jacobian", "three_path"]

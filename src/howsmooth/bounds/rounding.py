@@ -29,7 +29,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Rotary, UnitNorm
 from howsmooth.attention.l2 import _DistanceKey, _DistanceQuery
-from howsmooth.attention.stages import Scale, TokenStage
+from howsmooth.attention.stages import Behind, Scale, TokenStage
 from howsmooth.errors import DoesNotApply
 
 UNIT = 2.0**-53
@@ -99,7 +99,8 @@ def projected(attention: AttentionMap, tokens: Tensor, raw: Sequence[Tensor]) ->
 def known_rounding(attention: AttentionMap) -> bool:
     """Whether `through` knows every stage of the map."""
     query, key, _ = attention.project(torch.zeros(1, 1, attention.in_features, dtype=attention.dtype))
-    return all(isinstance(stage, tuple(_RULES)) for stages in attention.stages(query[0], key[0]) for stage in stages)
+    every = [stage for stages in attention.stages(query[0], key[0]) for stage in stages]
+    return all(isinstance(stage.stage if isinstance(stage, Behind) else stage, tuple(_RULES)) for stage in every)
 
 
 def through(stages: Sequence[TokenStage], traced: Traced) -> Traced:
@@ -166,12 +167,22 @@ def _squared(before: Traced, after: Tensor, stage: _DistanceKey) -> Traced:
     return Traced(after, torch.cat([error, last], -1), before.slope * steep, before.lean * steep + before.slope * bent)
 
 
+def _behind(before: Traced, after: Tensor, stage: Behind) -> Traced:
+    """Tokens of zeros before the others, which stay so exactly."""
+    first = stage.first
+    moved = through([stage.stage], Traced(*(t[:, first:] for t in vars(before).values())))
+    return Traced(
+        *(torch.cat([t.new_zeros(len(t), first, *t.shape[2:]), t], dim=1) for t in vars(moved).values())
+    )
+
+
 _RULES: dict[type[TokenStage], Callable[..., Traced]] = {
     Scale: _scaled,
     Rotary: _turned,
     UnitNorm: _normed,
     _DistanceQuery: _doubled,
     _DistanceKey: _squared,
+    Behind: _behind,
 }
 """Kind of stage → what it does to tokens and their radii."""
 

@@ -376,7 +376,7 @@ def _from_model(request: Request, settings: Settings) -> Site:
     opened, layer, dtype = open_model(request.source), request.layer or 0, settings.torch_dtype
     _, content, _ = read_input(request.text, opened.modality)
 
-    def at(length: int) -> tuple[AttentionMap, Tensor]:
+    def at(length: int) -> tuple[Any, Tensor]:
         (window,) = opened.windows(content, length, 1, request.seed)
         (site,) = capture(opened.model, opened.inputs(window), [layer])
         return (site.attention, site.x) if dtype is None else (site.attention.in_dtype(dtype), site.x.to(dtype))

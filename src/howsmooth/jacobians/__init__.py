@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from howsmooth.attention import as_attention
+from howsmooth.attention import as_attention, closed_form
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.composite import Composite
 from howsmooth.checks import Size, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.cached import CachedJacobian, Part, cached_jacobian
 from howsmooth.jacobians.composed import ClosedMap, ComposedJacobian, OffersJacobian, composed_jacobian
+from howsmooth.jacobians.composite import CompositeJacobian, composite_jacobian
 from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
@@ -22,6 +25,7 @@ __all__ = [
     "CachedJacobian",
     "ClosedMap",
     "ComposedJacobian",
+    "CompositeJacobian",
     "FunctionJacobian",
     "IdentityJacobian",
     "JacobianOperator",
@@ -31,7 +35,9 @@ __all__ = [
     "as_attention",
     "attention_jacobian",
     "cached_jacobian",
+    "closed_jacobian",
     "composed_jacobian",
+    "composite_jacobian",
     "function_jacobian",
     "jacobian",
 ]
@@ -67,15 +73,30 @@ def jacobian(
     >>> J.matvec(torch.ones(2, 3)).sum()
     tensor(6.)
     """
-    attention = as_attention(f, *x.shape[-2:-1])
-    if skip and (attention is None or wrt is not None):
+    attention = closed_form(f, *x.shape[-2:-1])
+    if skip and (wrt is not None or not isinstance(attention, AttentionMap)):
         raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
     if wrt is not None:
-        if attention is None:
+        if not isinstance(attention, AttentionMap):
             raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
         return cached_jacobian(attention, x, wrt, memory=memory)
     if attention is not None:
-        return attention_jacobian(attention, x, memory=memory, skip=skip)
+        return closed_jacobian(attention, x, memory=memory, skip=skip)
     if isinstance(f, OffersJacobian):
         return f.jacobian_at(x, memory)
     return function_jacobian(f, x)
+
+
+def closed_jacobian(
+    attention: AttentionMap | Composite,
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    reduced: bool = False,
+    memory: int,
+    skip: float = 0.0,
+) -> AttentionJacobian | CompositeJacobian:
+    """`attention_jacobian` or `composite_jacobian`, whichever the map needs; the latter leaves no tiles out."""
+    if isinstance(attention, Composite):
+        return composite_jacobian(attention, x, per_head=per_head, memory=memory)
+    return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory, skip=skip)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.rounding import Noise, input_norms
+
+if TYPE_CHECKING:
+    from howsmooth.jacobians.token_blocks import TokenBlocks
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
@@ -110,11 +113,9 @@ class AttentionJacobian(JacobianOperator):
     def rows(self, index: Tensor) -> Tensor:
         if not self._has_blocks:
             return super().rows(index)
-        from howsmooth.jacobians.token_blocks import TokenBlocks
-
         token, coordinate = index // self.out_shape[1], index % self.out_shape[1]
         first = int(token.min())
-        blocks = TokenBlocks(self, slice(first, int(token.max()) + 1))
+        blocks = self.token_blocks(slice(first, int(token.max()) + 1))
         lines = index.new_empty((len(index), *self.batch_shape, *self.in_shape), dtype=self.dtype)
         for a in coordinate.unique().tolist():
             unit = torch.zeros((*blocks.batch_shape, *blocks.out_shape), dtype=self.dtype, device=self.device)
@@ -128,6 +129,12 @@ class AttentionJacobian(JacobianOperator):
     def _has_blocks(self) -> bool:
         """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own, all tiles there."""
         return (self.by_head or self.batch_size == 1) and self.mixing.left_out is None
+
+    def token_blocks(self, rows: slice) -> TokenBlocks:
+        """The blocks J_ij of some output tokens and all input tokens."""
+        from howsmooth.jacobians.token_blocks import TokenBlocks
+
+        return TokenBlocks(self, rows)
 
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""

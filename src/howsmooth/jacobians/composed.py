@@ -154,18 +154,22 @@ class Parallel(ClosedMap):
 
 
 class ComposedJacobian(Product):
-    """The Jacobian of a `ClosedMap`, with what rounding does to it as a whole; build it with `composed_jacobian`."""
+    """The Jacobian of a `ClosedMap`, with what rounding does to it as a whole; build it with `composed_jacobian`.
+
+    Attributes:
+        output: the value of the map.
+    """
 
     noise = 0.0
 
-    def __init__(self, parts: Sequence[JacobianOperator], blur: float):
+    def __init__(self, parts: Sequence[JacobianOperator], blur: float, output: Tensor):
         super().__init__(parts)
-        self.blur = blur
+        self.blur, self.output = blur, output
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]
         known = [part for part in parts if part is not None]
-        return ComposedJacobian(known, self.blur) if len(known) == len(parts) else None
+        return ComposedJacobian(known, self.blur, self.output[index]) if len(known) == len(parts) else None
 
 
 @door
@@ -203,7 +207,7 @@ def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJac
         ratio = _length(before) / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
         relative += float((torch.as_tensor(operator.noise) * ratio.cpu()).max()) + operator.blur
         operators.append(operator)
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps)
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x)
 
 
 def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
@@ -218,7 +222,7 @@ def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> Compose
         del exact
     lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps)
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x)
 
 
 def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:

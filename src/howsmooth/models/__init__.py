@@ -13,6 +13,7 @@ from howsmooth.small import on_demand
 
 if TYPE_CHECKING:
     from howsmooth.models.conventions import MODEL_TYPES, RANDOM_NAMES
+    from howsmooth.models.crossing import CapturedCross, capture_cross
     from howsmooth.models.held import held_model
     from howsmooth.models.inputs import AttentionInputs, attention_inputs
     from howsmooth.models.layerwise import LayeredModel
@@ -28,6 +29,7 @@ __getattr__, __dir__ = on_demand(
     __name__,
     {
         "conventions": ("MODEL_TYPES", "RANDOM_NAMES"),
+        "crossing": ("CapturedCross", "capture_cross"),
         "held": ("held_model",),
         "inputs": ("AttentionInputs", "attention_inputs"),
         "layerwise": ("LayeredModel",),
@@ -47,6 +49,7 @@ __all__ = [
     "RANDOM_NAMES",
     "WHATS",
     "AttentionInputs",
+    "CapturedCross",
     "CapturedSite",
     "LayeredModel",
     "NamedModel",
@@ -56,6 +59,7 @@ __all__ = [
     "alice",
     "attention_inputs",
     "capture",
+    "capture_cross",
     "from_transformers",
     "held_model",
     "load",

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
@@ -76,7 +76,7 @@ class LayeredModel:
         return len(self._layers)
 
     @alone
-    def attention(self, layer: int) -> SelfAttention:
+    def attention(self, layer: int) -> SelfAttention | ComposedAttention:
         """The attention of a layer as its weights describe it, for bounds."""
         path = self._path(layer)
         with self._loaded(path):

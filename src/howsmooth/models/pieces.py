@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, SelfAttention
+from howsmooth.attention import AttentionMap, SelfAttention, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.running import listening
 
@@ -187,7 +187,7 @@ def _bert(model: Any) -> tuple[Reading, int]:
         norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
         inner, outer = layer.intermediate.dense, layer.output.dense
         parts = (inner, outer), (inner.weight, outer.weight), layer.intermediate.intermediate_act_fn
-        attention = SelfAttention.from_transformers(model, index)
+        attention = plain_map(SelfAttention.from_transformers(model, index), "a bound of layers")
         pieces += _layer(index, attention, last, parts, norms, norm_first=False)
         last = norms[1]
     return Reading(model, tuple(pieces), entry=model.embeddings.LayerNorm), model.config.hidden_size
@@ -198,7 +198,7 @@ def _gpt2(model: Any) -> tuple[Reading, int]:
     for index, block in enumerate(model.h):
         inner, outer = block.mlp.c_fc, block.mlp.c_proj
         parts = (inner, outer), (inner.weight.T, outer.weight.T), block.mlp.act
-        attention = SelfAttention.from_transformers(model, index)
+        attention = plain_map(SelfAttention.from_transformers(model, index), "a bound of layers")
         pieces += _layer(index, attention, block.ln_1, parts, (block.ln_1, block.ln_2), norm_first=True)
     pieces.append(NormPiece("end: norm", model.ln_f))
     return Reading(model, tuple(pieces), entry=model.h[0].ln_1), model.config.hidden_size

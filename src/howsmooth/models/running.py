@@ -46,13 +46,23 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     """
     with LOCK, evaluating(model), torch.no_grad(), ExitStack() as restored:
         configs = list(_with_inner(model.config))
+        # Some parts have configurations of their own (encoder and decoder of T5).
+        known = {id(config) for config in configs}
+        parts: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+        own = [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
+        configs += own
         # Setting it on a configuration sets it on those inside it as well, so these are restored after their whole.
         for config in reversed(configs):
             restored.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+                # Experts one by one, as they are defined: faster ways know no double precision.
+                restored.callback(setattr, config, "_experts_implementation", config._experts_implementation)
+                config._experts_implementation = "eager"
             if hasattr(config, "use_cache"):
                 restored.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
-        model.config._attn_implementation = implementation
+        for config in (model.config, *own):
+            config._attn_implementation = implementation
         yield
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.conventions import Site
 from howsmooth.models.running import Call, listening, record_calls, reference_mode
@@ -34,7 +34,7 @@ _LONGEST = 512
 _LOUD = 4.0
 
 
-def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAttention) -> None:
+def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAttention | ComposedAttention) -> None:
     """Raise `UnsupportedModel` when the map differs from the model's own attention by more than `TOLERANCE`."""
     for name, weight in attention.named_buffers():
         if weight.is_floating_point() and "logit_biases" not in name and not bool(torch.isfinite(weight).all()):
@@ -91,7 +91,7 @@ def samples_of_frames(frames: int, kernels: Sequence[int], strides: Sequence[int
     return frames
 
 
-def _length(model: PreTrainedModel, attention: SelfAttention) -> int:
+def _length(model: PreTrainedModel, attention: SelfAttention | ComposedAttention) -> int:
     """Enough tokens to see past a sliding window, unless it is very long."""
     past = attention.terms.most_seen(math.inf) + 8
     wanted = max(_TOKENS, int(past)) if past <= _LONGEST else _TOKENS
@@ -99,11 +99,15 @@ def _length(model: PreTrainedModel, attention: SelfAttention) -> int:
     return max(2, min(wanted, getattr(model.config, "max_position_embeddings", wanted + 2) - 2))
 
 
-def _loud_tokens(attention: SelfAttention, like: Tensor) -> Tensor:
+def _loud_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> Tensor:
     """Random tokens, scaled so that logits have a root mean square of about four."""
     tokens = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
-    query, key, _ = attention.project(tokens)
-    size = float((query @ key.mT).square().mean().sqrt()) * attention.scale
+    if isinstance(attention, ComposedAttention):
+        query, key, _ = attention.staged(tokens)
+        size = float((query @ key.mT).square().mean().sqrt())
+    else:
+        query, key, _ = attention.project(tokens)
+        size = float((query @ key.mT).square().mean().sqrt()) * attention.scale
     return tokens * (_LOUD / size) ** 0.5 if size > 0 else tokens
 
 
@@ -136,8 +140,10 @@ def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
     """
     sharp: Rotations = {}
 
-    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
+        if isinstance(output, Tensor):  # complex numbers, which no model rounds
+            return
         sharp.update({id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)})
 
     rotary = [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]

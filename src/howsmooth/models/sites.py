@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
@@ -43,7 +43,7 @@ class CapturedSite:
 
     layer: int
     name: str
-    attention: AttentionMap
+    attention: AttentionMap | ComposedAttention
     x: Tensor
     error: float
 
@@ -74,7 +74,7 @@ def capture(
     h.0.attn (3, 32) True
     h.1.attn (3, 32) True
     """
-    _check_request(model, inputs)
+    check_request(model, inputs)
     wanted = None if layers is None else list(layers)
     if model.config.model_type in CONVENTIONS:
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
@@ -130,7 +130,7 @@ def _compared(
     model: PreTrainedModel,
     layer: int,
     name: str,
-    attention: AttentionMap,
+    attention: AttentionMap | ComposedAttention,
     x: Tensor,
     output: Tensor,
     call: AttentionCall | None,
@@ -143,8 +143,11 @@ def _compared(
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
-            stages = ("queries", "keys", "values", "weights")
-            ours, theirs = (*staged(attention, x), attention.weights(x)), call.kept(keep)
+            ours: tuple[Tensor, ...] = (*staged(attention, x), attention.weights(x))
+            theirs: tuple[Tensor, ...] = call.kept(keep)
+            if isinstance(attention, ComposedAttention):  # the order of the coordinates of queries and keys is its own
+                ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
+            stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")
             errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
     for stage, difference in errors.items():
         if not difference <= TOLERANCE:
@@ -156,15 +159,18 @@ def _compared(
     return CapturedSite(layer, name, attention, x[0].detach(), error)
 
 
-def staged(attention: AttentionMap, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as they enter the logits: projected, normalised, rotated and scaled."""
+    if isinstance(attention, ComposedAttention):
+        return attention.staged(x)
     projected = attention.project(x)
     pairs = zip(projected, attention.stages(*projected[:2]), strict=True)
     query, key, value = (reduce(lambda tensor, stage: stage(tensor), stages, tensor) for tensor, stages in pairs)
     return query, key, value
 
 
-def _check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+    """Refuse what cannot be captured: no transformers model, half precision, several items at once."""
     if getattr(getattr(model, "config", None), "model_type", None) is None:
         raise UnsupportedModel(
             f"{type(model).__name__} is not a transformers model: take the input of one of its modules with "

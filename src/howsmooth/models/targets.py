@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, Composite
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
 from howsmooth.jacobians.composed import ClosedMap
 from howsmooth.models.alone import LOCK, alone
-from howsmooth.models.conventions import CONVENTIONS, attention_sites, no_such_layer
+from howsmooth.models.conventions import (
+    CONVENTIONS,
+    attention_sites,
+    layer_modules,
+    layers_without_softmax,
+    no_such_layer,
+)
 from howsmooth.models.maps import read_attention
 from howsmooth.models.parts import ClosedLayers, ModelPart, closed_tail, compare_derivative, in_series
 from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
@@ -54,7 +60,7 @@ _MLPS = (
 @door
 def target(
     open_model: OpenModel, what: str, layer: int | None = None, window: Window | None = None
-) -> tuple[AttentionMap | Function, Tensor]:
+) -> tuple[AttentionMap | Composite | Function, Tensor]:
     """A part of the model and the tokens it sees in a window, for `hs.measure`.
 
     Args:
@@ -126,6 +132,18 @@ class Targets:
                     self._sites = capture(self.model, self.inputs)
             return self._sites
 
+    @property
+    def skipped(self) -> dict[int, str]:
+        """The layers of a hybrid stack that have no softmax attention, each with a reason."""
+        return {} if self.model.config.model_type not in CONVENTIONS else layers_without_softmax(self.model)
+
+    def site(self, layer: int) -> CapturedSite:
+        """The attention block of one layer."""
+        by_layer = {site.layer: site for site in self.sites}
+        if layer not in by_layer:
+            raise UnsupportedModel(f"{self.skipped[layer]}: measure the whole layer instead.")
+        return by_layer[layer]
+
     def read(self, maps: bool) -> None:
         """Let the model read the window now, once for all targets: ``maps`` says whether attention is among them."""
         if maps:
@@ -134,7 +152,7 @@ class Targets:
             self._run()
 
     @alone
-    def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Function, Tensor]:
+    def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Composite | Function, Tensor]:
         """As `target`."""
         if what not in WHATS:
             raise InvalidInput(f"what is measured is one of {', '.join(WHATS)}, got {what!r}.")
@@ -144,7 +162,8 @@ class Targets:
         if layer is None or not 0 <= layer < self.layers:
             raise no_such_layer(self.model, layer, self.layers)
         if what == "attention":
-            return self.sites[layer].attention, self.sites[layer].x
+            site = self.site(layer)
+            return site.attention, site.x
         self._run()
         if what == "mlp":
             return self._mlp_function(layer)
@@ -159,6 +178,9 @@ class Targets:
     def _layer_modules(self) -> list[nn.Module]:
         """The layers: the members of the model's list of modules that hold its attention blocks."""
         known = self._sites
+        every = layer_modules(self.model) if known is None else None
+        if every is not None:
+            return list(every)
         paths = [s.path for s in attention_sites(self.model)] if known is None else [s.name for s in known]
         numbered = [re.match(r"(.*?\b\d+)\b", path) for path in paths]
         if not all(numbered):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import Causal, DenseBias, LogitBias, Rotary, SelfAttention
+from howsmooth.attention import Causal, CrossAttention, DenseBias, LogitBias, Rotary, SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.maps import read_rotary, rotary_kinds
 from howsmooth.models.running import RealTokens, listening, run
@@ -48,12 +48,36 @@ class _Linear:
     y: Tensor
 
 
+@dataclass(frozen=True)
+class FoundCross:
+    """Cross-attention as found in one run: its path, the map, both inputs and the output, and the call itself."""
+
+    name: str
+    attention: CrossAttention
+    decoder: Tensor
+    encoder: Tensor
+    output: Tensor
+    call: AttentionCall
+
+
 def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[FoundAttention]:
     """All self-attentions of one run, in the order of computing; cross-attention is passed over."""
+    attentions = [found for found in find_every(model, inputs) if isinstance(found, FoundAttention)]
+    if not attentions:
+        raise UnsupportedModel(
+            f"no self-attention was found in {type(model).__name__} (model type {model.config.model_type!r}): it has "
+            "none, or computes it without transformers' attention interface; measure a module of it as a function, "
+            "models.site(model, path, …)."
+        )
+    return attentions
+
+
+def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[FoundAttention | FoundCross]:
+    """All attentions of one run, in the order of computing."""
     linears: list[_Linear] = []
     waiting: list[AttentionCall] = []
     names = {module: name for name, module in model.named_modules()}
-    attentions: list[FoundAttention] = []
+    attentions: list[FoundAttention | FoundCross] = []
     real = RealTokens.of(inputs)
 
     def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
@@ -64,9 +88,12 @@ def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list
         one = _Linear(weight if isinstance(module, nn.Linear) else weight.T, bias, args[0], y)
         if waiting and one.x.shape == waiting[0].output.shape and torch.equal(one.x, waiting[0].output):
             call = waiting.pop()
-            x, attention = _rebuild(model, names[call.module], call, linears, one, real)
-            if attention is not None:
-                attentions.append(FoundAttention(names[call.module], attention, x, y, call))
+            name = names[call.module]
+            x, other, attention = _rebuild(model, name, call, linears, one, real)
+            if isinstance(attention, CrossAttention):
+                attentions.append(FoundCross(name, attention, x, other, y, call))
+            else:
+                attentions.append(FoundAttention(name, attention, x, y, call))
             linears.clear()
         else:
             linears.append(one)
@@ -88,19 +115,13 @@ def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list
     with listening(layer.register_forward_hook(on_linear) for layer in layers), attention_calls(model, on_call):
         run(model, inputs)
         refuse_unprojected()
-    if not attentions:
-        raise UnsupportedModel(
-            f"no self-attention was found in {type(model).__name__} (model type {model.config.model_type!r}): it has "
-            "none, or computes it without transformers' attention interface; measure a module of it as a function, "
-            "models.site(model, path, …)."
-        )
     return attentions
 
 
 def _rebuild(
     model: PreTrainedModel, name: str, call: AttentionCall, linears: list[_Linear], last: _Linear, real: RealTokens
-) -> tuple[Tensor, SelfAttention | None]:
-    """The map behind one call of the socket and its input; no map when queries and keys come from different tokens."""
+) -> tuple[Tensor, Tensor, SelfAttention | CrossAttention]:
+    """The map behind one call of the socket and the tokens of its queries and keys, which may be of two sequences."""
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     value = _source(call.value, linears, None)
     for rotary in _rotations(model, call.module, real):
@@ -114,24 +135,47 @@ def _rebuild(
             "models.site(model, path, …)."
         )
     if not (query.x.shape == key.x.shape and torch.equal(query.x, key.x) and torch.equal(key.x, value.x)):
-        return query.x, None
+        if key.x.shape != value.x.shape or not torch.equal(key.x, value.x):
+            raise UnsupportedModel(f"keys and values of {name} come from different tokens, which is not modelled.")
+        return (
+            query.x,
+            key.x,
+            CrossAttention(
+                query.weight,
+                key.weight,
+                value.weight,
+                last.weight.clone(),
+                heads=heads,
+                kv_heads=kv_heads,
+                scale=1.0,
+                bias=_bias(call.bias, heads),
+                query_bias=query.bias,
+                key_bias=key.bias,
+                value_bias=value.bias,
+                output_bias=None if last.bias is None else last.bias.clone(),
+            ),
+        )
     if rotary is not None and real.keep is not None:
         rotary = Rotary(rotary.frequencies, rotary.interleaved, rotary.amplitude, real.positions)
-    return query.x, SelfAttention(
-        query.weight,
-        key.weight,
-        value.weight,
-        last.weight.clone(),
-        heads=heads,
-        kv_heads=kv_heads,
-        query_bias=query.bias,
-        key_bias=key.bias,
-        value_bias=value.bias,
-        output_bias=None if last.bias is None else last.bias.clone(),
-        mask=_mask(call.bias, real.keep),
-        rotary=rotary,
-        softcap=call.softcap,
-        scale=1.0,
+    return (
+        query.x,
+        key.x,
+        SelfAttention(
+            query.weight,
+            key.weight,
+            value.weight,
+            last.weight.clone(),
+            heads=heads,
+            kv_heads=kv_heads,
+            query_bias=query.bias,
+            key_bias=key.bias,
+            value_bias=value.bias,
+            output_bias=None if last.bias is None else last.bias.clone(),
+            mask=_mask(call.bias, real.keep),
+            rotary=rotary,
+            softcap=call.softcap,
+            scale=1.0,
+        ),
     )
 
 
@@ -174,6 +218,14 @@ def _splits(features: int, heads: int, width: int) -> Iterator[Tensor]:
         yield everything[start : start + size]
     if features == 3 * size:
         yield from (third.flatten() for third in everything.unflatten(0, (heads, 3, width)).unbind(1))
+
+
+def _bias(bias: Tensor | None, heads: int) -> Tensor | None:
+    """What is added to the logits of cross-attention, ``(heads, n, m)``; None when nothing is."""
+    if bias is None:
+        return None
+    bias = torch.where(bias < torch.finfo(bias.dtype).min / 2, float("-inf"), bias)[0]
+    return None if bool((bias == 0).all()) else bias.expand(heads, -1, -1).clone()
 
 
 def _mask(bias: Tensor | None, keep: Tensor | None) -> LogitBias | None:

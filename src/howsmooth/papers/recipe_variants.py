@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.models import alice, capture, target
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.pictures import finish, panels, spread
@@ -54,7 +54,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
             map_, x = target(model, "residual", layer, window)
         else:
             [site] = capture(model.model, model.inputs(window), [layer])
-            map_, x = varied(site.attention, cell["variant"], number), site.x
+            map_, x = varied(plain_map(site.attention, "this experiment"), cell["variant"], number), site.x
         rows.append({name: cell[name] for name in ("place", "variant", "seed", "n")} | {"window": number})
         rows[-1] |= quantities(map_, x, rtol=1e-2)
     return rows

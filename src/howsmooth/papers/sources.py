@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models import CapturedSite, OpenModel, alice, capture, open_model
 from howsmooth.weights import load_attention
@@ -55,4 +55,4 @@ def block(source: str, layer: int) -> AttentionMap:
     if Path(source).suffix == ".safetensors":
         return load_attention(source, f"h.{layer}.attn.", heads=12, mask="causal")
     [[site]] = sites(source, [layer], 8)
-    return site.attention
+    return plain_map(site.attention, "this experiment")

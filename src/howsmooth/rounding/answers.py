@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.attention.masks import HIDDEN
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
@@ -67,7 +67,7 @@ class Answers:
 @torch.no_grad()
 def answers(site: CapturedSite, formats: Sequence[Format]) -> Answers:
     """The three answers for a captured attention block."""
-    return answers_at(site.attention, site.x, formats, site.layer)
+    return answers_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.attention import AttentionMap, Rotary, plain_map
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite
@@ -52,7 +52,7 @@ class Cache:
     @torch.no_grad()
     def of(cls, site: CapturedSite) -> Cache:
         """The cache of a captured attention block."""
-        return cls.at(site.attention, site.x, site.layer)
+        return cls.at(plain_map(site.attention, "rounding"), site.x, site.layer)
 
     @classmethod
     @torch.no_grad()

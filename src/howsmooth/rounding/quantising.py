@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.attention import plain_map
 from howsmooth.checks import Count, Seed, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.kinds import Words
@@ -254,7 +255,7 @@ def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format],
 
 def _sizes(reader: Reader) -> list[int]:
     """Heads, key–value heads, whether the model is causal, and the width of a head."""
-    attention = reader.sites[0].attention
+    attention = plain_map(reader.sites[0].attention, "rounding")
     return [attention.heads, attention.kv_heads, int(reader.causal), attention.key_weight.shape[1]]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from howsmooth.attention import plain_map
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.norms import operator_norm
@@ -68,7 +69,8 @@ def _gains(site: CapturedSite, cache: Cache, part: str, form: Format) -> tuple[T
     """σ_max and the Frobenius gain, each times the error it meets, of the layer: root sums of squares over heads."""
     held = cache.key if part == "key" else cache.value
     error = cache.shared(cache.rounded(part, form) - held)
-    operator = cached_jacobian(site.attention, site.x, "keys" if part == "key" else "values", per_head=True)
+    attention = plain_map(site.attention, "rounding")
+    operator = cached_jacobian(attention, site.x, "keys" if part == "key" else "values", per_head=True)
     largest = operator_norm(operator, rtol=0.02).value.double() * torch.linalg.matrix_norm(error)
     per_token = operator.influence() * error.square().mean(-1).sqrt()
     return torch.linalg.vector_norm(largest), torch.linalg.vector_norm(per_token)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import Rotary
+from howsmooth.attention import Rotary, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
 from howsmooth.models.running import run
@@ -74,7 +74,7 @@ class Reader:
     @property
     def rotaries(self) -> list[Rotary | None]:
         """The rotary positions of the keys of every layer."""
-        stages = [site.attention.key_stages for site in self.sites]
+        stages = [plain_map(site.attention, "rounding").key_stages for site in self.sites]
         return [next((stage for stage in some if isinstance(stage, Rotary)), None) for some in stages]
 
     def outcome(self, assignment: Assignment | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
+from howsmooth.attention import AttentionMap, Composite
 from howsmooth.bounds import CATALOGUE, get, setting
 from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.explaining import explain
@@ -25,11 +25,13 @@ Reasons = dict[str, Tensor]
 PROVED = "howsmooth.three_path"
 """The bound that every attention map has at its input."""
 _REASONS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
+PROVED_AROUND = "howsmooth.composed"
+"""The same of attention with something around it."""
 COSTLY = ("howsmooth.local",)
 """Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
 
 
-def head_numbers(attention: AttentionMap, x: Tensor, settings: Settings) -> list[Numbers]:
+def head_numbers(attention: AttentionMap | Composite, x: Tensor, settings: Settings) -> list[Numbers]:
     """The numbers of every head, measured together.
 
     >>> import howsmooth as hs
@@ -48,7 +50,7 @@ def head_numbers(attention: AttentionMap, x: Tensor, settings: Settings) -> list
 def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) -> Numbers:
     """The numbers of one map: an attention block with its bounds and paths, or any function with its value alone."""
     begun = time.perf_counter()
-    if isinstance(f, AttentionMap):
+    if isinstance(f, AttentionMap | Composite):
         total, reasons = _measured(f, x, settings, per_head=False)
         (bounds,) = _bounds(f, x, settings, per_head=False)
     else:
@@ -64,7 +66,7 @@ def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tu
     """
     if batch.what == "head":
         assert batch.layer is not None
-        site = targets.sites[batch.layer]
+        site = targets.site(batch.layer)
         of_heads = head_numbers(site.attention, site.x, settings)
         return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
     numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
@@ -75,7 +77,9 @@ def _solver(settings: Settings) -> dict[str, Any]:
     return {"rtol": settings.rtol, "seed": settings.seed, "confidence": settings.confidence}
 
 
-def _measured(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> tuple[Measurement, Reasons]:
+def _measured(
+    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+) -> tuple[Measurement, Reasons]:
     """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
     if not settings.explain:
         return (measure_heads if per_head else measure)(attention, x, **_solver(settings)), {}
@@ -88,10 +92,12 @@ def _measured(attention: AttentionMap, x: Tensor, settings: Settings, per_head: 
     return story.total, dict(zip(_REASONS, (*paths, story.value_share, sink, sink_token, entropy), strict=True))
 
 
-def _bounds(attention: AttentionMap, x: Tensor, settings: Settings, per_head: bool) -> list[dict[str, float]]:
+def _bounds(
+    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+) -> list[dict[str, float]]:
     """Upper bounds on the 2-norm by name, for every head or for the block."""
     where = setting(attention, x=x)
-    wanted = [] if settings.bounds == "none" else [get(PROVED)]
+    wanted = [] if settings.bounds == "none" else [get(PROVED), get(PROVED_AROUND)]
     if settings.bounds in ("cheap", "all"):
         wanted = [b for b in CATALOGUE.values() if settings.bounds == "all" or b.name not in COSTLY]
     bounds = upper_bounds(where, per_head=per_head, among=wanted)
@@ -104,7 +110,7 @@ def _numbers(
     total: Measurement, index: tuple[int, ...], x: Tensor, seconds: float, reasons: Reasons, bounds: dict[str, float]
 ) -> Numbers:
     """The columns of a store for the map at one index of a measurement."""
-    others = {name: _finite(value) for name, value in bounds.items() if name != PROVED}
+    others = {name: _finite(value) for name, value in bounds.items() if name not in (PROVED, PROVED_AROUND)}
     return {
         "value": float(total.value[index]),
         "lower": float(total.lower[index]),
@@ -112,7 +118,7 @@ def _numbers(
         "relative": None if total.relative is None else _finite(float(total.relative[index])),
         "confidence": total.confidence,
         "converged": bool(total.converged[index]),
-        "proved": _finite(bounds.get(PROVED, math.inf)),
+        "proved": _finite(bounds.get(PROVED, bounds.get(PROVED_AROUND, math.inf))),
         "bounds": json.dumps(others),
         "radius": float(torch.linalg.vector_norm(x.double(), dim=-1).max()),
         **{name: reasons[name][index].item() if reasons else None for name in _REASONS},

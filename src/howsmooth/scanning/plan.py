@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from howsmooth.checks import Seed, check_fields, shown
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.scanning.grammar import Selection
 
 BoundsWanted = Literal["none", "proved", "cheap", "all"]
@@ -50,6 +50,10 @@ class Settings:
         return json.dumps(asdict(self), sort_keys=True)
 
 
+OF_SOFTMAX = ("head", "attention")
+"""What a layer has only where its attention takes a softmax."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One number of a scan."""
@@ -88,6 +92,7 @@ def make_plan(
     windows: int,
     heads: Sequence[int],
     layers: Sequence[int] | None = None,
+    without: Mapping[int, str] | None = None,
 ) -> list[Batch]:
     """Every batch of a scan, short inputs first; window by window, so that one forward pass serves all layers.
 
@@ -96,13 +101,14 @@ def make_plan(
         lengths, windows: of the text.
         heads: how many heads each layer of the model has.
         layers: of all selections that name none; None for every layer.
+        without: layers that have no softmax attention, with the reason; they are left out unless asked for by number.
 
     >>> [(batch.layer, batch.heads) for batch in make_plan([Selection("head")], [8], windows=1, heads=[2, 2])]
     [(0, (0, 1)), (1, (0, 1))]
     """
     wanted: dict[tuple[int, str, int | None], set[int | None]] = {}
     for selection in selections:
-        for layer in _layers(selection, layers, len(heads)):
+        for layer in _with_softmax(selection, _layers(selection, layers, len(heads)), layers, without or {}):
             of_layer = _heads(selection, heads, layer)
             for length in selection.lengths or lengths:
                 wanted.setdefault((length, selection.what, layer), set()).update(of_layer)
@@ -112,6 +118,20 @@ def make_plan(
         for window in range(windows)
     ]
     return sorted(batches, key=lambda batch: (batch.length, batch.window, _order(batch.layer)))
+
+
+def _with_softmax(
+    selection: Selection, chosen: Sequence[int | None], named: Sequence[int] | None, without: Mapping[int, str]
+) -> Sequence[int | None]:
+    """The layers that have what is asked for."""
+    if selection.what not in OF_SOFTMAX:
+        return chosen
+    refused = [layer for layer in chosen if layer in without]
+    if refused and (named is not None or selection.layers is not None):
+        raise UnsupportedModel(f"{without[refused[0] or 0]}: choose other layers, or what=layer.")
+    if len(refused) == len(chosen):
+        raise UnsupportedModel("no layer of this model has softmax attention: scan what=layer instead.")
+    return [layer for layer in chosen if layer not in without]
 
 
 def _order(number: int | None) -> int:

@@ -21,7 +21,7 @@ from howsmooth.models.opened import content_sha256
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
 from howsmooth.scanning.memory import check_fits, fitting
-from howsmooth.scanning.plan import Batch, Settings, make_plan
+from howsmooth.scanning.plan import OF_SOFTMAX, Batch, Settings, make_plan
 from howsmooth.scanning.store import Identity
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -84,7 +84,10 @@ def prepare(
     with fitting(needed[0]):
         first = Targets(model, cut[needed[0]][0])
         heads = _heads(first, selections)
-    plan = make_plan(selections, common, settings.windows, heads, some)
+    without = first.skipped
+    plan = make_plan(selections, common, settings.windows, heads, some, without)
+    if without and any(selection.what in OF_SOFTMAX for selection in selections):
+        said = (*said, f"{'; '.join(without.values())}: skipped")
     identity = Identity(
         model=_storable(model.name),
         model_sha256=model.sha256,
@@ -147,5 +150,6 @@ def _storable(name: str) -> str:
 def _heads(targets: Targets, selections: Sequence[Selection]) -> list[int]:
     """How many heads each layer has; none where they are not asked for, so that any attention will do."""
     if any(selection.what == "head" for selection in selections):
-        return [site.attention.heads for site in targets.sites]
+        without = targets.skipped
+        return [0 if layer in without else targets.site(layer).attention.heads for layer in range(targets.layers)]
     return [0] * targets.layers

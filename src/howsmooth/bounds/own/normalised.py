@@ -112,8 +112,11 @@ def _positive_eps(where: Setting) -> bool:
 
 
 QK_NORMALISED = Assumption(
-    "queries and keys are normalised",
-    lambda where: bool(_norms(where.map.query_stages)) and bool(_norms(where.map.key_stages)),
+    "queries and keys are normalised, and but for that scaled and turned",
+    lambda where: all(
+        _norms(stages) and all(isinstance(stage, UnitNorm | Rotary | Scale) for stage in stages)
+        for stages in (where.map.query_stages, where.map.key_stages)
+    ),
 )
 VALUES_NORMALISED = Assumption("values are normalised too", lambda where: bool(_norms(where.map.value_stages)))
 POSITIVE_EPS = Assumption("the normalisation has ε > 0", _positive_eps)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention import Rotary, SelfAttention, plain_map
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.checkpoint import read_checkpoint, weight_files
@@ -215,7 +215,8 @@ def _replace_in_transformers(
         )
     chosen, hosted = _chosen(attention_sites(model), layers), []
     for site in chosen:  # all are made before the first is put in: a refusal leaves the model as it was
-        old = read_attention(model, site)
+        old = plain_map(read_attention(model, site), "replacing attention")
+        assert isinstance(old, SelfAttention)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
         divides = issubclass(KINDS[kind].layer, ContractiveL2Attention)
         if divides and old.terms.most_seen(math.inf) < math.inf:
