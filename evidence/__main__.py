@@ -17,6 +17,7 @@ from evidence import (
     composition,
     damage,
     damaged_files,
+    early_warnings,
     engine_faults,
     engines,
     fuzz_api,
@@ -90,6 +91,7 @@ PAGES = {
     "sequence-flows": sequence_flows,
     "training-grid": training_grid,
     "training-depth": training_depth,
+    "early-warnings": early_warnings,
     "training-curriculum": training_curriculum,
 }
 

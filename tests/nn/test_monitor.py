@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor, as_log
+from howsmooth.nn.signals import Alarm
 from howsmooth.testing import dense_jacobian
+from howsmooth.worstcase.one_head import one_head
 from tests.models.tiny import TINY
 
 D, HEADS, N = 16, 2, 6
@@ -201,18 +205,21 @@ def test_a_resumed_run_keeps_its_own_count() -> None:
     assert monitored == [20, 30]
 
 
-def test_what_cannot_be_measured_is_nan_and_ends_nothing() -> None:
+def test_what_cannot_be_measured_is_said_once_and_ends_nothing() -> None:
     model = encoder()
-    monitor = SmoothnessMonitor(model, every=1)
-    run(model, torch.full((1, N, D), math.nan))
-    found = monitor.step()
-    assert len(found) == 2
-    assert all(math.isnan(value) for value in found.values())
-    assert "NaN" in monitor.problems["layers.0.self_attn"]
+    monitor = SmoothnessMonitor(model, every=1, heads=True)
+    for said in (2, 0):  # once for each of two layers
+        run(model, torch.full((1, N, D), math.nan))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert monitor.step() == {}
+        assert ["cannot be measured" in str(one.message) for one in caught] == [True] * said
+        assert "NaN" in monitor.problems["layers.0.self_attn"]
     model = encoder()
-    monitor = SmoothnessMonitor(model, every=1)
+    monitor = SmoothnessMonitor(model, every=1, layers=["layers.0.self_attn"])
     run(model, torch.randn(1, N, D), src_key_padding_mask=torch.ones(1, N, dtype=torch.bool))
-    assert math.isnan(monitor.step()["sigma_lower/layers.0.self_attn"])
+    with pytest.warns(UserWarning, match=r"layers\.0\.self_attn cannot be measured: .* padding"):
+        assert "sigma_lower/layers.0.self_attn" not in monitor.step()
     assert "padding" in monitor.problems["layers.0.self_attn"]
     other = encoder()
     monitor = SmoothnessMonitor(other, every=1)
@@ -225,8 +232,120 @@ def test_cross_attention_is_no_self_attention() -> None:
     attention = nn.MultiheadAttention(D, HEADS, batch_first=True)
     monitor = SmoothnessMonitor(attention)
     attention(torch.randn(1, 3, D), torch.randn(1, 4, D), torch.randn(1, 4, D))[0].sum().backward()
-    assert math.isnan(monitor.step()["sigma_lower/"])
+    with pytest.warns(UserWarning, match="no self-attention"):
+        assert monitor.step() == {}
     assert "no self-attention" in monitor.problems[""]
+
+
+def signals_by_hand(attention: Any, x: Tensor, head: int) -> dict[str, float]:
+    """The oracle: weights of one head from its logits in float64, and norms by singular values."""
+    query, key, value = (t[0, head].double() for t in attention.project(x[None].double()))
+    causal = any(isinstance(term, hs.Causal) for term in attention.terms)
+    logits = query @ key.T * attention.scale
+    logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -math.inf) if causal else logits
+    weights = torch.softmax(logits, -1)
+    output = weights @ value @ attention.output_weight[head].double()
+    alone = one_head(attention.in_dtype(torch.float64), head)
+    sigma = dense_norm(alone, x)
+    return {
+        "sigma_lower": sigma,
+        "largest_logit": float(logits[logits.isfinite()].abs().max()),
+        "entropy": float(torch.special.entr(weights).sum(-1).mean()),
+        "sink_share": float(weights.sum(0).max()) / len(x),
+        "sink_token": float(weights.sum(0).argmax()),
+        "weights_norm": float(torch.linalg.matrix_norm(weights, 2)),
+        "condition": sigma * float(x.double().norm() / output.norm()),
+    }
+
+
+def test_heads_show_what_their_weights_show() -> None:
+    model, x = encoder(), torch.randn(3, N, D)
+    monitor = SmoothnessMonitor(model, steps=40, heads=True, layers=["layers.0.self_attn"])
+    run(model, x)
+    found = monitor.step()
+    attention = hs.SelfAttention.from_torch(encoder().layers[0].self_attn)
+    for head in range(HEADS):
+        for signal, expected in signals_by_hand(attention, x[0], head).items():
+            value = found[f"{signal}/layers.0.self_attn/head.{head}"]
+            assert value == pytest.approx(expected, rel=2e-3, abs=1e-5), signal
+    exact = dense_norm(attention.in_dtype(torch.float64), x[0]) * float(x[0].norm() / attention(x[0]).norm())
+    assert found["condition/layers.0.self_attn"] == pytest.approx(exact, rel=1e-3)
+    assert len(found) == 2 + 7 * HEADS
+
+
+def test_alarms_are_words_and_are_told_once() -> None:
+    model, x, told = TINY["gpt2"].build(), torch.randint(3, 97, (1, 9)), list[Alarm]()
+    model.eval()
+    monitor = SmoothnessMonitor(model, every=1, heads=True, alarm=told.append)
+    for step in (0, 100, 200, 300):
+        if step == 200:  # the queries of one head of layer 1 grow
+            with torch.no_grad():
+                model.h[1].attn.c_attn.weight[:, 8:16] *= 40
+                model.h[1].attn.c_attn.bias[8:16] *= 40
+        model(input_ids=x)[0].sum().backward()
+        monitor.step(step)
+        assert monitor.alarms == [alarm for alarm in told if alarm.step == step]
+    logits = [alarm for alarm in told if alarm.signal == "largest_logit"]
+    assert {(alarm.step, alarm.layer, alarm.head) for alarm in told} <= {(200, 1, 1), (200, 1, None)}
+    assert [str(alarm).split(" (")[0] for alarm in logits] == [
+        "layer 1, head 1: largest logit grew 40-fold in 100 steps"
+    ]
+    with pytest.raises(InvalidInput, match="factor"):
+        SmoothnessMonitor(model, factor=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # looked at by dynamo
+@pytest.mark.parametrize("how", ["sdpa", "eager", "aot_eager"])
+def test_kernels_and_compilers_change_no_value(how: str) -> None:
+    tiny = TINY["llama"]
+    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
+    values = []
+    for different in (False, True):
+        model = tiny.build().float()
+        model.set_attn_implementation("sdpa" if different and how == "sdpa" else "eager")
+        watched = torch.compile(model, backend=how) if different and how != "sdpa" else model
+        with SmoothnessMonitor(watched, steps=40, heads=True) as monitor:
+            watched(input_ids=ids)[0].sum().backward()
+            values.append(monitor.step())
+    assert len(values[0]) == 2 * (2 + 7 * 4)
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+def test_adapters_of_peft_are_part_of_what_is_measured() -> None:
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=8)
+    model = peft.get_peft_model(TINY["llama"].build(), wanted)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    monitor = SmoothnessMonitor(model, steps=60)
+    model(input_ids=ids)[0].sum().backward()
+    found = monitor.step()
+    assert len(found) == 2
+    merged = model.merge_and_unload()
+    tiny, inputs = TINY["llama"], {"input_ids": ids}
+    for layer, value in enumerate(found.values()):
+        x, *_ = tiny.listen(merged, layer, inputs)
+        close(value, dense_norm(tiny.function(merged, layer, inputs), x[0]), rtol=1e-3)
+    plain = TINY["llama"].build()
+    x, *_ = tiny.listen(plain, 0, inputs)
+    assert abs(dense_norm(tiny.function(plain, 0, inputs), x[0]) / next(iter(found.values())) - 1) > 0.01  # it matters
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "deepseek_v3"])
+def test_new_kinds_of_attention_are_watched(name: str) -> None:
+    tiny = TINY[name]
+    model, ids = tiny.build(), torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
+    monitor = SmoothnessMonitor(model, steps=60, heads=True)
+    model(input_ids=ids)[0].sum().backward()
+    found = monitor.step()
+    layer = tiny.layers[-1]
+    x, *_ = tiny.listen(model, layer, {"input_ids": ids})
+    exact = dense_norm(tiny.function(model, layer, {"input_ids": ids}), x[0])
+    close(found[f"sigma_lower/{tiny.block.format(layer)}"], exact, rtol=1e-3)
+    assert all(math.isfinite(value) for value in found.values())
 
 
 def test_half_precision_is_measured_in_single() -> None:

@@ -299,14 +299,15 @@ class ComposedAttention(Composite):
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``."""
-        tokens = x[None] if x.dim() == 2 else x
-        query, key, value = self.staged(tokens)
-        mixed = self._weights(query, key) @ value
-        if self.gate is not None:
-            mixed = mixed * torch.sigmoid(self._gate_logits(tokens))
-        out = (mixed @ self.attention.output_weight).sum(1)
+        out = (self.mixed(x[None] if x.dim() == 2 else x) @ self.attention.output_weight).sum(1)
         out = out if self.output_bias is None else out + self.output_bias
         return out[0] if x.dim() == 2 else out
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """The output of every head before the output projection, behind its gate, ``(batch, heads, n, v)``."""
+        query, key, value = self.staged(x)
+        mixed = self._weights(query, key) @ value
+        return mixed if self.gate is None else mixed * torch.sigmoid(self._gate_logits(x))
 
     def _gate_logits(self, x: Tensor) -> Tensor:
         assert self.gate is not None

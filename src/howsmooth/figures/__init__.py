@@ -19,6 +19,7 @@ from howsmooth.figures.sandwich import sandwich_figure
 from howsmooth.figures.scans import bound_ratios, depth_lines, scanned_growth, scanned_heads
 from howsmooth.figures.style import FORMATS, check_figure_path, literal, new_figure, save_figure
 from howsmooth.figures.tokens import chosen_labels, influence_map, token_energies
+from howsmooth.figures.warnings import leads_figure
 
 __all__ = [
     "FORMATS",
@@ -31,6 +32,7 @@ __all__ = [
     "head_bars",
     "heads_heatmap",
     "influence_map",
+    "leads_figure",
     "literal",
     "new_figure",
     "quantisation_figure",

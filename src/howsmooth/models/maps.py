@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
+"""Where PEFT puts a projection and what it adds."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -127,7 +130,7 @@ def linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
     """Copies of a projection's weight ``(out, in)`` and bias."""
     from transformers.pytorch_utils import Conv1D
 
-    module = site.submodule(path)
+    module, added = _without_adapter(site.submodule(path), path, site.layer)
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise UnsupportedModel(
@@ -139,8 +142,28 @@ def linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
             f"the weights of layer {site.layer} are not in memory (they are on the meta device): load the model "
             "without offloading."
         )
-    weight = weight.detach().T if isinstance(module, Conv1D) else weight.detach()
+    weight = weight.detach() if added is None else weight.detach() + added.to(weight.dtype)
+    weight = weight.T if isinstance(module, Conv1D) else weight
     return weight.clone(), None if module.bias is None else module.bias.detach().clone()
+
+
+def _without_adapter(module: nn.Module, path: str, layer: int) -> tuple[nn.Module, Tensor | None]:
+    """The projection under the LoRA adapters of PEFT, and what those that are active add to its weight."""
+    if not hasattr(module, "get_base_layer"):
+        return module, None
+    active: list[str] = [
+        name for name in getattr(module, "active_adapters", []) if name in getattr(module, "lora_A", {})
+    ]
+    others = set(getattr(module, "active_adapters", [])) - set(active)
+    if others or any(getattr(module, "use_dora", {}).get(name) for name in active):
+        raise UnsupportedModel(
+            f"the projection {path!r} of layer {layer} has an adapter that is not plain LoRA: merge it into the model."
+        )
+    base: nn.Module = module.get_base_layer()
+    if getattr(module, "merged", False) or getattr(module, "disable_adapters", False) or not active:
+        return base, None
+    with torch.no_grad():
+        return base, torch.stack([module.get_delta_weight(name).detach() for name in active]).sum(0)
 
 
 def _projections(
@@ -173,7 +196,7 @@ def _refuse_unread_parameters(site: Site) -> None:
     names = site.names
     read = (*names.inputs, names.output, *names.norms, *names.after, names.bias, *names.more)
     parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
-    unread = [name for name in parameters if name.rpartition(".")[0] not in read]
+    unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
     if unread:
         raise UnsupportedModel(
             f"the attention of layer {site.layer} has parameters that hs.SelfAttention does not model "

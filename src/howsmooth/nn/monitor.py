@@ -1,8 +1,9 @@
-"""Watching smoothness in training: σ of every attention layer at the batch it has just seen, every so many steps."""
+"""Watching smoothness in training: σ of every attention layer, and of its heads, at the batch it has just seen."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.checks import check_count, check_fraction, door
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.measuring import measure
+from howsmooth.measuring import measure, measure_heads
 from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
+from howsmooth.nn.signals import Alarm, Watch, head_signals
 from howsmooth.norms import Measurement
 from howsmooth.small import evaluating, random_stream
 
@@ -34,8 +37,11 @@ class SmoothnessMonitor:
     it is logged as ``sigma_lower/<path>``. With ``certified`` the value is pinned down from both sides, at a higher
     price: ``sigma_upper/<path>`` holds with a probability of 99 %.
 
-    Measuring changes nothing in training: not a weight, a gradient, a random number or a mode. A layer that cannot be
-    measured (NaN in its tokens or weights, nothing but padding) is logged as NaN, and ``problems`` says why.
+    Everything is computed again from the tokens that a layer received, so that it does not matter how the model itself
+    computes: with SDPA or flash kernels, under ``torch.compile`` (each watched layer then breaks the graph), with the
+    LoRA adapters of PEFT. Measuring changes nothing in training: not a weight, a gradient, a random number or a
+    mode. A layer that cannot be measured (NaN in its tokens or weights, nothing but padding) has no value; ``problems``
+    says why, and a warning says so once.
 
     Args:
         model: that trains.
@@ -46,6 +52,11 @@ class SmoothnessMonitor:
             TensorBoard, or a folder for one; None keeps values in ``latest`` only.
         steps: of the iteration; three times as many where there is no vector yet.
         certified: whether to measure with both ends to a relative accuracy of ``rtol``.
+        heads: also every head by itself: its σ from below, and what `howsmooth.nn.signals` lists (largest logit,
+            entropy, sink share and token, ‖P‖, relative condition), as ``<signal>/<path>/head.<number>``.
+        alarm: called with an `Alarm` when a signal has grown (entropy: fallen) by ``factor`` within ``within`` steps;
+            ``print`` is such a function. All alarms of the latest measurement are in ``alarms``.
+        factor, within: of the alarms.
 
     >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     >>> monitor = SmoothnessMonitor(model, every=10)
@@ -69,16 +80,27 @@ class SmoothnessMonitor:
         steps: int = 4,
         certified: bool = False,
         rtol: float = 1e-2,
+        heads: bool = False,
+        alarm: Callable[[Alarm], object] | None = None,
+        factor: float = 2.0,
+        within: int = 200,
     ):
         self.every = check_count(every, "every")
         self.steps = check_count(steps, "steps", least=2)  # one step would stay at its start
         self.certified, self.rtol = certified, check_fraction(rtol, "rtol")
+        self.heads = heads
+        if not 1 < factor < math.inf:
+            raise InvalidInput(f"factor is how often a signal may grow before it alarms, above 1, got {factor}.")
+        self._watch, self._alarm = Watch(factor, check_count(within, "within")), alarm
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model, self._log = model, as_log(log)
         self._listener = Listener(model, layers)
         self._vectors: dict[str, Tensor] = {}
         self._next = 0
         self.latest: dict[str, float] = {}
         self.problems: dict[str, str] = {}
+        self.alarms: list[Alarm] = []
+        self._warned: set[str] = set()
 
     @property
     def layers(self) -> list[str]:
@@ -97,30 +119,73 @@ class SmoothnessMonitor:
         self._listener.open = self._next % self.every == 0
         if now % self.every or not heard:
             return {}
-        self.problems, self.latest = {}, {}
+        self.problems, self.latest, self.alarms = {}, {}, []
         for name, call in heard.items():
-            self.latest |= self._values(name, call)
+            self.latest |= self._values(name, call, now)
+        for alarm in self.alarms if self._alarm is not None else ():
+            self._alarm(alarm)  # type: ignore[misc]
         if self._log is not None:
             self._log(dict(self.latest), step=now)
         return self.latest
 
-    def _values(self, name: str, heard: Heard) -> dict[str, float]:
+    def _values(self, name: str, heard: Heard, now: int) -> dict[str, float]:
         try:
-            measured = self._measured(name, heard)
+            attention = attention_of(self._model, heard)
+            measured = self._measured(name, heard, attention)
+            if bool(torch.isnan(measured.lower).any() | torch.isnan(measured.upper).any()):
+                raise InvalidInput("the Jacobian holds NaN.")
+            of_heads = self._of_heads(attention) if self.heads and attention is not None else {}
         except HowsmoothError as error:  # a layer that is not what it should be must not end a training run
-            self.problems[name] = str(error)
-            self._vectors.pop(name, None)
-            lower = upper = math.nan
-        else:
-            lower, upper = float(measured.lower.max()), float(measured.upper.max())
-            if math.isnan(lower) or math.isnan(upper):
-                self.problems[name] = "the Jacobian holds NaN."
-                self._vectors.pop(name, None)
-        values = {f"sigma_lower/{name}": lower}
-        return values | {f"sigma_upper/{name}": upper} if self.certified else values
+            self._report(name, str(error))
+            return {}
+        place: int | str = name if heard.site is None else heard.site.layer
+        values = {"sigma_lower": float(measured.lower.max())}
+        if self.certified:
+            values["sigma_upper"] = float(measured.upper.max())
+        if self.heads and attention is not None:
+            values |= self._condition(*attention, values["sigma_lower"])
+        self.alarms += self._watch.alarms(now, place, None, values)
+        named = {f"{signal}/{name}": value for signal, value in values.items()}
+        for head, of_head in enumerate(zip(*of_heads.values(), strict=True)):
+            numbers = dict(zip(of_heads, of_head, strict=True))
+            self.alarms += self._watch.alarms(now, place, head, numbers)
+            named |= {f"{signal}/{name}/head.{head}": value for signal, value in numbers.items()}
+        return named
 
-    def _measured(self, name: str, heard: Heard) -> Measurement:
-        attention = attention_of(self._model, heard)
+    def _report(self, name: str, problem: str) -> None:
+        """Remember why a layer has no value, and say so once."""
+        self.problems[name] = problem
+        self._vectors.pop(name, None)
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"the smoothness of {name or 'the layer'} cannot be measured: {problem}", stacklevel=4)
+
+    def _condition(self, f: Callable[[Tensor], Tensor], x: Tensor, sigma: float) -> dict[str, float]:
+        """σ‖X‖/‖f(X)‖ of the whole layer; nothing where its output vanishes."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        with torch.no_grad():
+            f = f.in_dtype(x.dtype) if isinstance(f, AttentionMap | ComposedAttention) else f
+            size = float(f(x).norm())
+        return {"condition": sigma * float(x.norm()) / size} if size > 0 else {}
+
+    def _of_heads(self, attention: tuple[Callable[[Tensor], Tensor], Tensor]) -> dict[str, list[float]]:
+        """Each signal of every head; of maps without heads none."""
+        f, x = attention
+        if not isinstance(f, AttentionMap | ComposedAttention):
+            return {}
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        f = f.in_dtype(x.dtype)
+        sigma = measure_heads(f, x, rtol=1e-3, max_steps=_COLD * self.steps).lower
+        signals = head_signals(f, x)
+        size = signals.pop("output").double().clamp_min(torch.finfo(torch.float32).tiny)
+        signals = {"sigma_lower": sigma, **signals, "condition": sigma.double() * float(x.norm()) / size}
+        if any(bool(values.isnan().any()) for values in signals.values()):
+            raise InvalidInput("a signal of a head is NaN.")
+        return {signal: values.tolist() for signal, values in signals.items()}
+
+    def _measured(
+        self, name: str, heard: Heard, attention: tuple[Callable[[Tensor], Tensor], Tensor] | None
+    ) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
         with evaluating(heard.module):

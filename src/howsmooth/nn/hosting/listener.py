@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from howsmooth.attention import Causal, DenseBias, LogitBias, SelfAttention
+from howsmooth.attention import Causal, ComposedAttention, DenseBias, LogitBias, SelfAttention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
@@ -95,6 +95,7 @@ class Listener:
         hooks = ((module, partial(self._hear, name)) for name, module in self.modules.items())
         self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
 
+    @torch.compiler.disable  # a compiled model breaks its graph here, and hands over what it really saw
     def _hear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.open and torch.is_grad_enabled() and not _REPEATING.get():
             self.calls[name] = Heard(module, args, kwargs, self.sites.get(name))
@@ -202,7 +203,8 @@ def _block(model: Any, heard: Heard, site: Site) -> tuple[Callable[[Tensor], Ten
     elif seen.mask is not None:
         mask = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask
         terms.append(DenseBias(mask[item][:, keep][:, :, keep]))
-    attention.logit_biases = nn.ModuleList(terms)
+    plain = attention.attention if isinstance(attention, ComposedAttention) else attention
+    plain.logit_biases = nn.ModuleList(terms)
     return attention, x[item][keep].detach()
 
 
