@@ -31,9 +31,9 @@ BASE = Settings(
     attention="dot-product", depth=2, width=32, heads=2, length=32, batch_tokens=256, rate=2e-3, warmup=0, clip=0.0
 )
 SEEDS = tuple(range(10))
-STEADY, MOST, EVERY, WINDOW = 120, 420, 4, 60
+STEADY, MOST, EVERY, WINDOW = 100, 300, 5, 60
 """Steps before the rate rises, steps in all, steps from one measurement to the next, and of the median."""
-GROWTH = 1.025
+GROWTH = 1.04
 """Factor on the rate from one step to the next."""
 APART, MEAN = 0.5, 5
 """A run has diverged when the mean loss of the last `MEAN` steps is this many nats above the least such mean before."""
@@ -92,7 +92,7 @@ def _note(run: Run, step: int, seen: dict[str, float], gradient: float, loss: fl
 def departures(run: Run, signal: str) -> list[float]:
     """How far, in logarithms, a signal is above its median over the last `WINDOW` steps (entropy: below).
 
-    >>> run = Run(0, False, None, [0, 4, 8], {"σ": [1.0, 1.0, math.e]})
+    >>> run = Run(0, False, None, [0, 5, 10], {"σ": [1.0, 1.0, math.e]})
     >>> departures(run, "σ")
     [0.0, 0.0, 1.0]
     """

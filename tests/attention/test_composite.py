@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import Branch, CentredNorm, Chunked, ComposedAttention, Features, PlaceScale, UnitNorm
+from howsmooth.attention import Chunked, ComposedAttention, Feature, Features, HeadNorm, PlaceScale, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import composite_jacobian
 from howsmooth.testing import dense_jacobian
@@ -25,8 +25,8 @@ def inner(width: int = D, **options: object) -> hs.SelfAttention:
     return hs.SelfAttention(*weights, heads=HEADS, kv_heads=2, **biases, **options)  # type: ignore[arg-type]
 
 
-def latent(*more: Branch) -> Features:
-    return Features(Branch(draw(8, D), draw(8), [UnitNorm.rms(8, gain=draw(8))]), *more)
+def latent(*more: Feature) -> Features:
+    return Features(Feature(draw(8, D), draw(8), [UnitNorm.rms(8, gain=draw(8))]), *more)
 
 
 def composed(name: str) -> ComposedAttention:
@@ -37,12 +37,12 @@ def composed(name: str) -> ComposedAttention:
     if name == "gate":
         return ComposedAttention(inner(mask="causal", qk_norm="rms"), gate=draw(20, D), gate_bias=draw(20))
     if name == "features":
-        norm = CentredNorm(1e-5, draw(5), draw(5))
+        norm = HeadNorm(1e-5, draw(5), draw(5))
         return ComposedAttention(
-            inner(8 + 5 + D, mask=Chunked(3)), features=latent(Branch(draw(5, D), None, [norm]), Branch(None))
+            inner(8 + 5 + D, mask=Chunked(3)), features=latent(Feature(draw(5, D), None, [norm]), Feature(None))
         )
     return ComposedAttention(
-        inner(13, mask="causal"), features=latent(Branch(draw(5, D))), sinks=draw(HEADS), gate=draw(20, D)
+        inner(13, mask="causal"), features=latent(Feature(draw(5, D))), sinks=draw(HEADS), gate=draw(20, D)
     )
 
 
@@ -124,8 +124,8 @@ def test_open_gates_leave_plain_attention() -> None:
     assert float(hs.measure(f, x, rtol=1e-8)) == pytest.approx(float(hs.measure(plain, x, rtol=1e-8)) / 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("stage", [CentredNorm(1e-5), CentredNorm(1e-5, draw(4, 6), draw(4, 6)), PlaceScale(0.3, 2)])
-def test_stages_of_single_heads_equal_dense_autograd(stage: CentredNorm | PlaceScale) -> None:
+@pytest.mark.parametrize("stage", [HeadNorm(1e-5), HeadNorm(1e-5, draw(4, 6), draw(4, 6)), PlaceScale(0.3, 2)])
+def test_stages_of_single_heads_equal_dense_autograd(stage: HeadNorm | PlaceScale) -> None:
     attention, x = inner(mask="causal"), draw(N, D)
     attention.query_stages.insert(0, stage)
     torch.testing.assert_close(hs.jacobian(attention, x).dense(), dense_jacobian(attention, x), rtol=0, atol=1e-12)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import howsmooth as hs
 from evidence.scan_faults import make_model
 from howsmooth.cli import app
+from howsmooth.figures.comparison import series_figure
 from howsmooth.reporting.comparing import comparison_figure, write_comparison
 from howsmooth.scanning import Change, Scan
 from howsmooth.scanning.comparison import Place
@@ -85,6 +86,19 @@ def test_a_series_keeps_every_value_and_is_drawn_as_lines(checkpoints: tuple[Pat
     assert all(change.certain == 1 for change in found.changes)
     lines = comparison_figure(found).axes[0].lines
     assert {len(line.get_ydata()) for line in lines} == {3}
+
+
+def test_a_folder_of_checkpoints_is_a_series_over_its_steps(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    for step, model in ((90, checkpoints[0]), (100, checkpoints[0]), (1000, checkpoints[1])):
+        (tmp_path / f"checkpoint-{step}").symlink_to(model, target_is_directory=True)
+    asked = ["compare", str(tmp_path), "--lengths", "8", "--json"]
+    answer = CliRunner().invoke(app, asked)
+    assert answer.exit_code == 0, answer.output
+    said = json.loads(answer.stdout)
+    assert said["scans"] == ["checkpoint-90", "checkpoint-100", "checkpoint-1000"]
+    assert said["rougher"] == ["layer 1, head 1"]
+    figure = series_figure(said["scans"], [("head", said["changes"][0]["values"])], title="run")
+    assert list(figure.axes[0].lines[0].get_xdata()) == [90, 100, 1000]
 
 
 def test_the_page_escapes_names_and_asks_nobody(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The maps under study: one file per kind of attention, plus masks, positions and token stages."""
 
 from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.composite import Branch, ComposedAttention, Composite, Features
+from howsmooth.attention.composite import ComposedAttention, Composite, Feature, Features
 from howsmooth.attention.cosine import CosineAttention
 from howsmooth.attention.cross import CrossAttention, CrossSide
 from howsmooth.attention.dot_product import SelfAttention
@@ -12,16 +12,16 @@ from howsmooth.attention.masks import Causal, Chunked, DenseBias, LogitBias, Pad
 from howsmooth.attention.offers import as_attention, closed_form, map_of, plain_map
 from howsmooth.attention.positions import ALiBi, RelativeBias, Rotary
 from howsmooth.attention.sigmoid import SigmoidAttention
-from howsmooth.attention.stages import CentredNorm, PlaceScale, UnitNorm
+from howsmooth.attention.stages import HeadNorm, PlaceScale, UnitNorm
 
 __all__ = ["AttentionMap", "CosineAttention", "GradientStepAttention", "L2SelfAttention", "LipschitzNormAttention"]
 __all__ += ["MeanOfSteps", "SelfAttention", "SigmoidAttention"]
 __all__ += [
-    "Branch",
     "ComposedAttention",
     "Composite",
     "CrossAttention",
     "CrossSide",
+    "Feature",
     "Features",
 ]  # with something around the dot product
 __all__ += [
@@ -34,5 +34,5 @@ __all__ += [
     "RelativeBias",
     "SlidingWindow",
 ]  # of the logits
-__all__ += ["CentredNorm", "PlaceScale", "Rotary", "UnitNorm"]  # of queries and keys
+__all__ += ["HeadNorm", "PlaceScale", "Rotary", "UnitNorm"]  # of queries and keys
 __all__ += ["as_attention", "closed_form", "map_of", "plain_map"]

@@ -27,30 +27,32 @@ from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 
 
-class Branch(nn.Module):
+class Feature(nn.Module):
     """One part of the features: x ↦ stages(W x + b); W = None stands for the identity."""
 
     weight: Tensor | None
     bias: Tensor | None
 
+    @door
     def __init__(self, weight: Tensor | None, bias: Tensor | None = None, stages: Sequence[TokenStage] = ()):
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
         self.stages = nn.ModuleList(stages)
 
-    def linearize(self, x: Tensor) -> tuple[Tensor, _BranchDerivative]:
+    def linearize(self, x: Tensor) -> tuple[Tensor, _FeatureDerivative]:
         weight = None if self.weight is None else self.weight.to(x)
         y = x if weight is None else x @ weight.mT
         y = y if self.bias is None else y + self.bias.to(x)
         y, chain = Chain.through(self.stages, y)  # type: ignore[arg-type]
-        return y, _BranchDerivative(weight, chain, y.shape[-1])
+        return y, _FeatureDerivative(weight, chain, y.shape[-1])
 
 
 class Features(TokenStage):
     """z_i = (branch_1(x_i), branch_2(x_i), …): what a token is before queries, keys and values are made of it."""
 
-    def __init__(self, *branches: Branch):
+    @door
+    def __init__(self, *branches: Feature):
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
@@ -60,7 +62,7 @@ class Features(TokenStage):
 
 
 @dataclass(frozen=True)
-class _BranchDerivative(TokenDerivative):
+class _FeatureDerivative(TokenDerivative):
     weight: Tensor | None
     chain: Chain
     width: int
@@ -72,10 +74,10 @@ class _BranchDerivative(TokenDerivative):
         back = self.chain.vjp(gy)
         return back if self.weight is None else back @ self.weight
 
-    def select(self, index: Tensor) -> _BranchDerivative:
+    def select(self, index: Tensor) -> _FeatureDerivative:
         return replace(self, chain=self.chain.select(index))
 
-    def to(self, dtype: torch.dtype) -> _BranchDerivative:
+    def to(self, dtype: torch.dtype) -> _FeatureDerivative:
         weight = None if self.weight is None else self.weight.to(dtype)
         return replace(self, weight=weight, chain=self.chain.to(dtype))
 
@@ -86,7 +88,7 @@ class _BranchDerivative(TokenDerivative):
 
 @dataclass(frozen=True)
 class _FeaturesDerivative(TokenDerivative):
-    branches: tuple[_BranchDerivative, ...]
+    branches: tuple[_FeatureDerivative, ...]
 
     def jvp(self, dx: Tensor) -> Tensor:
         return torch.cat([branch.jvp(dx) for branch in self.branches], dim=-1)

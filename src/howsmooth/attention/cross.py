@@ -129,6 +129,7 @@ class CrossSide(Composite):
     kind = "cross"
     other: Tensor
 
+    @door
     def __init__(self, cross: CrossAttention, side: Side, other: Tensor):
         super().__init__()
         expected = cross.encoder_width if side == "decoder" else cross.decoder_width

@@ -35,7 +35,7 @@ class SelfAttention(AttentionMap):
             `Padding`, …).
         logit_biases: further additive terms: `ALiBi`, `RelativeBias`, …
         rotary: rotary positions applied to queries and keys.
-        qk_norm: "rms", "l2", or a pair of stages (`UnitNorm`, `CentredNorm`); applied before the rotation.
+        qk_norm: "rms", "l2", or a pair of stages (`UnitNorm`, `HeadNorm`); applied before the rotation.
         softcap: logits become c·tanh(s/c) before masks and biases.
         scale: factor on the logits; 1/√(head width) when None.
 

@@ -174,7 +174,7 @@ class _UnitNormDerivative(TokenDerivative):
         return self.inverse * self.gain.abs().amax()
 
 
-class CentredNorm(TokenStage):
+class HeadNorm(TokenStage):
     """LayerNorm of a head: y = g∘(x − x̄)/√(mean (x − x̄)² + ε) + b, with x̄ the mean of its coordinates.
 
     Args:
@@ -198,7 +198,7 @@ class CentredNorm(TokenStage):
         unit = centred * inverse
         gain = width**0.5 * (x.new_ones(()) if self.gain is None else _of_heads(self.gain, x))
         shift = x.new_zeros(()) if self.shift is None else _of_heads(self.shift, x)
-        return unit * gain + shift, _CentredNormDerivative(unit, inverse, gain.expand_as(unit))
+        return unit * gain + shift, _HeadNormDerivative(unit, inverse, gain.expand_as(unit))
 
 
 def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _CentredNormDerivative(TokenDerivative):
+class _HeadNormDerivative(TokenDerivative):
     unit: Tensor
     inverse: Tensor
     gain: Tensor

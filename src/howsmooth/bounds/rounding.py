@@ -171,9 +171,7 @@ def _behind(before: Traced, after: Tensor, stage: Behind) -> Traced:
     """Tokens of zeros before the others, which stay so exactly."""
     first = stage.first
     moved = through([stage.stage], Traced(*(t[:, first:] for t in vars(before).values())))
-    return Traced(
-        *(torch.cat([t.new_zeros(len(t), first, *t.shape[2:]), t], dim=1) for t in vars(moved).values())
-    )
+    return Traced(*(torch.cat([t.new_zeros(len(t), first, *t.shape[2:]), t], dim=1) for t in vars(moved).values()))
 
 
 _RULES: dict[type[TokenStage], Callable[..., Traced]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,10 @@ STORES = (".sqlite", ".db")
 
 @command
 def compare(
-    sources: Annotated[list[str], Argument(help="Two or more: stores of `howsmooth scan`, or models to be scanned.")],
+    sources: Annotated[
+        list[str],
+        Argument(help="Two or more: stores of `howsmooth scan`, models, or a folder of checkpoints."),
+    ],
     text: Annotated[Path | None, Option(help="What models read (Alice in Wonderland).")] = None,
     lengths: Annotated[str, Option(help="Tokens per window for models.")] = "64",
     windows: Annotated[int, Option(min=1, help="Windows of each length for models.")] = 1,
@@ -40,12 +44,14 @@ def compare(
     """Show what changed from the first to the last, map by map, and by how much at least.
 
     Noise is not called change: a factor counts only as far as the ends of both values prove it. More than two are a
-    series, such as the checkpoints of a training run in their order.
+    series, such as the checkpoints of a training run in their order; a folder of checkpoint-100, checkpoint-200, …
+    stands for all of them.
 
     Examples:\n
       howsmooth compare before.sqlite after.sqlite -o changes.html\n
       howsmooth compare base-model fine-tuned-model --text novel.txt --lengths 64,128 --limit 2\n
-      howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json
+      howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json\n
+      howsmooth compare training-run -o series.html
     """
     from howsmooth.figures import check_figure_path, save_figure
     from howsmooth.reporting.comparing import comparison_figure, write_comparison
@@ -53,6 +59,7 @@ def compare(
     from howsmooth.scanning import compare as run
     from howsmooth.scanning.comparison import LIMIT
 
+    sources = [one for source in sources for one in _checkpoints(source)]
     if len(sources) < 2:
         raise InvalidInput("name at least two scans or models: the one before and the one after.")
     if output is not None:
@@ -80,6 +87,16 @@ def compare(
         _show(comparison, output)
     if limit is not None and comparison.rougher:
         raise typer.Exit(BEYOND)
+
+
+def _checkpoints(source: str) -> list[str]:
+    """The checkpoints of a training run, by their steps, when the source is a folder of them; the source otherwise."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return [source]
+    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir() if path.is_dir()}
+    numbered = sorted((int(match[1]), str(path)) for path, match in steps.items() if match is not None)
+    return [path for _, path in numbered] or [source]
 
 
 def _scan(source: str, text: Path | None, lengths: str, windows: int, what: str, seed: int) -> Scan:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -47,15 +49,37 @@ def series_figure(
 ) -> Figure:
     """Local Lipschitz constants over a series of scans, one line per map.
 
+    Names that end in growing numbers are steps of a training run, and stand where their numbers do.
+
     >>> len(series_figure(["a", "b"], [("layer 0", [1.0, 2.0])], title="t").axes[0].lines)
     1
+    >>> figure = series_figure(["run-100", "run-400"], [("layer 0", [1.0, 2.0])], title="t")
+    >>> figure.axes[0].get_xlabel(), [float(x) for x in figure.axes[0].lines[0].get_xdata()]
+    ('step', [100.0, 400.0])
     """
     figure, ax = axes(ax, 7.2, 4.8)
+    steps = steps_of(names)
+    places = list(range(len(names))) if steps is None else steps
     for number, (label, values) in enumerate(series):
         style, mark = _STYLES[number % len(_STYLES)], _MARKS[number % len(_MARKS)]
-        ax.plot(range(len(values)), values, linestyle=style, marker=mark, label=literal(label))
-    ax.set_xticks(range(len(names)), labels=[literal(name) for name in names], rotation=20, ha="right")
+        ax.plot(places, values, linestyle=style, marker=mark, label=literal(label))
+    if steps is None:
+        ax.set_xticks(places, labels=[literal(name) for name in names], rotation=20, ha="right")
+    else:
+        ax.set_xlabel("step")
     ax.set(ylabel="local Lipschitz constant σ (output per input)", title=literal(title), yscale="log")
     ax.legend(frameon=False, fontsize=8)
     open_frame(ax)
     return figure
+
+
+def steps_of(names: Sequence[str]) -> list[int] | None:
+    """The numbers at the ends of the names, when all have one and they grow.
+
+    >>> steps_of(["checkpoint-100", "checkpoint-200"]), steps_of(["a1", "b"]), steps_of(["2", "1"])
+    ([100, 200], None, None)
+    """
+    ends = [re.search(r"(\d+)$", name) for name in names]
+    steps = [int(end[1]) for end in ends if end is not None]
+    grow = all(a < b for a, b in pairwise(steps))
+    return steps if len(steps) == len(names) and grow else None

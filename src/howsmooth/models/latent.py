@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Branch, ComposedAttention, Features, LogitBias, Rotary, SelfAttention, UnitNorm
+from howsmooth.attention import ComposedAttention, Feature, Features, LogitBias, Rotary, SelfAttention, UnitNorm
 from howsmooth.models.conventions import Site
 
 Linear = Callable[[Site, str], tuple[Tensor, Tensor | None]]
@@ -34,16 +34,16 @@ def read_latent(
     )
     if getattr(owner, "q_proj", None) is not None:
         query, query_bias = linear(site, "q_proj")
-        first = Branch(None)
+        first = Feature(None)
     else:
         latent, bias = linear(site, "q_a_proj")
-        first = Branch(latent, bias, [rms_norm(owner.q_a_layernorm, len(latent), site.layer)])
+        first = Feature(latent, bias, [rms_norm(owner.q_a_layernorm, len(latent), site.layer)])
         query, query_bias = linear(site, "q_b_proj")
     both, bias = linear(site, "kv_a_proj_with_mqa")
     biases = (None, None) if bias is None else bias.split([rank, turned])
     down, places = both.split([rank, turned])
     features = Features(
-        first, Branch(down, biases[0], [rms_norm(owner.kv_a_layernorm, rank, site.layer)]), Branch(places, biases[1])
+        first, Feature(down, biases[0], [rms_norm(owner.kv_a_layernorm, rank, site.layer)]), Feature(places, biases[1])
     )
     up, _ = linear(site, "kv_b_proj")
     up = up.unflatten(0, (heads, -1))

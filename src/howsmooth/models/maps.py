@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import (
-    Branch,
     Causal,
-    CentredNorm,
     Chunked,
     ComposedAttention,
+    Feature,
     Features,
+    HeadNorm,
     LogitBias,
     PlaceScale,
     RelativeBias,
@@ -274,7 +274,7 @@ def _query_key_norms(site: Site, heads: int, kv_heads: int, width: int) -> tuple
     return for_query, for_key
 
 
-def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | CentredNorm:
+def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
     """The normalisation of queries or keys: of each head, or of all heads at once."""
     weight = getattr(norm, "weight", None)
     together = weight is not None and weight.shape == (heads * width,) and heads > 1
@@ -291,7 +291,7 @@ def rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
     return stage
 
 
-def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | CentredNorm:
+def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | HeadNorm:
     """RMSNorm or LayerNorm. Some families multiply by the weight, some by 1 + weight: a probe tells which."""
     weight, bias = (None if t is None else t.detach().clone() for t in map(norm._parameters.get, ("weight", "bias")))
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -300,7 +300,7 @@ def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | 
     dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
     probe = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     gains = [None] if weight is None else [weight, 1 + weight]
-    candidates: list[UnitNorm | CentredNorm] = [CentredNorm(eps, gain, bias) for gain in gains]
+    candidates: list[UnitNorm | HeadNorm] = [HeadNorm(eps, gain, bias) for gain in gains]
     if bias is None and (weight is None or weight.dim() == 1):
         candidates = [*(UnitNorm.rms(shape[1], eps, gain) for gain in gains), *candidates]
     with torch.no_grad():
@@ -324,7 +324,7 @@ def _normed_together(
 ) -> tuple[Features, tuple[Tensor, Tensor, Tensor]]:
     """Queries and keys that are normalised over all heads (OLMo 2): features from which heads are cut."""
     query, key, value = weights
-    features = Features(Branch(query, biases[0], [norms[0]]), Branch(key, biases[1], [norms[1]]), Branch(None))
+    features = Features(Feature(query, biases[0], [norms[0]]), Feature(key, biases[1], [norms[1]]), Feature(None))
     sizes = (len(query), len(key), query.shape[1])
     eye = torch.eye(sum(sizes), dtype=query.dtype, device=query.device)
     picked_query, picked_key, tokens = eye.split(sizes)

@@ -30,9 +30,11 @@ from howsmooth.nn.layers.l2 import L2Attention
 from howsmooth.nn.layers.lipschitz_norm import LipschitzNormAttention
 from howsmooth.nn.monitor import SmoothnessMonitor
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty
+from howsmooth.nn.signals import Alarm
 
 __all__ = [
     "ActNorm",
+    "Alarm",
     "Attending",
     "AttentionLayer",
     "Composed",

@@ -68,7 +68,9 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
 <p><img alt="The change of every map" src="data:image/svg+xml;base64,{picture}"></p>
 <p class="quiet">σ is the local Lipschitz constant at the text: how far a small change of the input moves the output.
 Each row shows the cell of that map whose change is most certain; the true factor lies between the two ends in the last
-column, which allow for the accuracy of both measurements. {missing}</p>
+column, which allow for the accuracy of both measurements. Every model is measured at what its own layers receive:
+behind a map that has changed, others see other tokens and may change with it, so of several look at the first layer
+first. {missing}</p>
 <div class="wide"><table><thead><tr><th>map</th><th>tokens</th>{"".join(f"<th>σ, {name}</th>" for name in names)}
 <th>factor</th><th>between</th></tr></thead><tbody>{rows}</tbody></table></div></body></html>
 """
