@@ -22,7 +22,7 @@ def leads_figure(leads: Mapping[str, Sequence[int | None]], *, ax: Axes | None =
     ['loss (3 of 3)', 'σ (2 of 3)']
     """
     figure, ax = axes(ax, 7.6, 0.5 * len(leads) + 1.6)
-    names = list(reversed(leads))
+    names = list(leads)[::-1]
     for row, name in enumerate(names):
         warned = [lead for lead in leads[name] if lead is not None and lead > 0]
         ax.plot(warned, [row] * len(warned), "o", color=BLUE, alpha=0.6, markersize=5)

@@ -147,7 +147,7 @@ def linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
     return weight.clone(), None if module.bias is None else module.bias.detach().clone()
 
 
-def _without_adapter(module: nn.Module, path: str, layer: int) -> tuple[nn.Module, Tensor | None]:
+def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Tensor | None]:
     """The projection under the LoRA adapters of PEFT, and what those that are active add to its weight."""
     if not hasattr(module, "get_base_layer"):
         return module, None

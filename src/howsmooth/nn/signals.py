@@ -46,6 +46,7 @@ def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict
     ([0, 0], 0.521)
     """
     tokens = x[None]
+    plain: AttentionMap
     if isinstance(attention, ComposedAttention):
         plain, (query, key, value) = attention.attention, attention.staged(tokens)
         mixed = attention.mixed(tokens)[0]
