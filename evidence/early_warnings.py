@@ -149,6 +149,11 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         for rises in (False, True):
             runs.append(train(seed, rises, text))
             progress(f"seed {seed}, {'rising' if rises else 'steady'}: diverged at {runs[-1].diverged}")
+    return page(runs)
+
+
+def page(runs: Sequence[Run]) -> list[str]:
+    """The page of some runs."""
     steady, rising = ([run for run in runs if run.rising is rises] for rises in (False, True))
     _write(runs)
     verdicts = judge(steady, rising)
@@ -165,7 +170,8 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         "Every signal warns by the same rule: when it leaves its own median over the last "
         f"{WINDOW} steps by more than in any steady run of the nine other seeds. Of layers and heads the roughest "
         "counts. The lead is the number of steps from the warning to divergence; a false alarm is a warning in the "
-        "steady run of the same seed.",
+        "steady run of the same seed. With this rule the loudest of the steady runs, and it alone, is a false alarm of "
+        "every signal: leads are compared at one and the same rate.",
         table(
             ["signal", "warned before divergence", "median lead", "leads", "false alarms"],
             [_row(verdict, len(rising)) for verdict in verdicts],
@@ -188,9 +194,12 @@ def _conclusion(verdicts: Sequence[Verdict], best: Verdict) -> str:
     if best.signal == "σ":
         return f"Here σ is the best signal: it warned of {by_sigma}."
     of_best = f"{len(best.warned)} with a median lead of {median(best.warned or [0]):g}"
+    pairs = [(a or 0, b or 0) for a, b in zip(of_sigma.leads, best.leads, strict=True)]
+    earlier, later = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
     return (
-        f"**σ is not the best signal here.** It warned of {by_sigma}; the {best.signal} warned of {of_best}. These are "
-        "small models whose rate is raised on purpose; nothing follows for other ways to diverge."
+        f"**σ is not the best signal here.** It warned of {by_sigma}; the {best.signal} warned of {of_best}, "
+        f"earlier than σ in {earlier} runs and later in {later}. Loss and norm of the gradient warn late or not at "
+        "all. These are small models whose rate is raised on purpose; nothing follows for other ways to diverge."
     )
 
 

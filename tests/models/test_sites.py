@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import howsmooth as hs
+from howsmooth.attention import ComposedAttention
+from howsmooth.bounds.catalogue import upper_bounds
+from howsmooth.bounds.settings import setting
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import capture, maps, site
 from howsmooth.testing import dense_jacobian
@@ -294,3 +297,29 @@ def test_paths_that_lead_nowhere_are_refused() -> None:
         site(branch, "idle", torch.zeros(1, 2))
     with pytest.raises(InvalidInput, match="receives no floating-point tensor"):
         site(nn.Sequential(nn.Embedding(3, 2)), "0", torch.tensor([1]))
+
+
+NEWEST = ["deepseek_v3", "gpt_oss", "llama4_text", "olmo2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("kind", NEWEST)
+def test_bounds_of_the_newest_maps_hold_or_refuse(kind: str) -> None:
+    tiny = TINY[kind]
+    for s in capture(tiny.build(), tiny.inputs(8)):
+        where = setting(s.attention, x=s.x)
+        heads, block = upper_bounds(where, per_head=True), upper_bounds(where)
+        measured, whole = hs.measure_heads(s.attention, s.x, rtol=1e-4), hs.measure(s.attention, s.x, rtol=1e-4)
+        assert all(bool((bound >= measured.lower).all()) for bound in heads.values())
+        assert all(float(bound) >= float(whole.lower) for bound in block.values())
+        composed = "howsmooth.composed" in block
+        assert composed == isinstance(s.attention, ComposedAttention)
+
+
+def test_a_scan_of_a_hybrid_stack_skips_layers_without_softmax() -> None:
+    model = TINY["qwen3_next"].build().float()
+    scan = hs.scan(model, "down the rabbit hole " * 3, lengths=8, what="head,layer")
+    rows = {(row["what"], row["layer"]) for row in scan.rows}
+    assert rows == {("head", 1), ("layer", 0), ("layer", 1)}
+    assert any("layer 0 has no softmax attention (Qwen3NextGatedDeltaNet): skipped" in note for note in scan.notes)
+    with pytest.raises(UnsupportedModel, match="layer 0 has no softmax attention"):
+        hs.scan(model, "down the rabbit hole " * 3, lengths=8, layers=[0])
