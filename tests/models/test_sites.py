@@ -316,7 +316,7 @@ def test_bounds_of_the_newest_maps_hold_or_refuse(kind: str) -> None:
 
 
 def test_a_scan_of_a_hybrid_stack_skips_layers_without_softmax() -> None:
-    model = TINY["qwen3_next"].build().float()
+    model = TINY["qwen3_next"].build(vocab_size=300).float()
     scan = hs.scan(model, "down the rabbit hole " * 3, lengths=8, what="head,layer")
     rows = {(row["what"], row["layer"]) for row in scan.rows}
     assert rows == {("head", 1), ("layer", 0), ("layer", 1)}
