@@ -16,7 +16,9 @@ from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.paths import paths
 from howsmooth.certify import around
+from howsmooth.certify.ball import Ball
 from howsmooth.certify.curved import CurvedBall, curved_bound
+from howsmooth.certify.rows import largest_mean
 from howsmooth.errors import DoesNotApply
 
 
@@ -48,7 +50,7 @@ def weights_left(share: float) -> float:
         unit = TokenSet.ball(1.0, attention.in_features)
         numbers = head_numbers(attention, unit, n=len(x))
         own = len(part.value)
-        ball = around._Ball(part, moves, numbers.value[:own], numbers.score[:own])
+        ball = Ball(part, moves, numbers.value[:own], numbers.score[:own])
         for aim in range(len(x)):
             for sign in (-1, 1):
                 here = x.clone().requires_grad_()
@@ -143,7 +145,7 @@ def test_largest_mean_equals_a_linear_programme() -> None:
     best = linprog(
         -numbers.numpy(), A_eq=torch.ones(1, 7).numpy(), b_eq=[1.0], bounds=list(zip(low, high, strict=True))
     )
-    assert float(around.largest_mean(numbers, low, high)) == pytest.approx(-best.fun, rel=1e-9)
+    assert float(largest_mean(numbers, low, high)) == pytest.approx(-best.fun, rel=1e-9)
 
 
 @pytest.mark.slow

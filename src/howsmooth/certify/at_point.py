@@ -3,7 +3,8 @@ r"""The largest singular value at an input, proved on both sides.
 A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
 :math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
 singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
-`BLOCK`, else its constant is at most the sum of those of its heads. The lower end is ‖Jᵀu‖ for one unit vector u.
+`BLOCK`, else it follows from those of its heads (`howsmooth.certify.together`). The lower end is ‖Jᵀu‖ for one unit
+vector u.
 
 With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certify.gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} + η`, and
 :math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
@@ -21,6 +22,7 @@ from howsmooth.bounds.own.three_path import three_path
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.gram import HeadBlocks, head_blocks
 from howsmooth.certify.proved_norm import cholesky_bound, deflated_bound, top_eigenvalue
+from howsmooth.certify.together import norm_together
 from howsmooth.measuring import measure, measure_heads
 
 CHOLESKY = 6144
@@ -70,9 +72,8 @@ def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
     n, d = len(x), attention.out_features
     if attention.heads > 1 and n * d > BLOCK:
         heads = enclose_heads(attention, x)
-        upper = sum(head.upper for head in heads) * (1 + gamma(len(heads)))
-        lower = measure(attention, x).lower
-        return Enclosure(float(lower), upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+        upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
+        return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
     if attention.heads == 1:
         return enclose_heads(attention, x)[0]
     heads_blocks = head_blocks(attention, x, whole=True)

@@ -1,0 +1,218 @@
+r"""Linear queries, keys and values of one group of heads on a ball around an input: what their Jacobian can be there.
+
+The notation is that of `howsmooth.bounds.own.neighbourhood`: :math:`|x_j - x^0_j| \le ε_j`, ε the largest of them,
+:math:`A` the matrix of the logits, :math:`t_{ij} = M^{k\top}_jq^0_i`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`,
+:math:`u_{ij} = W(v^0_j - o^0_i)`. Logits move, up to a shift of their row, by at most :math:`δ_{ij} = ε_i|b_{ij}| +
+ε_j|t_{ij}| + ε_iε_j\|A\|`, and softmax is monotone in each logit: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`,
+with :math:`|P - P^0| \le D` entry by entry. ℓ_i and α_i bound the standard deviations, over the ball and in any
+direction, of values and of keys as queries feel them.
+
+**Rows that stay distributions.** The three paths of `howsmooth.bounds.own.neighbourhood`, with second moments as maxima
+of :math:`\sum_jp_j|a_j|^2` over all p with :math:`\check P_i \le p \le \hat P_i`, Σp = 1; and with key weights
+:math:`0 < τ_j \le 1` in the path of the keys, as in the three-path bound at a point: :math:`λ_i^{1/2} =
+\|\sum_j\hat P_{ij}τ_juu^\top\|^{1/2} + (s_i + 2\|V\|ε)(\sum_jP_{ij}τ_j)^{1/2}` with s_i as below, the sum at most 1;
+loads :math:`\hat P_{ij}λ_i/τ_j`.
+
+**How far a mean moves.** Tilting :math:`P^0_i` by logits within ±κ changes the mean of a vector by at most its standard
+deviation under P⁰ times sinh κ: the mean moves by :math:`E_{P^0}[(r-1)u]` for the density :math:`r = e^Δ/E e^Δ`, and
+:math:`E[r^2] - 1 \le \cosh^2κ - 1` by Kantorovich's inequality. Tilting further along :math:`b_{ij}\cdot e_i` moves it
+at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \max_j ε_j(|t_{ij}| + ε_i\|A\|)`:
+:math:`|Δo_i| \le s_i := ℓ^0_i\sinhκ_i + ℓ_iε_iα_i`, and likewise :math:`|Δc_i| \le r_i` with α for ℓ.
+
+**From the input.** :math:`\|J - J^0\|` is at most the sum of
+
+- values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`;
+- queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
+  \sum_j(P-P^0)_{ij}u_jb_j^\top - Δo_iΔc_i^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε + s_ir_i +
+  \|\sum_jD_{ij}θ_{ij}uu^\top\|^{1/2}\|\sum_jD_{ij}θ_{ij}^{-1}bb^\top\|^{1/2}`, any θ > 0;
+- keys: row i maps :math:`z_j = t_{ij}\cdot y_j` to :math:`\mathrm{Cov}_{P_i}(v, z)`. The queries' own move costs
+  :math:`\|A\|ε(\max_j\sum_i\hat P_{ij}ℓ_i^2)^{1/2}`. The values' move is :math:`|\mathrm{Cov}_P(Vδ,z)| \le
+  \|V\|ε(\sum_jP_{ij}z_j^2)^{1/2}`. What remains is :math:`\sum_j(P-P^0)_{ij}u_{ij}z_j - Δo_i\sum_jP_{ij}z_j`: the first
+  part is at most :math:`λ_i^{1/2}(\sum_jD_{ij}θ_{ij}^{-1}z_j^2)^{1/2}`, :math:`λ_i = \|\sum_jD_{ij}θ_{ij}uu^\top\|`;
+  the second :math:`s_i(\sum_jP_{ij}z_j^2)^{1/2}`, or, with P = P⁰ + (P−P⁰), of norm at most
+  :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t does not depend on j.
+  Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in front of
+  :math:`z_j^2`. ∎
+
+Every ingredient is raised by what rounding may have done to it (`howsmooth.bounds.rounding`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.own.three_path import (
+    TINY,
+    diagonal_norm,
+    key_weights,
+    nonnegative_norm,
+    nowhere_nan,
+    psd_norm,
+    push_radii,
+    spread_norm,
+)
+from howsmooth.bounds.paths import Paths, distances, mixed_pairs
+from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.rows import largest_mean
+
+_POWERS = (0.5, 0.75, 1.0)
+"""Of the key weights that are tried, beside none."""
+_LARGE = 20.0
+"""A tilt by which no mean is followed: its deviation on the whole ball is less."""
+
+
+class Ball:
+    """A group of heads on a ball, every ingredient of the module raised by what rounding may have done."""
+
+    def __init__(self, group: Paths, moves: Tensor, value: Tensor, score: Tensor):
+        self.group, self.moves, self.value, self.score = group, moves, value, score
+        self.eps = float(moves.max())
+        radii, width = group.radii, group.pull.shape[-1]
+        self.gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
+        self.mean_key = group.weights @ group.pull
+        away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
+        self.key_radius = self.gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
+        self.keys_apart = group.pull_distances(self.mean_key) + self.key_radius[..., None]
+        self.values_apart = distances(group.mean, group.value) + radii.value.amax(-1)[:, None, None]
+        self.push = group.push_lengths() + push_radii(group)
+        both = moves[:, None] * moves * score[:, None, None]
+        moved = moves[:, None] * self.keys_apart + moves * self.push + both + radii.weights[..., None]
+        self.high, self.low = softmax_ceiling(group.scores, moved), softmax_ceiling(group.scores, -moved)
+        change = torch.maximum(self.high - group.weights, group.weights - self.low).clamp_min(0.0)
+        self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * group.weights
+        self.tilt = ((moves * self.push + both) * group.seen).amax(-1)
+
+    def change(self) -> Tensor:
+        """‖J − J⁰‖ on the ball, ``(g,)``."""
+        d, eps = self.change_of_weights, self.eps
+        norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
+        moved_queries = self.score * eps * (self.high * self.spread.square()[..., None]).sum(-2).amax(-1).sqrt()
+        bound = norm * self.value + self._diagonal_change.amax(-1) + self._cross_change() + moved_queries
+        return nowhere_nan(bound * self.group.allowance)
+
+    def rows(self) -> Tensor:
+        """‖J‖ on the ball, ``(g,)``."""
+        norm = torch.minimum(nonnegative_norm(self.high), self.high.sum(-2).amax(-1).sqrt())
+        diagonal = (self.spread * self.lean).amax(-1)
+        from_input = diagonal_norm(self.group) + self._diagonal_change.amax(-1)
+        bound = norm * self.value + torch.minimum(diagonal, from_input) + self._cross_on_ball()
+        return nowhere_nan(bound * self.group.allowance)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """ℓ_i: the standard deviation of values in any direction, over the ball."""
+        return self._still_spread + self.value[:, None] * self.eps
+
+    @cached_property
+    def lean(self) -> Tensor:
+        """α_i: that of keys as queries feel them."""
+        return self._still_lean + self.score[:, None] * self.eps
+
+    @cached_property
+    def _still_spread(self) -> Tensor:
+        """ℓ_i of the values at the input, under all weights on the ball."""
+        farthest = largest_mean(self.values_apart.square(), self.low, self.high)
+        return torch.minimum(self._value_moment(self.high), farthest).sqrt()
+
+    @cached_property
+    def _still_lean(self) -> Tensor:
+        farthest = largest_mean(self.keys_apart.square(), self.low, self.high)
+        return torch.minimum(self._key_moment(self.high), farthest).sqrt()
+
+    @cached_property
+    def drift(self) -> Tensor:
+        """s_i ≥ |Δo_i|: how far the mean of the values at the input can move with the weights, ``(g, n)``."""
+        return self._drift(self._value_moment(self.group.upper_weights).sqrt(), self._still_spread)
+
+    def _drift(self, here: Tensor, on_ball: Tensor) -> Tensor:
+        tilted = torch.where(self.tilt < _LARGE, here * torch.sinh(self.tilt.clamp_max(_LARGE)), torch.inf)
+        return torch.minimum(tilted, on_ball * self.tilt) + on_ball * self.moves * self._still_lean
+
+    @cached_property
+    def _diagonal_change(self) -> Tensor:
+        """How far the block of every query can move, ``(g, n)``."""
+        d, eps, value, score = self.change_of_weights, self.eps, self.value[:, None], self.score[:, None]
+        odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
+        products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
+        means = self.drift * self._drift(self._key_moment(self.group.upper_weights).sqrt(), self._still_lean)
+        return eps * (value * self.lean + self._still_spread * score) + torch.stack(products).amin(0).sqrt() + means
+
+    def _cross_change(self) -> Tensor:
+        """How far the path of the keys can move, queries fixed, ``(g,)``."""
+        d, drift = self.change_of_weights, self.drift
+        weighted = [nonnegative_norm(d * self.values_apart * self.push)]
+        for weights in (*self._key_weights(d), torch.ones_like(d)):
+            loads = self._value_moment(d * weights)[..., None] / weights
+            weighted.append(self._cross(d * loads).amax(-1))
+        values = self.value[:, None] * self.eps
+        apart = self._cross(self.high * values[..., None] ** 2).amax(-1) + self._mean_change()
+        together = self._cross(self.high * (values + drift)[..., None] ** 2).amax(-1)
+        return torch.stack(weighted).amin(0) + torch.minimum(apart, together)
+
+    def _mean_change(self) -> Tensor:
+        """‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""
+        group, d, drift = self.group, self.change_of_weights, self.drift
+        if group.push_map is not None:
+            return torch.full_like(self.value, torch.inf)
+        weights, push = group.weights * drift[..., None], group.push
+        size = (weights.square().sum(-1) * self.push[..., 0].square()).sum(
+            -1
+        )  # ≥ the trace: what rounding is a share of
+        gram = (weights @ weights.mT) * (push @ push.mT)
+        top = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0.0) + gamma(16 * sum(push.shape[1:])) * size
+        off = torch.expm1(group.radii.weights)[..., None] * self.push + push_radii(group)
+        return top.sqrt() + nonnegative_norm(weights * off) + nonnegative_norm(d * drift[..., None] * self.push)
+
+    def _cross_on_ball(self) -> Tensor:
+        """The path of the keys on the ball, ``(g,)``."""
+        high, found = self.high, []
+        moved = 2 * self.value[:, None] * self.eps + self.drift
+        for weights in (torch.ones_like(high), *self._key_weights(high)):
+            spread = self._value_moment(high * weights).sqrt()
+            spread = spread + moved * (high * weights).sum(-1).clamp_max(1.0).sqrt()
+            loads = high * torch.minimum(spread, self.spread).square()[..., None] / weights
+            found.append((self._cross(loads) + self.score[:, None] * self.eps * loads.sum(-2).sqrt()).amax(-1))
+        return torch.stack(found).amin(0)
+
+    def _key_weights(self, loads: Tensor) -> list[Tensor]:
+        """Weights τ_j ≤ 1 for every row to try, ``(g, 1, n)``: of the head at the input, and of these loads."""
+        values, push, vector = loads * self.values_apart.square(), loads * self.push.square(), loads[:, :1].mT
+        for _ in range(12):
+            vector = push.mT @ (values @ vector)
+            vector = vector / vector.amax(1, keepdim=True).clamp_min(TINY)
+        own = vector.mT.nan_to_num(nan=1.0).clamp(1e-6, 1.0)
+        here = key_weights(self.group)[:, None]
+        return [weights**power for weights in (own, here) for power in _POWERS]
+
+    def _value_moment(self, weights: Tensor) -> Tensor:
+        group, mass = self.group, weights.sum(-1)
+        root = spread_norm(weights, group.value, group.mean).sqrt()
+        return (root + group.radii.value.amax(-1, keepdim=True) * mass.sqrt()).square()
+
+    def _key_moment(self, weights: Tensor) -> Tensor:
+        group, mass = self.group, weights.sum(-1)
+        root = spread_norm(weights, group.pull, self.mean_key, group.pull_map).sqrt()
+        if group.pull_map is not None:  # a product of three matrices is known to within the product of their norms
+            wide = spread_norm(weights, group.pull, self.mean_key).sqrt()
+            root = root + gamma(4 * group.pull.shape[-1]) ** 0.5 * self.gain * wide
+        return (root + self.key_radius * mass.sqrt()).square()
+
+    def _cross(self, loads: Tensor) -> Tensor:
+        """(‖Σ_i loads_ij t_ij t_ijᵀ‖)^½ for every key j, ``(g, n)``."""
+        group, width = self.group, self.group.push.shape[-1]
+        queries = mixed_pairs(loads.mT, group.push, group.push)
+        off = (loads * push_radii(group).square()).sum(-2).sqrt()
+        if group.push_map is not None:
+            lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+            off = off + gamma(4 * width) ** 0.5 * group.push_map.norm(dim=(-2, -1)) * lengths
+            queries = group.push_map.mT @ queries @ group.push_map
+        return psd_norm(queries).sqrt() + off
+
+
+def _bounded(distances: Tensor) -> Tensor:
+    """Distances kept away from zero, to divide by."""
+    return distances + 1e-3 * distances.amax(-1, keepdim=True) + TINY
