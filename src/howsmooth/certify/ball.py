@@ -30,9 +30,9 @@ at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \m
   \|V\|ε(\sum_jP_{ij}z_j^2)^{1/2}`. What remains is :math:`\sum_j(P-P^0)_{ij}u_{ij}z_j - Δo_i\sum_jP_{ij}z_j`: the first
   part is at most :math:`λ_i^{1/2}(\sum_jD_{ij}θ_{ij}^{-1}z_j^2)^{1/2}`, :math:`λ_i = \|\sum_jD_{ij}θ_{ij}uu^\top\|`;
   the second :math:`s_i(\sum_jP_{ij}z_j^2)^{1/2}`, or, with P = P⁰ + (P−P⁰), of norm at most
-  :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t does not depend on j.
-  Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in front of
-  :math:`z_j^2`. ∎
+  :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t is the same
+  for all j. Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in
+  front of :math:`z_j^2`. ∎
 
 Every ingredient is raised by what rounding may have done to it (`howsmooth.bounds.rounding`).
 """
@@ -61,6 +61,8 @@ from howsmooth.certify.rows import largest_mean
 
 _POWERS = (0.5, 0.75, 1.0)
 """Of the key weights that are tried, beside none."""
+_SINKS = (1, 2, 4)
+"""How many of the tokens that are looked at most are taken one by one."""
 _LARGE = 20.0
 """A tilt by which no mean is followed: its deviation on the whole ball is less."""
 
@@ -88,11 +90,42 @@ class Ball:
 
     def change(self) -> Tensor:
         """‖J − J⁰‖ on the ball, ``(g,)``."""
-        d, eps = self.change_of_weights, self.eps
-        norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
-        moved_queries = self.score * eps * (self.high * self.spread.square()[..., None]).sum(-2).amax(-1).sqrt()
-        bound = norm * self.value + self._diagonal_change.amax(-1) + self._cross_change() + moved_queries
+        values, keys, queries = self._blocks_change
+        columns = values.norm(dim=-2) + self._cross(keys.square()) + queries.norm(dim=-2)
+        blocks, order = values + keys * self.push + queries, self.group.weights.sum(-2).argsort(-1, descending=True)
+        found = []
+        for count in (0, *(c for c in _SINKS if c < order.shape[-1])):
+            sinks = torch.zeros_like(columns).scatter(-1, order[:, :count], 1.0)
+            kept = (1 - sinks)[:, None]
+            rest = torch.minimum(self._tokens_change(kept), nonnegative_norm(blocks * kept))
+            found.append((rest.square() + torch.where(sinks > 0, columns, 0.0).square().sum(-1)).sqrt())
+        bound = torch.stack(found).amin(0) + self._diagonal_change.amax(-1)
         return nowhere_nan(bound * self.group.allowance)
+
+    def _tokens_change(self, kept: Tensor) -> Tensor:
+        """How far the paths of values and keys can move for inputs of these tokens, ``(g, 1, n) → (g,)``."""
+        d, high = self.change_of_weights * kept, self.high * kept
+        norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
+        queries = self.score * self.eps * (high * self.spread.square()[..., None]).sum(-2).amax(-1).sqrt()
+        return norm * self.value + self._cross_change(d, high, self.group.weights * kept) + queries
+
+    @cached_property
+    def _blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
+        """How far the blocks of values and keys can move, key by key, ``(g, n, n)`` each; in the second: times t_ij."""
+        group, d, low, high = self.group, self.change_of_weights, self.low, self.high
+        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
+        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
+        product, left = here * (1 - here), (1 - group.upper_weights).clamp_min(TINY)
+        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
+        shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
+        others = self._tilted(self._here_spread)[..., None] / left.sqrt()
+        others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(TINY)
+        plain = d * self.values_apart + high * self.drift[..., None]
+        sharper = shift * self.values_apart / left + most * others
+        moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
+        own = 2 * most * self.value[:, None, None] * self.eps
+        queries = high * (self.values_apart + self.drift[..., None]) + own
+        return d * self.value[:, None, None], moved + own, self.score[:, None, None] * self.eps * queries
 
     def rows(self) -> Tensor:
         """‖J‖ on the ball, ``(g,)``."""
@@ -124,13 +157,25 @@ class Ball:
         return torch.minimum(self._key_moment(self.high), farthest).sqrt()
 
     @cached_property
+    def _here_spread(self) -> Tensor:
+        """ℓ⁰_i: that at the input."""
+        return self._value_moment(self.group.upper_weights).sqrt()
+
+    @cached_property
     def drift(self) -> Tensor:
         """s_i ≥ |Δo_i|: how far the mean of the values at the input can move with the weights, ``(g, n)``."""
-        return self._drift(self._value_moment(self.group.upper_weights).sqrt(), self._still_spread)
+        tilted = torch.minimum(self._tilted(self._here_spread), self._still_spread * self.tilt)
+        return tilted + self._still_spread * self.moves * self._still_lean
 
-    def _drift(self, here: Tensor, on_ball: Tensor) -> Tensor:
-        tilted = torch.where(self.tilt < _LARGE, here * torch.sinh(self.tilt.clamp_max(_LARGE)), torch.inf)
-        return torch.minimum(tilted, on_ball * self.tilt) + on_ball * self.moves * self._still_lean
+    @cached_property
+    def _key_drift(self) -> Tensor:
+        """r_i ≥ |Δc_i|, likewise for keys."""
+        here = self._key_moment(self.group.upper_weights).sqrt()
+        return torch.minimum(self._tilted(here), self._still_lean * self.tilt) + self.moves * self._still_lean.square()
+
+    def _tilted(self, deviation: Tensor) -> Tensor:
+        """How far keys that move can shift a mean, from its deviation at the input."""
+        return torch.where(self.tilt < _LARGE, deviation * torch.sinh(self.tilt.clamp_max(_LARGE)), torch.inf)
 
     @cached_property
     def _diagonal_change(self) -> Tensor:
@@ -138,34 +183,32 @@ class Ball:
         d, eps, value, score = self.change_of_weights, self.eps, self.value[:, None], self.score[:, None]
         odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
         products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
-        means = self.drift * self._drift(self._key_moment(self.group.upper_weights).sqrt(), self._still_lean)
+        means = self.drift * self._key_drift
         return eps * (value * self.lean + self._still_spread * score) + torch.stack(products).amin(0).sqrt() + means
 
-    def _cross_change(self) -> Tensor:
+    def _cross_change(self, d: Tensor, high: Tensor, here: Tensor) -> Tensor:
         """How far the path of the keys can move, queries fixed, ``(g,)``."""
-        d, drift = self.change_of_weights, self.drift
-        weighted = [nonnegative_norm(d * self.values_apart * self.push)]
-        for weights in (*self._key_weights(d), torch.ones_like(d)):
-            loads = self._value_moment(d * weights)[..., None] / weights
-            weighted.append(self._cross(d * loads).amax(-1))
+        weighted, near = [nonnegative_norm(d * self.values_apart * self.push)], _bounded(self.values_apart).rsqrt()
+        for keys in (*self._key_weights(d), torch.ones_like(d)):
+            for weights in (keys.expand_as(d), keys * near):
+                loads = self._value_moment(d * weights)[..., None] / weights
+                weighted.append(self._cross(d * loads).amax(-1))
         values = self.value[:, None] * self.eps
-        apart = self._cross(self.high * values[..., None] ** 2).amax(-1) + self._mean_change()
-        together = self._cross(self.high * (values + drift)[..., None] ** 2).amax(-1)
+        apart = self._cross(high * values[..., None] ** 2).amax(-1) + self._mean_change(d, here)
+        together = self._cross(high * (values + self.drift)[..., None] ** 2).amax(-1)
         return torch.stack(weighted).amin(0) + torch.minimum(apart, together)
 
-    def _mean_change(self) -> Tensor:
+    def _mean_change(self, d: Tensor, here: Tensor) -> Tensor:
         """‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""
-        group, d, drift = self.group, self.change_of_weights, self.drift
+        group, drift = self.group, self.drift[..., None]
         if group.push_map is not None:
             return torch.full_like(self.value, torch.inf)
-        weights, push = group.weights * drift[..., None], group.push
-        size = (weights.square().sum(-1) * self.push[..., 0].square()).sum(
-            -1
-        )  # ≥ the trace: what rounding is a share of
+        weights, push = here * drift, group.push
+        size = (weights.square().sum(-1) * self.push[..., 0].square()).sum(-1)  # ≥ the trace, which rounding goes by
         gram = (weights @ weights.mT) * (push @ push.mT)
         top = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0.0) + gamma(16 * sum(push.shape[1:])) * size
         off = torch.expm1(group.radii.weights)[..., None] * self.push + push_radii(group)
-        return top.sqrt() + nonnegative_norm(weights * off) + nonnegative_norm(d * drift[..., None] * self.push)
+        return top.sqrt() + nonnegative_norm(weights * off) + nonnegative_norm(d * drift * self.push)
 
     def _cross_on_ball(self) -> Tensor:
         """The path of the keys on the ball, ``(g,)``."""
