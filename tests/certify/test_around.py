@@ -16,7 +16,7 @@ from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.paths import paths
 from howsmooth.certify import around
-from howsmooth.certify.ball import Ball
+from howsmooth.certify.ball import HeadBall
 from howsmooth.certify.curved import CurvedBall, curved_bound
 from howsmooth.certify.rows import largest_mean
 from howsmooth.errors import DoesNotApply
@@ -50,7 +50,7 @@ def weights_left(share: float) -> float:
         unit = TokenSet.ball(1.0, attention.in_features)
         numbers = head_numbers(attention, unit, n=len(x))
         own = len(part.value)
-        ball = Ball(part, moves, numbers.value[:own], numbers.score[:own])
+        ball = HeadBall(part, moves, numbers.value[:own], numbers.score[:own])
         for aim in range(len(x)):
             for sign in (-1, 1):
                 here = x.clone().requires_grad_()
@@ -64,6 +64,31 @@ def weights_left(share: float) -> float:
 def test_weights_stay_within_their_bounds_and_half_of_the_moves_is_caught() -> None:
     assert weights_left(1.0) <= 1e-12
     assert weights_left(0.5) > 0.01
+
+
+def means_left(share: float) -> float:
+    """By how much means of the values at the input leave their drift, when this is made for a share of the ball."""
+    radius, worst = 0.2, -torch.inf
+    for seed in range(6):
+        attention, x, _ = draw(seed)
+        (part, *_), numbers = list(paths(attention, x)), head_numbers(attention, TokenSet.ball(1.0, x.shape[1]), len(x))
+        own = len(part.value)
+        ball = HeadBall(part, around.move_radii(len(x), share * radius, None), numbers.value[:own], numbers.score[:own])
+        for aim in range(len(x)):
+            direction = torch.randn(part.value.shape[-1], dtype=torch.float64)
+            for _ in range(4):
+                here = x.clone().requires_grad_()
+                mean = attention.weights(here).flatten(0, -3)[0, aim] @ part.value[0]
+                (slope,) = torch.autograd.grad(mean @ direction, here)
+                away = radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+                direction = attention.weights(x + away).flatten(0, -3)[0, aim] @ part.value[0] - part.mean[0, aim]
+                worst = max(worst, float(direction.norm() - ball.drift[0, aim]))
+    return worst
+
+
+def test_means_stay_within_their_drift_and_a_third_of_the_moves_is_caught() -> None:
+    assert means_left(1.0) <= 1e-12
+    assert means_left(0.3) > 1e-3
 
 
 def test_ends_of_weights_hold_when_one_logit_moves_by_far_more_than_the_others() -> None:

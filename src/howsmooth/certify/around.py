@@ -29,7 +29,7 @@ from howsmooth.bounds.own.neighbourhood import three_path_ball
 from howsmooth.bounds.paths import paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.at_point import Enclosure, enclose_block, enclose_heads
-from howsmooth.certify.ball import Ball
+from howsmooth.certify.ball import HeadBall
 from howsmooth.certify.curved import curved_bound
 from howsmooth.certify.together import norm_together
 from howsmooth.checks import check_count
@@ -85,7 +85,7 @@ def _bounds(attention: AttentionMap, x: Tensor, moves: Tensor) -> tuple[Tensor, 
     by_group, first = [], 0
     for group in paths(attention, x):
         heads = slice(first, first := first + len(group.value))
-        ball = Ball(group, moves.double(), value[heads], score[heads])
+        ball = HeadBall(group, moves.double(), value[heads], score[heads])
         by_group.append((ball.change(), ball.rows()))
     change, rows = (torch.cat(parts) for parts in zip(*by_group, strict=True))
     return change, rows

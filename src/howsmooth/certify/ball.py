@@ -67,7 +67,7 @@ _LARGE = 20.0
 """A tilt by which no mean is followed: its deviation on the whole ball is less."""
 
 
-class Ball:
+class HeadBall:
     """A group of heads on a ball, every ingredient of the module raised by what rounding may have done."""
 
     def __init__(self, group: Paths, moves: Tensor, value: Tensor, score: Tensor):

@@ -12,6 +12,7 @@ from howsmooth.extras import require
 require(("matplotlib",), "a picture")
 
 from howsmooth.figures.bounds import bounds_against_n, random_tokens
+from howsmooth.figures.certificates import certificate_ratios
 from howsmooth.figures.growth import growth_figure
 from howsmooth.figures.heads import head_bars, heads_heatmap
 from howsmooth.figures.rounding import quantisation_figure
@@ -25,6 +26,7 @@ __all__ = [
     "FORMATS",
     "bound_ratios",
     "bounds_against_n",
+    "certificate_ratios",
     "check_figure_path",
     "chosen_labels",
     "depth_lines",

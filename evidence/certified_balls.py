@@ -1,0 +1,95 @@
+"""Proved bounds around real inputs: heads of two models against the radius, blocks against the worst that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torch import Tensor
+
+from evidence.tables import FOLDER, table
+from evidence.worst_case_real import window
+from howsmooth.attention import AttentionMap
+from howsmooth.certify import certify_tokens
+from howsmooth.certify.around import enclose_heads_around, move_radii
+from howsmooth.certify.at_point import enclose_heads
+from howsmooth.figures import certificate_ratios, save_figure
+from howsmooth.models import Targets, open_model
+from howsmooth.worstcase import Neighbourhood, worst_case
+
+TITLE = "Certified balls"
+LAYERS: dict[str, Sequence[int]] = {"minilm": range(6), "smollm2": (3, 17, 28)}
+SHARES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+"""Radii, as shares of the mean token norm."""
+STEPS = 20
+"""Of the search for the worst input, from the text and one random start."""
+
+
+def sites(name: str, layers: Sequence[int]) -> Iterator[tuple[int, AttentionMap, Tensor]]:
+    """What the attention of some layers sees of the first 32 tokens of the story."""
+    model = open_model(name)
+    found = Targets(model, window(model)).sites
+    for layer in layers:
+        yield layer, found[layer].attention, found[layer].x.double()
+
+
+def worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int | None = None) -> float:
+    """The largest ‖J‖ that a search meets in the ball."""
+    over = Neighbourhood(x, radius)
+    return worst_case(attention, over=over, start=x, head=head, starts=1, steps=STEPS, constructions=False).value
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer: proved upper end on the ball ÷ proved lower end at the input, for every radius and head."""
+
+    layer: int
+    ratios: list[list[float]]
+
+
+def heads(name: str, layers: Sequence[int], shares: Sequence[float] = SHARES) -> Iterator[Heads]:
+    """Heads of a model at 32 tokens."""
+    for layer, attention, x in sites(name, layers):
+        here, size, rows = enclose_heads(attention, x), float(x.norm(dim=-1).mean()), []
+        for share in shares:
+            near = enclose_heads_around(attention, x, move_radii(len(x), share * size, None), here)
+            rows.append([head.upper / head.lower for head in near])
+        yield Heads(layer, rows)
+
+
+def blocks(name: str, layers: Sequence[int], share: float = 0.01) -> Iterator[tuple[int, float, float]]:
+    """Whole blocks: the layer, the worst found in the ball, and the bound on it."""
+    for layer, attention, x in sites(name, layers):
+        radius = share * float(x.norm(dim=-1).mean())
+        yield layer, worst_found(attention, x, radius), float(certify_tokens(attention, x, radius=radius).upper)
+
+
+def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
+    """The page, and its figure."""
+    page, drawn = [], {}
+    for name, layers in LAYERS.items():
+        progress(name)
+        found = list(heads(name, layers))
+        drawn[name] = [[r for layer in found for r in layer.ratios[i]] for i in range(len(SHARES))]
+        rows = [[layer.layer, *(f"{median(r):.3f}, {max(r):.3f}" for r in layer.ratios)] for layer in found]
+        rows.append(["all", *(f"{median(r):.3f}, {max(r):.3f}" for r in drawn[name])])
+        page += [
+            f"{name}, all heads of these layers at 32 tokens of Alice in Wonderland: proved upper end on the ball ÷ "
+            "proved lower end at the input (median, largest), by radius in per cent of the mean token norm.",
+            table(["layer", *(f"{100 * share:g} %" for share in SHARES)], rows),
+        ]
+    save_figure(certificate_ratios(SHARES, drawn), FOLDER / "certified-balls.png")
+    page.append("![Proved upper end on a ball ÷ value at its centre](certified-balls.png)")
+    progress("blocks")
+    rows = [
+        [name, layer, f"{worst:.4g}", f"{upper:.4g}", f"{upper / worst:.2f}"]
+        for name, layers in LAYERS.items()
+        for layer, worst, upper in blocks(name, layers)
+    ]
+    return [
+        *page,
+        "Whole blocks at 32 tokens, every token moving by 1 % of the mean norm: the worst that a search of "
+        f"{STEPS} steps meets, and the bound.",
+        table(["model", "layer", "worst found", "bound", "bound ÷ worst found"], rows),
+    ]
