@@ -67,13 +67,13 @@ def blocks(name: str, layers: Sequence[int], share: float = 0.01) -> Iterator[tu
 
 def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
     """The page, and its figure."""
-    page, drawn = [], {}
+    page: list[str] = []
+    drawn: dict[str, list[list[float]]] = {}
     for name, layers in LAYERS.items():
         progress(name)
         found = list(heads(name, layers))
         drawn[name] = [[r for layer in found for r in layer.ratios[i]] for i in range(len(SHARES))]
-        rows = [[layer.layer, *(f"{median(r):.3f}, {max(r):.3f}" for r in layer.ratios)] for layer in found]
-        rows.append(["all", *(f"{median(r):.3f}, {max(r):.3f}" for r in drawn[name])])
+        rows = [_row(layer.layer, layer.ratios) for layer in found] + [_row("all", drawn[name])]
         page += [
             f"{name}, all heads of these layers at 32 tokens of Alice in Wonderland: proved upper end on the ball ÷ "
             "proved lower end at the input (median, largest), by radius in per cent of the mean token norm.",
@@ -82,7 +82,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
     save_figure(certificate_ratios(SHARES, drawn), FOLDER / "certified-balls.png")
     page.append("![Proved upper end on a ball ÷ value at its centre](certified-balls.png)")
     progress("blocks")
-    rows = [
+    lines = [
         [name, layer, f"{worst:.4g}", f"{upper:.4g}", f"{upper / worst:.2f}"]
         for name, layers in LAYERS.items()
         for layer, worst, upper in blocks(name, layers)
@@ -91,5 +91,9 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         *page,
         "Whole blocks at 32 tokens, every token moving by 1 % of the mean norm: the worst that a search of "
         f"{STEPS} steps meets, and the bound.",
-        table(["model", "layer", "worst found", "bound", "bound ÷ worst found"], rows),
+        table(["model", "layer", "worst found", "bound", "bound ÷ worst found"], lines),
     ]
+
+
+def _row(name: object, ratios: list[list[float]]) -> list[object]:
+    return [name, *(f"{median(r):.3f}, {max(r):.3f}" for r in ratios)]
