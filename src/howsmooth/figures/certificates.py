@@ -37,7 +37,7 @@ def certificate_ratios(
     ax.axhline(1.0, color="black", linewidth=0.8)
     ax.set(xscale="log", yscale="log", xlabel="radius, in per cent of the mean token norm")
     ax.set_ylabel("proved upper end ÷ proved lower end at the input")
-    ticks = [1, 1.1, 1.5, 2, 3, 5, 10, 20]
+    ticks = [1, 1.2, 1.5, 2, 3, 5, 10, 20]
     ax.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
     light_grid(ax)
