@@ -73,7 +73,10 @@ def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> No
     assert kept.read_bytes() == before
 
 
-def test_a_run_that_failed_before_its_first_cell_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_cell_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidInput, match="In the place of gpt2"):
         reproduce(EXPERIMENTS["growth-text"], Asked("quick", ("gpt2",)), tmp_path)
     with pytest.raises(InvalidInput, match="In the place of bert-base-uncased"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, Composite
+from howsmooth.attention import AttentionMap, Composite, plain_map
 from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
@@ -25,6 +25,7 @@ from howsmooth.jacobians.composed import ClosedMap
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import (
     CONVENTIONS,
+    attention_site,
     attention_sites,
     layer_modules,
     layers_without_softmax,
@@ -245,8 +246,11 @@ class Targets:
     def _attention(self, layer: int) -> AttentionMap:
         """The attention of a layer: as captured, or as its weights and settings describe it."""
         if self._sites is not None:
-            return self._sites[layer].attention
-        return read_attention(self.model, attention_sites(self.model)[layer], RealTokens.of(self.inputs).positions)
+            attention = self.site(layer).attention
+        else:
+            positions = RealTokens.of(self.inputs).positions
+            attention = read_attention(self.model, attention_site(self.model, layer), positions)
+        return plain_map(attention, "a layer in closed form")
 
     def _closed_layer(self, layer: int) -> ClosedLayer:
         function = self._chain([self._layers[layer]])

@@ -43,7 +43,8 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
             for name, full in (("upper", "howsmooth.sqrt_n"), ("lower", "howsmooth.two_cluster"))
         }
         for head, map_ in enumerate(alone):
-            inputs = [clusters(*(each[head] for each in eigenpairs), n, sign) for sign in (-1, 1)]
+            values, vectors = (each[head] for each in eigenpairs)
+            inputs = [clusters(values, vectors, n, sign) for sign in (-1, 1)]
             sigma = max(float(hs.measure_heads(map_, x).value) for x in inputs if x is not None)
             rows.append(
                 {"model": cell["model"], "layer": cell["layer"], "head": head, "n": n, "sigma": sigma}
