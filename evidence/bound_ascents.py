@@ -39,8 +39,8 @@ class Record:
 
 
 def upper_bounds() -> list[Bound]:
-    """What is to be attacked."""
-    return [bound for bound in CATALOGUE.values() if bound.side == "upper"]
+    """What is to be attacked by climbing; that of the largest token has an attack of its own in the tests."""
+    return [bound for bound in CATALOGUE.values() if bound.side == "upper" and bound.norm != "token"]
 
 
 @dataclass(frozen=True)

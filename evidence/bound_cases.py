@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence.ascent import Case, Free
-from howsmooth.attention import UnitNorm
+from howsmooth.attention import ComposedAttention, UnitNorm
 from howsmooth.attention.gradient_step import GradientStepAttention
 from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
 from howsmooth.bounds import Bound, TokenSet
@@ -109,6 +109,22 @@ def sigmoid(draw: Draw, n: int, d: int, starts: int) -> Blueprint:
     return dot_product(draw, n, d, starts, hs.SigmoidAttention)
 
 
+def composed(draw: Draw, n: int, d: int, starts: int) -> Blueprint:
+    """Dot-product attention with learned sinks, a gate on its output, or both."""
+    plain = dot_product(draw, n, d, starts)
+    sinks, gate = draw.pick((True, False), (False, True), (True, True))
+    logit, weight = draw.normal(2), draw.between(0.1, 2.0) * draw.normal(2 * d, d)
+
+    def build(free: Free) -> nn.Module:
+        attention = plain.build(free)
+        heads, width = attention.heads, attention.value_weight.shape[1]
+        around = {"sinks": logit[:heads]} if sinks else {}
+        return ComposedAttention(attention, **around, **({"gate": weight[: heads * width]} if gate else {}))
+
+    words = " and ".join(["sinks"] * sinks + ["gate"] * gate)
+    return Blueprint(f"{words}, {plain.words}", build, plain.weights)
+
+
 def cosine(draw: Draw, n: int, d: int, starts: int) -> Blueprint:
     """Free weights of fixed norms."""
     words, options = _options(draw, n, d, norms=False)
@@ -162,6 +178,7 @@ KINDS: dict[str, Callable[[Draw, int, int, int], Blueprint]] = {
     "l2": l2,
     "lipschitz_norm": lipschitz_norm,
     "gradient_step": gradient_step,
+    "composed": composed,
 }
 
 

@@ -45,7 +45,8 @@ RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage"
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
-RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged"}
+RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged", "Change", "Comparison"}
+RESULTS |= {"IdentityJacobian", "Product", "Sum", "ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}
 WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMonitor", "nn.SpectralCaps"}

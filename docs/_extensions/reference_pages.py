@@ -64,7 +64,7 @@ def said_of(full: str) -> str:
     """What is written below a constant where it is defined, which may be deeper than where it is public."""
     package, _, name = full.rpartition(".")
     thing = getattr(importlib.import_module(package), name)
-    for module in [module for key, module in sys.modules.items() if key.startswith(package)]:
+    for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "howsmooth"]:
         if getattr(module, name, None) is thing:
             said = ModuleAnalyzer.for_module(module.__name__).find_attr_docs().get(("", name))
             if said:

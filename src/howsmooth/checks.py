@@ -66,11 +66,11 @@ def check_number(value: object, name: str, least: float = -math.inf, below: floa
     return number
 
 
-def check_positive(value: object, name: str) -> float:
+def check_positive(value: object, name: str, hint: str = "") -> float:
     """A finite number above zero."""
     number = _number(value)
     if number is None or not 0 < number < math.inf:
-        raise InvalidInput(f"{name} must be positive and finite, got {shown(value)}.")
+        raise InvalidInput(f"{name} must be positive and finite, got {shown(value)}{hint}.")
     return number
 
 

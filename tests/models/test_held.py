@@ -74,7 +74,8 @@ def test_a_compiled_model_is_the_model() -> None:
 
 def test_an_adapter_is_merged() -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False))
+    wanted = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    adapted = peft.get_peft_model(gpt2(), wanted)
     scan = hs.scan(adapted, WORDS, lengths=8)
     assert values(scan) != values(hs.scan(gpt2(), WORDS, lengths=8))
     assert values(scan) == values(hs.scan(adapted.merge_and_unload(), WORDS, lengths=8))

@@ -32,11 +32,23 @@ def norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.double(), 2))
 
 
-def test_every_architecture_has_a_wiring() -> None:
-    assert set(WIRINGS) == set(MODEL_TYPES)
+BY_AUTOGRAD = {"cohere", "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "olmo2", "olmo3"}
+BY_AUTOGRAD |= {"qwen3_moe", "qwen3_next"}
+"""Sinks, gates, latent projections, norms over all heads, experts: their layers have no closed form here yet."""
 
 
-@pytest.mark.parametrize("name", TINY)
+def test_every_other_architecture_has_a_wiring() -> None:
+    assert set(WIRINGS) == set(MODEL_TYPES) - BY_AUTOGRAD
+
+
+@pytest.mark.parametrize("name", sorted(BY_AUTOGRAD & set(TINY)))
+def test_a_model_without_closed_form_is_differentiated_by_autograd_and_says_so(name: str) -> None:
+    J = hs.jacobian(*tiny_targets(name).get("model"))
+    assert isinstance(J, FunctionJacobian)
+    assert any("without closed forms" in note for note in J.notes)
+
+
+@pytest.mark.parametrize("name", sorted(set(TINY) - BY_AUTOGRAD))
 def test_the_jacobian_of_a_model_equals_dense_autograd(name: str) -> None:
     """In float64; models that compute a part in float32 agree to that."""
     f, x = tiny_targets(name).get("model")

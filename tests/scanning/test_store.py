@@ -215,7 +215,9 @@ def test_a_store_of_the_version_before_gives_the_numbers_that_it_exported(tmp_pa
     shutil.copyfile(BEFORE, tmp_path / "before.sqlite")
     exported = json.loads(BEFORE.with_suffix(".json").read_text(encoding="utf-8"))
     assert [row["howsmooth"] for row in exported] == ["0.1.0"] * 3
-    assert Scan.open(tmp_path / "before.sqlite").rows == exported
+    rows = Scan.open(tmp_path / "before.sqlite").rows
+    assert [{name: row[name] for name in old} for row, old in zip(rows, exported, strict=True)] == exported
+    assert all(row["relative"] is None for row in rows)  # it was not kept then
 
 
 def test_an_address_is_no_name_of_a_store() -> None:

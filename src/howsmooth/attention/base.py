@@ -83,7 +83,7 @@ class AttentionMap(nn.Module):
         if output.shape[1] != mixed:
             raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
         if softcap is not None:
-            check_positive(softcap, "a logit soft-cap")
+            check_positive(softcap, "a logit soft-cap", ": None leaves it out")
         self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
         for name, (weight, groups) in inputs.items():
             self.register_buffer(f"{name}_weight", weight.reshape(groups, -1, width))

@@ -116,7 +116,7 @@ def _print(
     several = any(m.values is not None and m.values.shape[-1] > 1 for m in measured.values())
     ends = [Column("lower bound", no_wrap=True), Column("upper bound", no_wrap=True)]
     table = Table("map", f"{_SYMBOLS[norm]} (estimate)", *ends, "relative")
-    for name in ["next singular values (estimates)"] * several + ["converged", "products", "seconds"]:
+    for name in ["next σ"] * several + ["converged", "products", "seconds"]:
         table.add_column(name)
     for name, m in measured.items():
         for number, index in enumerate(np.ndindex(m.value.shape)):
@@ -128,6 +128,8 @@ def _print(
             relative = "–" if m.relative is None else written(float(m.relative[index]), digits=3)
             table.add_row(_map_name(name, index), value, *both, relative, *more, converged, *cost)
     out.print(table)
+    if several:
+        out.print("next σ: the next singular values (estimates).", markup=False)
     out.print(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]), markup=False)
     if any(m.value.numel() > 1 for m in measured.values()):
         out.print("″ solved together with the map above; each upper bound holds with its probability by itself.")

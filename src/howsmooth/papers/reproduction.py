@@ -62,9 +62,7 @@ def reproduce(
     progress: Progress = lambda done, total: None,
     executor: Executor | Engine | None = None,
 ) -> Reproduction:
-    """Run one experiment and keep its data, picture and verdict in ``folder/ID``.
-
-    Its cells run in this process, on any executor, or on that of a `howsmooth.engines.Engine`.
+    """Run one experiment and keep its data, picture and verdict in ``folder/ID``; cells may run on any executor.
 
     >>> import tempfile
     >>> from howsmooth.papers import EXPERIMENTS, Asked

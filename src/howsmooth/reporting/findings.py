@@ -145,10 +145,12 @@ def growth_sentences(group: Group) -> dict[Cell, str]:
 
     Windows are the inputs of its bootstrap. Of a large scan it is the first few hundred cells.
     """
-    wanted = [cell_of(row) for kind in group.kinds for row in group.roughest(kind)[:_MOST_GROWTHS]]
+    wanted = {id(row) for kind in group.kinds for row in group.roughest(kind)[:_MOST_GROWTHS]}
     sentences = {}
-    for cell in wanted:
-        points = [(row["length"], row["value"]) for row in group.cells[cell] if row["value"] > 0]
+    for cell, rows in group.cells.items():
+        if wanted.isdisjoint(map(id, rows)):
+            continue
+        points = [(row["length"], row["value"]) for row in rows if row["value"] > 0]
         if len({length for length, _ in points}) > 1:
             lengths, values = zip(*points, strict=True)
             grown = growth(values, lengths, resamples=_RESAMPLES)

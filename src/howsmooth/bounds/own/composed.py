@@ -67,6 +67,6 @@ def composed(where: Setting, folded: bool = True) -> Tensor:
         moved = spectral((output * parts.gate.slope[0])[..., None] * parts.gate.weight[:, None]).amax(-1)
         bound = spectral(parts.gate.output) * (parts.gate.value[0].amax((-2, -1)) * bound + moved)
     query, key, _ = inner._heads(tokens)
-    logit = float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max())
+    logit = float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max().detach())
     width = max(attention.in_features, tokens.shape[-1])
     return bound * (1 + _MANY * torch.finfo(torch.float64).eps * width * (1 + logit))
