@@ -126,7 +126,7 @@ def catalogue_page() -> str:
         for name, bound in CATALOGUE.items():
             if bound.scope == scope:
                 proof = f" Proof: :doc:`/{theory[name]['page']}`." if name in theory else ""
-                norm = "∞" if bound.norm == float("inf") else f"{bound.norm:g}"
+                norm = {float("inf"): "∞", "token": "token"}.get(bound.norm) or f"{bound.norm:g}"
                 said = f"{bound.side.capitalize()} bound in the {norm}-norm; {bound.reference}.{proof}"
                 parts += [heading(f"``{name}``", "~"), f".. math:: {bound.statement}\n", f"{said}\n"]
     return "\n".join(parts)
