@@ -30,6 +30,7 @@ SECTIONS = (
     "whole",
     "skipping",
     "grid",
+    "certified_radii",
 )
 SLOW_SECTIONS = ("measure_long", "measure_huge")
 
