@@ -56,6 +56,7 @@ def _survives(faults: Path, engine: Engine, kind: str, nodes: Nodes | None = Non
 
 
 def test_slurm_gives_the_same_rows_and_survives_a_kill(folder: Path, whole: Content, tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="--engine slurm needs submitit: pip install 'howsmooth[slurm]'")
     with ExitStack() as opened:
         _or_skip(opened, slurm_cluster)
         engine = Engine("slurm", jobs=1, memory=3000, folder=tmp_path / "jobs")
