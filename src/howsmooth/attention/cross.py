@@ -57,10 +57,10 @@ class CrossAttention(nn.Module):
         value: Tensor,
         output: Tensor | None = None,
         *,
+        bias: Tensor | None = None,
         heads: int = 1,
         kv_heads: int | None = None,
         scale: float | None = None,
-        bias: Tensor | None = None,
         **biases: Any,
     ):
         super().__init__()

@@ -102,9 +102,9 @@ class Scale(TokenStage):
 
 @dataclass(frozen=True)
 class Multiple(TokenDerivative):
-    """The derivative c·dx of a multiple."""
+    """The derivative c·dx of a multiple: one number, or one for each token, ``(n, 1)``, the same in every map."""
 
-    factor: float
+    factor: float | Tensor
 
     def jvp(self, dx: Tensor) -> Tensor:
         return dx * self.factor
@@ -115,8 +115,8 @@ class Multiple(TokenDerivative):
     def select(self, index: Tensor) -> TokenDerivative:
         return self
 
-    def size(self) -> float:
-        return abs(self.factor)
+    def size(self) -> float | Tensor:
+        return self.factor.abs() if isinstance(self.factor, Tensor) else abs(self.factor)
 
 
 class UnitNorm(TokenStage):
@@ -250,27 +250,8 @@ class PlaceScale(TokenStage):
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         places = torch.arange(x.shape[-2], device=x.device) if self.positions is None else self.positions
         factors = 1 + self.strength * torch.log1p(torch.floor((places.double() + 1) / self.step))
-        scale = _EachToken(factors.to(x)[:, None])
+        scale = Multiple(factors.to(x)[:, None])
         return scale.jvp(x), scale
-
-
-@dataclass(frozen=True)
-class _EachToken(TokenDerivative):
-    """A factor for each token, ``(n, 1)``, the same in every map."""
-
-    factors: Tensor
-
-    def jvp(self, dx: Tensor) -> Tensor:
-        return dx * self.factors
-
-    def vjp(self, gy: Tensor) -> Tensor:
-        return gy * self.factors
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
-
-    def size(self) -> Tensor:
-        return self.factors.abs()
 
 
 class Behind(TokenStage):

@@ -134,49 +134,18 @@ def _rebuild(
             "rotary positions comes between), which hs.SelfAttention does not model: measure the module as a function, "
             "models.site(model, path, …)."
         )
+    weights = query.weight, key.weight, value.weight, last.weight.clone()
+    shared: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "scale": 1.0}
+    shared |= {"query_bias": query.bias, "key_bias": key.bias, "value_bias": value.bias}
+    shared["output_bias"] = None if last.bias is None else last.bias.clone()
     if not (query.x.shape == key.x.shape and torch.equal(query.x, key.x) and torch.equal(key.x, value.x)):
         if key.x.shape != value.x.shape or not torch.equal(key.x, value.x):
             raise UnsupportedModel(f"keys and values of {name} come from different tokens, which is not modelled.")
-        return (
-            query.x,
-            key.x,
-            CrossAttention(
-                query.weight,
-                key.weight,
-                value.weight,
-                last.weight.clone(),
-                heads=heads,
-                kv_heads=kv_heads,
-                scale=1.0,
-                bias=_bias(call.bias, heads),
-                query_bias=query.bias,
-                key_bias=key.bias,
-                value_bias=value.bias,
-                output_bias=None if last.bias is None else last.bias.clone(),
-            ),
-        )
+        return query.x, key.x, CrossAttention(*weights, bias=_bias(call.bias, heads), **shared)
     if rotary is not None and real.keep is not None:
         rotary = Rotary(rotary.frequencies, rotary.interleaved, rotary.amplitude, real.positions)
-    return (
-        query.x,
-        key.x,
-        SelfAttention(
-            query.weight,
-            key.weight,
-            value.weight,
-            last.weight.clone(),
-            heads=heads,
-            kv_heads=kv_heads,
-            query_bias=query.bias,
-            key_bias=key.bias,
-            value_bias=value.bias,
-            output_bias=None if last.bias is None else last.bias.clone(),
-            mask=_mask(call.bias, real.keep),
-            rotary=rotary,
-            softcap=call.softcap,
-            scale=1.0,
-        ),
-    )
+    mask = _mask(call.bias, real.keep)
+    return query.x, key.x, SelfAttention(*weights, mask=mask, rotary=rotary, softcap=call.softcap, **shared)
 
 
 def _rotations(model: PreTrainedModel, module: nn.Module, real: RealTokens) -> Iterator[Rotary | None]:
