@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.attention import CosineAttention, L2SelfAttention, SigmoidAttention
+from howsmooth.attention import AttentionMap, CosineAttention, DenseBias, L2SelfAttention, SigmoidAttention
 from howsmooth.relative import value_at
 
 
@@ -100,3 +101,22 @@ def test_is_said_and_written() -> None:
     assert repr(m).endswith(f"relative condition {float(m.relative):.3g}")
     assert m.to_dict()["relative"] == pytest.approx(float(m.relative))
     assert hs.norms.operator_norm(hs.jacobian(torch.sin, tokens(4, 2))).relative is None
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("kind", [hs.SelfAttention, hs.L2SelfAttention, SigmoidAttention, CosineAttention, "blind"])
+def test_the_value_from_the_weights_that_are_known(kind: Any, per_head: bool) -> None:
+    """Also where the rows of weights do not sum to one: a token that sees nothing has the output 0, not the centre."""
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.randn(4, 8, 8, generator=draw, dtype=torch.float64)
+    hidden = torch.zeros(6, 6, dtype=torch.float64).index_fill(0, torch.tensor([2]), -math.inf)
+    if kind == "blind":
+        attention: AttentionMap = hs.SelfAttention(*weights, heads=2, mask=DenseBias(hidden))
+    else:
+        attention = kind(*weights[: 3 if kind is L2SelfAttention else 4], heads=2)
+    x = 3 + torch.randn(2, 6, 8, generator=draw, dtype=torch.float64)
+    operator = hs.jacobians.attention_jacobian(attention, x, per_head=per_head)
+    with torch.no_grad():
+        heads = attention.weights(x) @ attention._heads(x)[2] @ attention.output_weight
+        wanted = heads if per_head else attention(x)
+    assert torch.allclose(operator.value(attention, x), wanted, rtol=1e-10, atol=1e-12)

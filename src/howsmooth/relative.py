@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Composite
-from howsmooth.attention.stages import Chain
 from howsmooth.jacobians.attention import AttentionJacobian
 from howsmooth.jacobians.composed import ComposedJacobian
 from howsmooth.jacobians.function import FunctionJacobian
@@ -64,10 +63,7 @@ def size(tokens: Tensor, norm: NormKind, dims: int) -> Tensor:
 
 @torch.no_grad()
 def value_at(operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Tensor | None:
-    """f(x) of the maps of an operator, ``batch_shape + (n, width)``, without n × n numbers in memory.
-
-    Attention is linear in its values: what the value path makes of the values themselves is the output.
-    """
+    """f(x) of the maps of an operator, ``batch_shape + (n, width)``; None where that is not known."""
     if isinstance(operator, FunctionJacobian | ComposedJacobian):
         return operator.output
     if isinstance(attention, Composite):
@@ -75,13 +71,4 @@ def value_at(operator: JacobianOperator, x: Tensor, attention: Whole = None) -> 
         return None if whole is None else whole(x.detach().to(whole.dtype))
     if attention is None or not isinstance(operator, AttentionJacobian):
         return None
-    tokens = x.detach().reshape(-1, *x.shape[-2:]).to(operator.dtype)
-    attention = attention.in_dtype(operator.dtype)
-    projected = attention.project(tokens)
-    values, _ = Chain.through(attention.stages(projected[0], projected[1])[2], projected[2])
-    mixed = operator.mixing.jvp(None, None, values.flatten(0, 1)).unflatten(0, (-1, attention.heads))
-    heads = mixed @ attention.output_weight.to(mixed.device)
-    if not operator.by_head:
-        heads = heads.sum(1)
-        heads = heads if attention.output_bias is None else heads + attention.output_bias
-    return heads.reshape(*operator.batch_shape, *heads.shape[-2:])
+    return operator.value(attention, x)

@@ -136,6 +136,24 @@ class AttentionJacobian(JacobianOperator):
 
         return TokenBlocks(self, rows)
 
+    @torch.no_grad()
+    def value(self, attention: AttentionMap, x: Tensor) -> Tensor:
+        """f(x) of every map, ``batch_shape + (n, width)``, from the weights that are known: x is where they are taken.
+
+        >>> import howsmooth as hs
+        >>> attention, x = hs.SelfAttention.random(8, heads=2, dtype=torch.float64), torch.ones(3, 8).double()
+        >>> torch.allclose(attention_jacobian(attention, x).value(attention, x), attention(x))
+        True
+        """
+        tokens = x.detach().reshape(-1, *x.shape[-2:])
+        mixed = self.mixing.mixed_values(attention, tokens).unflatten(0, (-1, attention.heads)).to(self.dtype)
+        weight = attention.output_weight.to(mixed)
+        if self.by_head:
+            return (mixed @ weight).reshape(*self.batch_shape, *mixed.shape[-2:-1], weight.shape[-1])
+        out = mixed.transpose(1, 2).flatten(2) @ weight.flatten(0, 1)
+        out = out if attention.output_bias is None else out + attention.output_bias.to(out)
+        return out.reshape(*self.batch_shape, *out.shape[-2:])
+
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):

@@ -36,7 +36,6 @@ from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.attention import (
     DEFAULT_MEMORY,
     MOST_BLUR,
-    AttentionJacobian,
     attention_jacobian,
     unbounded_jacobian,
 )
@@ -119,7 +118,7 @@ class ClosedAttention(ClosedMap):
             operator = attention_jacobian(self.attention, x, memory=memory)
         else:
             operator = unbounded_jacobian(self.attention, x, memory)
-        return _value(self.attention, operator, x), operator
+        return operator.value(self.attention, x), operator
 
 
 class Series(ClosedMap):
@@ -232,21 +231,3 @@ def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:
 
 def _length(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v.double(), dim=(-2, -1))
-
-
-def _value(attention: AttentionMap, operator: AttentionJacobian, x: Tensor) -> Tensor:
-    """Attention at x without another pass over its weights.
-
-    The Jacobian has mixed the values about a centre, off by one vector per head; rows of weights that sum to one leave
-    that vector as it is.
-    """
-    mixing, tokens = operator.mixing, x.reshape(-1, *x.shape[-2:])
-    if attention.weighting != "softmax" or attention.value_stages:
-        return attention(x.to(attention.dtype)).to(x.dtype)
-    wide = tokens[:, :1].double()
-    values = attention._project(wide, (None, None, attention.value_bias))[2].flatten(0, 1)
-    mixed = mixing.output.double() + (values - mixing.value[:, :1].double())
-    mixed = mixed.unflatten(0, (-1, attention.heads)).transpose(1, 2).flatten(2)
-    out = mixed.to(x.dtype) @ attention.output_weight.flatten(0, 1).to(x.dtype)
-    out = out if attention.output_bias is None else out + attention.output_bias.to(x.dtype)
-    return out.reshape(*x.shape[:-1], out.shape[-1])

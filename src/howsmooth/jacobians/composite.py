@@ -317,12 +317,10 @@ def composite_jacobian(
 
 
 def _gates(parts: Parts, gate: Gate, inner: AttentionJacobian) -> _Gates:
-    attention, place, mixing = parts.attention, parts.placement, inner.mixing
+    attention, place = parts.attention, parts.placement
     if attention.terms.first_blind(place.tokens, attention.heads) is not None:
         raise InvalidInput("a gate needs tokens that see something: leave padded tokens out.")
-    # The products know values less a constant. Outputs are their means, hence lack the same constant.
-    value = attention.in_dtype(torch.float64)._heads(parts.tokens.double())[2].flatten(0, 1)
-    output = (mixing.output.double() + value[:, :1] - mixing.value[:, :1].double())[:, place.outputs]
+    output = inner.mixing.mixed_values(attention, parts.tokens)[:, place.outputs]
     weight, out = (w.repeat(len(parts.tokens), 1, 1) if inner.by_head else w for w in (gate.weight, gate.output))
     value, slope = gate.value.flatten(0, 1), output * gate.slope.flatten(0, 1)
     weight, out, value, slope = (t.to(inner.dtype) for t in (weight, out, value, slope))

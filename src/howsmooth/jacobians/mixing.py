@@ -251,6 +251,19 @@ class Mixing:
             self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace(), left_out=left_out
         )
 
+    def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
+        """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, the centre that values are kept about included.
+
+        Rows of weights that sum to one leave that centre as it is; elsewhere the weights are gone through once more.
+        """
+        wide = tokens.to(torch.float64 if tokens.device.type != "mps" else tokens.dtype)
+        whole = self.softmax and attention.terms.first_blind(tokens.shape[1], attention.heads) is None
+        if whole and not attention.value_stages:
+            value = attention.project(wide[:, :1])[2].flatten(0, 1)
+            return self.output.to(value) + (value - self.value[:, :1].to(value))
+        value = attention.in_dtype(wide.dtype)._heads(wide)[2].flatten(0, 1).to(self.value)
+        return self.jvp(None, None, value).to(wide)
+
     def column_sums(self) -> Tensor:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
         sums = torch.zeros_like(self.sums[..., 0])
