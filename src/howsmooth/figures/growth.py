@@ -15,7 +15,7 @@ _MOST_TICKS = 9
 
 
 def growth_figure(
-    found: Growth,
+    law: Growth,
     *,
     quantity: str = "local Lipschitz constant σ (estimate)",
     title: str = "Growth with the number of tokens",
@@ -31,21 +31,21 @@ def growth_figure(
     >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()][3]
     '$n^{0.49}$'
     """
-    below = f"\n\n{found.sentence}" if ax is None else ""
+    below = f"\n\n{law.sentence}" if ax is None else ""
     figure, ax = axes(ax, 7.6, 5.4)
-    n = np.geomspace(found.lengths[0], found.lengths[-1], 101)
-    _draw_data(ax, found)
-    band = np.array([found.band(count) or (np.nan, np.nan) for count in n])
-    if found.interval is not None:
-        sure = f"{100 * found.confidence:g} % band ({found.method})"
+    n = np.geomspace(law.lengths[0], law.lengths[-1], 101)
+    _draw_data(ax, law)
+    band = np.array([law.band(count) or (np.nan, np.nan) for count in n])
+    if law.interval is not None:
+        sure = f"{100 * law.confidence:g} % band ({law.method})"
         ax.fill_between(n, band[:, 0], band[:, 1], color=ACCENT, alpha=0.18, linewidth=0, label=sure)
-    fitted = [found.at(count) for count in n]
-    ax.plot(n, fitted, color=ACCENT, linewidth=2, label=f"$n^{{{found.exponent:.2f}}}$")
+    fitted = [law.at(count) for count in n]
+    ax.plot(n, fitted, color=ACCENT, linewidth=2, label=f"$n^{{{law.exponent:.2f}}}$")
     middle = float(np.sqrt(n[0] * n[-1]))
     for (name, slope), style in zip(_SLOPES.items(), ("--", "-."), strict=True):
-        ax.plot(n, found.at(middle) * (n / middle) ** slope, style, color="0.55", linewidth=1, label=name)
-    _draw_plateau(ax, found, n)
-    _dress(ax, found)
+        ax.plot(n, law.at(middle) * (n / middle) ** slope, style, color="0.55", linewidth=1, label=name)
+    _draw_plateau(ax, law, n)
+    _dress(ax, law)
     ax.set(ylabel=quantity, title=title)
     ax.set_xlabel(f"number of tokens n{below}", wrap=True)
     return figure

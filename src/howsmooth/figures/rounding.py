@@ -14,7 +14,7 @@ from howsmooth.rounding.quantising import Quantisation
 _COLOURS = {"key": "#31688e", "value": "#b23c0c"}
 
 
-def quantisation_figure(found: Quantisation) -> Figure:
+def quantisation_figure(result: Quantisation) -> Figure:
     """Four panels: predicted damage through every head for keys and for values (fewest bits), first order and proved
     bound against the actual change of every head, and the frontier of bits against predicted damage.
 
@@ -24,23 +24,23 @@ def quantisation_figure(found: Quantisation) -> Figure:
     ['keys in int4', 'values in int4', 'change of every head', 'what bits buy']
     """
     figure, panels = new_figure(4, 4.8, 4.6)
-    form = int(np.argmin(found.bits))
-    damage = found.scores.by_head[:, :, form].clamp_min(1e-300).log10().numpy()
+    form = int(np.argmin(result.bits))
+    damage = result.scores.by_head[:, :, form].clamp_min(1e-300).log10().numpy()
     low, high = float(np.quantile(damage, 0.02)), float(damage.max())
     for column, kind in enumerate(PARTS):
         image = panels[column].imshow(damage[:, column], aspect="auto", cmap="viridis", vmin=low, vmax=high)
-        panels[column].set(xlabel="head", ylabel="layer", title=literal(f"{kind}s in {found.formats[form].name}"))
-    figure.colorbar(image, ax=panels[1], label=f"log₁₀ predicted {found.damage_name}")
-    _draw_changes(panels[2], found)
-    _draw_frontier(panels[3], found)
-    figure.suptitle(literal(f"{found.model} ({found.precision})"))
+        panels[column].set(xlabel="head", ylabel="layer", title=literal(f"{kind}s in {result.formats[form].name}"))
+    figure.colorbar(image, ax=panels[1], label=f"log₁₀ predicted {result.damage_name}")
+    _draw_changes(panels[2], result)
+    _draw_frontier(panels[3], result)
+    figure.suptitle(literal(f"{result.model} ({result.precision})"))
     return figure
 
 
 def _draw_changes(ax: Axes, result: Quantisation) -> None:
     for column, kind in enumerate(PARTS):
         actual, first, proved = (
-            result.found[name][:, column].flatten().numpy() for name in ("actual", "predicted", "proved")
+            result.answers[name][:, column].flatten().numpy() for name in ("actual", "predicted", "proved")
         )
         ax.loglog(actual, proved, ".", color=_COLOURS[kind], alpha=0.25, label=f"{kind}s, proved (upper bound)")
         ax.loglog(actual, first, "x", color=_COLOURS[kind], markersize=3, label=f"{kind}s, first order")

@@ -69,7 +69,7 @@ class Quantisation:
         model, precision: names to show.
         causal: a language model, whose damage is KL; otherwise an encoder's, 1 − cosine.
         formats, bits: what was tried, and bits per cached number.
-        found: name of the answer → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
+        answers: name of the answer → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
         scores: of all windows.
         checks: allocations on other windows, the exact model first; empty without a budget.
     """
@@ -79,7 +79,7 @@ class Quantisation:
     causal: bool
     formats: tuple[Format, ...]
     bits: tuple[float, ...]
-    found: dict[str, Tensor]
+    answers: dict[str, Tensor]
     scores: Scores
     checks: tuple[Check, ...] = ()
 
@@ -99,10 +99,10 @@ class Quantisation:
         rows = []
         for index, form in enumerate(self.formats):
             for part, name in enumerate(PARTS):
-                actual = self.found["actual"][:, part, index]
+                actual = self.answers["actual"][:, part, index]
                 moved = actual > 0
                 ratios = {
-                    what: float((self.found[what][:, part, index][moved] / actual[moved]).median())
+                    what: float((self.answers[what][:, part, index][moved] / actual[moved]).median())
                     if bool(moved.any())
                     else 1.0
                     for what in ("proved", "predicted")
@@ -131,8 +131,10 @@ class Quantisation:
                                 "what": PARTS[part],
                                 "format": self.formats[form].name,
                                 "bits": self.bits[form],
-                                **{name: float(self.found[name][index]) for name in ("actual", "predicted", "proved")},
-                                "size": float(self.found["size"][layer, head]),
+                                **{
+                                    name: float(self.answers[name][index]) for name in ("actual", "predicted", "proved")
+                                },
+                                "size": float(self.answers["size"][layer, head]),
                                 "kl": float(damage[index]),
                                 "kl_error": float(error[index]),
                             }

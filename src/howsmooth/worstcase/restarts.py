@@ -22,16 +22,16 @@ def best_of_all(
 
     The seconds of a search are shared out: those that one worker climbs one after the other have them together.
     """
-    found: dict[int, Witness] = {}
+    witnesses: dict[int, Witness] = {}
     interrupted = False
 
     def keep(place: int, witness: Witness) -> None:
-        found[place] = witness
-        best = _best(found)
+        witnesses[place] = witness
+        best = _best(witnesses)
         if asked.save is not None and best is witness:
             replace(best, stopped="running", source=asked.source).save(asked.save)
         if asked.progress is not None:
-            asked.progress(len(found), len(starts), best.value)
+            asked.progress(len(witnesses), len(starts), best.value)
 
     failures = []
     with suppress(KeyboardInterrupt), open_engine(engine) as executor:
@@ -41,11 +41,11 @@ def best_of_all(
         alone = _alone(asked, None if asked.seconds is None else asked.seconds / rounds)
         failures = hand_over(executor, climb, [(alone, start) for start in starts], keep, load=load)
         interrupted = False
-    if not found:
+    if not witnesses:
         if interrupted:
             raise KeyboardInterrupt
         raise EngineError(f"no start could be climbed, first {starts[0].name} ({failures[0].reasons[-1]}).")
-    best = _best(found)
+    best = _best(witnesses)
     said = tuple(f"the start {starts[one.place].name!r} was not climbed: {one.reasons[-1]}" for one in failures)
     witness = replace(
         best,
@@ -73,5 +73,5 @@ def _alone(asked: Question, seconds: float | None) -> Question:
     return question
 
 
-def _best(found: dict[int, Witness]) -> Witness:
-    return found[max(found, key=lambda place: (found[place].value, -place))]
+def _best(witnesses: dict[int, Witness]) -> Witness:
+    return witnesses[max(witnesses, key=lambda place: (witnesses[place].value, -place))]
