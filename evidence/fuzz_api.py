@@ -46,7 +46,7 @@ RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversio
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
 RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged", "Change", "Comparison"}
-RESULTS |= {"IdentityJacobian", "Product", "Sum", "ComposedJacobian", "CompositeJacobian", "CapturedCross"}
+RESULTS |= {"ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}
 WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMonitor", "nn.SpectralCaps"}

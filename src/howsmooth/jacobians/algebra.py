@@ -25,6 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 
@@ -41,11 +42,15 @@ class IdentityJacobian(JacobianOperator):
 
     method = "closed form"
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, batch: Sequence[int] = ()):
+    @door
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: Sequence[int] = ()):
+        if min((*shape, *batch), default=1) < 1:
+            raise InvalidInput(f"shapes are of whole numbers, at least 1, got {tuple(shape)} and {tuple(batch)}.")
         self.batch_shape, self.in_shape, self.out_shape = torch.Size(batch), torch.Size(shape), torch.Size(shape)
         self.dtype, self.device = dtype, device
 
     @classmethod
+    @door
     def like(cls, x: Tensor) -> IdentityJacobian:
         """At one input, ``(n, d)``, or a batch of them."""
         return cls(x.shape[-2:], x.dtype, x.device, x.shape[:-2])
@@ -110,6 +115,7 @@ class Product(_Composed):
     tensor([8., 8.])
     """
 
+    @door
     def __init__(self, parts: Sequence[JacobianOperator]):
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Product) else (part,))]
         for left, right in pairwise(flat):
@@ -148,6 +154,7 @@ class Sum(_Composed):
     tensor([3., 3.])
     """
 
+    @door
     def __init__(self, parts: Sequence[JacobianOperator]):
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Sum) else (part,))]
         shapes = {(part.in_shape, part.out_shape) for part in flat}
