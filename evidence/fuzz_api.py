@@ -39,13 +39,15 @@ from howsmooth.errors import HowsmoothError
 TITLE = "Does every call give a number or one clear error?"
 CALLS, SECONDS, PROCESSES = 4000, 60.0, 2
 PACKAGES = ("attention", "jacobians", "norms", "measuring", "bounds", "meanfield", "worstcase", "models", "nn")
-PACKAGES += ("scanning", "reporting", "training")
+PACKAGES += ("scanning", "reporting", "training", "sets", "growth", "rounding", "certify", "testing", "figures")
 RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWitness", "Sandwich", "Table", "Row"}
 RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
 RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged", "Change", "Comparison"}
+RESULTS |= {"Law", "Plateau", "PowerLaw", "Allocation", "Answers", "Noise", "Quantisation", "Scores", "Format"}
+RESULTS |= {"Reader"}
 RESULTS |= {"ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}
@@ -59,6 +61,8 @@ CALLBACKS = ("progress", "files", "wanted", "transform")
 """Functions of the caller, called by these names: their errors are the caller's."""
 NAN = {"training.evaluate": "says so", "nn.load_replaced": "weights of a file"}
 """Where NaN is documented."""
+ASSERTING = "testing.check_"
+"""What says by an `AssertionError` of one sentence that something does not hold."""
 _HEADROOM = 3 * 2**30
 
 
@@ -199,6 +203,8 @@ def _judged(call: Call, function: Callable[..., Any], loose: list[Any], argument
         words = str(error)
         fits = words and "\n" not in words.strip() and len(words) < 2000
         return ("refused", words) if fits else ("unclear error", words)
+    except AssertionError as error:
+        return ("refused", str(error)) if call.target.startswith(ASSERTING) and str(error) else _bare(error)
     except TypeError as error:
         return ("wrong call", str(error)) if _does_not_fit(function, loose, arguments, error) else _bare(error)
     except BaseException as error:

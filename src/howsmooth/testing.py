@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
-from howsmooth.checks import check_tensor
+from howsmooth.checks import check_tensor, door
+from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, as_attention, attention_jacobian, jacobian
 from howsmooth.measuring import measure
 from howsmooth.small import first_tensor, relative_error
@@ -35,6 +36,7 @@ ROUNDING = 1e-9
 _FACTOR = 3.0
 
 
+@door
 def dense_jacobian(f: Callable[[Tensor], Any], x: Tensor, *, create_graph: bool = False) -> Tensor:
     """The Jacobian of f at x as a matrix, ``(outputs, inputs)``, one backward pass for each output.
 
@@ -46,10 +48,15 @@ def dense_jacobian(f: Callable[[Tensor], Any], x: Tensor, *, create_graph: bool 
     >>> dense_jacobian(lambda x: (x[0] * x[1], None), torch.tensor([2.0, 3.0]))
     tensor([[3., 2.]])
     """
+    weights = [] if not isinstance(f, nn.Module) else [*f.parameters(), *f.buffers()]
+    other = next((w.dtype for w in weights if w.is_floating_point() and w.dtype != x.dtype), None)
+    if other is not None:
+        raise InvalidInput(f"x is {x.dtype}, but the weights of f are {other}: give both the same dtype.")
     matrix = torch.autograd.functional.jacobian(lambda y: first_tensor(f(y)), x, create_graph=create_graph)
     return matrix.reshape(-1, x.numel())
 
 
+@door
 def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: float = ROUNDING) -> None:
     """Whether an attention map is what it says: its Jacobian, its heads and its masks, in float64.
 
@@ -68,7 +75,8 @@ def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: floa
     x = check_tensor(x, "x", dims=(2,)).detach().double()
     known = as_attention(attention)
     if known is None:
-        _check_products(attention, dense_jacobian(attention, x), jacobian(attention, x), rtol)
+        operator = jacobian(attention, x)
+        _check_products(attention, dense_jacobian(attention, x), operator, rtol)
         return
     known = known.in_dtype(torch.float64)
     out, expected = known(x), dense_jacobian(known, x)
@@ -81,6 +89,7 @@ def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: floa
     _check_masks(known, x, expected)
 
 
+@door
 def check_bound(
     bound: Bound | str,
     attention: nn.Module,

@@ -17,6 +17,7 @@ from howsmooth.bounds.catalogue import SCOPES, get
 from howsmooth.bounds.own.sets import crossover
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.bounds.tables import Table, measurements_at, table
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import axes, light_grid
 from howsmooth.sets import TokenSet
@@ -43,6 +44,7 @@ class Curve:
         return self.points[-1] if self.points else (0.0, 0.0)
 
 
+@door
 def bounds_against_n(
     attention: nn.Module,
     *,
@@ -125,6 +127,7 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
+@door
 def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
     """512 random tokens on the boundary of a set, of which the first n are measured."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,12 +8,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import ACCENT, BLUE, CRIMSON, axes, light_grid, literal
 
 _COLOURS = (BLUE, ACCENT, CRIMSON)
 
 
+@door
 def certificate_ratios(
     radii: Sequence[float], ratios: Mapping[str, Sequence[Sequence[float]]], ax: Axes | None = None
 ) -> Figure:

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from howsmooth.checks import door
 from howsmooth.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades
 from howsmooth.growth import Growth
 
@@ -14,6 +15,7 @@ _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
 _MOST_TICKS = 9
 
 
+@door
 def growth_figure(
     law: Growth,
     *,

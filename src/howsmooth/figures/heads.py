@@ -10,11 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
 _MOST_LABELS = 40
 
 
+@door
 def heads_heatmap(
     values: Tensor,
     *,
@@ -46,6 +49,7 @@ def heads_heatmap(
     return figure
 
 
+@door
 def head_bars(
     value: Tensor,
     lower: Tensor,
@@ -56,6 +60,9 @@ def head_bars(
     ax: Axes | None = None,
 ) -> Figure:
     """One bar per head at its estimate, with a line from its lower to its upper bound."""
+    if value.dim() != 1 or not value.shape == lower.shape == upper.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (value, lower, upper))
+        raise InvalidInput(f"value, lower and upper hold one number for each head, got shapes {shapes}.")
     data, low, high = array(value), array(lower), array(upper)
     figure, ax = axes(ax, 6.4, 4.6)
     colours = [CRIMSON if i == data.argmax() else BLUE for i in range(len(data))]

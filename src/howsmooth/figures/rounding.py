@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from howsmooth.checks import door
 from howsmooth.figures.style import literal, new_figure
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.caches import PARTS
@@ -14,6 +15,7 @@ from howsmooth.rounding.quantising import Quantisation
 _COLOURS = {"key": "#31688e", "value": "#b23c0c"}
 
 
+@door
 def quantisation_figure(result: Quantisation) -> Figure:
     """Four panels: predicted damage through every head for keys and for values (fewest bits), first order and proved
     bound against the actual change of every head, and the frontier of bits against predicted damage.

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import light_grid, new_figure
 from howsmooth.worstcase.both_ends import Cell, in_words
@@ -20,6 +21,7 @@ _MOST_CURVES = 10
 _MOST_TICKS = 8
 
 
+@door
 def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     """Both ends on logarithmic axes, a shaded band between them: the constant lies in the band.
 

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from howsmooth.checks import door
 from howsmooth.figures.heads import heads_heatmap
 from howsmooth.figures.style import ACCENT, literal, new_figure, open_frame, plain_decades
 from howsmooth.growth import PowerLaw
@@ -21,6 +22,7 @@ _DECADES = 4
 """Bounds that lie further above all that is measured are left out: they would flatten the rest."""
 
 
+@door
 def scanned_heads(values: Mapping[tuple[int, int], float], title: str) -> Figure:
     """σ by (layer, head); cells that were not scanned are hatched.
 
@@ -42,6 +44,7 @@ def scanned_heads(values: Mapping[tuple[int, int], float], title: str) -> Figure
     return figure
 
 
+@door
 def scanned_growth(
     cells: Mapping[str, Points], worst: str, fit: PowerLaw, bounds: Mapping[str, Points], title: str
 ) -> Figure:
@@ -69,6 +72,7 @@ def scanned_growth(
     return figure
 
 
+@door
 def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mapping[str, float], title: str) -> Figure:
     """Smallest, median and largest bound / σ of every bound; those far beyond are named with their median."""
     figure, (ax,) = new_figure(1, 7.2, 1.4 + 0.45 * len(ratios))
@@ -88,6 +92,7 @@ def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mappi
     return figure
 
 
+@door
 def depth_lines(lines: Mapping[str, Points], title: str) -> Figure:
     """σ against the layer, a line for each kind of part."""
     figure, (ax,) = new_figure(1, 7.2, 4.6)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
+from howsmooth.checks import Count, check_number, door
 from howsmooth.small import FORMATS, check_figure_path, printable, write_whole
 
 __all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "save_figure"]
@@ -22,8 +23,9 @@ __all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "sav
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
 
+@door
 def new_figure(
-    panels: int = 1, width: float = 6.4, height: float = 5.2, columns: int | None = None
+    panels: Count = 1, width: float = 6.4, height: float = 5.2, columns: Count | None = None
 ) -> tuple[Figure, list[Axes]]:
     """An empty figure with its panels side by side, or in rows of ``columns``.
 
@@ -31,6 +33,8 @@ def new_figure(
     >>> len(panels)
     2
     """
+    for inches, name in ((width, "width"), (height, "height")):
+        check_number(inches, name, least=0.1, below=100.0)
     columns = min(columns or panels, panels)
     rows = -(-panels // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -40,6 +44,7 @@ def new_figure(
     return figure, axes[:panels]
 
 
+@door
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure as .png, .svg or .pdf, whole or not at all."""
     check_figure_path(path)
@@ -50,6 +55,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_whole(path, drawn.getvalue())
 
 
+@door
 def literal(text: str) -> str:
     """A name from elsewhere as a label shows it: without controls, and dollars begin no formula.
 

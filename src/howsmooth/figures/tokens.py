@@ -11,6 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from howsmooth.checks import door
 from howsmooth.figures.style import BLUE, CRIMSON, array, axes, open_frame
 from howsmooth.small import printable
 
@@ -18,6 +19,7 @@ _MOST_LABELS = 40
 _DECADES = 1e-3
 
 
+@door
 def influence_map(
     influence: Tensor,
     tokens: Sequence[str] | None = None,
@@ -43,6 +45,7 @@ def influence_map(
     return figure
 
 
+@door
 def token_energies(
     input_energy: Tensor,
     output_energy: Tensor,
@@ -66,6 +69,7 @@ def token_energies(
     return figure
 
 
+@door
 def chosen_labels(weight: np.ndarray, most: int = _MOST_LABELS) -> list[int]:
     """Positions to label: all when they fit, else up to most/2 of the heaviest, at least n/most apart.
 

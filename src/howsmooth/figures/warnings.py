@@ -8,9 +8,11 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from howsmooth.checks import door
 from howsmooth.figures.style import ACCENT, BLUE, axes, light_grid
 
 
+@door
 def leads_figure(leads: Mapping[str, Sequence[int | None]], *, ax: Axes | None = None) -> Figure:
     """Steps from a signal's warning to divergence, one dot per run and a line at the median of those warned of.
 

@@ -29,6 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
+
 STRONG = 6.0
 """Difference in BIC that counts as strong evidence."""
 ROUNDING = 1e-9
@@ -74,13 +77,18 @@ def rounded_up(error: float) -> str:
     return f"{math.ceil(100 * (error - ROUNDING)) / 100:.2f}" if error > ROUNDING else "0.00"
 
 
+@door
 def fit_power_law(lengths: Sequence[float], values: Sequence[float]) -> PowerLaw | None:
-    """The power law through points (n, value); None with fewer than two lengths or a value without a logarithm.
+    """The power law through points (n, value); None with fewer than two lengths or a number without a logarithm.
 
     >>> str(fit_power_law([8, 16, 32], [2.0, 4.0, 8.0]))
     'n^1.00 ± 0.00'
     """
-    if len(set(lengths)) < 2 or min(values) <= 0 or not math.isfinite(max(values)):
+    if len(lengths) != len(values):
+        raise InvalidInput(
+            f"there are {len(lengths)} lengths and {len(values)} values: give one value for each length."
+        )
+    if len(set(lengths)) < 2 or not all(0 < number < math.inf for number in (*lengths, *values)):
         return None
     x, y = np.log(np.asarray(lengths, dtype=float)), np.log(np.asarray(values, dtype=float))
     line = fit_line(x, y, np.ones_like(x))

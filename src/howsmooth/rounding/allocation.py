@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_number, check_one_of
+from howsmooth.checks import check_number, check_one_of, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.rounding.caches import PARTS, Choice
 from howsmooth.rounding.formats import Format
@@ -59,6 +59,7 @@ class Allocation:
         return [row[:1] if len(set(row)) == 1 else row for row in rows]
 
 
+@door
 def allocate(
     damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float, per: Unit = "part"
 ) -> Allocation:
@@ -78,8 +79,7 @@ def allocate(
     ([['int8'], ['int4'], ['int4']], 5.583, 3.98)
     """
     check_one_of(per, UNITS, "per")
-    layers, parts, count, heads = damage.shape
-    check_budget(budget, formats, bits)
+    layers, parts, count, heads = _checked(damage, formats, bits, budget)
     shape = {
         "model": (1, parts, 1),
         "layer": (layers, 1, 1),
@@ -100,21 +100,21 @@ def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], c
     return Allocation(tuple(formats), choice, float(used.mean()), float(total))
 
 
+@door
 def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
     """The same format everywhere: the one with most bits that the budget allows."""
-    check_budget(budget, formats, bits)
+    layers, parts, _, heads = _checked(damage, formats, bits, budget)
     best = max((i for i in range(len(formats)) if bits[i] <= budget + 1e-9), key=lambda i: bits[i])
-    layers, parts, _, heads = damage.shape
     return assigned(damage, formats, bits, torch.full((layers, parts, heads), best))
 
 
+@door
 def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
     """The first and last N layers in the format with most bits, the others in the best below the budget; N as it fits.
 
     Where the budget is that of a format itself, the others have the one below it.
     """
-    check_budget(budget, formats, bits)
-    layers, parts, _, heads = damage.shape
+    layers, parts, _, heads = _checked(damage, formats, bits, budget)
     order = sorted(range(len(formats)), key=lambda i: bits[i])
     high = order[-1]
     below = [i for i in order if bits[i] < budget - 1e-9]
@@ -155,6 +155,20 @@ def by_sensitivity(
     guessed = scaled.double().square()[:, :, None, None] * sizes[:, None]
     allocation = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
     return assigned(damage, formats, bits, allocation.choice)
+
+
+def _checked(
+    damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
+) -> tuple[int, int, int, int]:
+    """Layers, parts, formats and heads of a damage that goes with the formats, within a budget that they allow."""
+    layers, parts, count, heads = check_tensor(damage, "damage", dims=(4,)).shape
+    if not len(formats) == len(bits) == count or parts != len(PARTS):
+        raise InvalidInput(
+            f"damage has shape (layers, 2, formats, heads) and every format its bits: got {tuple(damage.shape)}, "
+            f"{len(formats)} formats and {len(bits)} numbers of bits."
+        )
+    check_budget(budget, formats, bits)
+    return layers, parts, count, heads
 
 
 def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:

@@ -34,6 +34,8 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.attention.masks import HIDDEN
+from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.rounding.caches import PARTS, Cache
@@ -64,12 +66,14 @@ class Answers:
     size: Tensor
 
 
+@door
 @torch.no_grad()
 def answers(site: CapturedSite, formats: Sequence[Format]) -> Answers:
     """The three answers for a captured attention block."""
     return answers_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
 
 
+@door
 @torch.no_grad()
 def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], layer: int = 0) -> Answers:
     """The three answers for dot-product attention at tokens ``(n, d)``.
@@ -81,6 +85,8 @@ def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], la
     >>> bool((changes.proved >= changes.actual).all()), tuple(changes.predicted.shape)
     (True, (2, 2, 2))
     """
+    if not formats:
+        raise InvalidInput("name at least one format.")
     cache = Cache.at(attention, x, layer)
     weights, value = cache.weights(cache.key), cache.shared(cache.value) @ cache.output
     output = weights @ value

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Rotary, plain_map
 from howsmooth.attention.masks import HIDDEN, Maps
+from howsmooth.checks import check_tensor
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite
 from howsmooth.models.sites import staged
@@ -68,6 +69,7 @@ class Cache:
                 f"the effect of rounded keys is proved for softmax weights of dot products, not for {attention.kind} "
                 "attention: use hs.jacobian(attention, x, wrt='keys') for its first order."
             )
+        x = check_tensor(x, "x", dims=(2,))
         query, key, value = (part[0].double() for part in staged(attention, x[None]))
         group = attention.heads // attention.kv_heads
         factor = torch.linalg.qr(attention.output_weight.double().mT).R.mT

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from howsmooth.checks import did_you_mean, shown
+from howsmooth.checks import did_you_mean, door, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.rounding import numbers
 
@@ -196,6 +196,7 @@ def parse_format(text: str) -> Format:
     return form
 
 
+@door
 def parse_formats(text: str) -> list[Format]:
     """Formats between commas, each once.
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Rotary, plain_map
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
 from howsmooth.models.running import run
+from howsmooth.models.sites import check_request
 from howsmooth.models.socket import answering, eager_attention
 from howsmooth.rounding.caches import PARTS, Cache, Choice, read_back
 
@@ -48,6 +50,7 @@ class Reader:
     causal: bool
 
     @classmethod
+    @door
     def of(cls, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Reader:
         """Capture the attention of a model on one text.
 
@@ -57,6 +60,7 @@ class Reader:
         >>> Reader.of(opened.model, opened.inputs(window)).causal
         True
         """
+        check_request(model, inputs)
         check_text_model(model)
         if inputs["input_ids"].shape[-1] < 2:
             raise InvalidInput("the text is too short: rounding needs windows of at least two tokens.")
