@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth import bounds, meanfield, models, training, worstcase
+from howsmooth import bounds, meanfield, models, rounding, training, worstcase
 from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
 
@@ -102,6 +102,9 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "scan": _scanned,
     "group": lambda: __import__("howsmooth.reporting", fromlist=["groups"]).groups(_scanned())[0],
     "operator": lambda: MatrixOperator(_x(5, 3)),
+    "damage": lambda: torch.rand(3, 2, 2, 2, generator=torch.Generator().manual_seed(0)),
+    "formats": lambda: rounding.parse_formats("int8,int4"),
+    "bits": lambda: [8.25, 4.25],
     "operators": lambda: [MatrixOperator(_x(5, 3)), MatrixOperator(_x(3, 5))],
     "equal operators": lambda: [MatrixOperator(_x(5, 3)), MatrixOperator(_x(5, 3))],
     "measure": _two_measures,
@@ -233,6 +236,10 @@ HUGE = {"10**24", "10**400", "2**64", "1e308", "inf"}
 _MAPS = ["attention", "causal attention", "one head", "l2 map", "multihead"]
 _SIZES = ["three", "two", "one"]
 BY_NAME: dict[str, list[str]] = {
+    "damage": ["damage"],
+    "formats": ["formats"],
+    "bits": ["bits"],
+    "budget": ["six"],
     "f": [*_MAPS, "sin", "encoder", "l2 layer"],
     "attention": _MAPS,
     "x": ["x", "x64", "batch of x"],

@@ -109,6 +109,8 @@ def fits(value: object, kind: Any) -> bool:
         return callable(value)
     if origin in (list, tuple, Sequence, Iterable):
         return _holds(value, origin, inner)
+    if origin is Mapping and isinstance(value, Mapping):
+        return all(fits(key, inner[0]) and fits(item, inner[1]) for key, item in value.items())
     if isinstance(origin, type):
         return isinstance(value, origin)
     if getattr(kind, "_is_protocol", False):
@@ -145,9 +147,9 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
     if isinstance(value, Tensor | np.ndarray):
-        wordy = any(one is str or get_origin(one) is Literal for one in inner)
+        numbers = all(one in (int, float, Any, Ellipsis) or get_origin(one) in (Annotated, Sequence) for one in inner)
         if not inner or 0 in value.shape or value.ndim == 0:
-            return value.ndim > 0 and not wordy
+            return value.ndim > 0 and numbers
         return fits(value[0], inner[0])
     if not isinstance(value, list | tuple):
         return True
@@ -181,4 +183,6 @@ def _is_number(value: object) -> bool:
         return False
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.is_meta and not value.is_complex() and value.dtype is not torch.bool
-    return isinstance(value, int | float | np.floating | np.integer)
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max  # a whole number that no float reaches
+    return isinstance(value, float | np.floating | np.integer)

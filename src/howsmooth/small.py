@@ -70,6 +70,8 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def check_figure_path(path: Path) -> None:
     """Refuse a file name that no picture can be written to, before any work is done."""
+    if not isinstance(path, Path):
+        raise InvalidInput(f"a picture goes to a pathlib.Path, not to {type(path).__name__}.")
     if path.suffix.lower() not in FORMATS:
         raise InvalidInput(f"{path} does not end like a picture: use {', '.join(FORMATS)}.")
     if not path.parent.is_dir():

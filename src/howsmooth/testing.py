@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
-from howsmooth.checks import check_tensor, door
+from howsmooth.checks import check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, as_attention, attention_jacobian, jacobian
+from howsmooth.jacobians.checks import check_takes_one
 from howsmooth.measuring import measure
 from howsmooth.small import first_tensor, relative_error
 from howsmooth.worstcase import Neighbourhood, worst_case
@@ -48,11 +49,13 @@ def dense_jacobian(f: Callable[[Tensor], Any], x: Tensor, *, create_graph: bool 
     >>> dense_jacobian(lambda x: (x[0] * x[1], None), torch.tensor([2.0, 3.0]))
     tensor([[3., 2.]])
     """
+    check_takes_one(f)
     weights = [] if not isinstance(f, nn.Module) else [*f.parameters(), *f.buffers()]
     other = next((w.dtype for w in weights if w.is_floating_point() and w.dtype != x.dtype), None)
     if other is not None:
         raise InvalidInput(f"x is {x.dtype}, but the weights of f are {other}: give both the same dtype.")
     matrix = torch.autograd.functional.jacobian(lambda y: first_tensor(f(y)), x, create_graph=create_graph)
+    check_finite(matrix.detach(), "the Jacobian")
     return matrix.reshape(-1, x.numel())
 
 

@@ -23,7 +23,7 @@ from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.masks import LogitBias, Maps
 from howsmooth.attention.stages import Behind, Chain, TokenDerivative, TokenStage
 from howsmooth.attention.terms import Terms
-from howsmooth.checks import door
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput
 
 
@@ -237,7 +237,7 @@ class ComposedAttention(Composite):
         if attention.weighting != "softmax":
             raise InvalidInput(f"sinks, gates and features are read for softmax weights, not {attention.kind}.")
         if sinks is not None and (sinks.shape != (attention.heads,) or not bool(torch.isfinite(sinks).all())):
-            raise InvalidInput(f"sinks are one finite logit for each of {attention.heads} heads, got {sinks}.")
+            raise InvalidInput(f"sinks are one finite logit for each of {attention.heads} heads, got {shown(sinks)}.")
         self.attention, self.features, self.heads = attention, features, attention.heads
         self.register_buffer("sinks", sinks)
         mixed = attention.output_weight.shape[:2]

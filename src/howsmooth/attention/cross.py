@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from howsmooth.attention.composite import Composite, Parts, Placement
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.attention.masks import DenseBias, LogitBias, Maps, softmax
-from howsmooth.checks import door
+from howsmooth.checks import check_tensor, door
 from howsmooth.errors import InvalidInput
 
 Side = Literal["decoder", "encoder"]
@@ -64,6 +64,8 @@ class CrossAttention(nn.Module):
         **biases: Any,
     ):
         super().__init__()
+        for weight, name in ((query, "query"), (key, "key"), (value, "value")):
+            check_tensor(weight, name, dims=(2,))
         self.decoder_width, self.encoder_width = query.shape[-1], key.shape[-1]
         before = query.new_zeros(len(query), self.encoder_width)
         beside = key.new_zeros(len(key), self.decoder_width), value.new_zeros(len(value), self.decoder_width)

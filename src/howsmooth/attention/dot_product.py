@@ -13,7 +13,7 @@ from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale, TokenStage, UnitNorm
 from howsmooth.attention.terms import as_mask
-from howsmooth.checks import door
+from howsmooth.checks import Seed, check_weights, door
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class SelfAttention(AttentionMap):
         heads: int = 1,
         *,
         kv_heads: int | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         dtype: torch.dtype = torch.float32,
         **options: object,
     ) -> SelfAttention:
@@ -117,6 +117,7 @@ class SelfAttention(AttentionMap):
             )
         kv_heads = heads if kv_heads is None else kv_heads
         check_heads(heads, kv_heads)
+        check_weights(4 * width * width, "random attention")
         generator = torch.Generator().manual_seed(seed)
         shared = width // heads * kv_heads
 

@@ -73,7 +73,7 @@ class MeanOfSteps(nn.Module):
     @door
     def __init__(self, steps: Sequence[GradientStepAttention]):
         super().__init__()
-        if not steps:
+        if not len(steps):
             raise InvalidInput("a mean of gradient steps needs at least one step.")
         self.steps = nn.ModuleList(steps)
         self.in_features = self.out_features = steps[0].in_features

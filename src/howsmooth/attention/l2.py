@@ -11,7 +11,7 @@ from howsmooth.attention.base import AttentionMap, Heads, Stages
 from howsmooth.attention.masks import LogitBias
 from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
 from howsmooth.attention.terms import as_mask
-from howsmooth.checks import check_no_nan, door
+from howsmooth.checks import check_no_nan, check_tensor, door
 from howsmooth.errors import InvalidInput
 
 
@@ -57,6 +57,10 @@ class L2SelfAttention(AttentionMap):
                 f"L2 attention needs matrices whose rows split into {heads} heads, got query {tuple(query.shape)} "
                 f"and value {tuple(value.shape)}."
             )
+        for weight, name in ((query, "query"), (value, "value")):
+            check_tensor(weight, name)
+        if query.dtype != value.dtype:
+            raise InvalidInput(f"query and value have the dtypes {query.dtype} and {value.dtype}: convert one of them.")
         temperature = (query.shape[0] / heads) ** 0.5
         effective = value
         if value_factor:

@@ -7,9 +7,11 @@ from torch import nn
 from howsmooth.attention.base import AttentionMap
 from howsmooth.attention.composite import Composite
 from howsmooth.attention.dot_product import SelfAttention
+from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
+@door
 def map_of(f: object, n: float | None = None) -> nn.Module | None:
     """The map x ↦ f(x) of one sequence without padding, in closed form or at least with a ``kind``; None without one.
 
@@ -48,6 +50,7 @@ def closed_form(f: object, n: float | None = None) -> AttentionMap | Composite |
     return offered if isinstance(offered, AttentionMap | Composite) else None
 
 
+@door
 def plain_map(attention: AttentionMap | Composite, wanted: str) -> AttentionMap:
     """The map itself, when nothing is around its dot product; ``wanted`` says what does not know more than that.
 

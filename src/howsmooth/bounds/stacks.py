@@ -12,7 +12,7 @@ from howsmooth.bounds.catalogue import least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layers import activation, mlp, normalisation
 from howsmooth.bounds.settings import setting
-from howsmooth.checks import door
+from howsmooth.checks import check_tensor, door
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
 from howsmooth.models.pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
 from howsmooth.models.running import listening
@@ -65,6 +65,7 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
     >>> smallest["layer 0: norm before attention"]
     0.25
     """
+    check_tensor(x, "x", dims=(2, 3) if x.is_floating_point() or x.is_complex() else (1, 2), floating=x.is_complex())
     reading = read_pieces(model, causal=causal)
     smallest: dict[str, float] = {}
 

@@ -18,7 +18,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.attention.offers import as_attention
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale
-from howsmooth.checks import check_one_of, door
+from howsmooth.checks import check_count, check_one_of, check_weights, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
 from howsmooth.small import first_tensor
@@ -36,6 +36,7 @@ class CentredNorm(nn.Module):
     @door
     def __init__(self, width: int):
         super().__init__()
+        check_weights(2 * check_count(width, "width"), "the normalisation")
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import ACCENT, BLUE, CRIMSON, axes, light_grid, literal
+from howsmooth.kinds import fits
 
 _COLOURS = (BLUE, ACCENT, CRIMSON)
 
@@ -28,7 +29,8 @@ def certificate_ratios(
     >>> figure.axes[0].lines[0].get_ydata().tolist()
     [1.15, 3.0]
     """
-    if not ratios or any(len(rows) != len(radii) for rows in ratios.values()):
+    rows_of = ratios.values()
+    if not ratios or not all(fits(rows, Sequence[Sequence[float]]) and len(rows) == len(radii) for rows in rows_of):
         raise InvalidInput("certificate_ratios needs one row of ratios for every radius.")
     figure, ax = axes(ax, 6.8, 4.6)
     shares = [100 * radius for radius in radii]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth.checks import check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
@@ -33,7 +33,7 @@ def heads_heatmap(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.0', '2.0', '3.0', '4.0']
     """
-    data = array(values)
+    data = array(check_tensor(values, "values", dims=(2,)))
     figure, ax = axes(ax, 6.8, 1.6 + 0.55 * len(data))
     image = ax.imshow(data, cmap="viridis", aspect="auto", vmin=0.0)
     middle = float(data.max()) / 2

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.figures.heads import heads_heatmap
 from howsmooth.figures.style import ACCENT, literal, new_figure, open_frame, plain_decades
 from howsmooth.growth import PowerLaw
@@ -95,6 +96,8 @@ def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mappi
 @door
 def depth_lines(lines: Mapping[str, Points], title: str) -> Figure:
     """σ against the layer, a line for each kind of part."""
+    if not lines:
+        raise InvalidInput("there is nothing to draw: give at least one line.")
     figure, (ax,) = new_figure(1, 7.2, 4.6)
     for name, points in lines.items():
         ax.plot(*zip(*points, strict=True), "o-", label=literal(name), markersize=4)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import BLUE, CRIMSON, array, axes, open_frame
 from howsmooth.small import printable
 
@@ -55,6 +56,9 @@ def token_energies(
     ax: Axes | None = None,
 ) -> Figure:
     """Shares of the top singular vectors per token: input upwards, output downwards; each adds up to one."""
+    if input_energy.dim() != 1 or input_energy.shape != output_energy.shape:
+        shapes = f"{tuple(input_energy.shape)} and {tuple(output_energy.shape)}"
+        raise InvalidInput(f"both energies hold one number for each token, got shapes {shapes}.")
     came, went = array(input_energy), array(output_energy)
     figure, ax = axes(ax, 7.2, 4.6)
     token = np.arange(len(came))

@@ -77,7 +77,8 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
     """
     checks.check_point(x)
     notes: list[str] = []
-    with exact_autograd(x.device):
+    # What draws random numbers is refused, and leaves the generator as it was.
+    with exact_autograd(x.device), torch.random.fork_rng(devices=[]):
         point = x.detach().clone().to(torch.float32 if x.dtype.itemsize < 4 else x.dtype)
         call = tensor_map(f, x.dtype, point.dtype)
         if point.dim() == 3 and isinstance(f, nn.Module) and _reads_sequence_first(f, call, point):

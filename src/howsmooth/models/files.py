@@ -38,6 +38,8 @@ _LISTED = {"ignore_mismatched_sizes": True, "output_loading_info": True}
 _LOADING: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **_LISTED}
 _NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
 """Settings of config.json by which transformers would patch itself, read other files or run other code."""
+_LONGEST = 300
+"""Letters of a name from elsewhere that an error repeats."""
 
 
 class Loaded(NamedTuple):
@@ -59,7 +61,8 @@ def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | N
         pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
     """
     path = Path(source)
-    if path.exists() and source.encode(errors="ignore").decode() != source:  # other languages do not take such a name
+    # Other languages do not take a name that is not UTF-8.
+    if os.path.exists(path) and source.encode(errors="ignore").decode() != source:
         raise InvalidInput(f"the name {printable(source)} is not UTF-8, so weights in it cannot be opened: rename it.")
     with quiet(), tempfile.TemporaryDirectory(prefix="howsmooth-") as private:
         try:
@@ -278,6 +281,7 @@ def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = N
 
 def _refusal(source: str, error: Exception) -> InvalidInput:
     """Why nothing was loaded, in one line with what to do."""
+    name = repr(source if len(source) <= _LONGEST else f"{source[:_LONGEST]}…")
     from huggingface_hub import errors as hub
 
     offline = f"or choose one that needs no network: {', '.join(NAMED)}, random:bert, …"
@@ -285,19 +289,19 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes):
-        return InvalidInput(f"the model {source!r} asks for a licence to be accepted: do so on its page and log in.")
+        return InvalidInput(f"the model {name} asks for a licence to be accepted: do so on its page and log in.")
     if any(isinstance(cause, hub.RepositoryNotFoundError | hub.HFValidationError) for cause in causes):
         return InvalidInput(
-            f"there is no model {source!r}, neither as a folder nor on the Hugging Face hub: check the name, {offline}."
+            f"there is no model {name}, neither as a folder nor on the Hugging Face hub: check the name, {offline}."
         )
     if any(isinstance(cause, ConnectionError | TimeoutError | hub.LocalEntryNotFoundError) for cause in causes):
         return InvalidInput(
-            f"cannot load the model {source!r}: it is no folder here, and the Hugging Face hub cannot be reached; "
+            f"cannot load the model {name}: it is no folder here, and the Hugging Face hub cannot be reached; "
             f"connect to the network, {offline}."
         )
     return InvalidInput(
-        f"cannot load the model {source!r} ({first_line(error)}): give a folder with config.json and safetensors "
-        f"weights, a hub id, {offline}."
+        f"cannot load the model {name} ({first_line(error)[:_LONGEST]}): give a folder with config.json and "
+        f"safetensors weights, a hub id, {offline}."
     )
 
 

@@ -65,6 +65,8 @@ def attention_inputs(
     """
     if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise InvalidInput(f"tokenizer must be one of transformers, or None for token ids, got {shown(tokenizer)}.")
+    if getattr(model, "main_input_name", None) is None:
+        raise UnsupportedModel(f"{type(model).__name__} is not a transformers model: pass one of token ids.")
     if model.main_input_name != "input_ids":
         raise UnsupportedModel(
             f"{type(model).__name__} does not read text but {model.main_input_name!r}: pass a model of token ids."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, ComposedAttention
-from howsmooth.checks import check_count, check_fraction, door
+from howsmooth.checks import check_count, check_fraction, door, shown
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
@@ -250,6 +250,8 @@ def as_log(log: Any) -> Log | None:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InvalidInput("TensorBoard is not installed: run `pip install tensorboard`.") from None
+        if Path(log).exists() and not Path(log).is_dir():
+            raise InvalidInput(f"{shown(str(log))} is no folder: TensorBoard's files go into one.")
         log = SummaryWriter(str(log))
     if hasattr(log, "add_scalar"):
         writer = log

@@ -174,6 +174,8 @@ def _checked(
 def check_budget(budget: float, formats: Sequence[Format], bits: Sequence[float]) -> None:
     """Refuse a budget below the smallest or above the largest format."""
     check_number(budget, "the budget")
+    for size in bits:
+        check_number(size, "bits of a format", least=0.0)
     least, most = min(bits), max(bits)
     if budget < least - 1e-9 or budget > most + 1e-9:
         side = "below the smallest" if budget < least else "above the largest"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from howsmooth.checks import Count, door
+from howsmooth.checks import Count, check_numbers, door
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.scanning.cells import measure_batch
 from howsmooth.scanning.memory import least_bytes
@@ -181,7 +181,8 @@ def makespan(seconds: Sequence[float], workers: Count, start: float = 0.0) -> fl
     >>> makespan([3, 3, 2, 2, 2], workers=2)
     7.0
     """
-    free = [start] * workers
+    check_numbers(list(seconds), "seconds")
+    free = [start] * min(workers, max(1, len(seconds)))
     for unit in seconds:
         heapq.heapreplace(free, free[0] + unit)
     return float(max(free))

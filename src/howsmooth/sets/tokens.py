@@ -52,9 +52,11 @@ class TokenSet:
     @door
     def around(cls, x: Tensor) -> TokenSet:
         """The smallest ball around the origin that holds every token of x."""
-        if x.dim() == 0:
-            raise InvalidInput("tokens are vectors: give x of shape (n, d), not a single number.")
-        return cls.ball(float(x.detach().double().norm(dim=-1).max()), x.shape[-1], "largest token of the input")
+        if x.dim() == 0 or not x.numel():
+            raise InvalidInput("tokens are vectors: give x of shape (n, d), at least one, not a single number.")
+        return cls.ball(
+            float(check_numbers(x.detach(), "x").norm(dim=-1).max()), x.shape[-1], "largest token of the input"
+        )
 
     @classmethod
     @door

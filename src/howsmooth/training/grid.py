@@ -48,7 +48,7 @@ class Grid:
         if not isinstance(self.kinds, str) and isinstance(self.kinds, Sequence):
             object.__setattr__(self, "kinds", tuple(map(renamed, self.kinds)))
         check_fields(self)
-        if not (self.kinds and self.depths and self.seeds):
+        if not all(map(len, (self.kinds, self.depths, self.seeds))):
             raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
         self.cells()
 

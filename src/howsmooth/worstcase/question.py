@@ -159,6 +159,6 @@ def _check_memory(asked: Question) -> None:
     needed, there = 8 * numbers, memory()
     if needed > there / 2:
         raise InvalidInput(
-            f"{n} tokens from {starts} starts need about {needed / 2**30:.3g} GiB, more than half of the "
+            f"{n} tokens from {starts} starts need about {min(needed, 2**1000) / 2**30:.3g} GiB, more than half of the "
             f"{there / 2**30:.3g} GiB of this machine: ask for fewer tokens or starts."
         )

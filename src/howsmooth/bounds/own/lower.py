@@ -89,7 +89,10 @@ def two_cluster(value: Tensor, delta: Tensor, push: Tensor, sums: tuple[Tensor, 
     c0, c1, c2 = (c[..., None, None] for c in sums)
     outer = along[..., :, None] * along[..., None, :]
     form = c0 * image.mT @ image + c1 * (cross + cross.mT) + c2 * moved.square().sum(-1)[..., None, None] * outer
-    return torch.linalg.eigvalsh(form)[..., -1].clamp(min=0).sqrt()
+    largest = form.abs().amax((-2, -1), keepdim=True)
+    largest = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    form = (form / largest).nan_to_num(0.0, 0.0, 0.0)  # 0 is a lower bound of what overflows
+    return (torch.linalg.eigvalsh(form)[..., -1].clamp(min=0) * largest[..., 0, 0]).sqrt()
 
 
 def outliers(n: float) -> Tensor:
