@@ -41,8 +41,6 @@ def check_count(value: object, name: str, least: int = 1, most: int | None = Non
     howsmooth.errors.InvalidInput: k must be a whole number, at least 1, got 2.5.
     """
     number = whole_number(value)
-    if number is not None and most is None and number >= _SEEDS:
-        raise InvalidInput(f"{name} must be below 2⁶³, got {shown(value)}.")
     if number is None or number < least or (most is not None and number > most):
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
         kind = "a whole number, " if number is None else ""

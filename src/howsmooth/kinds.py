@@ -183,6 +183,4 @@ def _is_number(value: object) -> bool:
         return False
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.is_meta and not value.is_complex() and value.dtype is not torch.bool
-    if isinstance(value, int):
-        return abs(value) <= sys.float_info.max  # a whole number that no float reaches
-    return isinstance(value, float | np.floating | np.integer)
+    return isinstance(value, int | float | np.floating | np.integer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput
 
 
@@ -45,8 +45,8 @@ class GradientStepAttention(nn.Module):
                 "gradient-step attention needs a matrix (d, e) and a context of at least one row (m, e), got shapes "
                 f"{tuple(matrix.shape)} and {tuple(context.shape)}."
             )
-        if not (math.isfinite(step) and step >= 0):
-            raise InvalidInput(f"the step must be finite and not negative, got {step}.")
+        if not 0 <= step <= sys.float_info.max:
+            raise InvalidInput(f"the step must be finite and not negative, got {shown(step)}.")
         self.step, self.in_features, self.out_features = float(step), len(matrix), len(matrix)
         self.register_buffer("matrix", matrix)
         self.register_buffer("context", context)

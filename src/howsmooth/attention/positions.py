@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.checks import check_count, check_positive, check_weights, door
+from howsmooth.checks import check_count, check_number, check_positive, check_weights, door
 from howsmooth.errors import InvalidInput
 
 
@@ -34,10 +34,10 @@ class Rotary(TokenStage):
         self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
     ):
         super().__init__()
-        if frequencies.dim() != 1 or not bool(torch.isfinite(frequencies).all()) or not math.isfinite(amplitude):
+        check_number(amplitude, "amplitude")
+        if frequencies.dim() != 1 or not bool(torch.isfinite(frequencies).all()):
             raise InvalidInput(
-                f"rotary positions need a vector of finite frequencies and a finite amplitude, got frequencies of "
-                f"shape {tuple(frequencies.shape)} and amplitude {amplitude}."
+                f"rotary positions need a vector of finite frequencies, got some of shape {tuple(frequencies.shape)}."
             )
         self.frequencies: Tensor
         self.positions: Tensor | None

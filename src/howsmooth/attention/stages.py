@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, check_number, door
+from howsmooth.checks import check_count, check_number, door
 from howsmooth.errors import InvalidInput
 
 
@@ -139,8 +139,9 @@ class UnitNorm(TokenStage):
 
     @classmethod
     @door
-    def rms(cls, width: Count, eps: float = 1e-6, gain: Tensor | None = None) -> UnitNorm:
+    def rms(cls, width: int, eps: float = 1e-6, gain: Tensor | None = None) -> UnitNorm:
         """RMSNorm over ``width`` coordinates: x/√(mean x² + ε) = √width·x/√(|x|² + width·ε)."""
+        check_count(width, "width", most=2**62)
         return cls(eps * width, width**0.5, gain)
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:

@@ -36,7 +36,7 @@ class CentredNorm(nn.Module):
     @door
     def __init__(self, width: int):
         super().__init__()
-        check_weights(2 * check_count(width, "width"), "the normalisation")
+        check_weights(2 * check_count(width, "width", most=2**62), "the normalisation")
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
