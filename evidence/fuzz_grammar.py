@@ -83,7 +83,14 @@ def _some(*values: object) -> Values:
     return [str(value) for value in values], ()
 
 
+_DEVICE: Values = (["cpu"], ["cuda", "cuda:7", "meta", "nowhere", "cpu:99", "mps"])
+_WEIGHTS: dict[str, Values] = {
+    "--device": _DEVICE,
+    "--dtype": (["auto", "float32", "float64", "bfloat16", "float16"], ["float8", "int8"]),
+}
 _ATTENTION: dict[str, Values] = {
+    "--device": _DEVICE,
+    "--attention": _some("dot", "l2", "cosine", "sigmoid"),
     "--width": _some(8, 16),
     "--heads": _some(1, 2, 4),
     "--kv-heads": _some(1, 2),
@@ -108,7 +115,7 @@ _ATTENTION: dict[str, Values] = {
     "--debug": FLAG,
 }
 _SETS: dict[str, Values] = {"--after": _some("ln_1", "ln_1."), "--rms": FLAG}
-_ROUNDING: dict[str, Values] = {
+_ROUNDING: dict[str, Values] = _WEIGHTS | {
     "--text": (TEXTS, ODD_TEXTS),
     "--formats": _some("int8", "int8,int4", "int4[per=channel]", "fp8_e4m3,bf16", "nvfp4,int2[group=4]"),
     "--budget": _some(4.5, 6),
@@ -160,7 +167,8 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--jobs": (["1"], ["0", "1.5"]),
         "--out": (["out/w"], ["inputs/words.txt"]),
     },
-    "scan": {
+    "scan": _WEIGHTS
+    | {
         "--text": (TEXTS, ODD_TEXTS),
         "--lengths": _some("8", "8,12", "4,8,…,16"),
         "--windows": _some(1, 2),
@@ -197,6 +205,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--debug": FLAG,
     },
     "train": {
+        "--device": _DEVICE,
         "--attention": _some("dot-product", "l2", "contractive-2", "sigmoid", "cosine"),
         "--depth": _some(1, 2),
         "--seed": _some(0, 1),
@@ -238,7 +247,8 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--norm": _some("2", "1", "inf"),
         "--no-attack": FLAG,
     },
-    "compare": {
+    "compare": _WEIGHTS
+    | {
         "--text": (TEXTS, ODD_TEXTS),
         "--lengths": _some("8", "8,12"),
         "--windows": _some(1, 2),
@@ -254,6 +264,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "quantise": _ROUNDING,
     "quantize": _ROUNDING,
     "noise": {
+        "--device": _DEVICE,
         "--dtype": _some("bf16", "fp16"),
         "--text": (TEXTS, ODD_TEXTS),
         "--seed": _some(0, 1),
@@ -273,6 +284,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--debug": FLAG,
     },
     "demo": {
+        "--device": _DEVICE,
         "--output": (["out/d"], ["inputs/words.txt"]),
         "--no-resume": FLAG,
         "--json": FLAG,
@@ -367,11 +379,16 @@ def _foreign(source: str) -> set[str]:
     of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--after", "--rms", "--input", "--input-name"}
     of_images = {"--images", "--count"}
     if source == "inputs/network.safetensors":
-        return of_random | of_files | of_models | {"--length", "--scale", "--softcap", "--dtype", "--what", "--radius"}
+        return (
+            of_random
+            | of_files
+            | of_models
+            | {"--length", "--scale", "--softcap", "--dtype", "--what", "--radius", "--attention"}
+        )
     if source.startswith("random"):
         return of_models | of_files | of_images | {"--witness"}
     if source == "inputs/model":
-        return of_random | of_files | of_images | {"--heads", "--scale", "--softcap", "--witness"}
+        return of_random | of_files | of_images | {"--heads", "--scale", "--softcap", "--witness", "--attention"}
     return of_models | of_images | {"--width", "--witness", "--kv-heads", "--dtype"}
 
 

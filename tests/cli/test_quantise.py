@@ -106,5 +106,5 @@ def test_nan_in_the_cache_is_one_line_that_says_where(
     opened = open_model(TINY, head=True)
     for name in names:
         opened.model.get_submodule(f"model.layers.0.{name}").weight.mul_(factor)
-    monkeypatch.setattr(quantising, "open_model", lambda name, head: opened)
+    monkeypatch.setattr(quantising, "open_model", lambda name, **options: opened)
     assert said in COMMAND.refusal(TINY, *QUICK)

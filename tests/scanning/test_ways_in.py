@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from torch import nn
+from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import howsmooth as hs
 from evidence.scan_faults import TEXT as WORDS
 from evidence.scan_faults import make_model
-from howsmooth.errors import InvalidInput
+from howsmooth.errors import InvalidInput, MissingPackage
 from howsmooth.models import open_model
-from howsmooth.scanning.preparation import in_dtype
+from howsmooth.scanning import units
 from howsmooth.scanning.runner import scan
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 3
@@ -97,7 +99,10 @@ def test_lists_and_datasets_of_texts_are_read_as_one() -> None:
         ("a text", {"column": "body"}, "a column is chosen from a dataset"),
         (TEXT, {"device": "cuda:7"}, "the device"),
         (TEXT, {"device": "nowhere"}, "the device"),
+        (TEXT, {"device": "meta"}, "nothing can be computed on the meta device"),
         (TEXT, {"dtype": "float8"}, "dtype is auto, float32"),
+        (TEXT, {"device_map": "auto"}, "device_map is for weights that are loaded as they are"),
+        (TEXT, {"device_map": "auto", "device": "cpu"}, "give one of them"),
     ],
 )
 def test_bad_input_is_one_line(text: Any, options: dict[str, str], said: str) -> None:
@@ -117,7 +122,7 @@ def test_dtypes_are_what_they_say() -> None:
     assert values(coarse) != values(plain)
     assert coarse.rows[0]["precision"] == "bfloat16 weights, computed in float32"
     assert all(torch.equal(weight, before[name]) for name, weight in opened.model.state_dict().items())
-    assert in_dtype(opened, "auto") is opened
+    assert opened.in_dtype("auto") is opened
 
 
 def test_bfloat16_weights_are_kept_and_computed_upon_in_float32() -> None:
@@ -147,3 +152,91 @@ def test_a_model_spread_by_a_device_map_is_gathered() -> None:
     spread = accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
     assert values(scan(spread, TEXT, **OPTIONS)) == plain
     assert spread.hf_device_map == {"": "cpu"}
+
+
+def test_a_device_map_is_handed_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'howsmooth[gguf]'")
+    make_model(tmp_path)
+    plain = values(scan(tmp_path, TEXT, **OPTIONS))
+    given = []
+    loading = PreTrainedModel.from_pretrained.__func__
+
+    def listening(kind: Any, *args: Any, **options: Any) -> Any:
+        given.append(options["device_map"])
+        return loading(kind, *args, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(listening))
+    for device_map in ("auto", {"": "cpu"}, None):
+        assert values(scan(tmp_path, TEXT, device_map=device_map, **OPTIONS)) == plain
+    assert given == ["auto", {"": "cpu"}, None]
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        ("nonsense", r"cannot be spread by device_map 'nonsense' \(.*but found nonsense\): name devices that are here"),
+        ({"": "cuda:7"}, "cannot be spread by device_map .*cuda:7"),
+    ],
+)
+def test_a_device_map_that_cannot_be_is_one_line(tmp_path: Path, device_map: Any, said: str) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'howsmooth[gguf]'")
+    make_model(tmp_path)
+    with pytest.raises(InvalidInput, match=said) as refused:
+        open_model(str(tmp_path), device_map=device_map)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_device_map_without_accelerate_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(MissingPackage, match=r"a device_map needs the package accelerate, .*: pip install"):
+        scan(tmp_path, TEXT, device_map="auto", **OPTIONS)
+
+
+def test_a_model_in_memory_has_its_place(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="one in memory is where it is"):
+        scan(tiny(), TEXT, device_map="auto", **OPTIONS)
+    with pytest.raises(InvalidInput, match="nothing can be computed on the meta device"):
+        scan(tiny(), TEXT, device="meta", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA error: no CUDA-capable device is detected\nframe #0"), r"cannot be brought .*detected\."),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "does not fit in the memory of the device cpu"),
+    ],
+)
+@pytest.mark.parametrize("held", [True, False])
+def test_a_device_that_is_gone_or_full_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str, held: bool
+) -> None:
+    model = tiny() if held else "random:gpt2[layers=1,width=16]"
+
+    def fails(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(nn.Module, "to", fails)
+    with pytest.raises(InvalidInput, match=said) as refused:
+        scan(model, TEXT, device="cpu", **OPTIONS)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_whose_own_device_is_gone_is_one_line() -> None:
+    class Gone(GPT2LMHeadModel):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
+
+    model = Gone(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300))
+    with pytest.raises(InvalidInput, match=r"cannot be read where it is: CUDA error: device-side assert triggered\."):
+        scan(model, TEXT, **OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_worker_opens_the_model_in_the_dtype_that_was_asked(tmp_path: Path, dtype: str) -> None:
+    make_model(tmp_path)
+    asked = open_model(str(tmp_path), dtype=dtype)
+    there = units._opened(units.Origin.of(asked))
+    assert there is not asked
+    assert (there.sha256, there.dtype) == (asked.sha256, dtype)
+    assert there.sha256 != open_model(str(tmp_path)).sha256

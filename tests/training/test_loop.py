@@ -32,7 +32,8 @@ from howsmooth.training import (
     validation,
 )
 from howsmooth.training.checkpoints import CHECKPOINT
-from howsmooth.training.loop import locked
+from howsmooth.training.loop import locked, nats
+from howsmooth.training.model import CharacterModel
 from howsmooth.training.results import METRICS, RESULT
 
 TEXT = "to be, or not to be: that is the question.\n\nwhether 'tis nobler in the mind to suffer\n\n" * 30
@@ -119,6 +120,20 @@ def test_bits_per_character_are_those_of_the_softmax_written_out(tmp_path: Path)
     logits = model(batch.inputs, batch.positions(), batch.seen()).detach().double()
     chosen = logits.gather(2, batch.targets[..., None])[..., 0] - logits.exp().sum(-1).log()
     assert evaluate(model, batch) == pytest.approx(float(-chosen.mean()) / math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("lengths", ["fixed", "chunks"])
+def test_batches_go_to_where_the_model_is(lengths: Any) -> None:
+    batch = validation(CORPUS, lengths, 8)
+    model = CharacterModel(TINY, CORPUS.symbols).to("meta")
+    assert nats(model, batch).device.type == "meta"
+
+
+def test_a_run_says_where_it_cannot_compute(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="the device 'nowhere' cannot be used"):
+        train(CORPUS, TINY, tmp_path / "run", device="nowhere")
+    assert not (tmp_path / "run").exists()
+    assert train(CORPUS, TINY, device="cpu").valid_bits == train(CORPUS, TINY).valid_bits
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "chunks", "curriculum"])

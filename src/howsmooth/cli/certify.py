@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
 from howsmooth.certify.at_point import expected_seconds
+from howsmooth.checks import check_device
 from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
 from howsmooth.cli.options import command
 from howsmooth.cli.sources import Request, Settings, Site
@@ -117,8 +118,9 @@ def _print(site: Site, proofs: dict[str, Certificate]) -> None:
 def _images(
     request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: str, resume: Path | None
 ) -> list[dict[str, Any]]:
-    net = PatchTransformer.open(request.source, heads=settings.heads).double()
-    pictures, labels = _pictures(path, count)
+    device = check_device(settings.device or "cpu")
+    net = PatchTransformer.open(request.source, heads=settings.heads).double().to(device)
+    pictures, labels = (tensor.to(device) for tensor in _pictures(path, count))
     folded, patches = net.folded(), net.patches(pictures)
     with torch.no_grad():
         right = (net(pictures).argmax(-1) == labels).nonzero().flatten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from howsmooth.cli.console import MOST_SEED, print_json, stdout, step_progress
 from howsmooth.cli.endings import BEYOND
-from howsmooth.cli.options import AsJson, Picture, command
+from howsmooth.cli.options import AsJson, Device, Picture, WeightDtype, command
 from howsmooth.errors import InvalidInput
 from howsmooth.small import distinct_files
 
@@ -34,6 +34,8 @@ def compare(
     windows: Annotated[int, Option(min=1, help="Windows of each length for models.")] = 1,
     what: Annotated[str, Option(help="What is measured in models, as in scan.")] = "head",
     seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of the windows and of the solver's start.")] = 0,
+    device: Device = None,
+    dtype: WeightDtype = None,
     limit: Annotated[
         float | None, Option(help="Exit with 3 if a map is certainly more than this many times rougher.")
     ] = None,
@@ -68,11 +70,12 @@ def compare(
         check_figure_path(figure)
     read = [("SOURCES", Path(source)) for source in sources if Path(source).is_file()]
     distinct_files(read=[*read, ("--text", text)], written=[("--output", output), ("--figure", figure)])
+    asked = {"lengths": lengths, "windows": windows, "what": what, "seed": seed, "device": device, "dtype": dtype}
     scans = []
     with step_progress(len(sources)) as begin:
         for source in sources:
             begin(source)
-            scans.append(_scan(source, text, lengths, windows, what, seed))
+            scans.append(_scan(source, text, **asked))
     names = None if len({*sources}) < len(sources) else [Path(source).stem or source for source in sources]
     if names is not None and len({*names}) < len(names):
         names = sources
@@ -99,14 +102,14 @@ def _checkpoints(source: str) -> list[str]:
     return [path for _, path in numbered] or [source]
 
 
-def _scan(source: str, text: Path | None, lengths: str, windows: int, what: str, seed: int) -> Scan:
+def _scan(source: str, text: Path | None, **asked: Any) -> Scan:
     from howsmooth.scanning import Scan, scan
 
     if Path(source).suffix in STORES:
         if not Path(source).is_file():
             raise InvalidInput(f"there is no scan at {source}: make one with `howsmooth scan MODEL --out {source}`.")
         return Scan.open(source)
-    return scan(source, text, lengths=lengths, windows=windows, what=what, seed=seed, explain=False, bounds="none")
+    return scan(source, text, explain=False, bounds="none", **asked)
 
 
 def _show(comparison: Comparison, output: Path | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
 
 from howsmooth.cli.console import print_json, stdout
 from howsmooth.cli.endings import NOT_CONVERGED, complain
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.options import AsJson, Device, command
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import FOLDER, keeping
 from howsmooth.errors import InvalidInput
@@ -36,6 +36,7 @@ def demo(
     resume: Annotated[
         bool, Option("--resume/--no-resume", help="Keep what an earlier demo has measured, or measure anew.")
     ] = True,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Scan two real models on Alice in Wonderland and write a report.
@@ -55,11 +56,12 @@ def demo(
     for reason in skipped:
         complain(f"left out: {reason}")
     store, page = output / "demo.sqlite", output / "demo.html"
+    kept: dict[str, Any] = {"out": store, "resume": resume, "device": device}
     scans = []
     for each in wanted:
         asked = each.lengths if lengths is None else lengths
         with keeping(store) as progress:
-            scans.append(scan(each.model, lengths=asked, what=WHAT, out=store, resume=resume, progress=progress))
+            scans.append(scan(each.model, lengths=asked, what=WHAT, progress=progress, **kept))
     scanned = Scan.joined(scans)
     write_report(scanned, page)
     if as_json:

@@ -49,6 +49,8 @@ _LOWER = {
     "measure": "--length, --width or --memory",
     "bounds": "--n, --length or --width",
     "worst-case": "--lengths, --starts or --width",
+    "certify": "--length, --width or --count",
+    "compare": "--lengths, or take smaller models",
     "scan": "--lengths, or take a smaller model",
     "noise": "--length, or take a smaller model",
     "quantise": "--length, or take a smaller model",

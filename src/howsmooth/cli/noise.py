@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
-from howsmooth.cli.options import RowsAsJson, command
+from howsmooth.cli.options import Device, RowsAsJson, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models import alice, open_model
 from howsmooth.models.texts import read_text
@@ -25,6 +25,7 @@ def noise(
     text: Annotated[Path | None, typer.Option(help="A text file (Alice in Wonderland).")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of the window.")] = 64,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of where the window begins.")] = 0,
+    device: Device = None,
     as_json: RowsAsJson = False,
 ) -> None:
     """Predict how rounding noise grows through the residual stream, beside what a run in low precision really does.
@@ -39,7 +40,7 @@ def noise(
     if dtype not in DTYPES:
         raise InvalidInput(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}.")
     words = alice() if text is None else read_text(text)
-    opened = open_model(model)
+    opened = open_model(model, device=device)
     check_text_model(opened.model)
     [window] = opened.windows(words, length, 1, seed)
     with step_progress(2 + getattr(opened.model.config, "num_hidden_layers", 1)) as begin:

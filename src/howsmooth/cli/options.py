@@ -17,6 +17,11 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 RowsAsJson = Annotated[bool, Option("--json", help="Print the rows as a JSON list.")]
 Debug = Annotated[bool, Option("--debug", help="Show the traceback of an error.")]
 Threads = Annotated[int | None, Option(min=1, help="Threads for torch.")]
+Device = Annotated[str | None, Option(help="Where to compute, for example cuda (cpu).")]
+WeightDtype = Annotated[
+    str | None,
+    Option(help="auto (weights as stored, computed in float32), float64, or bfloat16 or float16 weights (auto)."),
+]
 Picture = Annotated[Path | None, Option(help="Write a picture: .png, .svg or .pdf.")]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
 from howsmooth.cli.endings import INTERRUPTED, complain, stop_word
-from howsmooth.cli.options import Picture, RowsAsJson, command
+from howsmooth.cli.options import Device, Picture, RowsAsJson, WeightDtype, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models.texts import read_text
 from howsmooth.reporting.rounding import check_rounding_path, write_rounding
@@ -45,6 +45,8 @@ def quantise(
     ] = 4,
     samples: Annotated[int, typer.Option(min=2, help="Backward passes per window.")] = 24,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of windows and samples.")] = 0,
+    device: Device = None,
+    dtype: WeightDtype = None,
     out: Annotated[Path | None, typer.Option(help="Store (howsmooth-output/quantise-MODEL.sqlite).")] = None,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Keep what the store has.")] = True,
     export: Annotated[
@@ -102,6 +104,8 @@ def quantise(
             windows=windows,
             samples=samples,
             seed=seed,
+            device=device,
+            dtype=dtype,
             out=out,
             resume=resume,
             progress=begin,

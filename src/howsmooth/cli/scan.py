@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from howsmooth.cli.console import MOST_SEED, plain_json, progress_line, stdout
 from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, USER_ERROR, complain, stop_word
-from howsmooth.cli.options import RowsAsJson, command
+from howsmooth.cli.options import Device, RowsAsJson, WeightDtype, command
 from howsmooth.cli.workers import Workers, print_plan
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.scanning.shards import parse_shard
@@ -46,11 +46,8 @@ class Wish:
             "head\\[layers=0-5,heads=3] (head)."
         ),
     ] = None
-    device: Annotated[str | None, Option(help="Where to measure, for example cuda (where the model is).")] = None
-    dtype: Annotated[
-        str | None,
-        Option(help="auto (weights as stored, computed in float32), float64, or bfloat16 or float16 weights (auto)."),
-    ] = None
+    device: Device = None
+    dtype: WeightDtype = None
     out: Annotated[Path | None, Option(help="Store to write (howsmooth-output/scan-MODEL.sqlite).")] = None
     rtol: Annotated[float | None, Option(help="Relative accuracy to certify (0.001).")] = None
     confidence: Annotated[float | None, Option(help="Probability with which each upper end holds (0.99).")] = None

@@ -29,6 +29,7 @@ from howsmooth.attention import (
 )
 from howsmooth.checks import check_device, check_memory, shown
 from howsmooth.cli.console import MOST_SEED
+from howsmooth.cli.options import Device
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
 from howsmooth.models.input_files import read_input
@@ -115,7 +116,7 @@ class Settings:
     attention: Annotated[
         str | None, Option(help="Kind of attention for weights without a model: dot, l2, cosine or sigmoid (dot).")
     ] = None
-    device: Annotated[str | None, Option(help="Where to compute, for example cuda (cpu).")] = None
+    device: Device = None
 
     def over(self, base: Settings) -> Settings:
         """These settings where they say something, those of ``base`` elsewhere."""

@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from howsmooth.cli.console import MOST_SEED, progress_line, stdout, written
 from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, complain, stop_word
-from howsmooth.cli.options import command
+from howsmooth.cli.options import Device, command
 from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 
@@ -82,6 +82,7 @@ def train(
     ] = False,
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
     report_every: Annotated[int, Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
+    device: Device = None,
     *,
     place: Place,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
@@ -100,17 +101,17 @@ def train(
     from howsmooth.training import Corpus, Intervals
 
     corpus = Corpus.read(text)
-    intervals = Intervals(report=report_every, save=save_every)
+    options: dict[str, Any] = {"intervals": Intervals(report=report_every, save=save_every), "device": device}
     engine = place.engine_asked()
     if table:
-        _grid(corpus, model, out or default_folder(text, "table"), intervals, as_json, engine)
+        _grid(corpus, model, out or default_folder(text, "table"), as_json, executor=engine, **options)
     elif engine is not None:
         raise InvalidInput("--jobs and --engine run the cells of a grid: add --table, or leave them out.")
     else:
-        _one(corpus, model, text, out, resume, intervals, as_json)
+        _one(corpus, model, text, out, as_json, resume=resume, **options)
 
 
-def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, intervals: Any, as_json: bool) -> None:
+def _one(corpus: Any, model: Model, text: Path, out: Path | None, as_json: bool, **options: Any) -> None:
     from howsmooth.training import Settings
     from howsmooth.training import train as run
 
@@ -119,7 +120,7 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
     settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
     with _watching(out) as show:
-        result = run(corpus, settings, out, resume=resume, intervals=intervals, progress=lambda s: show("", s))
+        result = run(corpus, settings, out, progress=lambda s: show("", s), **options)
     if as_json:
         typer.echo(json.dumps(result.to_dict() | {"folder": str(out)}, indent=2, allow_nan=False))
     else:
@@ -131,7 +132,7 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, resume: bool, 
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool, engine: Any) -> None:
+def _grid(corpus: Any, model: Model, out: Path, as_json: bool, **options: Any) -> None:
     from howsmooth.training import Grid, Settings, run_grid
     from howsmooth.training.grid import KINDS, TABLE, row_of
 
@@ -144,7 +145,7 @@ def _grid(corpus: Any, model: Model, out: Path, intervals: Any, as_json: bool, e
         def tell(cell: Any) -> None:
             show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status)
 
-        results = run_grid(corpus, grid, out, intervals=intervals, progress=tell, executor=engine)
+        results = run_grid(corpus, grid, out, progress=tell, **options)
     if as_json:
         typer.echo(json.dumps([row_of(result) for result in results], indent=2, allow_nan=False))
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from howsmooth.checks import shown
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
 from howsmooth.extras import need
 from howsmooth.models.alone import alone
@@ -21,7 +22,7 @@ from howsmooth.models.checkpoint import weight_files as files_in
 from howsmooth.models.match import Match
 from howsmooth.models.named import NAMED
 from howsmooth.models.sizes import check_counts, check_memory, check_size, read_config
-from howsmooth.small import file_digest, first_line, printable
+from howsmooth.small import file_digest, first_line, out_of_memory, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,13 +53,16 @@ class Loaded(NamedTuple):
 
 
 @alone
-def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | None = None) -> Loaded:
+def load_pretrained(
+    source: str, head: bool = False, pins: Mapping[str, str] | None = None, device_map: Any = None
+) -> Loaded:
     """The model at a folder, hub id or GGUF file, in float32 with eager attention, and its processor or None.
 
     Args:
         source: where it is.
         head: with the task head that the weights were stored with, instead of without.
         pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
+        device_map: as ``from_pretrained`` of transformers takes it; None for the CPU.
     """
     path = Path(source)
     # Other languages do not take a name that is not UTF-8.
@@ -68,8 +72,8 @@ def load_pretrained(source: str, head: bool = False, pins: Mapping[str, str] | N
         try:
             if path.suffix == ".gguf":
                 unpacked = unpacked_gguf(path, pins)
-                return _load(str(unpacked.folder), head, unpacked.sums, Path(private))
-            return _load(source, head, pins, Path(private))
+                return _load(str(unpacked.folder), head, unpacked.sums, Path(private), device_map)
+            return _load(source, head, pins, Path(private), device_map)
         except HowsmoothError:
             raise
         except Exception as error:
@@ -146,7 +150,7 @@ def gguf_precision(path: Path) -> str:
     return f"{bits}-bit ({name}), dequantised" if "Q" in name else f"{name} (GGUF), computed in float32"
 
 
-def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path) -> Loaded:
+def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path, device_map: Any) -> Loaded:
     """Read the files, build the model and put every weight in its place.
 
     Args:
@@ -175,7 +179,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
         if hasattr(config, name):
             delattr(config, name)
     config._attn_implementation, config._experts_implementation, config.dtype = "eager", None, torch.float32
-    model, notes = _with_weights(config, head, checkpoint)
+    model, notes = _with_weights(config, head, checkpoint, device_map)
     processor = processor_of(source, model.main_input_name, revision)
     return Loaded(model, processor, checkpoint.precision, notes)
 
@@ -207,7 +211,9 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
     return config, [file for name in shard_names(index) if (file := get(name)) is not None], revision
 
 
-def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreTrainedModel, tuple[str, ...]]:
+def _with_weights(
+    config: Any, head: bool, checkpoint: Checkpoint, device_map: Any
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The model of a configuration with the weights of a file, all of them in their places, and what is to be said."""
     replacement = _replacement(config)
     with torch.device("meta"):
@@ -217,8 +223,7 @@ def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreT
         checkpoint = checkpoint.unwrapped()
     with torch.random.fork_rng(devices=[]):
         if replacement is None:
-            given = {"config": skeleton.config, "state_dict": dict(checkpoint.tensors)}
-            whole, report = type(skeleton).from_pretrained(None, **given, **_LOADING)
+            whole, report = _spread(skeleton, checkpoint, device_map)
             match = _match(report)
         else:
             whole = _build(config, True).float()
@@ -228,6 +233,21 @@ def _with_weights(config: Any, head: bool, checkpoint: Checkpoint) -> tuple[PreT
     if getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
     return model.eval(), (*checkpoint.notes, *match.judge(whole, model))
+
+
+def _spread(skeleton: Any, checkpoint: Checkpoint, device_map: Any) -> Any:
+    """The model with its weights where the map says, and transformers' report on them."""
+    given = {"config": skeleton.config, "state_dict": dict(checkpoint.tensors), "device_map": device_map}
+    try:
+        return type(skeleton).from_pretrained(None, **given, **_LOADING)
+    except Exception as error:
+        if device_map is None or out_of_memory(error):
+            raise
+        said = first_line(error).rstrip(".")
+        raise InvalidInput(
+            f"the model cannot be spread by device_map {shown(device_map)} ({said}): name devices that are here, or "
+            'take "auto".'
+        ) from error
 
 
 def _build(config: Any, head: bool) -> Any:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from howsmooth.checks import shown
+from howsmooth.checks import check_device, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.extras import need
 from howsmooth.models.alone import alone
 from howsmooth.models.files import processor_of, quiet
 from howsmooth.models.named import FULL_PRECISION
-from howsmooth.models.opened import OpenModel, opened
-from howsmooth.small import first_line
+from howsmooth.models.opened import OpenModel, moved, opened
+from howsmooth.small import first_line, out_of_memory
 
 NO_TOKENIZER = "the model came without a tokenizer, so it has read the bytes of the text as token ids"
 
@@ -48,6 +48,8 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
         beside = [getattr(source, name, None) for name in ("tokenizer", "image_processor", "feature_extractor")]
         tokenizer = tokenizer or next((each for each in beside if each is not None), None)
         source = source.model
+    if device is not None:
+        check_device(device)
     whole = _plain(getattr(source, "_orig_mod", source))
     if not isinstance(whole, nn.Module):
         raise InvalidInput(f"model must be a text or a model of transformers, got {shown(source)}.")
@@ -72,10 +74,7 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
     model: Any = whole if head else whole.base_model
     if getattr(whole.config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    try:
-        model = model.eval().to(device or whole.device, torch.float32)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidInput(f"the model cannot be brought to the device {device}: {first_line(error)}.") from error
+    model = moved(model.eval(), device or whole.device, torch.float32)
     precision = FULL_PRECISION if kinds == {FULL_PRECISION} else f"{stored} weights, computed in float32"
     notes = (NO_TOKENIZER,) if tokenizer is None and model.main_input_name == "input_ids" else ()
     label = name or f"{type(whole).__name__} in memory"
@@ -86,7 +85,12 @@ def _plain(model: Any) -> Any:
     """A copy without the hooks of others, with adapters merged into the weights."""
     if not isinstance(model, nn.Module):
         return model
-    twin: Any = copy.deepcopy(model)
+    try:
+        twin: Any = copy.deepcopy(model)
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise InvalidInput(f"the model cannot be read where it is: {first_line(error)}.") from error
     if hasattr(twin, "merge_and_unload"):  # a model of PEFT
         twin = twin.merge_and_unload()
     if getattr(twin, "hf_device_map", None) is not None:  # spread over devices: what moves tensors between them goes

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import door
+from howsmooth.checks import check_device, check_one_of, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.extras import need
 from howsmooth.models.adapters import is_adapter, load_adapted
 from howsmooth.models.files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
@@ -20,13 +24,16 @@ from howsmooth.models.named import FULL_PRECISION, NAMED
 from howsmooth.models.random_models import RANDOM_TWIN, is_random, random_model, random_name, random_twin
 from howsmooth.models.self_check import samples_of_frames
 from howsmooth.models.windows import Tokens, Window, spread_starts
-from howsmooth.small import digest, printable
+from howsmooth.small import digest, first_line, out_of_memory, printable
 from howsmooth.weights import SUFFIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 UNLIMITED = 2**31
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+DeviceMap = str | Mapping[str, int | str]
+"""Which part of a model goes where, as transformers takes it: "auto", or module → device."""
 _USUAL = 128
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -48,6 +55,7 @@ class OpenModel:
         licence: of the weights.
         notes: what else the reader should know, such as names of weights that were repaired.
         reads_bytes: whether the bytes of a text are its token ids where there is no tokenizer.
+        dtype: what was asked of its weights, one of `DTYPES`.
     """
 
     name: str
@@ -60,6 +68,31 @@ class OpenModel:
     licence: str
     notes: tuple[str, ...] = ()
     reads_bytes: bool = False
+    dtype: str = "auto"
+
+    def on(self, device: str | None) -> OpenModel:
+        """The same model on a device; where it is elsewhere a copy goes there, and this one stays."""
+        if device is None or self.model.device == check_device(device):
+            return self
+        return replace(self, model=moved(copy.deepcopy(self.model), device))
+
+    def in_dtype(self, dtype: str | None) -> OpenModel:
+        """As "auto" has it (weights as stored, computed upon in float32), with weights rounded, or in float64.
+
+        >>> open_model("random:gpt2[layers=1,width=16]").in_dtype("bfloat16").precision
+        'bfloat16 weights, computed in float32'
+        """
+        if dtype is None or check_one_of(dtype, DTYPES, "dtype") in ("auto", "float32"):
+            return self
+        if self.modality != "text" and dtype == "float64":
+            raise InvalidInput("float64 is for models of text: leave dtype out.")
+        twin, precision = copy.deepcopy(self.model), f"{dtype} weights, computed in {FULL_PRECISION}"
+        if dtype == "float64":
+            nn.Module.double(twin)
+            precision = self.precision
+        else:
+            _round_weights(twin, getattr(torch, dtype))
+        return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=dtype)
 
     def windows(
         self, source: str | Path, length: int | None = None, count: int = 1, seed: int | None = 0
@@ -152,7 +185,14 @@ def names_model(source: str) -> bool:
 
 
 @door
-def open_model(spec: str, *, head: bool = False) -> OpenModel:
+def open_model(
+    spec: str,
+    *,
+    head: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
+    device_map: DeviceMap | None = None,
+) -> OpenModel:
     """A model to be measured.
 
     Only safetensors and GGUF weights are read, and no code from the hub is run.
@@ -162,13 +202,42 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
             folder (of a model or of a PEFT adapter), a .gguf file, or an id on the Hugging Face hub; with ``@random``
             behind it, the same architecture with random weights.
         head: with its task head (language model, CTC, …), for `target(…, "logits")`.
+        device: where it goes, for example "cuda"; None for the CPU.
+        dtype: "auto" (weights as stored, computed upon in float32), "float64" for the arithmetic, or "bfloat16" or
+            "float16" to round the weights first.
+        device_map: of weights that are loaded: handed to ``from_pretrained`` of transformers, which spreads the model
+            with accelerate. What is measured must not be offloaded.
 
     >>> opened = open_model("random:gpt2[layers=1,width=32]")
     >>> opened.modality, opened.precision, opened.limit
     ('text', 'float32', 512)
     """
+    _check_place(spec, device, dtype, device_map)
     if spec.endswith(RANDOM_TWIN) and not os.path.exists(spec):
-        return twin_of(open_model(spec.removesuffix(RANDOM_TWIN), head=head))
+        ready = twin_of(_open(spec.removesuffix(RANDOM_TWIN), head, device_map))
+    else:
+        ready = _open(spec, head, device_map)
+    if device is not None:
+        moved(ready.model, device)
+    return ready.in_dtype(dtype)
+
+
+def _check_place(spec: str, device: str | None, dtype: str | None, device_map: DeviceMap | None) -> None:
+    """Refuse a place that is none, before anything is loaded."""
+    if dtype is not None:
+        check_one_of(dtype, DTYPES, "dtype")
+    if device is not None:
+        check_device(device)
+    if device_map is None:
+        return
+    if device is not None:
+        raise InvalidInput("device puts the model in one place and device_map into several: give one of them.")
+    if is_random(spec) or is_adapter(spec):
+        raise InvalidInput(f"device_map is for weights that are loaded as they are, not for {printable(spec)}.")
+    need("accelerate", "a device_map")
+
+
+def _open(spec: str, head: bool, device_map: DeviceMap | None) -> OpenModel:
     model: PreTrainedModel
     notes: tuple[str, ...] = ()
     if is_random(spec):
@@ -179,10 +248,11 @@ def open_model(spec: str, *, head: bool = False) -> OpenModel:
         folder = named.locate(spec)
         gguf = named.weights.endswith(".gguf")
         source, pins = (folder / named.weights, named.unpacked) if gguf else (folder, named.pins)
-        model, processor, _, notes = load_pretrained(str(source), head, pins)
+        model, processor, _, notes = load_pretrained(str(source), head, pins, device_map)
         precision, licence, sha256 = named.precision, named.licence, named.sha256
     else:
-        model, processor, stored, notes = load_adapted(spec, head) if is_adapter(spec) else load_pretrained(spec, head)
+        loaded = load_adapted(spec, head) if is_adapter(spec) else load_pretrained(spec, head, None, device_map)
+        model, processor, stored, notes = loaded
         sha256, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):
@@ -211,6 +281,25 @@ def opened(
     limit = longest(model, processor)
     sha256 = sha256 or content_sha256(model)
     return OpenModel(name, model, processor, modality, sha256, precision, limit, licence, notes, reads_bytes)
+
+
+def moved(model: PreTrainedModel, device: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model itself, brought to a device, or one line that says why it cannot be."""
+    try:
+        nn.Module.to(model, device, dtype)
+    except (MemoryError, RuntimeError, AssertionError) as error:
+        if out_of_memory(error):
+            raise InvalidInput(
+                f"the model does not fit in the memory of the device {device}: choose another, or a smaller model."
+            ) from error
+        raise InvalidInput(f"the model cannot be brought to the device {device}: {first_line(error)}.") from error
+    return model
+
+
+def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.to(dtype).to(weight.dtype))
 
 
 def twin_of(model: OpenModel) -> OpenModel:

@@ -155,6 +155,8 @@ def quantise(
     samples: Count = 24,
     seed: Seed = 0,
     check: Count | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
     out: Path | None = None,
     resume: bool = True,
     progress: Step | None = None,
@@ -170,6 +172,7 @@ def quantise(
         length, windows: of the pieces of text on which damage is predicted.
         samples: backward passes for each window.
         check: windows, none of which overlaps one of those, on which the choice is run; as many by default.
+        device, dtype: where the model computes and with which weights, as of `howsmooth.models.open_model`.
         out: a store in which a stopped run is taken up again. resume: keep what it has.
         progress: told what comes next.
 
@@ -179,7 +182,7 @@ def quantise(
     ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
     """
     chosen, tell = tuple(parse_formats(formats)), progress or (lambda label: None)
-    opened = _opened(model) if isinstance(model, str) else model
+    opened = _opened(model, device, dtype)
     check_text_model(opened.model)
     check_weights(opened.model)
     words = alice() if text is None else text
@@ -219,14 +222,16 @@ def quantise(
     return replace(result, checks=checks(choices, each_window(out, run, len(held_out), outcomes, resume)))
 
 
-def _opened(name: str) -> OpenModel:
+def _opened(model: str | OpenModel, device: str | None, dtype: str | None) -> OpenModel:
     """The model with its head; without, where its architecture has none that speaks (T5's encoder)."""
+    if isinstance(model, OpenModel):
+        return model.on(device).in_dtype(dtype)
     try:
-        return open_model(name, head=True)
+        return open_model(model, head=True, device=device, dtype=dtype)
     except HowsmoothError:
         raise
     except ValueError:  # transformers knows no language model of this architecture
-        return open_model(name)
+        return open_model(model, device=device, dtype=dtype)
 
 
 def _cut(

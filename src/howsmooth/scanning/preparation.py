@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from howsmooth.checks import check_device, check_one_of
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, held_model, open_model
 from howsmooth.models.input_files import file_named, joined_texts, read_input
-from howsmooth.models.named import FULL_PRECISION
-from howsmooth.models.opened import content_sha256
+from howsmooth.models.opened import DeviceMap
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
 from howsmooth.scanning.memory import check_fits, fitting
 from howsmooth.scanning.plan import OF_SOFTMAX, Batch, Settings, make_plan
 from howsmooth.scanning.store import Identity
-
-DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,15 @@ def prepare(
     tokenizer: Any = None,
     device: str | None = None,
     dtype: str | None = None,
+    device_map: DeviceMap | None = None,
     column: str | None = None,
 ) -> Prepared:
     """Open the model and cut the text; arguments as of `howsmooth.scan`."""
     selections = parse_what(what)
     some = None if layers is None else parse_numbers(layers)
     common = None if lengths is None else parse_lengths(lengths)
-    model = _opened(model, tokenizer, device, head=any(selection.what == "logits" for selection in selections))
-    model = in_dtype(model, dtype)
+    head = any(selection.what == "logits" for selection in selections)
+    model = _opened(model, tokenizer, device, dtype, device_map, head)
     called = None
     if text is not None and not isinstance(text, str | Path):
         called, text = joined_texts(text, column)
@@ -100,46 +93,21 @@ def prepare(
     return Prepared(model, settings, plan, cut, {(needed[0], 0): first}, identity, tuple(said))
 
 
-def _opened(model: Any, tokenizer: Any, device: str | None, head: bool) -> OpenModel:
+def _opened(
+    model: Any, tokenizer: Any, device: str | None, dtype: str | None, device_map: DeviceMap | None, head: bool
+) -> OpenModel:
     """What is to be scanned, from wherever it comes."""
-    if not isinstance(model, str | Path | OpenModel):
-        return held_model(model, tokenizer, head=head, device=device)
-    if tokenizer is not None:
-        raise InvalidInput("a tokenizer goes with a model in memory: one that is opened by name brings its own.")
-    if device is not None:
-        check_device(device)
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise InvalidInput("a tokenizer goes with a model in memory: one that is opened by name brings its own.")
+        return open_model(str(model), head=head, device=device, dtype=dtype, device_map=device_map)
+    if device_map is not None:
+        raise InvalidInput("a device_map spreads a model that is opened by name: one in memory is where it is.")
     if not isinstance(model, OpenModel):
-        ready = open_model(str(model), head=head)
-    elif device is None or model.model.device == torch.device(device):
-        return model
-    else:
-        ready = replace(model, model=copy.deepcopy(model.model))  # the caller's stays where it is
-    if device is not None:
-        with fitting(1):
-            nn.Module.to(ready.model, device)
-    return ready
-
-
-def in_dtype(model: OpenModel, dtype: str | None) -> OpenModel:
-    """The model as "auto" has it (weights as stored, computed upon in float32), with weights rounded, or in float64.
-
-    >>> in_dtype(open_model("random:gpt2[layers=1,width=16]"), "bfloat16").precision
-    'bfloat16 weights, computed in float32'
-    """
-    if dtype is None or check_one_of(dtype, DTYPES, "dtype") in ("auto", "float32"):
-        return model
-    if model.modality != "text" and dtype == "float64":
-        raise InvalidInput("float64 is for models of text: leave dtype out.")
-    twin = copy.deepcopy(model.model)
-    if dtype == "float64":
-        return replace(model, model=nn.Module.double(twin), sha256=content_sha256(nn.Module.double(twin)))
-    rounded = getattr(torch, dtype)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight.copy_(weight.to(rounded).to(weight.dtype))
-    return replace(
-        model, model=twin, sha256=content_sha256(twin), precision=f"{dtype} weights, computed in {FULL_PRECISION}"
-    )
+        return held_model(model, tokenizer, head=head, device=device).in_dtype(dtype)
+    if tokenizer is not None:
+        raise InvalidInput("a tokenizer goes with a model in memory: one that is open has its own.")
+    return model.on(device).in_dtype(dtype)
 
 
 def _storable(name: str) -> str:

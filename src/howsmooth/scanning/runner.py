@@ -13,7 +13,7 @@ from howsmooth.checks import check_count, check_options, check_positive, door
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
-from howsmooth.models.opened import twin_of
+from howsmooth.models.opened import DeviceMap, twin_of
 from howsmooth.notebook import scan_bar
 from howsmooth.scanning.cells import measure_batch
 from howsmooth.scanning.cost import predict
@@ -54,6 +54,7 @@ def scan(
     tokenizer: Any = None,
     device: str | None = None,
     dtype: str | None = None,
+    device_map: DeviceMap | None = None,
     column: str | None = None,
     reference: Literal["random"] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -82,6 +83,8 @@ def scan(
         device: where to measure, for example "cuda"; by default where the model is.
         dtype: "auto" (weights as they are stored, computed upon in float32), "float64" for the arithmetic, or
             "bfloat16" or "float16" to round the weights first.
+        device_map: of a model that is opened by name: handed to ``from_pretrained`` of transformers ("auto", or module
+            → device), which needs accelerate. What is measured must not be offloaded.
         column: which column of a dataset, "text" unless it is said.
         reference: "random" to measure the same architecture with random weights as well, in the same store: what
             training has changed. Its rows are those of MODEL@random, and a report shows them beside the others.
@@ -111,7 +114,7 @@ def scan(
     if executor is None and jobs is not None and check_count(jobs, "jobs", most=1024) > 1:
         executor = Engine(jobs=jobs)
     wanted = Settings(windows=windows, **settings)
-    where = {"device": device, "dtype": dtype, "column": column}
+    where: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map, "column": column}
     ready = prepare(model, text, lengths, layers, what, wanted, tokenizer=tokenizer, **where)
     model, plan, cut, chosen, said = ready.model, ready.plan, ready.cut, ready.settings, ready.said
     identity = ready.identity

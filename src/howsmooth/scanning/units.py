@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from howsmooth.engines import Failure, Load, State, Unfit, hand_over
 from howsmooth.models import OpenModel, Targets, Window, open_model
@@ -39,12 +38,13 @@ class Origin:
     sha256: str
     software: str
     device: str = "cpu"
+    dtype: str = "auto"
 
     @classmethod
     def of(cls, model: OpenModel) -> Origin:
         """That of an open model, and of this process."""
         head = model.model.base_model is not model.model
-        return cls(model.name, head, model.sha256, _software(), str(model.model.device))
+        return cls(model.name, head, model.sha256, _software(), str(model.model.device), model.dtype)
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,7 @@ def _opened(origin: Origin) -> OpenModel:
     if _software() != origin.software:
         raise Unfit(f"{where} has {_software()}, but the driver {origin.software}: install the same versions there.")
     try:
-        model = open_model(origin.model, head=origin.head)
-        nn.Module.to(model.model, origin.device)
+        model = open_model(origin.model, head=origin.head, device=origin.device, dtype=origin.dtype)
     except Exception as error:
         raise Unfit(
             f"{where} cannot open {origin.model} on {origin.device} ({first_line(error)}): give it the same files; a "

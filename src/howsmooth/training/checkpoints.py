@@ -75,7 +75,7 @@ class Checkpoint:
             for entry, value in optimiser.state.get(parameter, {}).items():
                 tensors[f"optimiser.{name}.{entry}"] = value
         tensors["random"] = torch.get_rng_state()
-        kept = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         return cls(step, settings, alphabet, text, seconds, list(losses), kept)
 
     def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
@@ -91,7 +91,8 @@ class Checkpoint:
         if optimiser is None:
             return
         for name, parameter in parameters.items():
-            optimiser.state[parameter] = {entry: t.clone() for entry, t in self._entries(name).items()}
+            entries = self._entries(name)
+            optimiser.state[parameter] = {entry: t.to(parameter.device, copy=True) for entry, t in entries.items()}
         torch.set_rng_state(self.tensors["random"])
 
     def _check_model(self, wanted: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from howsmooth.checks import check_fields, door
+from howsmooth.checks import check_device, check_fields, door
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
@@ -79,15 +79,18 @@ def run_grid(
     intervals: Intervals | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
     executor: Executor | Engine | None = None,
+    device: str | None = None,
 ) -> list[Result]:
     """Run what is missing and return the finished cells; the table is written after each.
 
     Args:
         executor: any that runs cells instead of this process, on machines that see the folder, or a
             `howsmooth.engines.Engine` of one; there is no progress inside cells then.
+        device: where every cell computes; None for the CPU.
     """
+    check_device(device or "cpu")
     folder = Path(folder).absolute()
-    runs = {name: (corpus, settings, folder / name, intervals) for name, settings in grid.cells()}
+    runs = {name: (corpus, settings, folder / name, intervals, device) for name, settings in grid.cells()}
     if executor is not None:
         complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
     else:
@@ -100,11 +103,13 @@ def run_grid(
     return results
 
 
-def _run_cell(run: tuple[Corpus, Settings, Path, Intervals | None], progress: Progress = lambda status: None) -> None:
+def _run_cell(
+    run: tuple[Corpus, Settings, Path, Intervals | None, str | None], progress: Progress = lambda status: None
+) -> None:
     """One cell, in whatever process this runs; what another process works on is left to it."""
-    corpus, settings, folder, intervals = run
+    corpus, settings, folder, intervals, device = run
     with suppress(Busy):
-        train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress)
+        train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress, device=device)
 
 
 def finished(folder: Path, grid: Grid) -> list[Result]:

@@ -52,6 +52,11 @@ class Batch:
         """How many characters are predicted."""
         return self.targets.numel()
 
+    def to(self, device: torch.device) -> Batch:
+        """The same pieces on a device."""
+        document = None if self.document is None else self.document.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), document)
+
     def seen(self) -> Tensor | None:
         """Who sees whom, ``(pieces, n, n)`` booleans: earlier tokens of the same document; None for causal alone.
 
@@ -70,7 +75,7 @@ class Batch:
         >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
         tensor([[0, 1, 0]])
         """
-        positions = torch.arange(self.inputs.shape[1]).expand(self.inputs.shape)
+        positions = torch.arange(self.inputs.shape[1], device=self.inputs.device).expand(self.inputs.shape)
         if self.document is None:
             return positions
         begins = torch.ones_like(self.document, dtype=torch.bool)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from howsmooth.checks import door
+from howsmooth.checks import check_device, door
 from howsmooth.errors import InvalidInput
 from howsmooth.small import Busy, evaluating, exclusive, unwritable, write_whole
 from howsmooth.training.checkpoints import CHECKPOINT, Checkpoint
@@ -54,6 +54,7 @@ def train(
     resume: bool = False,
     intervals: Intervals | None = None,
     progress: Progress = lambda status: None,
+    device: str | None = None,
 ) -> Result:
     """Train a character language model and return what came of it.
 
@@ -63,10 +64,12 @@ def train(
         resume: go on from the checkpoint of the folder; without one the run starts. Other settings or another text than
             the checkpoint's are refused.
         progress: called after every step that brings a row, and at least once a second.
+        device: where to compute, for example "cuda"; None for the CPU. First weights and batches are drawn on the CPU,
+            so that a seed means the same everywhere; what dropout draws elsewhere is not part of a checkpoint.
     """
-    intervals = intervals or Intervals()
+    intervals, place = intervals or Intervals(), check_device(device or "cpu")
     if folder is None:
-        return _Run(corpus, settings, None, intervals, progress).go()
+        return _Run(corpus, settings, None, intervals, progress, place).go()
     folder = Path(folder)
     with locked(folder):
         if not resume and any((folder / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
@@ -75,7 +78,7 @@ def train(
         if done is not None:
             _check_same(folder, done.settings, done.text, settings, corpus)
             return done
-        return _Run(corpus, settings, folder, intervals, progress).go()
+        return _Run(corpus, settings, folder, intervals, progress, place).go()
 
 
 @door
@@ -93,7 +96,8 @@ def evaluate(model: CharacterModel, batch: Batch) -> float:
 
 
 def nats(model: CharacterModel, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood of the targets."""
+    """Mean negative log-likelihood of the targets, on the model's device."""
+    batch = batch.to(model.tokens.weight.device)
     logits = model(batch.inputs, batch.positions(), batch.seen())
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
@@ -125,11 +129,17 @@ class _Run:
     """One run from its first or next step to its end."""
 
     def __init__(
-        self, corpus: Corpus, settings: Settings, folder: Path | None, intervals: Intervals, progress: Progress
+        self,
+        corpus: Corpus,
+        settings: Settings,
+        folder: Path | None,
+        intervals: Intervals,
+        progress: Progress,
+        device: torch.device,
     ):
         settings.check_memory(corpus.symbols)
         self.corpus, self.settings, self.folder = corpus, settings, folder
-        self.intervals, self.progress = intervals, progress
+        self.intervals, self.progress, self.device = intervals, progress, device
         sizes = settings.length, settings.batch_tokens, settings.seed, settings.steps, settings.cycles
         self.plan = plan(corpus, settings.lengths, *sizes)
         self.rows: list[dict[str, Any]] = []
@@ -139,7 +149,7 @@ class _Run:
     def go(self) -> Result:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            self.model = CharacterModel(self.settings, self.corpus.symbols)
+            self.model = CharacterModel(self.settings, self.corpus.symbols).to(self.device)
             self.optimiser = torch.optim.AdamW(
                 self.model.groups(self.settings.weight_decay), lr=self.settings.rate, betas=(0.9, 0.98), fused=True
             )
