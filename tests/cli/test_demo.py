@@ -32,7 +32,7 @@ def test_demo_scans_both_models_and_writes_one_report(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert [model["model"] for model in found["groups"]] == ["minilm", "smollm2"]
     assert "4-bit" in found["groups"][1]["precision"]
-    assert found["cells"] == 6 * (12 + 1) + 30 * (9 + 1)
+    assert found["cells"] == 2 * (6 * (12 + 1 + 1) + 1 + 30 * (9 + 1 + 1) + 1)  # with random weights too
     page = Path(found["report"]).read_text(encoding="utf-8")
     assert len(page) < 5e6
     assert all(model["headline"].split(":")[0] in page for model in found["groups"])

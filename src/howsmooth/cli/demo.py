@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
@@ -14,6 +14,9 @@ from howsmooth.cli.options import AsJson, Device, command
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import FOLDER, keeping
 from howsmooth.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from howsmooth.scanning import Scan
 
 
 class Part(NamedTuple):
@@ -26,6 +29,8 @@ class Part(NamedTuple):
 PARTS = (Part("minilm", "16,32,64,128"), Part("smollm2", "16,32,64"))
 """An encoder and a causal language model; together below three minutes on two cores."""
 WHAT = "heads,attention"
+WHOLE = "layer[lengths={0}],model[lengths={0}]"
+"""The layers and the whole, at the longest length alone."""
 
 
 @command
@@ -42,7 +47,8 @@ def demo(
     """Scan two real models on Alice in Wonderland and write a report.
 
     MiniLM is an encoder, SmolLM2 a causal language model with weights rounded to 4 bits. Every head and every attention
-    block is measured at several lengths. Prints a summary and writes one HTML page that opens offline.
+    block is measured at several lengths, the layers and the whole at the longest, there also with random weights.
+    Prints a summary and writes one HTML page that opens offline.
 
     Examples:\n
       howsmooth demo\n
@@ -50,18 +56,17 @@ def demo(
     """
     from howsmooth.models import NAMED
     from howsmooth.reporting import groups, summary, write_report
-    from howsmooth.scanning import Scan, scan
+    from howsmooth.scanning import Scan
 
     wanted, skipped = possible(chosen(models))
     for reason in skipped:
         complain(f"left out: {reason}")
     store, page = output / "demo.sqlite", output / "demo.html"
-    kept: dict[str, Any] = {"out": store, "resume": resume, "device": device}
     scans = []
     for each in wanted:
         asked = each.lengths if lengths is None else lengths
         with keeping(store) as progress:
-            scans.append(scan(each.model, lengths=asked, what=WHAT, progress=progress, **kept))
+            scans += _scans(each.model, asked, device, out=store, resume=resume, progress=progress)
     scanned = Scan.joined(scans)
     write_report(scanned, page)
     if as_json:
@@ -81,6 +86,21 @@ def demo(
         out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
     if not all(row["converged"] for row in scanned.rows):
         raise typer.Exit(NOT_CONVERGED)
+
+
+def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Scan]:
+    """A model, and at its longest length the same architecture with random weights, to compare with."""
+    from howsmooth.models import open_model
+    from howsmooth.models.opened import twin_of
+    from howsmooth.scanning import scan
+    from howsmooth.scanning.grammar import parse_lengths
+
+    opened, longest = open_model(model, device=device), max(parse_lengths(lengths))
+    whole = f"{WHAT},{WHOLE.format(longest)}"
+    return [
+        scan(opened, lengths=lengths, what=whole, **kept),
+        scan(twin_of(opened), lengths=longest, what=whole, explain=False, bounds="none", **kept),
+    ]
 
 
 def possible(wanted: list[Part]) -> tuple[list[Part], list[str]]:

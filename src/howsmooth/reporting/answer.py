@@ -12,13 +12,16 @@ from statistics import median
 from typing import Any
 
 from howsmooth.reporting.drawings import Axis, drawing, element
-from howsmooth.reporting.findings import KINDS, main_kind, place_of, short
+from howsmooth.reporting.findings import KINDS, main_kind, place_of, short, why
 from howsmooth.reporting.source import Group, Row
 
 GAUGE = (
     "Why not σ alone? σ has the units of the tokens. Multiply the gain of a normalisation by 4 and divide the weights "
     "behind it by 4: the model computes the same, and σ of its attention is a quarter. The relative number is the same "
     "for both, so it compares layers and models; σ compares lengths, inputs and heads of one layer."
+)
+_PATHS = (
+    "The value path carries changes of the values while the attention weights stay; the score path moves the weights."
 )
 _ANSWERED = ("model", "logits", "layer", "residual", "attention", "head")
 _PARTS = {
@@ -105,6 +108,16 @@ def _share(scale: Scale) -> str:
     return f"{short(scale.middle, 2)} % (the median of {len(scale.values)}; {worst}: {short(scale.values[-1], 2)} %)"
 
 
+def cause(group: Group) -> str:
+    """What makes the most sensitive head, or block, so sensitive, where that was explained."""
+    for scale in reversed(scales(group)):
+        if reason := why(scale.roughest, group):
+            word = KINDS.get(scale.kind, scale.kind)
+            among = f", the most sensitive {word}," if len(scale.values) > 1 else ""
+            return f"Why? In {place_of(scale.roughest)}{among} {reason[0].lower()}{reason[1:]} {_PATHS}"
+    return ""
+
+
 def compared(group: Group) -> str:
     """What the answer is to be compared with: random weights where they were measured, and a map that only scales."""
     known = scales(group)
@@ -117,10 +130,21 @@ def compared(group: Group) -> str:
     said = []
     for scale in with_reference:
         ratio = scale.middle / median(scale.reference)
-        times = f"{short(ratio, 2)} times rougher" if ratio >= 1 else f"{short(1 / ratio, 2)} times smoother"
+        times = _times(ratio)
         named = _PARTS[scale.kind].split(" (")[0]
         said.append(f"{named} {times} ({short(median(scale.reference), 2)} %)")
     return f"Compared with the same architecture with random weights: {'; '.join(said)}. {plain}"
+
+
+def _times(ratio: float) -> str:
+    """How one number stands to another, in words.
+
+    >>> _times(3.0), _times(0.5), _times(1.004)
+    ('3 times rougher', '2 times smoother', 'just as rough')
+    """
+    if abs(ratio - 1) < 0.05:
+        return "just as rough"
+    return f"{short(ratio, 2)} times rougher" if ratio > 1 else f"{short(1 / ratio, 2)} times smoother"
 
 
 def picture(group: Group) -> str:

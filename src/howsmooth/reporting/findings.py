@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR
@@ -19,6 +20,7 @@ from howsmooth.small import rounded
 _SLIGHT = 0.005
 """Shares so little outside of 0 … 1 are not worth a word."""
 _MOST_GROWTHS, _RESAMPLES = 100, 500
+_OF_VALUES = re.compile("the values (change|grow|fall)")
 PROVED = "howsmooth.three_path"
 KINDS = {
     "head": "head",
@@ -154,7 +156,7 @@ def growth_sentences(group: Group) -> dict[Cell, str]:
         if len({length for length, _ in points}) > 1:
             lengths, values = zip(*points, strict=True)
             grown = growth(values, lengths, resamples=_RESAMPLES)
-            sentences[cell] = grown.sentence.replace("the values", "σ", 1).replace(" they ", " the values ")
+            sentences[cell] = _OF_VALUES.sub(r"σ \1s", grown.sentence, count=1).replace(" they ", " the values ")
     return sentences
 
 

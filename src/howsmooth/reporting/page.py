@@ -17,8 +17,8 @@ from typing import Any
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.reporting.answer import GAUGE, answer, compared, legend, picture
-from howsmooth.reporting.findings import ends, gaps, headline, main_kind, why
+from howsmooth.reporting.answer import GAUGE, answer, cause, compared, legend, picture
+from howsmooth.reporting.findings import ends, gaps, headline, main_kind, place_of, why
 from howsmooth.reporting.payload import group_data
 from howsmooth.reporting.source import Group, Source, groups
 from howsmooth.reporting.theory import THEORY, theory_links
@@ -30,6 +30,7 @@ _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
+_OPTION = "--reference random"
 _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
@@ -123,14 +124,15 @@ def _shown_escape(escape: re.Match[str]) -> str:
 def _headline(number: int, group: Group) -> str:
     worst = group.roughest(main_kind(group))[0]
     reason, said = why(worst, group), headline(group)
-    smooth = answer(group)
+    smooth, sure = answer(group), ends(worst)
+    sure = f"σ of {place_of(worst)}: {sure}" if smooth and sure else sure
     parts = {
         "sentence": smooth or said.removesuffix(reason).strip(),
         "compared": compared(group),
         "picture": picture(group),
         "legend": legend(group) if smooth else "",
-        "reason": said if smooth else reason,
-        "quiet": " · ".join(filter(None, [ends(worst), f"{len(group.rows)} cells measured", group.label, gaps(group)])),
+        "reason": cause(group) if smooth else reason,
+        "quiet": " · ".join(filter(None, [sure, f"{len(group.rows)} cells measured", group.label, gaps(group)])),
     }
     shown = "".join(_part(name, words) for name, words in parts.items() if words)
     return f'<div class="headline" data-group="{number}">{shown}</div>'
@@ -141,7 +143,8 @@ def _part(name: str, words: str) -> str:
         return f'<figure class="answer">{visible(words)}'
     if name == "legend":
         return f'<figcaption class="quiet">{html.escape(words)}</figcaption></figure>'
-    return f'<p class="{name}">{html.escape(visible(words))}</p>'
+    said = html.escape(visible(words)).replace(_OPTION, f"<code>{_OPTION}</code>")
+    return f'<p class="{name}">{said}</p>'
 
 
 def _theory_entry(name: str, address: str | None) -> str:

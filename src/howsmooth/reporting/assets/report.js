@@ -67,8 +67,7 @@ function remember() {
 }
 
 function fromAddress() {
-  const said = decodeURIComponent(location.hash.slice(1));
-  const [, model, rest] = /^(?:model-(\d+)-)?(.*)$/.exec(said);
+  const [, model, rest] = /^(?:model-(\d+)-)?(.*)$/s.exec(location.hash.slice(1)); // no place has a letter that is escaped
   const at = model ? Number(model) - 1 : 0, head = /^layer-(\d+)-head-(\d+)$/.exec(rest), other = /^([a-z]+)(?:-(\d+))?$/.exec(rest);
   const key = head ? `head/${head[1]}/${head[2]}` : other ? `${other[1]}/${other[2] ?? ""}/` : "";
   if (!all[at]?.byCell.has(key)) return;

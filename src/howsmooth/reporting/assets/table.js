@@ -91,6 +91,9 @@ function savePicture(picture, name) {
   own.forEach((node, i) => { const style = getComputedStyle(node); for (const name of kept) other[i].setAttribute(name, style.getPropertyValue(name)); });
   twin.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   twin.setAttribute("font-family", "sans-serif");
+  const ground = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  for (const [name, value] of [["width", "100%"], ["height", "100%"], ["fill", getComputedStyle(document.body).backgroundColor]]) ground.setAttribute(name, value);
+  twin.prepend(ground);
   save(new XMLSerializer().serializeToString(twin), "image/svg+xml", `${fileName(name)}.svg`);
 }
 
@@ -101,7 +104,7 @@ for (const id of ["growth-chart", "distances-chart", "layers-chart"]) {
 }
 for (const figure of document.querySelectorAll(".answer")) {
   const picture = figure.querySelector("svg");
-  figure.append(el("button", { type: "button", class: "plain save", text: "Save picture", onclick: () => savePicture(picture, picture.getAttribute("aria-label")) }));
+  figure.querySelector("figcaption").prepend(el("button", { type: "button", class: "plain save", text: "Save picture", onclick: () => savePicture(picture, picture.getAttribute("aria-label")) }));
 }
 
 find("more").addEventListener("click", () => { state.shown += 200; drawTable(); });
