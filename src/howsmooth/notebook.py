@@ -6,6 +6,7 @@ Whatever is shown comes as text and is escaped; colours are those of the noteboo
 from __future__ import annotations
 
 import html
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +60,7 @@ def in_notebook() -> bool:
     False
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)  # Colab has a kind of its own
 
 
 def bar() -> Callable[[float, str], None]:
@@ -85,3 +86,19 @@ def scan_bar() -> Callable[[Any], None] | None:
         return None
     show = bar()
     return lambda now: show(now.work, f"{now.cells} of {now.total} cells · {now.label}")
+
+
+def search_bar() -> Callable[[int, int, float], None] | None:
+    """The same for a search: its step, how many there are, and the best value so far."""
+    if not in_notebook():
+        return None
+    show = bar()
+    return lambda step, steps, best: show(step / max(steps, 1), f"step {step} of {steps} · best so far {best:.4g}")
+
+
+def step_bar(total: int) -> Callable[[str], None] | None:
+    """The same for work of which only the next step is told."""
+    if not in_notebook():
+        return None
+    show, begun = bar(), itertools.count()
+    return lambda label: show(min(next(begun) / max(total, 1), 1.0), label)

@@ -18,6 +18,7 @@ from howsmooth.checks import Count, Seed, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Window, alice, open_model
+from howsmooth.notebook import step_bar
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
 from howsmooth.rounding.answers import answers
 from howsmooth.rounding.caches import PARTS
@@ -174,20 +175,20 @@ def quantise(
         check: windows, none of which overlaps one of those, on which the choice is run; as many by default.
         device, dtype: where the model computes and with which weights, as of `howsmooth.models.open_model`.
         out: a store in which a stopped run is taken up again. resume: keep what it has.
-        progress: told what comes next.
+        progress: told what comes next; a notebook shows a bar without it.
 
     >>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
     >>> row = quantisation.rows()[0]
     >>> row["what"], row["format"], row["actual"] <= row["proved"], [check.name for check in quantisation.checks]
     ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
     """
-    chosen, tell = tuple(parse_formats(formats)), progress or (lambda label: None)
+    tried = 0 if budget is None else windows if check is None else check
+    chosen, tell = tuple(parse_formats(formats)), progress or step_bar(windows + tried) or (lambda label: None)
     opened = _opened(model, device, dtype)
     check_text_model(opened.model)
     check_weights(opened.model)
     words = alice() if text is None else text
-    tried = windows if check is None else check
-    learnt, held_out = _cut(opened, words, length, windows, 0 if budget is None else tried, seed)
+    learnt, held_out = _cut(opened, words, length, windows, tried, seed)
     if budget is not None:  # before the work begins
         check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
     deciding = {

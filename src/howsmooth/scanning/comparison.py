@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from howsmooth.checks import check_positive, door
 from howsmooth.errors import InvalidInput
+from howsmooth.notebook import grid
 from howsmooth.scanning.results import Scan
 from howsmooth.scanning.rows import Row
 
+_IN_NOTEBOOK = 20
 LIMIT = 2.0
 """A map whose roughness has changed by more than this factor stands out."""
 
@@ -119,6 +121,15 @@ class Comparison:
         said = f"{where} has become {factor:.3g} times {word}, from {first.before:.3g} to {first.after:.3g};"
         return f"{said}{others} {rest}."
 
+    def _repr_html_(self) -> str:
+        """The maps that have changed most, with the factor and its ends."""
+        rows = [
+            (str(change.place), f"{change.length}", *(f"{value:.4g}" for value in change.values), _said(change))
+            for change in self.changes[:_IN_NOTEBOOK]
+        ]
+        more = [f"{len(self.changes) - _IN_NOTEBOOK} more have changed less."] * (len(self.changes) > _IN_NOTEBOOK)
+        return grid(self.headline(), ("map", "tokens", *self.names, "factor"), rows, more)
+
     def to_dict(self) -> dict[str, Any]:
         """What a JSON file can hold."""
         return {
@@ -176,6 +187,10 @@ def compare(*scans: Scan | Path | str, names: Sequence[str] | None = None, limit
     most = [min(of_map, key=_importance) for of_map in changes.values()]
     counted = [_counted(change, len(changes[change.place])) for change in most]
     return Comparison(called, tuple(sorted(counted, key=_importance)), len(every) - len(shared), float(limit))
+
+
+def _said(change: Change) -> str:
+    return f"{change.ratio:.3g} (at least {change.least:.3g}, at most {change.most:.3g})"
 
 
 def _importance(change: Change) -> tuple[float, float]:

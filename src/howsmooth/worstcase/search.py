@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.checks import Count, Positive, Seed, Size, door
 from howsmooth.engines import Engine
+from howsmooth.notebook import search_bar
 from howsmooth.sets import InputSet, TokenSet
 from howsmooth.worstcase.one_search import Search
 from howsmooth.worstcase.question import Progress, Question
@@ -65,7 +66,8 @@ def worst_case(
         save: a file that always holds the best witness so far, whole.
         source: how the map was made, kept in that file, so that it can be made again.
         progress: called after every step with the step, ``steps`` and the best value so far; with an executor, after
-            every start with the starts that are done, all of them, and the best value.
+            every start with the starts that are done, all of them, and the best value. A notebook shows a bar without
+            it.
         executor: any `concurrent.futures.Executor`, or a `howsmooth.engines.Engine` of one: every start then climbs by
             itself, to its own end, and none is left behind half way. It is the same witness for any number of workers.
 
@@ -78,9 +80,9 @@ def worst_case(
     >>> round(witness.value, 1), witness.start
     (16.1, 'two poles')
     """
-    began = time.perf_counter()
+    began, told = time.perf_counter(), progress or search_bar()
     question = Question(
-        f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed, save, source, progress
+        f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed, save, source, told
     )
     starts_, notes = starts_for(question)
     if executor is None:
