@@ -32,6 +32,9 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
         lambda: hs.worst_case(ATTENTION, 4, radiuss=1.0),  # type: ignore[call-arg]
         lambda: hs.growth([1.0, 2.0], [8, 16], pairedd=True),  # type: ignore[call-arg]
         lambda: hs.scan("minilm", rtoll=1e-3),
+        lambda: hs.scan("minilm", lenghts=8),
+        lambda: hs.measure(ATTENTION, X, nrom=1),
+        lambda: hs.measure_heads(ATTENTION, X, nrom=1),
     ],
 )
 def test_a_misspelt_argument_is_answered_by_the_right_one(call: Callable[[], object]) -> None:

@@ -251,6 +251,16 @@ def check_options(given: Mapping[str, object], known: Iterable[str], name: str) 
             raise WrongCall(f"{name} takes no argument {option!r}{hint}")
 
 
+def keywords(function: Callable[..., object]) -> list[str]:
+    """The names under which a function takes arguments, those that it passes on apart.
+
+    >>> keywords(check_options)
+    ['given', 'known', 'name']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
 def check_memory(needed: int, what: str, advice: str) -> None:
     """Refuse what cannot fit into this machine."""
     there = memory()
@@ -318,7 +328,7 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = keywords(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     wanted = cache(lambda: kinds(function))
 

@@ -20,6 +20,7 @@ from howsmooth.checks import (
     check_number,
     check_options,
     door,
+    keywords,
 )
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, closed_jacobian, jacobian
@@ -77,7 +78,7 @@ def measure(
     >>> round(float(hs.measure(attention, torch.zeros(10, 1))), 3)  # the Cesàro matrix
     1.41
     """
-    check_options(solver, _OPTIONS, "measure")
+    check_options(solver, [*_OPTIONS, *keywords(measure)], "measure")
     known = closed_form(f, *x.shape[-2:-1])
     operator = jacobian(f if known is None else known, x, memory=memory, skip=skip)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
@@ -105,7 +106,7 @@ def measure_heads(
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
-    check_options(options, [*_OPTIONS, "memory", "skip"], "measure_heads")
+    check_options(options, [*_OPTIONS, "memory", "skip", *keywords(measure_heads)], "measure_heads")
     memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
     skip = check_number(options.pop("skip", 0.0), "skip", least=0.0)
     known = closed_form(attention, *x.shape[-2:-1])

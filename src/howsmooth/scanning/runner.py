@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from howsmooth.checks import check_count, check_options, check_positive, door
+from howsmooth.checks import check_count, check_options, check_positive, door, keywords
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
@@ -105,7 +105,7 @@ def scan(
     >>> [(row["layer"], row["what"], row["lower"] <= row["value"] <= row["upper"]) for row in result.rows]
     [(0, 'attention', True), (0, 'head', True), (1, 'attention', True), (1, 'head', True)]
     """
-    check_options(settings, [option.name for option in fields(Settings)], "scan")
+    check_options(settings, [*(option.name for option in fields(Settings)), *keywords(scan)], "scan")
     if out is not None and (not str(out).strip() or str(out) == MEMORY or str(out).startswith("file:")):
         raise InvalidInput(f"out is the name of a file, got {str(out)!r}: leave it out to keep nothing.")
     this_shard = None if shard is None else parse_shard(shard)
