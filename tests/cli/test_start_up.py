@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 
 import pytest
 from typer.main import get_command
 
 import howsmooth as hs
-from howsmooth.cli import app
+from howsmooth.cli import app, busy
 from howsmooth.cli.on_demand import SUMMARIES, OnDemand
 
 ANSWER = """
@@ -25,8 +27,9 @@ finally:
 """
 
 
-def answered(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", ANSWER, *args], capture_output=True, text=True, timeout=100)
+def answered(*args: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ANSWER, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,24 @@ def test_a_scan_can_write_its_report_when_only_its_room_was_imported() -> None:
     code = "from howsmooth.scanning import Scan; assert callable(Scan.writer)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.2, None), (1.0, 7), (5.4, 3), (40.0, 1)])
+def test_torch_takes_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch, load: float, threads: int | None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert busy.free_cores() == threads
+    for said in (None, "5"):
+        environment = {} if said is None else {"OMP_NUM_THREADS": said}
+        monkeypatch.setattr(os, "environ", environment)
+        busy.leave_room()
+        assert environment.get("OMP_NUM_THREADS") == (said or (None if threads is None else str(threads)))
+
+
+def test_completion_knows_commands_and_options() -> None:
+    def completed(words: str) -> list[str]:
+        asked = {"_HOWSMOOTH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return answered(environment=os.environ | asked).stdout.split("\n")
+
+    assert completed("howsmooth sc")[0] == "scan"
+    assert "--device" in completed("howsmooth compare --d")
