@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from howsmooth.cli import app, main
@@ -56,6 +57,10 @@ def test_lines_of_errors_are_cut_to_a_screenful(monkeypatch: pytest.MonkeyPatch)
         (MemoryError(), "does not fit in memory: lower --length, --width or --memory"),
         (RuntimeError(ALLOCATION + "51200000000 bytes. Error code 12"), "(51.2 GB more were asked for): lower"),
         (OSError(12, "Cannot allocate memory"), "does not fit in memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8 GiB"),
+            "does not fit in memory (2.00 GiB more were asked for): lower --length",
+        ),
         (RuntimeError("numel: integer multiplication overflow"), "beyond what any machine can hold"),
         (OverflowError("Python int too large to convert to C long"), "beyond what any machine can hold"),
         (ValueError("embedded null byte"), "NUL"),

@@ -16,6 +16,7 @@ from howsmooth.figures.comparison import series_figure
 from howsmooth.reporting.comparing import comparison_figure, write_comparison
 from howsmooth.scanning import Change, Scan
 from howsmooth.scanning.comparison import Place
+from tests.cli.command import Command
 
 WORDS = "to be or not to be, that is the question " * 20
 
@@ -150,3 +151,12 @@ def test_the_command_reads_stores(checkpoints: tuple[Path, Path], tmp_path: Path
     assert (tmp_path / "f.png").stat().st_size > 1000
     assert CliRunner().invoke(app, ["compare", str(stores[0])]).exit_code == 2
     assert CliRunner().invoke(app, ["compare", str(stores[0]), str(tmp_path / "none.sqlite")]).exit_code == 2
+
+
+def test_the_command_refuses_stores_of_different_versions_in_one_line(tmp_path: Path) -> None:
+    older = Path(__file__).parent / "data" / "before.sqlite"
+    row = Scan.open(older).rows[0]
+    newer = tmp_path / "newer.sqlite"
+    hs.scan("random:bert[layers=1,width=16]", WORDS, lengths=8, out=newer)
+    line = Command("compare").refusal(older, newer)
+    assert f"different versions ({row['howsmooth']} and {hs.__version__})" in line

@@ -238,7 +238,7 @@ def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], Row]:
 
 def _check_same(scans: Sequence[Scan], names: Sequence[str]) -> None:
     """Numbers compare when they were measured alike."""
-    for fact, said in (("text_sha256", "read different texts"), ("howsmooth", "were measured by different versions")):
+    for fact, said in (("howsmooth", "were measured by different versions"), ("text_sha256", "read different texts")):
         for name, values in _of_each(scans, names, fact):
             first = next(_of_each(scans, names, fact))[1]
             if values != first:
