@@ -34,7 +34,8 @@ def test_demo_scans_both_models_and_writes_one_report(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert [model["model"] for model in found["groups"]] == ["minilm", "smollm2"]
     assert "4-bit" in found["groups"][1]["precision"]
-    assert found["cells"] == 2 * (6 * (12 + 1 + 1) + 1 + 30 * (9 + 1 + 1) + 1)  # with random weights too
+    heads_and_blocks = 6 * (12 + 1) + 30 * (9 + 1)
+    assert found["cells"] == heads_and_blocks + 6 + 30 + 2 + (heads_and_blocks + 2)  # the last of random weights
     page = Path(found["report"]).read_text(encoding="utf-8")
     assert len(page) < 5e6
     assert all(model["headline"].split(":")[0] in page for model in found["groups"])
@@ -84,7 +85,7 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
         done = CliRunner().invoke(app, [*asked, *lengths])
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
-        assert found["cells"] == count + 9  # of random weights, at the longest
+        assert found["cells"] == count + 7  # of random weights, at the longest
         page = (tmp_path / "demo.html").read_text(encoding="utf-8")
         (group,) = json.loads(page.partition('id="scan">')[2].partition("</script>")[0])["groups"]
         assert len(group["columns"]["value"]) == count
