@@ -279,7 +279,11 @@ def check_weights(count: int, what: str) -> None:
     check_memory(4 * count, what, "take smaller sizes")
 
 
-def check_device(name: str) -> torch.device:
+Device = str | torch.device
+"""Where to compute: "cuda:1", or what torch has for it."""
+
+
+def check_device(name: Device) -> torch.device:
     """A device on which this machine can compute, or one line that says why it cannot.
 
     >>> check_device("cpu")

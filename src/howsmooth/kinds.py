@@ -30,6 +30,7 @@ _WORDS: dict[Any, str] = {
     None: "None",
     type(None): "None",
     torch.dtype: "a dtype of torch",
+    torch.device: "a device of torch",
     torch.nn.Module: "a module of torch",
 }
 

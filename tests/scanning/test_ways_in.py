@@ -125,6 +125,14 @@ def test_dtypes_are_what_they_say() -> None:
     assert opened.in_dtype("auto") is opened
 
 
+def test_devices_and_dtypes_of_torch_are_taken_too() -> None:
+    model = "random:gpt2[layers=2,width=16]"
+    by_name = scan(model, TEXT, device="cpu", dtype="bfloat16", **OPTIONS)
+    assert values(scan(model, TEXT, device=torch.device("cpu"), dtype=torch.bfloat16, **OPTIONS)) == values(by_name)
+    with pytest.raises(InvalidInput, match="dtype is auto, float32"):
+        scan(model, TEXT, dtype=torch.int8, **OPTIONS)
+
+
 def test_bfloat16_weights_are_kept_and_computed_upon_in_float32() -> None:
     model = tiny().to(torch.bfloat16)
     twin = copy.deepcopy(model).float()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from howsmooth.checks import check_device, shown
+from howsmooth.checks import Device, check_device, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.extras import need
 from howsmooth.models.alone import alone
@@ -25,7 +25,7 @@ NO_TOKENIZER = "the model came without a tokenizer, so it has read the bytes of 
 
 
 @alone
-def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device: str | None = None) -> OpenModel:
+def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device: Device | None = None) -> OpenModel:
     """A model in memory, ready to be measured.
 
     Args:

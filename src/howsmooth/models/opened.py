@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_device, check_one_of, door
+from howsmooth.checks import Device, check_device, check_one_of, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.extras import need
 from howsmooth.models.adapters import is_adapter, load_adapted
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = 2**31
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+Dtype = str | torch.dtype
 DeviceMap = str | Mapping[str, int | str]
 """Which part of a model goes where, as transformers takes it: "auto", or module → device."""
 _USUAL = 128
@@ -70,29 +71,30 @@ class OpenModel:
     reads_bytes: bool = False
     dtype: str = "auto"
 
-    def on(self, device: str | None) -> OpenModel:
+    def on(self, device: Device | None) -> OpenModel:
         """The same model on a device; where it is elsewhere a copy goes there, and this one stays."""
         if device is None or self.model.device == check_device(device):
             return self
         return replace(self, model=moved(copy.deepcopy(self.model), device))
 
-    def in_dtype(self, dtype: str | None) -> OpenModel:
+    def in_dtype(self, dtype: Dtype | None) -> OpenModel:
         """As "auto" has it (weights as stored, computed upon in float32), with weights rounded, or in float64.
 
         >>> open_model("random:gpt2[layers=1,width=16]").in_dtype("bfloat16").precision
         'bfloat16 weights, computed in float32'
         """
-        if dtype is None or check_one_of(dtype, DTYPES, "dtype") in ("auto", "float32"):
+        name = "auto" if dtype is None else _dtype_name(dtype)
+        if name in ("auto", "float32"):
             return self
-        if self.modality != "text" and dtype == "float64":
+        if self.modality != "text" and name == "float64":
             raise InvalidInput("float64 is for models of text: leave dtype out.")
-        twin, precision = copy.deepcopy(self.model), f"{dtype} weights, computed in {FULL_PRECISION}"
-        if dtype == "float64":
+        twin, precision = copy.deepcopy(self.model), f"{name} weights, computed in {FULL_PRECISION}"
+        if name == "float64":
             nn.Module.double(twin)
             precision = self.precision
         else:
-            _round_weights(twin, getattr(torch, dtype))
-        return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=dtype)
+            _round_weights(twin, getattr(torch, name))
+        return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=name)
 
     def windows(
         self, source: str | Path, length: int | None = None, count: int = 1, seed: int | None = 0
@@ -189,8 +191,8 @@ def open_model(
     spec: str,
     *,
     head: bool = False,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     device_map: DeviceMap | None = None,
 ) -> OpenModel:
     """A model to be measured.
@@ -222,10 +224,10 @@ def open_model(
     return ready.in_dtype(dtype)
 
 
-def _check_place(spec: str, device: str | None, dtype: str | None, device_map: DeviceMap | None) -> None:
+def _check_place(spec: str, device: Device | None, dtype: Dtype | None, device_map: DeviceMap | None) -> None:
     """Refuse a place that is none, before anything is loaded."""
     if dtype is not None:
-        check_one_of(dtype, DTYPES, "dtype")
+        _dtype_name(dtype)
     if device is not None:
         check_device(device)
     if device_map is None:
@@ -294,6 +296,15 @@ def moved(model: PreTrainedModel, device: Any, dtype: torch.dtype | None = None)
             ) from error
         raise InvalidInput(f"the model cannot be brought to the device {device}: {first_line(error)}.") from error
     return model
+
+
+def _dtype_name(dtype: Dtype) -> str:
+    """One of `DTYPES`.
+
+    >>> _dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return check_one_of(str(dtype).removeprefix("torch."), DTYPES, "dtype")
 
 
 def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:

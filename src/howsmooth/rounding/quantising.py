@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import plain_map
-from howsmooth.checks import Count, Seed, door
+from howsmooth.checks import Count, Device, Seed, door
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.kinds import Words
 from howsmooth.models import OpenModel, Window, alice, open_model
+from howsmooth.models.opened import Dtype
 from howsmooth.notebook import step_bar
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
 from howsmooth.rounding.answers import answers
@@ -156,8 +157,8 @@ def quantise(
     samples: Count = 24,
     seed: Seed = 0,
     check: Count | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     out: Path | None = None,
     resume: bool = True,
     progress: Step | None = None,
@@ -223,7 +224,7 @@ def quantise(
     return replace(result, checks=checks(choices, each_window(out, run, len(held_out), outcomes, resume)))
 
 
-def _opened(model: str | OpenModel, device: str | None, dtype: str | None) -> OpenModel:
+def _opened(model: str | OpenModel, device: Device | None, dtype: Dtype | None) -> OpenModel:
     """The model with its head; without, where its architecture has none that speaks (T5's encoder)."""
     if isinstance(model, OpenModel):
         return model.on(device).in_dtype(dtype)

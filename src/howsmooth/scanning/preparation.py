@@ -8,10 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from howsmooth.checks import Device
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window, held_model, open_model
 from howsmooth.models.input_files import file_named, joined_texts, read_input
-from howsmooth.models.opened import DeviceMap
+from howsmooth.models.opened import DeviceMap, Dtype
 from howsmooth.scanning.grammar import Numbers as Places
 from howsmooth.scanning.grammar import Selection, parse_lengths, parse_numbers, parse_what
 from howsmooth.scanning.memory import check_fits, fitting
@@ -50,8 +51,8 @@ def prepare(
     settings: Settings,
     *,
     tokenizer: Any = None,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     device_map: DeviceMap | None = None,
     column: str | None = None,
 ) -> Prepared:
@@ -94,7 +95,7 @@ def prepare(
 
 
 def _opened(
-    model: Any, tokenizer: Any, device: str | None, dtype: str | None, device_map: DeviceMap | None, head: bool
+    model: Any, tokenizer: Any, device: Device | None, dtype: Dtype | None, device_map: DeviceMap | None, head: bool
 ) -> OpenModel:
     """What is to be scanned, from wherever it comes."""
     if isinstance(model, str | Path):

@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from howsmooth.checks import check_count, check_options, check_positive, door, keywords
+from howsmooth.checks import Device, check_count, check_options, check_positive, door, keywords
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
-from howsmooth.models.opened import DeviceMap, twin_of
+from howsmooth.models.opened import DeviceMap, Dtype, twin_of
 from howsmooth.notebook import scan_bar
 from howsmooth.scanning.cells import measure_batch
 from howsmooth.scanning.cost import predict
@@ -52,8 +52,8 @@ def scan(
     out: Path | str | None = None,
     resume: bool = True,
     tokenizer: Any = None,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     device_map: DeviceMap | None = None,
     column: str | None = None,
     reference: Literal["random"] | None = None,

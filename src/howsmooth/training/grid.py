@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from howsmooth.checks import check_device, check_fields, door
+from howsmooth.checks import Device, check_device, check_fields, door
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.named import renamed
@@ -79,7 +79,7 @@ def run_grid(
     intervals: Intervals | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
     executor: Executor | Engine | None = None,
-    device: str | None = None,
+    device: Device | None = None,
 ) -> list[Result]:
     """Run what is missing and return the finished cells; the table is written after each.
 
@@ -104,7 +104,8 @@ def run_grid(
 
 
 def _run_cell(
-    run: tuple[Corpus, Settings, Path, Intervals | None, str | None], progress: Progress = lambda status: None
+    run: tuple[Corpus, Settings, Path, Intervals | None, Device | None],
+    progress: Progress = lambda status: None,
 ) -> None:
     """One cell, in whatever process this runs; what another process works on is left to it."""
     corpus, settings, folder, intervals, device = run

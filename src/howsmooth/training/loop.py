@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from howsmooth.checks import check_device, door
+from howsmooth.checks import Device, check_device, door
 from howsmooth.errors import InvalidInput
 from howsmooth.small import Busy, evaluating, exclusive, unwritable, write_whole
 from howsmooth.training.checkpoints import CHECKPOINT, Checkpoint
@@ -54,7 +54,7 @@ def train(
     resume: bool = False,
     intervals: Intervals | None = None,
     progress: Progress = lambda status: None,
-    device: str | None = None,
+    device: Device | None = None,
 ) -> Result:
     """Train a character language model and return what came of it.
 
