@@ -159,7 +159,7 @@ def test_the_first_screen_says_how_smooth_compared_with_what_and_why(
     browser: Any, report: Path, width: int, height: int, scheme: str
 ) -> None:
     with visit(browser, report, width, color_scheme=scheme) as seen:
-        said = seen.text(".sentence:visible")
+        said = seen.text(".sentence:visible").replace("\u00a0", " ")
         assert all(part in said for part in ("by 1 %", "the whole model", "a layer by", "an attention head by"))
         assert seen.text(".reason:visible").startswith("Why? In layer ")
         compared = seen.text(".compared:visible")

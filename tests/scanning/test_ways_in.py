@@ -248,3 +248,13 @@ def test_a_worker_opens_the_model_in_the_dtype_that_was_asked(tmp_path: Path, dt
     assert there is not asked
     assert (there.sha256, there.dtype) == (asked.sha256, dtype)
     assert there.sha256 != open_model(str(tmp_path)).sha256
+
+
+def test_scans_of_several_settings_are_joined_with_another(tmp_path: Path) -> None:
+    store = tmp_path / "s.sqlite"
+    for seed, rtol in ((0, 1e-3), (1, 1e-2)):
+        scan(f"random:gpt2[layers=2,width=16,seed={seed}]", TEXT, out=store, rtol=rtol, **OPTIONS)
+    other = scan("random:gpt2[layers=2,width=16,seed=2]", TEXT, rtol=1e-1, **OPTIONS)
+    joined = hs.Scan.joined([hs.Scan.open(store), other])
+    assert joined.settings["rtol"] == [1e-3, 1e-2, 1e-1]
+    assert len(joined) == len(hs.Scan.open(store)) + len(other)

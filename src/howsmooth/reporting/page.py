@@ -31,6 +31,8 @@ _HIDDEN = re.compile(
     "\U000e0000-\U000e007f]"
 )
 _OPTION = "--reference random"
+_TOGETHER = re.compile(r"\d %|n = \d")
+"""What no line may break."""
 _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
@@ -143,7 +145,8 @@ def _part(name: str, words: str) -> str:
         return f'<figure class="answer">{visible(words)}'
     if name == "legend":
         return f'<figcaption class="quiet">{html.escape(words)}</figcaption></figure>'
-    said = html.escape(visible(words)).replace(_OPTION, f"<code>{_OPTION}</code>")
+    whole = _TOGETHER.sub(lambda part: part[0].replace(" ", "\u00a0"), visible(words))
+    said = html.escape(whole).replace(_OPTION, f"<code>{_OPTION}</code>")
     return f'<p class="{name}">{said}</p>'
 
 

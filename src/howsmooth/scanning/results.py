@@ -209,9 +209,12 @@ def _merged(several: list[dict[str, Any]]) -> dict[str, Any]:
 
     >>> _merged([{"seed": 0, "rtol": 0.001}, {"seed": 0, "rtol": 0.01}])
     {'seed': 0, 'rtol': [0.001, 0.01]}
+    >>> _merged([{"rtol": [0.001, 0.01]}, {"rtol": 0.1}])
+    {'rtol': [0.001, 0.01, 0.1]}
     """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for settings in several for name in settings):
-        values = list(dict.fromkeys(settings[name] for settings in several if name in settings))
+        said = [settings[name] for settings in several if name in settings]
+        values = list(dict.fromkeys(each for value in said for each in (value if isinstance(value, list) else [value])))
         merged[name] = values[0] if len(values) == 1 else values
     return merged
