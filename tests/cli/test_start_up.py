@@ -52,6 +52,19 @@ def test_nothing_heavy_is_imported_for_an_answer_at_once(args: tuple[str, ...], 
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
+def test_help_needs_no_parser_and_no_highlighter_and_others_still_get_them() -> None:
+    code = (
+        "import sys; from howsmooth.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'markdown_it', 'pygments', 'rich.syntax'} & set(sys.modules), 'too much'\n"
+        "import typer.rich_utils as used, rich.markdown, rich.traceback\n"
+        "assert isinstance(used.Markdown('*a*'), rich.markdown.Markdown)\n"
+        "assert used.Traceback.from_exception == rich.traceback.Traceback.from_exception\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_summary_is_the_beginning_of_the_help_of_its_command() -> None:
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         assert isinstance(command, OnDemand)

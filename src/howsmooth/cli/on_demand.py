@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from howsmooth.cli.endings import OneLineErrors
+from howsmooth.cli.light_help import import_help
 
 SUMMARIES = {
     "measure": "Measure the local Lipschitz constant of an attention block and of each of its heads.",
@@ -59,6 +60,10 @@ class Commands(OneLineErrors):
     def __init__(self, **given: Any):
         super().__init__(**given)
         self.commands = {name: OnDemand(name) for name in SUMMARIES}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        import_help()
+        super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> Any:
         return plain_flags(super().get_params(ctx))
