@@ -10,6 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.jacobians import ComposedJacobian, FunctionJacobian
+from howsmooth.jacobians.composed import ClosedAttention
 from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, open_model
 from howsmooth.models import parts as parts_module
 from howsmooth.models.self_check import random_inputs
@@ -163,3 +164,45 @@ def test_long_inputs_are_compared_by_their_output_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(parts_module, "compare_derivative", lambda *given: pytest.fail("autograd was asked"))
     f, x = tiny_targets("llama").get("layer", 0)
     assert isinstance(hs.jacobian(f, x), ComposedJacobian)
+
+
+def test_a_model_is_evaluated_once_in_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass that compares a layer with the model is the one that its Jacobian is made of."""
+    seen: list[torch.dtype] = []
+    own = ClosedAttention.linearize
+
+    def counted(self: ClosedAttention, x: Tensor, memory: int, bounded: bool = True) -> Any:
+        seen.append(x.dtype)
+        return own(self, x, memory, bounded)
+
+    monkeypatch.setattr(ClosedAttention, "linearize", counted)
+    targets = tiny_targets("bert", torch.float32)
+    assert isinstance(hs.jacobian(*targets.get("model")), ComposedJacobian)
+    assert seen.count(torch.float32) == seen.count(torch.float64) == targets.layers
+
+
+def test_autograd_is_asked_once_for_a_layer_and_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    own = parts_module.compare_derivative
+    monkeypatch.setattr(
+        parts_module, "compare_derivative", lambda name, *given: (asked.append(name), own(name, *given))
+    )
+    model = TINY["llama"].build().requires_grad_(False).double()
+    model.set_attn_implementation("eager")
+    opened = OpenModel("llama", model, None, "text", "", "float32", 99, "")
+
+    def compared(*tokens: int) -> list[str]:
+        asked.clear()
+        targets = Targets(opened, Window(torch.tensor([tokens]), [], 0))
+        assert isinstance(hs.jacobian(*targets.get("model")), ComposedJacobian)
+        return list(asked)
+
+    layers = [f"layer {i}" for i in range(len(model.layers))]
+    assert compared(5, 6, 7) == layers
+    assert compared(8, 9, 10, 11) == []
+    model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    assert compared(5, 6, 7) == ["layer 1"]
+    model.layers[0].mlp.up_proj = torch.nn.Linear(
+        *reversed(model.layers[0].mlp.up_proj.weight.shape), bias=False
+    ).double()
+    assert compared(5, 6, 7) == ["layer 0"]

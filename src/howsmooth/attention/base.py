@@ -138,10 +138,15 @@ class AttentionMap(nn.Module):
         Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
         the centre ``(batch, 1, d)``, biases left out, unless a stage or a soft-cap would notice.
         """
-        query, key, value = self._project(x - centre)
-        query_shift, key_shift, value_shift = self.project(centre)
-        key_free, value_free = self.free_of_constants
-        return query + query_shift, key if key_free else key + key_shift, value if value_free else value + value_shift
+        together = self._project(torch.cat([x - centre, centre], dim=-2))  # weights are brought to the dtype once
+        biases = (self.query_bias, self.key_bias, self.value_bias)
+        moved, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
+        free = (False, *self.free_of_constants)
+        query, key, value = (
+            t if left_out else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
+            for t, shift, bias, left_out in zip(moved, shifts, biases, free, strict=True)
+        )
+        return query, key, value
 
     @property
     def free_of_constants(self) -> tuple[bool, bool]:
@@ -154,7 +159,8 @@ class AttentionMap(nn.Module):
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
         def heads_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-            projected = x[:, None] @ weight.to(x).mT
+            projected = x @ weight.to(x).flatten(0, 1).mT
+            projected = projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
             projected = projected if bias is None else projected + bias[:, None]
             return self.per_head(projected, dim=1)
 

@@ -259,7 +259,9 @@ class Mixing:
         wide = tokens.to(torch.float64 if tokens.device.type != "mps" else tokens.dtype)
         whole = self.softmax and attention.terms.first_blind(tokens.shape[1], attention.heads) is None
         if whole and not attention.value_stages:
-            value = attention.project(wide[:, :1])[2].flatten(0, 1)
+            weight, bias = attention.value_weight.to(wide), attention.value_bias
+            first = (wide[:, 0] @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
+            value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
         value = attention.in_dtype(wide.dtype)._heads(wide)[2].flatten(0, 1).to(self.value)
         return self.jvp(None, None, value).to(wide)

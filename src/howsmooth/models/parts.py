@@ -1,14 +1,16 @@
 """Parts of a model as functions that know their own Jacobian.
 
 A `ModelPart` is called like the part of the model that it stands for, and runs the model's own modules. Its Jacobian is
-put together from closed forms (`howsmooth.jacobians.composed`) once these have reproduced, layer by layer, the model's
-own output and, at a random vector, its derivative by autograd. Where that fails the Jacobian is that of torch.func, and
-a note says why.
+put together from closed forms (`howsmooth.jacobians.composed`) that have reproduced, layer by layer, the model's own
+output and, at a random vector, its derivative by autograd: the output at every window, the derivative once for every
+layer and its weights. Where that fails the Jacobian is that of torch.func, and a note says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,29 +73,79 @@ class ClosedLayers:
         """Layer ``index``, which gave out ``output`` at x; ``function`` is its own definition."""
         known = self._known.get(index)
         if known is None:
-            try:
-                known = self._compared(index, function, x, output)
-            except HowsmoothError as error:
-                known = first_line(error)
-            self._known[index] = known
+            self.operator(index, function, x, output, DEFAULT_MEMORY, bounded=False)
+            known = self._known[index]
         if isinstance(known, str):
             raise UnsupportedModel(known)
         return known
 
-    def _compared(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
+    def operator(
+        self, index: int, function: Function, x: Tensor, output: Tensor, memory: int, bounded: bool
+    ) -> JacobianOperator | None:
+        """The Jacobian of layer ``index`` at x, by the forward pass that compares it; None when that has failed."""
+        known = self._known.get(index)
+        if isinstance(known, ClosedLayer):
+            return known.layer.linearize(x, memory, bounded)[1]
+        try:
+            self._known[index], operator = self._compared(index, function, x, output, memory, bounded)
+        except HowsmoothError as error:
+            self._known[index], operator = first_line(error), None
+        return operator
+
+    def _compared(
+        self, index: int, function: Function, x: Tensor, output: Tensor, memory: int, bounded: bool
+    ) -> tuple[ClosedLayer, JacobianOperator]:
         attention = self.attention(index)
         worst = float("inf")
         for candidate in closed_layers(self.kind, self.modules[index], attention):
-            value, operator = candidate.layer.linearize(x, DEFAULT_MEMORY, bounded=False)
+            value, operator = candidate.layer.linearize(x, memory, bounded)
             error = relative_error(value, output.reshape(value.shape))
             if error <= TOLERANCE:
                 if attention.heads * len(x) ** 2 <= MOST_COMPARED:
-                    compare_derivative(f"layer {index}", operator, function, x)
-                return candidate
+                    self._compare_once(index, operator, function, x)
+                return candidate, operator
             worst = min(worst, error)
         raise UnsupportedModel(
             f"the parts of layer {index} put together differ from its own output by a relative {worst:.1e}."
         )
+
+    def _compare_once(self, index: int, operator: JacobianOperator, function: Function, x: Tensor) -> None:
+        module = self.modules[index]
+        state = _state(module)
+        if _SAME_AS_AUTOGRAD.get(module) != state:
+            compare_derivative(f"layer {index}", operator, function, x)
+            _SAME_AS_AUTOGRAD[module] = state
+
+
+_SAME_AS_AUTOGRAD: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Layers whose derivative has been compared with autograd, each with the state in which it was."""
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """What changes when a layer is given other weights, other modules or another definition."""
+    inside = list(module.modules())
+    calls = [(id(each), type(each).forward, each.__dict__.get("forward")) for each in inside]
+    return [*calls, *((id(weight), weight._version) for weight in module.parameters())]
+
+
+class ComparedLayer(ClosedMap):
+    """A layer in closed form, compared with the model by the same forward pass that makes its Jacobian.
+
+    At the tokens of the window its value is what the model gave out, so that the next layer meets its own tokens too.
+    """
+
+    attentions = 1
+
+    def __init__(self, layers: ClosedLayers, index: int, function: Function, x: Tensor, output: Tensor):
+        self.layers, self.index, self.given = layers, index, (function, x, output)
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        _, tokens, output = self.given
+        if x.dtype == tokens.dtype and torch.equal(x, tokens):
+            operator = self.layers.operator(self.index, *self.given, memory, bounded)
+            if operator is not None:
+                return output.reshape(*x.shape[:-1], -1), operator
+        return self.layers.get(self.index, *self.given).layer.linearize(x, memory, bounded)
 
 
 def compare_derivative(name: str, operator: JacobianOperator, function: Function, x: Tensor) -> None:

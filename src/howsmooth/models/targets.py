@@ -32,7 +32,7 @@ from howsmooth.models.conventions import (
     no_such_layer,
 )
 from howsmooth.models.maps import read_attention
-from howsmooth.models.parts import ClosedLayers, ModelPart, closed_tail, compare_derivative, in_series
+from howsmooth.models.parts import ClosedLayers, ComparedLayer, ModelPart, closed_tail, compare_derivative, in_series
 from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
 from howsmooth.models.wiring import ClosedLayer
@@ -252,15 +252,20 @@ class Targets:
             attention = read_attention(self.model, attention_site(self.model, layer), positions)
         return plain_map(attention, "a layer in closed form")
 
+    def _heard(self, layer: int) -> tuple[Function, Tensor, Tensor]:
+        """A layer's own definition, the tokens it received and what it made of them."""
+        module = self._layers[layer]
+        return self._chain([module]), self._input(layer), self._outputs[module]
+
     def _closed_layer(self, layer: int) -> ClosedLayer:
-        function = self._chain([self._layers[layer]])
-        return self._closed.get(layer, function, self._input(layer), self._outputs[self._layers[layer]])
+        return self._closed.get(layer, *self._heard(layer))
 
     def _closed_series(self, layers: range, tail: Sequence[nn.Module] = ()) -> ClosedMap:
         for layer in layers[1:]:
             if not _same(self._outputs[self._layers[layer - 1]], self._calls[self._layers[layer]].hidden):
                 raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
-        return in_series([*(self._closed_layer(layer).layer for layer in layers), closed_tail(tail)])
+        compared = [ComparedLayer(self._closed, layer, *self._heard(layer)) for layer in layers]
+        return in_series([*compared, closed_tail(tail)])
 
     def _closed_residual(self, layer: int, function: Function) -> ClosedMap:
         closed, x = self._closed_layer(layer).residual, self._input(layer)
