@@ -66,8 +66,8 @@ def measure(
         seed: of the random start.
         confidence: probability with which the upper end holds.
         memory: bytes of attention weights kept between products.
-        skip: of an attention map, leave tiles of weights out that are all below this. Both ends allow for what goes
-            with them, and a note says how many; 0, the default, leaves nothing out.
+        skip: of an attention map, leave tiles of weights out, least first, that together are at most about this share
+            of the norm. The ends hold all the same, and a note says how many; 0, the default, leaves nothing out.
         solver: further options of `howsmooth.norms.operator_norm`.
 
     Returns:

@@ -62,8 +62,8 @@ def jacobian(
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cached`); None for that in x.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
-        skip: of an attention map, leave tiles out whose weights are all below this, and say by how much that can move
-            the map (`JacobianOperator.left_out`); 0 leaves nothing out.
+        skip: of an attention map, leave tiles out, least first, that together are at most about this share of the norm,
+            and say how much that is (`JacobianOperator.left_out`); 0 leaves nothing out.
 
     Returns:
         An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.

@@ -18,7 +18,7 @@ from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
-from howsmooth.jacobians.rounding import Noise, input_norms
+from howsmooth.jacobians.rounding import Noise, per_map
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.token_blocks import TokenBlocks
@@ -32,6 +32,7 @@ MOST_NOISE = 3e-4
 """Share of ‖Jᵀu‖ that the noise may have before a wider dtype is taken, with u = Jv/|Jv| and v random or, at the second
 look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: both ends leave most of 10⁻³ free."""
 _LOOKS = 2
+_ROUGHLY, _GLANCES = 0.1, 2
 
 
 class AttentionJacobian(JacobianOperator):
@@ -40,6 +41,8 @@ class AttentionJacobian(JacobianOperator):
     ``path`` keeps one of the two additive parts: "value" (weights P held fixed: the map P ⊗ WV) or "score" (values held
     fixed: what moves through the weights).
     """
+
+    whole: AttentionJacobian | None = None
 
     def __init__(
         self,
@@ -66,8 +69,8 @@ class AttentionJacobian(JacobianOperator):
             self.left_out = self._of_maps(skipped.along(path))
             most = float(torch.as_tensor(self.left_out).max())
             self.notes = (
-                f"{100 * mixing.left_out.share:.0f} % of the tiles of attention weights were left out: both ends allow "
-                f"for up to {most:.1e}",
+                f"{100 * mixing.left_out.share:.0f} % of the tiles of attention weights were left out: the ends allow "
+                f"for what is missing, of norm {most:.1e} at most",
             )
         # Errors of many roundings have no preferred direction: N^{-½} of their length lies along one, in mean square.
         # Some have more; but the certificate adds up the errors of all steps as if none cancelled, which allows for it.
@@ -158,9 +161,11 @@ class AttentionJacobian(JacobianOperator):
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
             raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
-        return AttentionJacobian(
+        part = AttentionJacobian(
             self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path, self.skipped
         )
+        part.whole = None if self.whole is None else self.whole.along(path)
+        return part
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
@@ -168,7 +173,31 @@ class AttentionJacobian(JacobianOperator):
         rounding = None if self.rounding is None else self.rounding.select(maps)
         skipped = None if self.skipped is None else self.skipped.select(maps)
         mixing = self.mixing.select(maps)
-        return AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
+        part = AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
+        part.whole = None if self.whole is None else self.whole.subset(index)
+        part.least = self.least.reshape(-1)[index.cpu()] if self.least.dim() else self.least
+        return part
+
+    def without(self, gone: Tensor, norms: Tensor, memory: int) -> AttentionJacobian:
+        """Without some tiles, with a bound on what goes with them; ``norms`` as in `howsmooth.jacobians.skipping`."""
+        mixing = self.mixing.without(gone, memory)
+        assert mixing.left_out is not None
+        heads = 1 if self.by_head else len(mixing.query) // max(1, self.batch_size)
+        query, key, value = (math.sqrt(heads) * norms * mixing.left_out.sizes).to(self.device)  # errors of heads add up
+        skipped = Noise(query + key, value)
+        thin = AttentionJacobian(
+            mixing, self.chains, self.projection, self.batch_shape, self.rounding, self.path, skipped
+        )
+        thin.whole = self
+        return thin
+
+    def seen_size(self, steps: int) -> Tensor:
+        """A lower bound on the norm of every map, from so many steps of power iteration, float64 on the CPU."""
+        v = random_like(torch.empty(*self.batch_shape, *self.in_shape, dtype=self.dtype)).to(self.device)
+        for _ in range(steps):
+            u = self.matvec(v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True))
+            v = self.rmatvec(u)
+        return (torch.linalg.vector_norm(v, dim=(-2, -1)) / torch.linalg.vector_norm(u, dim=(-2, -1))).double().cpu()
 
     def lift_in(self, v: Tensor) -> Tensor:
         return self._lift(v, getattr(self.projection, "basis_in", None))
@@ -201,8 +230,8 @@ def attention_jacobian(
         reduced: with ``per_head``, work in orthonormal coordinates of each head's own subspaces: same singular values,
             shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
         memory: bytes of attention weights to keep between products.
-        skip: tiles of weights that are all below this are left out of the products, and the bound on what that does to
-            the map is stated (`JacobianOperator.left_out`); 0 leaves nothing out.
+        skip: tiles of weights are left out of the products, least first, as long as the bound on what goes with them
+            (`JacobianOperator.left_out`) stays below about this share of the norm; 0 leaves nothing out.
 
     Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Where float32 cannot
     resolve the logits to `MOST_BLUR`, or cancellation leaves more than `MOST_NOISE` of a map, float64 is taken. Logits
@@ -215,7 +244,7 @@ def attention_jacobian(
     """
     check_tokens(x)
     if not 0 <= skip < 1:
-        raise InvalidInput(f"skip is an attention weight, at least 0 and below 1, got {skip}.")
+        raise InvalidInput(f"skip is a share of the norm, at least 0 and below 1, got {skip}.")
     if x.shape[-1] != attention.in_features:
         raise InvalidInput(
             f"tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}: "
@@ -261,17 +290,45 @@ def _operator(
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
-    mixing = Mixing.at(attention, point, dtype, memory, skip=skip)
+    mixing = Mixing.at(attention, point, dtype, memory, sized=skip > 0)
     noise = Noise.of(attention, point, mixing, by_head=per_head)
-    skipped = None
-    if mixing.left_out is not None:
-        skipped = mixing.left_out.bound(attention, input_norms(attention, point, dtype), dtype, per_head)
     if per_head:
         projection: Projection = HeadProjection.of(attention, batch, reduced, dtype)
         heads = torch.Size([*x.shape[:-2], attention.heads])
-        return AttentionJacobian(mixing, point.chains, projection, heads, noise, skipped=skipped)
-    projection = BlockProjection.of(attention, dtype)
-    return AttentionJacobian(mixing, point.chains, projection, x.shape[:-2], noise, skipped=skipped)
+        operator = AttentionJacobian(mixing, point.chains, projection, heads, noise)
+    else:
+        projection = BlockProjection.of(attention, dtype)
+        operator = AttentionJacobian(mixing, point.chains, projection, x.shape[:-2], noise)
+    if skip == 0:
+        return operator
+    thin = _thinned(operator, skip, _path_norms(attention, point), memory)
+    thin.rounding = Noise.of(attention, point, thin.mixing, by_head=per_head)  # of weights that may be sharper now
+    thin.noise = thin._of_maps(thin.rounding.along("all"))
+    return thin
+
+
+def _path_norms(attention: AttentionMap, point: Point) -> Tensor:
+    """N_q, N_k and N_v of `howsmooth.jacobians.skipping`, ``(3, maps)``: exact norms of the projections."""
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]
+    norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
+    out = torch.linalg.matrix_norm(attention.output_weight.double(), 2)
+    return torch.stack([*norms[:2], norms[2] * per_map(out, norms[2], attention)]).cpu()
+
+
+def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) -> AttentionJacobian:
+    """The Jacobian without the least of its tiles: those that together are at most about ``skip`` of its norm.
+
+    Of the norm a lower bound is taken, from a few products without those that are a tenth of the bound for all tiles.
+    """
+    sizes, maps = whole.mixing.sizes, len(whole.mixing.query)
+    assert sizes is not None
+    every = (norms * sizes.left_out(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).sizes).sum(0)
+    rough = whole.without(sizes.least(norms, _ROUGHLY * every), norms, 0)
+    whole.least = rough.seen_size(_GLANCES)
+    least = whole.least.reshape(-1, 1)
+    heads = maps // len(least)
+    return whole.without(sizes.least(norms, (skip * least / heads).expand(-1, heads).reshape(-1)), norms, memory)
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:

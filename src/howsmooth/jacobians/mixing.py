@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
-from howsmooth.jacobians.skipping import LeftOut, LeftOutSums
+from howsmooth.jacobians.skipping import LeftOut, TileSizes, TileSums
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -41,6 +42,8 @@ TILE_SIZE = 2**21
 arrays of a tile to stay in the cache between the steps that touch them."""
 BAND_SIZE = 2**23
 """Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
+FINE_TILE, FINE_TILES = 128, 128
+"""Rows and columns of tiles that may be left out; twice as many where there would be more tiles than this on a side."""
 MASKED_SHARE = 4
 """Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
@@ -121,6 +124,8 @@ class Mixing:
     softmax: bool
     moments: Moments | None
     work: _Workspace
+    exact: Logits | None = None
+    sizes: TileSizes | None = None
     left_out: LeftOut | None = None
 
     @classmethod
@@ -132,13 +137,13 @@ class Mixing:
         dtype: torch.dtype,
         memory: int,
         moments: bool = True,
-        skip: float = 0.0,
+        sized: bool = False,
     ) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products. Without
-        ``moments`` nothing is kept by which rounding could be bounded. Tiles whose weights are all below ``skip`` are
-        left out of the products (`howsmooth.jacobians.skipping`).
+        ``moments`` nothing is kept by which rounding could be bounded. ``sized`` tiles are small and know how much goes
+        with them when they are left out (`howsmooth.jacobians.skipping`).
         """
         softmax = attention.weighting == "softmax"
         exact = Logits.between(point.query, point.key, attention)
@@ -148,8 +153,8 @@ class Mixing:
         logits = Logits.between(query, key, attention)
         self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
         kept: list[Tile] = []
-        dropped = LeftOutSums(query, key, value) if skip > 0 else None
-        for band in self._bands(fine=skip > 0):
+        of_tiles = TileSums(query, key, value, attention.output_weight, softmax) if sized else None
+        for band in self._bands(fine=sized):
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
             held = [exact.of(tile) for tile in band] if narrow else None
             if softmax and band:
@@ -159,13 +164,16 @@ class Mixing:
             for tile, logit in zip(band, held or map(exact.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit, exact)
                 seen.add(tile.queries, tile.keys, weights)
-                if dropped is not None and dropped.add(tile.queries, tile.keys, weights, skip):
-                    continue
+                if of_tiles is not None:
+                    row, column = (span.start // fine_side(query.shape[1]) for span in (tile.rows, tile.cols))
+                    of_tiles.add(tile.queries, tile.keys, (tile.maps.start, row, column), weights)
                 size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
                 if size <= memory:
                     memory -= size
                     tile = replace(tile, weights=weights, slopes=slopes)
                 kept.append(tile)
+            if of_tiles is not None:
+                of_tiles.close()
         output = seen.output()
         if not bool(torch.isfinite(output).all()):
             raise InvalidInput(
@@ -174,8 +182,39 @@ class Mixing:
             )
         if all(tile.weights is not None for tile in kept):
             self = replace(self, logits=replace(logits, eps=torch.finfo(exact.query.dtype).eps))
-        left_out = None if dropped is None else dropped.sizes(output)
-        return replace(self, tiles=tuple(kept), output=output, moments=seen.moments(), left_out=left_out)
+        sizes = None if of_tiles is None else of_tiles.tile_sizes()
+        self = replace(self, tiles=tuple(kept), output=output, moments=seen.moments())
+        return replace(self, exact=exact, sizes=sizes) if sized else self
+
+    def without(self, gone: Tensor, memory: int) -> Mixing:
+        """The same without some of its ``sized`` tiles; neighbours are joined, weights kept as ``memory`` allows."""
+        assert self.sizes is not None
+        assert self.exact is not None
+        runs: list[list[Tile]] = []
+        for tile, left_out in zip(self.tiles, gone.tolist(), strict=True):
+            if left_out:
+                continue
+            if runs and _continues(runs[-1], tile):
+                runs[-1].append(tile)
+            else:
+                runs.append([tile])
+        tiles = []
+        for run in runs:
+            tile = replace(run[0], cols=slice(run[0].cols.start, run[-1].cols.stop), weights=None, slopes=None)
+            memory -= tile.size * self.query.element_size()
+            if memory >= 0:
+                weights, slopes = zip(*map(self._sharp_weights, run), strict=True)
+                joined = torch.cat(weights, dim=-1)
+                tile = replace(tile, weights=joined, slopes=joined if self.plain else torch.cat(slopes, dim=-1))
+            tiles.append(tile)
+        left_out = self.sizes.left_out(gone, len(self.query))
+        thin = replace(self, tiles=tuple(tiles), work=_Workspace(), exact=None, sizes=None, left_out=left_out)
+        return thin if memory < 0 else replace(thin, logits=replace(self.logits, eps=self.exact.eps))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the slopes of the weights are the weights themselves."""
+        return self.softmax and self.logits.softcap is None
 
     @property
     def blur(self) -> float:
@@ -248,7 +287,15 @@ class Mixing:
         moments = None if self.moments is None else self.moments.select(index)
         left_out = None if self.left_out is None else self.left_out.select(index)
         return replace(
-            self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments, work=_Workspace(), left_out=left_out
+            self,
+            **tensors,
+            tiles=tuple(tiles),
+            logits=logits,
+            moments=moments,
+            work=_Workspace(),
+            exact=None,
+            sizes=None,
+            left_out=left_out,
         )
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
@@ -285,17 +332,19 @@ class Mixing:
         count, n, _ = self.query.shape
         most = tile_size(self.query.device)
         side = max(1, math.isqrt(most // TILE_SIZE))
-        rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if self.logits.terms or fine else side * TILE_ROWS, n)
-        cols = max(1, TILE_COLS // MASKED_SHARE) if fine else side * TILE_COLS
+        rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if self.logits.terms else side * TILE_ROWS, n)
+        rows, cols = 2 * (fine_side(n),) if fine else (rows, side * TILE_COLS)
         group = 1 if fine else max(1, most // (rows * min(cols, n)))
         for first in range(0, count, group):
             maps = slice(first, min(first + group, count))
             for start in range(0, n, rows):
                 stop = min(start + rows, n)
                 low, high = self.logits.terms.key_range(start, stop, n)
+                edges = [low, *range((low // cols + 1) * cols if fine else low + cols, high, cols), high]
                 yield [
-                    Tile(maps, slice(start, stop), slice(left, min(left + cols, high)))
-                    for left in range(low, high, cols)
+                    Tile(maps, slice(start, stop), slice(left, right))
+                    for left, right in pairwise(edges)
+                    if left < right
                 ]
 
     def _from_logits(self, tile: Tile, logits: Tensor, source: Logits) -> tuple[Tensor, Tensor]:
@@ -310,10 +359,21 @@ class Mixing:
             slopes = slopes * source.slope_of(tile).to(self.query.dtype)
         return weights, slopes
 
+    def _sharp_weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """As `_weights`, from the logits in the dtype of the point."""
+        if tile.weights is None and self.exact is not None:
+            return self._from_logits(tile, self.exact.of(tile), self.exact)
+        return self._weights(tile)
+
     def _weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
         if tile.weights is None or tile.slopes is None:
             return self._from_logits(tile, self.logits.of(tile), self.logits)
         return tile.weights, tile.slopes
+
+
+def fine_side(n: int) -> int:
+    """Rows and columns of tiles that may be left out, for n tokens."""
+    return FINE_TILE if n <= FINE_TILE * FINE_TILES else 2 * FINE_TILE
 
 
 def tile_size(device: torch.device) -> int:
@@ -352,6 +412,12 @@ class _Workspace:
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = like.new_empty(size)
         return self.buffers[name][:size].view(shape)
+
+
+def _continues(run: list[Tile], tile: Tile) -> bool:
+    """Whether a tile goes on where a run of tiles ends."""
+    last, wide = run[-1], tile.cols.stop - run[0].cols.start > TILE_COLS
+    return (last.maps, last.rows, last.cols.stop) == (tile.maps, tile.rows, tile.cols.start) and not wide
 
 
 def _top(logits: Iterable[Tensor]) -> Tensor:

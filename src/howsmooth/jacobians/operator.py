@@ -43,6 +43,8 @@ class JacobianOperator(ABC):
             N^{-½} for sums of many roundings, which point nowhere in particular.
         left_out: an absolute bound, one number per map or one for all (float64), on the norm of what was left out of
             the map on purpose, the same in every product.
+        whole: the same maps with nothing left out, where they are at hand.
+        least: a lower bound on the norm of every map that came up on the way (float64, ``batch_shape``).
     """
 
     batch_shape: torch.Size
@@ -56,6 +58,8 @@ class JacobianOperator(ABC):
     noise: Tensor | float = 0.0
     scatter: float = 1.0
     left_out: Tensor | float = 0.0
+    whole: JacobianOperator | None = None
+    least: Tensor = torch.zeros((), dtype=torch.float64)
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.norms.deflation import deflated_norm, too_much_left_out
 from howsmooth.norms.dense import dense_norm
 from howsmooth.norms.frobenius import frobenius_norm
 from howsmooth.norms.golub_kahan import golub_kahan
@@ -68,6 +69,9 @@ def operator_norm(
     small = min(op.in_size, op.out_size) <= dense_limit
     if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
         return dense_norm(op, kind, k, rtol)
+    if kind == 2 and k == 1 and start is None and stop_at is None and too_much_left_out(op, rtol):
+        options = {"max_steps": max_steps, "basis_limit": basis_limit, "progress": progress}
+        return deflated_norm(op, rtol, confidence, seed, **options)
     if kind == 2:
         return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress, stop_at)
     exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[kind]
