@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import ComposedJacobian
+from howsmooth.jacobians import ComposedJacobian, mixing
 from howsmooth.jacobians.composed import (
     ClosedAttention,
     ClosedMap,
@@ -118,6 +122,51 @@ def test_a_layer_equals_autograd(mask: str | None, memory: int) -> None:
     assert isinstance(J, ComposedJacobian)
     assert J.method == ("closed form" if memory else "closed form, streamed")
     torch.testing.assert_close(J.dense(), dense_jacobian(function, x), rtol=1e-9, atol=1e-11)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time, storage by storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        for tensor in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(tensor, Tensor):
+                place = tensor.untyped_storage().data_ptr()
+                self.holders[place] = self.holders.get(place, 0) + 1
+                self.bytes[place] = tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor, self._drop, place)
+        self.most = max(self.most, sum(self.bytes.values()))
+        return given
+
+    def _drop(self, place: int) -> None:
+        self.holders[place] -= 1
+        if not self.holders[place]:
+            del self.holders[place], self.bytes[place]
+
+
+@pytest.mark.parametrize("memory", [0, 2**29])
+def test_memory_of_a_layer_grows_with_the_tokens_and_not_with_their_square(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building and products together; a negative control keeps the weights."""
+    for name, size in {"TILE_ROWS": 64, "TILE_COLS": 64, "TILE_SIZE": 2**12, "BAND_SIZE": 2**12}.items():
+        monkeypatch.setattr(mixing, name, size)
+    closed, _ = block()
+    most = []
+    for n in (256, 1024):
+        x = tokens(n=n).float()
+        with LiveBytes() as live:
+            J = hs.jacobian(closed, x, memory=memory)
+            J.rmatvec(J.matvec(x))
+        most.append(live.most)
+    exponent = math.log(most[1] / most[0]) / math.log(4)
+    assert exponent <= 1.1 if memory == 0 else exponent > 1.5
 
 
 def test_a_batch_is_one_map_per_item() -> None:
