@@ -4,8 +4,9 @@ The notation is that of `howsmooth.bounds.own.neighbourhood`: :math:`|x_j - x^0_
 :math:`A` the matrix of the logits, :math:`t_{ij} = M^{k\top}_jq^0_i`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`,
 :math:`u_{ij} = W(v^0_j - o^0_i)`. Logits move, up to a shift of their row, by at most :math:`δ_{ij} = ε_i|b_{ij}| +
 ε_j|t_{ij}| + ε_iε_j\|A\|`, and softmax is monotone in each logit: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`,
-with :math:`|P - P^0| \le D` entry by entry. ℓ_i and α_i bound the standard deviations, over the ball and in any
-direction, of values and of keys as queries feel them.
+with :math:`|P - P^0| \le D` entry by entry; `howsmooth.certify.tilts` has sharper ends, and a second proof of what
+becomes of means and covariances. ℓ_i and α_i bound the standard deviations, over the ball and in any direction, of
+values and of keys as queries feel them.
 
 **Rows that stay distributions.** The three paths of `howsmooth.bounds.own.neighbourhood`, with second moments as maxima
 of :math:`\sum_jp_j|a_j|^2` over all p with :math:`\check P_i \le p \le \hat P_i`, Σp = 1; and with key weights
@@ -44,7 +45,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import (
     TINY,
     diagonal_norm,
@@ -58,6 +58,7 @@ from howsmooth.bounds.own.three_path import (
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.rows import largest_mean
+from howsmooth.certify.tilts import Step, Tilts
 
 _POWERS = (0.5, 0.75, 1.0)
 """Of the key weights that are tried, beside none."""
@@ -82,11 +83,13 @@ class HeadBall:
         self.values_apart = distances(group.mean, group.value) + radii.value.amax(-1)[:, None, None]
         self.push = group.push_lengths() + push_radii(group)
         both = moves[:, None] * moves * score[:, None, None]
-        moved = moves[:, None] * self.keys_apart + moves * self.push + both + radii.weights[..., None]
-        self.high, self.low = softmax_ceiling(group.scores, moved), softmax_ceiling(group.scores, -moved)
+        own, keys = moves[:, None] * self.keys_apart, moves * self.push + both
+        off, lean = radii.weights[..., None], moves * self._here_lean
+        self.tilts = Tilts(group.scores, group.upper_weights, off, own, keys, lean)
+        self.high, self.low = self.tilts.high(), self.tilts.low()
         change = torch.maximum(self.high - group.weights, group.weights - self.low).clamp_min(0.0)
         self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * group.weights
-        self.tilt = ((moves * self.push + both) * group.seen).amax(-1)
+        self.tilt = self.tilts.tilt
 
     def change(self) -> Tensor:
         """‖J − J⁰‖ on the ball, ``(g,)``."""
@@ -107,7 +110,7 @@ class HeadBall:
         d, high = self.change_of_weights * kept, self.high * kept
         norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
         queries = self.score * self.eps * (high * self.spread.square()[..., None]).sum(-2).amax(-1).sqrt()
-        return norm * self.value + self._cross_change(d, high, self.group.weights * kept) + queries
+        return norm * self.value + self._cross_change(d, high, self.group.weights * kept, kept) + queries
 
     @cached_property
     def _blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,12 +123,21 @@ class HeadBall:
         shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
         others = self._tilted(self._here_spread)[..., None] / left.sqrt()
         others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(TINY)
+        others = torch.minimum(others, self._others_move(left))
         plain = d * self.values_apart + high * self.drift[..., None]
         sharper = shift * self.values_apart / left + most * others
         moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
         own = 2 * most * self.value[:, None, None] * self.eps
         queries = high * (self.values_apart + self.drift[..., None]) + own
         return d * self.value[:, None, None], moved + own, self.score[:, None, None] * self.eps * queries
+
+    def _others_move(self, left: Tensor) -> Tensor:
+        """How far the mean value of all tokens but j can move, by the tilts of `howsmooth.certify.tilts` in turn."""
+        before = self.tilts.high(0.0)
+        keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(TINY).sqrt()
+        most = 2 * self.tilts.most.clamp_min(TINY)
+        own = self._here_spread * self.tilts.lean * torch.expm1(most) / most
+        return keys + own[..., None] / left
 
     def rows(self) -> Tensor:
         """‖J‖ on the ball, ``(g,)``."""
@@ -162,16 +174,31 @@ class HeadBall:
         return self._value_moment(self.group.upper_weights).sqrt()
 
     @cached_property
+    def _here_lean(self) -> Tensor:
+        """α⁰_i, likewise of keys."""
+        return self._key_moment(self.group.upper_weights).sqrt()
+
+    @cached_property
+    def _steps(self) -> list[Step]:
+        """The tilts of all rows, for values at the input."""
+        own = self.tilts.own_step(self._value_moment, self.tilts.own_move(self._here_spread))
+        return [own, *self.tilts.key_steps(self._value_moment)]
+
+    @cached_property
     def drift(self) -> Tensor:
         """s_i ≥ |Δo_i|: how far the mean of the values at the input can move with the weights, ``(g, n)``."""
         tilted = torch.minimum(self._tilted(self._here_spread), self._still_spread * self.tilt)
-        return tilted + self._still_spread * self.moves * self._still_lean
+        plain = tilted + self._still_spread * self.moves * self._still_lean
+        own = self.tilts.own_move(self._here_spread)
+        return torch.minimum(plain, own + self._tilted(self._value_moment(self.tilts.high(0.0)).sqrt()))
 
     @cached_property
     def _key_drift(self) -> Tensor:
         """r_i ≥ |Δc_i|, likewise for keys."""
-        here = self._key_moment(self.group.upper_weights).sqrt()
-        return torch.minimum(self._tilted(here), self._still_lean * self.tilt) + self.moves * self._still_lean.square()
+        tilted = torch.minimum(self._tilted(self._here_lean), self._still_lean * self.tilt)
+        plain = tilted + self.moves * self._still_lean.square()
+        own = self.tilts.own_move(self._here_lean)
+        return torch.minimum(plain, own + self._tilted(self._key_moment(self.tilts.high(0.0)).sqrt()))
 
     def _tilted(self, deviation: Tensor) -> Tensor:
         """How far keys that move can shift a mean, from its deviation at the input."""
@@ -183,10 +210,11 @@ class HeadBall:
         d, eps, value, score = self.change_of_weights, self.eps, self.value[:, None], self.score[:, None]
         odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
         products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
-        means = self.drift * self._key_drift
-        return eps * (value * self.lean + self._still_spread * score) + torch.stack(products).amin(0).sqrt() + means
+        apart = torch.stack(products).amin(0).sqrt() + self.drift * self._key_drift
+        steps = torch.stack([step.factor * self._key_moment(step.mixed).sqrt() for step in self._steps]).sum(0)
+        return eps * (value * self.lean + self._still_spread * score) + torch.minimum(apart, 2 * steps)
 
-    def _cross_change(self, d: Tensor, high: Tensor, here: Tensor) -> Tensor:
+    def _cross_change(self, d: Tensor, high: Tensor, here: Tensor, kept: Tensor) -> Tensor:
         """How far the path of the keys can move, queries fixed, ``(g,)``."""
         weighted, near = [nonnegative_norm(d * self.values_apart * self.push)], _bounded(self.values_apart).rsqrt()
         for keys in (*self._key_weights(d), torch.ones_like(d)):
@@ -196,7 +224,13 @@ class HeadBall:
         values = self.value[:, None] * self.eps
         apart = self._cross(high * values[..., None] ** 2).amax(-1) + self._mean_change(d, here)
         together = self._cross(high * (values + self.drift)[..., None] ** 2).amax(-1)
-        return torch.stack(weighted).amin(0) + torch.minimum(apart, together)
+        plain = torch.stack(weighted).amin(0) + torch.minimum(apart, together)
+        return torch.minimum(plain, self._cross(high * values[..., None] ** 2).amax(-1) + self._stepped(kept))
+
+    def _stepped(self, kept: Tensor) -> Tensor:
+        """The same, values fixed too, by the steps of `howsmooth.certify.tilts`."""
+        steps = (self._cross(step.mixed * kept * (2 * step.factor)[..., None] ** 2) for step in self._steps)
+        return torch.stack([step.amax(-1) for step in steps]).sum(0)
 
     def _mean_change(self, d: Tensor, here: Tensor) -> Tensor:
         """‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""

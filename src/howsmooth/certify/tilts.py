@@ -1,0 +1,123 @@
+r"""Attention weights tilted in steps: how far the covariances of a row can move.
+
+In the notation of `howsmooth.certify.ball`, the weights of row i on the ball are :math:`P \propto P^0e^{β+a}` with
+:math:`β_j = b_{ij}\cdot e_i`, what the token's own query does, and :math:`a_j = (t_{ij} + Ae_i)\cdot e_j`, what the
+keys do; :math:`|β_j| \le B_j = ε_i|b_{ij}|`, :math:`|a_j| \le κ_i`. Let :math:`P^β \propto P^0e^β`.
+
+**Two distributions.** If :math:`|\log(P_j/P'_j)| \le η_j` then, with means under :math:`M = \tfrac12(P+P')`,
+
+.. math:: \mathrm{Cov}_P(u,z) - \mathrm{Cov}_{P'}(u,z) = \sum_j(P_j-P'_j)(u_j-\bar u)(z_j-\bar z),\qquad
+          |P_j-P'_j| \le 2\tanh(η_j/2)M_j :
+
+the terms :math:`(E_Pu-\bar u)(E_Pz-\bar z)` and :math:`(E_{P'}u-\bar u)(E_{P'}z-\bar z)` that the sum leaves out are
+equal. By Cauchy–Schwarz, and because a variance is below the second moment about any point, the difference is at most
+:math:`φ\,(\sum_jM_jz_j^2)^{1/2}`, :math:`φ = 2\|\sum_jM_j\tanh^2(η_j/2)(u_j-\bar u)(u_j-\bar u)^\top\|^{1/2}`. ∎
+
+**The query's own tilt.** :math:`E_{P^0}β = 0`, so :math:`1 \le E_{P^0}e^β \le 1 + \tfrac12ε_i^2α_i^2e^{\max B}`, and
+:math:`P^0_je^{-B_j}/E_{P^0}e^β \le P^β_j \le P^0_je^{B_j}`; η_j is B_j plus the logarithm of the right-hand side. The
+mean moves by :math:`E_{P^0}[(r-1)u]`, :math:`r = e^β/E_{P^0}e^β`, and :math:`E(r-1)^2 \le \mathrm{Var}_{P^0}(e^β) \le
+E_{P^0}(e^β-1)^2`: at most by :math:`s^β_i = ℓ^0_i\,ε_iα^0_i\,(e^{\max B}-1)/\max B`, and :math:`\bar u` by half of it.
+For the mean of all tokens but j, ℓ⁰ and α⁰ are divided by :math:`(1-P^0_j)^{1/2}`, and β, less its own mean, is at most
+2 max B.
+
+**The keys' tilt.** A weight p becomes at most :math:`pe^{2κ}/(pe^{2κ}+1-p)`, and no less than with −2κ. For covariances
+it is taken in m equal steps, each of log-ratios within ±2κ_i/m: η = 2κ_i/m for all j, so that φ is
+:math:`2\tanh(κ_i/m)` times a deviation under M. The mean moves by at most :math:`ℓ^β_i\sinhκ_i`
+(`howsmooth.certify.ball`). So :math:`|Δo_i| \le s^β_i + ℓ^β_i\sinhκ_i`, all but ℓ^β at the input itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.own.three_path import TINY
+from howsmooth.bounds.paths import LEAST
+
+STEPS = 3
+"""Of the tilt by the keys."""
+_SLACK = 2.0**-50
+"""What 1 − p may have lost, for p up to 1."""
+
+Moment = Callable[[Tensor], Tensor]
+"""‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, from above, ``(g, n)``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the tilt: M from above ``(g, n, n)``, and φ/2 of the values under it, ``(g, n)``."""
+
+    mixed: Tensor
+    factor: Tensor
+
+
+@dataclass(frozen=True)
+class Tilts:
+    """Rows of weights on a ball.
+
+    Attributes:
+        scores: ``(g, n, n)``. weights: P⁰ from above, as `howsmooth.bounds.paths.Paths.upper_weights`.
+        off: what rounding may have done to the logits, up to a shift of a row, ``(g, n, 1)``.
+        own: B_ij. keys: |a_ij| from above. lean: ε_iα⁰_i, the deviation of β at the input, from above, ``(g, n)``.
+    """
+
+    scores: Tensor
+    weights: Tensor
+    off: Tensor
+    own: Tensor
+    keys: Tensor
+    lean: Tensor
+
+    @cached_property
+    def most(self) -> Tensor:
+        """max_j B_ij, ``(g, n)``."""
+        return self.own.masked_fill(self.scores == -torch.inf, 0.0).amax(-1)
+
+    @cached_property
+    def tilt(self) -> Tensor:
+        """κ_i, ``(g, n)``."""
+        return self.keys.masked_fill(self.scores == -torch.inf, 0.0).amax(-1)
+
+    @cached_property
+    def shift(self) -> Tensor:
+        """≥ log E e^β, ``(g, n)``."""
+        return torch.log1p(0.5 * self.lean.square() * torch.exp(self.most))
+
+    def high(self, share: float = 1.0) -> Tensor:
+        """The largest weights under the query's own tilt and a share of that of the keys."""
+        box = softmax_ceiling(self.scores, self.own + share * self.keys + self.off)
+        own = (self.weights * torch.exp(self.own)).clamp_max(1.0)
+        less = torch.exp(-2 * share * self.tilt)[..., None]
+        return torch.fmin(box, own / (own + (1 - own) * less).clamp_min(TINY))
+
+    def low(self, share: float = 1.0) -> Tensor:
+        """The smallest."""
+        box = softmax_ceiling(self.scores, -self.own - share * self.keys - self.off)
+        least = (self.weights * torch.exp(-2 * self.off) - LEAST).clamp_min(0.0)
+        own = least * torch.exp(-self.own - self.shift[..., None])
+        more = torch.exp(2 * share * self.tilt)[..., None]
+        return torch.fmax(box, own / (own + (1 - own + _SLACK) * more))
+
+    def own_move(self, deviation: Tensor) -> Tensor:
+        """How far a mean of this deviation at the input moves by the query's own tilt."""
+        most = self.most.clamp_min(TINY)
+        return deviation * self.lean * torch.expm1(most) / most
+
+    def own_step(self, moment: Moment, drift: Tensor) -> Step:
+        """The query's own tilt, for values whose mean moves by at most ``drift``."""
+        mixed = 0.5 * (self.weights + self.high(0.0))
+        ratio = torch.tanh(0.5 * (self.own + self.shift[..., None])).square() * mixed
+        plain = torch.tanh(0.5 * (self.most + self.shift)) * moment(mixed).sqrt()
+        return Step(mixed, torch.minimum(plain, moment(ratio).sqrt() + 0.5 * drift * ratio.sum(-1).sqrt()))
+
+    def key_steps(self, moment: Moment) -> list[Step]:
+        """The tilt by the keys."""
+        ends, factor = [self.high(step / STEPS) for step in range(STEPS + 1)], torch.tanh(self.tilt / STEPS)
+        mixtures = [0.5 * (before + after) for before, after in pairwise(ends)]
+        return [Step(mixed, factor * moment(mixed).sqrt()) for mixed in mixtures]
