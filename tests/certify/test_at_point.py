@@ -9,6 +9,7 @@ import howsmooth as hs
 from evidence import attention_cases
 from evidence.certificates import dense_norm, enclosures
 from howsmooth.certify import at_point, gram
+from howsmooth.certify.block_gram import StackedHeads
 from howsmooth.certify.proved_norm import cholesky_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
@@ -56,13 +57,50 @@ def test_every_proof_encloses_every_head(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_block_too_large_to_be_taken_whole_is_at_most_the_sum_of_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, x = hs.SelfAttention.random(8, 2).in_dtype(torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    attention = hs.SelfAttention.random(8, 2, rotary=hs.Rotary.standard(4)).in_dtype(torch.float64)
+    x = torch.randn(4, 8, dtype=torch.float64)
     whole = hs.certify(attention, x)
     monkeypatch.setattr(at_point, "BLOCK", 4)
     apart = hs.certify(attention, x)
     assert apart.methods == ("sum of heads: cholesky",)
     assert whole.upper <= apart.upper
     assert apart.lower <= dense_norm(attention, x) <= apart.upper
+
+
+OPTIONS: list[dict[str, object]] = [{}, {"mask": "causal"}, {"kv_heads": 1}, {"softcap": 2.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_rows_of_stacked_heads_are_those_of_the_dense_gram_matrix(options: dict[str, object]) -> None:
+    attention = hs.SelfAttention.random(12, 3, **options).in_dtype(torch.float64)
+    x, basis = torch.randn(5, 12).double(), torch.linalg.qr(torch.randn(60, 7).double()).Q
+    heads = StackedHeads.of(attention, x)
+    assert heads is not None
+    dense = torch.autograd.functional.jacobian(attention, x).reshape(60, 60)
+    squares, products = heads.sums(basis)
+    torch.testing.assert_close(products, dense @ (dense.mT @ basis), rtol=1e-12, atol=1e-13)
+    assert squares == pytest.approx(float((dense @ dense.mT).square().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_deflated_block_is_enclosed_and_a_dropped_covariance_is_caught(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = hs.SelfAttention.random(12, 3, **options).in_dtype(torch.float64)
+    x, built = 3 * torch.randn(6, 12).double(), gram._behind
+    monkeypatch.setattr(at_point, "BLOCK", 4)
+    monkeypatch.setattr(at_point, "DEFLATED", 8)
+    true, proof = dense_norm(attention, x), at_point.enclose_block(attention, x)
+    assert proof.method == "deflation"
+    assert proof.lower <= true <= proof.upper <= 1.2 * true
+
+    def without_queries(*args: object) -> gram.HeadBlocks:
+        head = built(*args)  # type: ignore[arg-type]
+        head.own.zero_()
+        return head
+
+    monkeypatch.setattr(gram, "_behind", without_queries)
+    assert not at_point.enclose_block(attention, x).upper >= true * (1 + 1e-6)
 
 
 def test_a_dropped_covariance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

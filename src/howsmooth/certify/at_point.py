@@ -3,7 +3,8 @@ r"""The largest singular value at an input, proved on both sides.
 A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
 :math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
 singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
-`BLOCK`, else it follows from those of its heads (`howsmooth.certify.together`). The lower end is ‖Jᵀu‖ for one unit
+`BLOCK`, up to `DEFLATION` it is deflated (`howsmooth.certify.block_gram`; not with rotary positions), else it follows
+from those of its heads (`howsmooth.certify.together`). The lower end is ‖Jᵀu‖ for one unit
 vector u.
 
 With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certify.gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} + η`, and
@@ -20,6 +21,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import three_path
 from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.block_gram import StackedHeads
 from howsmooth.certify.gram import HeadBlocks, head_blocks
 from howsmooth.certify.proved_norm import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.certify.together import norm_together
@@ -71,6 +73,9 @@ def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
     """The whole map at one input ``(n, d)``."""
     n, d = len(x), attention.out_features
     if attention.heads > 1 and n * d > BLOCK:
+        stacked = StackedHeads.of(attention, x) if n * d <= DEFLATION else None
+        if stacked is not None:
+            return _stacked(stacked, attention, x)
         heads = enclose_heads(attention, x)
         upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
         return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
@@ -106,12 +111,25 @@ def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
         rows = head.gram_rows(i)
         squares += float(rows.square().sum())
         products.append(rows @ basis)
-    rounding = 2 * head.rounding  # the rows are not made symmetric: twice the error covers both triangles
-    upper = deflated_bound(squares * (1 + gamma(rows.numel() + len(products))), basis, torch.cat(products), rounding)
-    vector = basis[:, 0]
-    attained = float(vector @ torch.cat(products)[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
-    lower = (max(attained, 0.0) ** 0.5 - head.off) * (1 - gamma(8))
-    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + head.off) * (1 + gamma(8)), "deflation")
+    squares *= 1 + gamma(rows.numel() + len(products))
+    return _from_sums(squares, basis, torch.cat(products), head.rounding, head.off)
+
+
+def _stacked(heads: StackedHeads, attention: AttentionMap, x: Tensor) -> Enclosure:
+    left = measure(attention, x.double(), k=min(DEFLATED, x.numel()), rtol=1e-2).left
+    assert left is not None
+    basis = torch.linalg.qr(left.double().flatten(1).mT).Q
+    squares, products = heads.sums(basis)
+    return _from_sums(squares, basis, products, heads.rounding, heads.off)
+
+
+def _from_sums(squares: float, basis: Tensor, products: Tensor, rounding: float, off: float) -> Enclosure:
+    """By deflation, from ‖G‖_F² and GU of a Gram matrix G that is ``rounding`` off."""
+    rounding = 2 * rounding  # the rows are not made symmetric: twice the error covers both triangles
+    upper, vector = deflated_bound(squares, basis, products, rounding), basis[:, 0]
+    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
+    lower = (max(attained, 0.0) ** 0.5 - off) * (1 - gamma(8))
+    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), "deflation")
 
 
 def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
