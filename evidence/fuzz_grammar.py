@@ -246,6 +246,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--count": _some(1, 2),
         "--norm": _some("2", "1", "inf"),
         "--no-attack": FLAG,
+        "--report": (["out/proved.html"], ["inputs/tokens.npy", "none/proved.html"]),
     },
     "compare": _WEIGHTS
     | {
@@ -333,7 +334,7 @@ _SHARES = {
     "reproduce": 3,
 }
 """How often each command is drawn."""
-_TO_WRITE = ("--out", "--output", "--figure", "--figures", "--export", "--export-file")
+_TO_WRITE = ("--out", "--report", "--output", "--figure", "--figures", "--export", "--export-file")
 _READ = ("--text", "--around", "--input", "--config", "--witness", "--images")
 
 

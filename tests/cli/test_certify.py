@@ -110,3 +110,19 @@ def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path
         "sum of heads: curved paths"
     ]
     assert "radius" in run("random", *SMALL, "--radius", -1).output
+
+
+def test_a_report_gets_a_section_of_every_head(tmp_path: Path) -> None:
+    done = run("random", *SMALL, "--what", "heads", "--report", path := tmp_path / "proved.html")
+    assert done.exit_code == 0
+    assert f"report: {path}" in done.stdout
+    page = path.read_text(encoding="utf-8")
+    assert page.count("<tr><td>") == 2 * 4
+    assert "(1 % of the mean token norm)" in page
+
+
+def test_a_report_is_about_heads_and_is_refused_before_any_work(files: tuple[Path, Path], tmp_path: Path) -> None:
+    net, images = files
+    assert "leave out --images" in refusal(net, "--images", images, "--report", tmp_path / "proved.html")
+    (mine := tmp_path / "mine.html").write_text("mine")
+    assert "no report of howsmooth" in refusal("random", *SMALL, "--report", mine)

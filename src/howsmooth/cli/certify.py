@@ -15,11 +15,14 @@ from torch import Tensor
 
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
 from howsmooth.certify.at_point import expected_seconds
+from howsmooth.certify.ladders import ladder, ladder_radii
 from howsmooth.checks import check_device
 from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
 from howsmooth.cli.options import command
 from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.errors import InvalidInput
+from howsmooth.reporting.certificates import write_certificates
+from howsmooth.reporting.sections import check_section_path
 from howsmooth.small import file_digest, unwritable
 from howsmooth.weights import read_tensors
 from howsmooth.worstcase.attacks import minimal_norm_attack
@@ -33,6 +36,7 @@ _LONG = 10.0
 _EXAMPLES = """Examples:\n
   howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
   howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
+  howsmooth certify minilm --layer 2 --length 16 --what heads --report report.html\n
   howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
   howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --resume radii.jsonl
 """
@@ -57,8 +61,19 @@ def certify(
     resume: Annotated[
         Path | None, typer.Option(help="File of finished images: they are not done again, new ones are added.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="A page: measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm, "
+            "or --radius). One that `howsmooth report` wrote gets a section, else a new one."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    if report is not None:
+        if images is not None:
+            raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
+        check_section_path(report)
     if images is not None:
         rows = _images(request, settings, images, count, attack and norm is Norm.two, norm.value, resume)
         _print_images(rows, as_json)
@@ -81,6 +96,10 @@ def certify(
         print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in proofs.items()})
     else:
         _print(site, proofs)
+    if report is not None:
+        _report(site, radius, report)
+        if not as_json:
+            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
 
 
 certify.__doc__ = (
@@ -113,6 +132,13 @@ def _print(site: Site, proofs: dict[str, Certificate]) -> None:
         )
     for note in dict.fromkeys([*site.notes, *(note for proof in proofs.values() for note in proof.notes)]):
         out.print(f"note: {note}", markup=False)
+
+
+def _report(site: Site, radius: float, path: Path) -> None:
+    radii = ladder_radii(site.x, radius)
+    with step_progress(len(radii)) as begin:
+        found = ladder(site.attention, site.x, radii, progress=begin)
+    write_certificates(found, path, str(site.describe()["source"]), site.in_words())
 
 
 def _images(

@@ -17,7 +17,8 @@ from howsmooth.cli.endings import INTERRUPTED, complain, stop_word
 from howsmooth.cli.options import Device, Picture, RowsAsJson, WeightDtype, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models.texts import read_text
-from howsmooth.reporting.rounding import check_rounding_path, write_rounding
+from howsmooth.reporting.rounding import write_rounding
+from howsmooth.reporting.sections import check_section_path
 from howsmooth.rounding.allocation import UNITS, Allocation
 from howsmooth.rounding.exports import EXPORTS, check_engine
 from howsmooth.rounding.formats import parse_formats
@@ -88,7 +89,7 @@ def quantise(
     if figure is not None:
         check_figure_path(figure)
     if report is not None:
-        check_rounding_path(report)
+        check_section_path(report)
     files = [("--out", out), ("--export-file", target), ("--figure", figure), ("--report", report)]
     distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)

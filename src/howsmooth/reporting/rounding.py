@@ -1,29 +1,22 @@
 """What may be rounded, as a section of the report: where it hurts, how well it is foreseen, and what bits buy.
 
-The section is text without a script: it is put into a page that `howsmooth report` has written, where it takes the
-place of an earlier one of the same model, or into a page of its own.
+`howsmooth.reporting.sections` puts it into a page.
 """
 
 from __future__ import annotations
 
-import hashlib
-import html
-from collections.abc import Sequence
 from decimal import ROUND_CEILING
 from pathlib import Path
-from string import Template
 
 from torch import Tensor
 
-from howsmooth.errors import InvalidInput
-from howsmooth.reporting.drawings import Axis, Chart, element, heat_map
-from howsmooth.reporting.page import asset, check_report_path, digest, visible
+from howsmooth.reporting.drawings import Axis, Chart, heat_map
+from howsmooth.reporting.sections import escaped, table, write_section
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.quantising import Quantisation
-from howsmooth.small import rounded, write_whole
+from howsmooth.small import rounded
 
-MARK = "<!-- more sections -->"
 _POINTS, _CELLS = 1500, 20_000
 """Most points of a chart, and most cells of all maps together."""
 _CLASS = {"key": "accent", "value": "middle"}
@@ -35,23 +28,13 @@ def write_rounding(quantisation: Quantisation, path: Path, about: str) -> Path:
     Args:
         about: how it was measured, in words: the text, windows, tokens and samples.
     """
-    check_rounding_path(path)
-    name = hashlib.sha256(f"{quantisation.model}\n{quantisation.precision}".encode()).hexdigest()[:12]
-    begin, end = f"<!-- rounding {name} -->", f"<!-- end of rounding {name} -->"
-    section = f"{begin}\n{rounding_section(quantisation, about)}\n{end}\n"
-    page = path.read_text(encoding="utf-8") if path.exists() else _empty(quantisation)
-    if begin in page and end in page:
-        before, rest = page.split(begin, 1)
-        page = before + rest.split(end, 1)[1].removeprefix("\n")
-    write_whole(path, page.replace(MARK, section + MARK, 1).encode())
-    return path
-
-
-def check_rounding_path(path: Path) -> None:
-    """Refuse a path that no section can be written to, before any work is done."""
-    check_report_path(path)
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
-        raise InvalidInput(f"{path} is there and is no report of howsmooth: name another, or remove it.")
+    return write_section(
+        rounding_section(quantisation, about),
+        path,
+        kind="rounding",
+        about=f"{quantisation.model}\n{quantisation.precision}",
+        title=f"What may be rounded in {quantisation.model}?",
+    )
 
 
 def rounding_section(quantisation: Quantisation, about: str) -> str:
@@ -65,13 +48,13 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
     """
     name = f"{quantisation.model} [{quantisation.precision}]" if quantisation.precision else quantisation.model
     parts = [
-        f'<section class="rounding"><h2>What may be rounded in {_said(name)}?</h2>',
-        f'<p class="lead">{_said(_headline(quantisation))}</p><p class="quiet">{_said(about)}</p>',
-        _table(
+        f'<section class="rounding"><h2>What may be rounded in {escaped(name)}?</h2>',
+        f'<p class="lead">{escaped(_headline(quantisation))}</p><p class="quiet">{escaped(about)}</p>',
+        table(
             ["format", "of", "bits", "proved ÷ actual", "first order ÷ actual", quantisation.damage_name, "± (s.e.)"],
             _totals(quantisation),
         ),
-        f"<h3>Predicted {_said(quantisation.damage_name)} through every head</h3>",
+        f"<h3>Predicted {escaped(quantisation.damage_name)} through every head</h3>",
         "<p>Each head alone; the colour is logarithmic, on one scale for the keys and values of a format.</p>",
         *_maps(quantisation),
         '<div class="pair"><figure><h3>Change of every head</h3>',
@@ -79,7 +62,7 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
         "proved bound, which is never below the line. Keys are coloured, values dark.</p>",
         _changes(quantisation),
         "</figure><figure><h3>What bits buy</h3>",
-        f"<p>Predicted {_said(quantisation.damage_name)} with everything rounded: one format everywhere (dark), and "
+        f"<p>Predicted {escaped(quantisation.damage_name)} with everything rounded: one format everywhere (dark), and "
         "the allocation for every budget (line). Hollow: run on text that was not used to choose.</p>",
         _frontier(quantisation),
         "</figure></div>",
@@ -124,11 +107,11 @@ def _maps(quantisation: Quantisation) -> list[str]:
     drawn = []
     for index in order[:room]:
         opened = " open" if index == order[0] else ""
-        summary = f"<summary>{_said(quantisation.formats[index].name)}</summary>"
+        summary = f"<summary>{escaped(quantisation.formats[index].name)}</summary>"
         drawn.append(f"<details{opened}>{summary}{_pair(quantisation, damage[:, :, index], index)}</details>")
     if order[room:]:
         left = ", ".join(quantisation.formats[i].name for i in order[room:])
-        drawn.append(f'<p class="quiet">Not drawn, as the maps would be too large: {_said(left)}.</p>')
+        drawn.append(f'<p class="quiet">Not drawn, as the maps would be too large: {escaped(left)}.</p>')
     return drawn
 
 
@@ -207,33 +190,9 @@ def _choice(quantisation: Quantisation) -> str:
     ]
     layers = zip(*(quantisation.allocation.by_layer(part) for part in PARTS), strict=True)
     formats = [[str(layer), *(", ".join(names) for names in some)] for layer, some in enumerate(layers)]
-    choice = _table(["layer", "keys", "values"], formats)
-    return (
-        f"<h3>The choice</h3>{_table(head, rows)}<details><summary>Formats of every layer</summary>{choice}</details>"
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(element("th", cell) for cell in head)
-    body = "".join("<tr>" + "".join(element("td", visible(cell)) for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _empty(quantisation: Quantisation) -> str:
-    """A page with room for sections, which begins as a report does."""
-    style = asset("report.css")
-    head = Template(asset("report.html").partition("<body>")[0]).substitute(
-        title=_said(f"What may be rounded in {quantisation.model}?"),
-        policy=f"default-src 'none'; img-src data:; style-src '{digest(style)}'",
-        style=style,
-    )
-    top = '<header class="top"><div class="bar"><span class="brand">howsmooth</span></div></header>'
-    return f"{head}<body>\n{top}\n<main>\n{MARK}\n</main>\n</body>\n</html>\n"
+    choice = table(["layer", "keys", "values"], formats)
+    return f"<h3>The choice</h3>{table(head, rows)}<details><summary>Formats of every layer</summary>{choice}</details>"
 
 
 def _short(value: float) -> str:
     return rounded(value, digits=3)
-
-
-def _said(text: str) -> str:
-    return html.escape(visible(text))
