@@ -121,7 +121,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
     return [
         *page,
         "Whole blocks at 32 tokens, every token moving by 1 % of the mean norm: the worst that a search of "
-        f"{STEPS} steps meets, and the bound.",
+        f"{STEPS} steps meets (on MiniLM 100 steps found at most 0.4 % more), and the bound.",
         table(["model", "layer", "worst found", "bound", "bound ÷ worst found"], lines),
     ]
 

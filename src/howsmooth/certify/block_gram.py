@@ -101,7 +101,8 @@ class StackedHeads:
         squares, products, inside = 0.0, [], self.bases.mT @ basis.view(n, out, -1)
         for i in range(n):
             rows = self.rows(i)
-            squares += float((self.bases @ rows @ self.bases.mT).square().sum())
+            sizes = (self.bases @ rows[i:] @ self.bases.mT).square().sum((1, 2))  # the rest is their mirror image
+            squares += float(2 * sizes.sum() - sizes[0])
             products.append(self.bases @ (rows @ inside).sum(0))
         return squares * (1 + gamma(n * n * out * out)), torch.cat(products)
 

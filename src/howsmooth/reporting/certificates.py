@@ -8,7 +8,7 @@ from statistics import median
 
 from howsmooth.certify.ladders import Ladder
 from howsmooth.reporting.drawings import Axis, Chart
-from howsmooth.reporting.sections import escaped, table, write_section
+from howsmooth.reporting.sections import escaped, html_table, write_section
 from howsmooth.small import rounded
 
 
@@ -38,7 +38,9 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
         "bound. Hollow: the proved upper bound; no input in the ball is above it. Lines: medians.</p>",
         _chart(ladder),
         "</figure></div>",
-        table(["head", "radius", "at the input ≥", "worst found ≥", "certified ≤", "certified ÷ worst"], _rows(ladder)),
+        html_table(
+            ["head", "radius", "at the input ≥", "worst found ≥", "certified ≤", "certified ÷ worst"], _rows(ladder)
+        ),
         f"<p class='quiet'>Every token moves by at most the radius. The worst comes from a search of {ladder.steps} "
         "steps from the input and from one random start; a longer one may find more. Upper bounds hold in exact "
         "arithmetic, rounding included.</p></section>",

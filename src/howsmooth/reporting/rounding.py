@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from howsmooth.reporting.drawings import Axis, Chart, heat_map
-from howsmooth.reporting.sections import escaped, table, write_section
+from howsmooth.reporting.sections import escaped, html_table, write_section
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.caches import PARTS
 from howsmooth.rounding.quantising import Quantisation
@@ -50,7 +50,7 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
     parts = [
         f'<section class="rounding"><h2>What may be rounded in {escaped(name)}?</h2>',
         f'<p class="lead">{escaped(_headline(quantisation))}</p><p class="quiet">{escaped(about)}</p>',
-        table(
+        html_table(
             ["format", "of", "bits", "proved ÷ actual", "first order ÷ actual", quantisation.damage_name, "± (s.e.)"],
             _totals(quantisation),
         ),
@@ -190,8 +190,9 @@ def _choice(quantisation: Quantisation) -> str:
     ]
     layers = zip(*(quantisation.allocation.by_layer(part) for part in PARTS), strict=True)
     formats = [[str(layer), *(", ".join(names) for names in some)] for layer, some in enumerate(layers)]
-    choice = table(["layer", "keys", "values"], formats)
-    return f"<h3>The choice</h3>{table(head, rows)}<details><summary>Formats of every layer</summary>{choice}</details>"
+    choice = html_table(["layer", "keys", "values"], formats)
+    choice = f"<details><summary>Formats of every layer</summary>{choice}</details>"
+    return f"<h3>The choice</h3>{html_table(head, rows)}{choice}"
 
 
 def _short(value: float) -> str:

@@ -43,10 +43,10 @@ def check_section_path(path: Path) -> None:
         raise InvalidInput(f"{path} is there and is no report of howsmooth: name another, or remove it.")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table as HTML.
 
-    >>> table(["head"], [["<0>"]])
+    >>> html_table(["head"], [["<0>"]])
     '<div class="scroll"><table><thead><tr><th>head</th></tr></thead><tbody><tr><td>&lt;0&gt;</td></tr></tbody>...'
     """
     top = "".join(element("th", cell) for cell in head)
