@@ -58,6 +58,14 @@ def expected_seconds(attention: AttentionMap, n: int) -> float:
     return attention.heads * rows**3 / 1.6e10 * (1 if rows <= CHOLESKY else 4)
 
 
+def expected_block_seconds(attention: AttentionMap, n: int) -> float:
+    """The same of the enclosure of a block, which deflates n² products of matrices as wide as all heads together."""
+    outputs, width = n * attention.out_features, attention.heads * attention.value_weight.shape[-2]
+    if attention.heads == 1 or outputs > DEFLATION:
+        return expected_seconds(attention, n)
+    return outputs**3 / 1.6e10 if outputs <= BLOCK else n**2 * width**3 / 3e9
+
+
 def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
     """Every head x ↦ W_h f_h(x) at one input ``(n, d)``."""
     n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)

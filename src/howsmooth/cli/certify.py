@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
-from howsmooth.certify.at_point import expected_seconds
+from howsmooth.certify.at_point import expected_block_seconds, expected_seconds
 from howsmooth.certify.ladders import ladder, ladder_radii
 from howsmooth.checks import check_device
 from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
@@ -85,7 +85,8 @@ def certify(
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
     names = ["block", "heads"] if what is What.both else [what.value]
-    expected = len(names) * expected_seconds(site.attention, len(site.x))
+    costs = {"block": expected_block_seconds, "heads": expected_seconds}
+    expected = sum(costs[name](site.attention, len(site.x)) for name in names)
     if expected > _LONG:
         stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
     proofs = {

@@ -28,7 +28,7 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
     >>> found = Ladder((0.1,), 10.0, 5, [1.0, 2.0], [[1.5, 2.0]], [[3.0, 2.5]])
     >>> section = certificates_section(found, "a <map>", "")
     >>> section.count("<circle"), "a &lt;map&gt;" in section
-    (6, True)
+    (5, True)
     """
     parts = [
         f'<section class="certificates"><h2>What is proved about {escaped(name)}</h2>',

@@ -98,13 +98,16 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Powers of ten, at most eight; or whole steps.
+        """Powers of ten, at most eight, with their doubles and halves where they are fewer than two; or whole steps.
 
-        >>> Axis(0.02, 30.0, "").ticks, Axis(3.0, 9.0, "", log=False).ticks
-        ([0.1, 1.0, 10.0], [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
+        >>> Axis(0.02, 30.0, "").ticks, Axis(3.0, 9.0, "", log=False).ticks, Axis(0.7, 6.0, "").ticks
+        ([0.1, 1.0, 10.0], [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], [1.0, 2.0, 5.0])
         """
         ends = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
         first, last = math.ceil(ends[0] - 1e-9), math.floor(ends[1] + 1e-9)
+        if self.log and last <= first:
+            near = [digit * 10.0**power for power in range(first - 1, last + 2) for digit in (1, 2, 5)]
+            return [tick for tick in near if self.low <= tick <= self.high] or [self.low, self.high]
         whole = range(first, last + 1, max(1, math.ceil((last - first + 1) / 8)))
         return [10.0**power if self.log else float(power) for power in whole] or [self.low, self.high]
 
