@@ -92,6 +92,7 @@ def test_an_interrupted_run_is_resumed(
 def test_long_work_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_LONG", 0.0)
     assert "this takes about" in run("random", *SMALL, "--what", "heads").stderr
+    assert "this takes about" in run("random", *SMALL, "--what", "block").stderr
 
 
 @pytest.mark.parametrize("radius", ["-1", "nan", "inf"])
@@ -126,10 +127,3 @@ def test_a_report_is_about_heads_and_is_refused_before_any_work(files: tuple[Pat
     assert "leave out --images" in refusal(net, "--images", images, "--report", tmp_path / "proved.html")
     (mine := tmp_path / "mine.html").write_text("mine")
     assert "no report of howsmooth" in refusal("random", *SMALL, "--report", mine)
-
-
-def test_long_work_is_announced_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_LONG", 0.0)
-    assert "this takes about" in run("random", *SMALL).stderr
-    monkeypatch.setattr(cli, "_LONG", 1e9)
-    assert "this takes about" not in run("random", *SMALL).stderr
