@@ -110,8 +110,6 @@ def fits(value: object, kind: Any) -> bool:
         return callable(value)
     if origin in (list, tuple, Sequence, Iterable):
         return _holds(value, origin, inner)
-    if origin is Mapping and isinstance(value, Mapping):
-        return all(fits(key, inner[0]) and fits(item, inner[1]) for key, item in value.items())
     if isinstance(origin, type):
         return isinstance(value, origin)
     if getattr(kind, "_is_protocol", False):

@@ -9,7 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth.checks import door
+from howsmooth.errors import InvalidInput
 from howsmooth.figures.style import ACCENT, BLUE, axes, light_grid
+from howsmooth.kinds import fits
 
 
 @door
@@ -23,6 +25,8 @@ def leads_figure(leads: Mapping[str, Sequence[int | None]], *, ax: Axes | None =
     >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
     ['loss (3 of 3)', 'σ (2 of 3)']
     """
+    if not all(fits(steps, Sequence[int | None]) for steps in leads.values()):
+        raise InvalidInput("leads holds, for every signal, a list of steps or None, one for each run.")
     figure, ax = axes(ax, 7.6, 0.5 * len(leads) + 1.6)
     names = list(leads)[::-1]
     for row, name in enumerate(names):
