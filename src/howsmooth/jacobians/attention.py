@@ -33,6 +33,7 @@ MOST_NOISE = 3e-4
 look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: both ends leave most of 10⁻³ free."""
 _LOOKS = 2
 _ROUGHLY, _GLANCES = 0.1, 2
+_WORTH, _LITTLE = 0.5, 1e-4
 
 
 class AttentionJacobian(JacobianOperator):
@@ -319,6 +320,7 @@ def _path_norms(attention: AttentionMap, point: Point) -> Tensor:
 def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) -> AttentionJacobian:
     """The Jacobian without the least of its tiles: those that together are at most about ``skip`` of its norm.
 
+    Where these are few, products of what is left are no cheaper, and only so little goes that the ends may move by it.
     Of the norm a lower bound is taken, from a few products without those that are a tenth of the bound for all tiles.
     """
     sizes, maps = whole.mixing.sizes, len(whole.mixing.query)
@@ -328,7 +330,11 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     whole.least = rough.seen_size(_GLANCES)
     least = whole.least.reshape(-1, 1)
     heads = maps // len(least)
-    return whole.without(sizes.least(norms, (skip * least / heads).expand(-1, heads).reshape(-1)), norms, memory)
+    budget = (least / heads).expand(-1, heads).reshape(-1)
+    gone = sizes.least(norms, skip * budget)
+    if gone.double().mean() < _WORTH:
+        gone = sizes.least(norms, min(skip, _LITTLE) * budget)
+    return whole.without(gone, norms, memory)
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:
