@@ -287,7 +287,9 @@ def _identity() -> Identity:
 
 
 def _keep(store: Store, number: int, window: int, values: list[float]) -> None:
-    none = dict.fromkeys(["proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy"])
+    none = dict.fromkeys(
+        ["proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "relative"]
+    )
     facts = {"confidence": 0.99, "converged": True, "bounds": "{}", "radius": 1.0, "dtype": "float32", "seconds": 0.0}
     energy = {"input_energy": str([1 / 128] * 128)}
     rows: list[tuple[Cell, dict[str, Any]]] = [
