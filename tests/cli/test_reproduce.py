@@ -117,7 +117,7 @@ def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     first = EXPERIMENTS["not-lipschitz"]
-    for name in list(EXPERIMENTS):
+    for name in list(EXPERIMENTS)[::-1]:  # restored in reverse: the order of the experiments stays
         monkeypatch.delitem(EXPERIMENTS, name)
     monkeypatch.setitem(EXPERIMENTS, first.id, first)
     monkeypatch.setitem(EXPERIMENTS, "other", replace(first, id="other", run=stopped))
