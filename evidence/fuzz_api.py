@@ -61,6 +61,8 @@ CALLBACKS = ("progress", "files", "wanted", "transform")
 """Functions of the caller, called by these names: their errors are the caller's."""
 NAN = {"training.evaluate": "says so", "nn.load_replaced": "weights of a file"}
 """Where NaN is documented."""
+UNKNOWN = (howsmooth.Measurement, "scale")
+"""|X|/|f(X)|, which is documented to be NaN where f(X) is zero."""
 ASSERTING = "testing.check_"
 """What says by an `AssertionError` of one sentence that something does not hold."""
 _HEADROOM = 3 * 2**30
@@ -265,7 +267,8 @@ def _holds_nan(value: Any, depth: int = 0, skip: frozenset[int] = frozenset()) -
         return any(_holds_nan(part, depth + 1, skip) for part in value)
     ours = type(value).__module__.startswith("howsmooth")
     if ours and hasattr(value, "__dict__"):
-        return any(_holds_nan(part, depth + 1, skip) for part in vars(value).values())
+        parts = {name: part for name, part in vars(value).items() if (type(value), name) != UNKNOWN}
+        return any(_holds_nan(part, depth + 1, skip) for part in parts.values())
     return False
 
 

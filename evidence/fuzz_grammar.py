@@ -335,6 +335,8 @@ _SHARES = {
 }
 """How often each command is drawn."""
 _TO_WRITE = ("--out", "--report", "--output", "--figure", "--figures", "--export", "--export-file")
+_OF_THE_MACHINE = ("/", "..")
+"""Folders that a command told to write there, by who may, does write to."""
 _READ = ("--text", "--around", "--input", "--config", "--witness", "--images")
 
 
@@ -363,7 +365,8 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
     for name in draw.sample(list(known), min(len(known), draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))):
         args.append(name)
         if known[name] != FLAG:
-            args.append(_value(draw, known[name], odd))
+            value = _value(draw, known[name], odd)
+            args.append("out" if name in _TO_WRITE and value in _OF_THE_MACHINE else value)
             (written if name in _TO_WRITE else read if name in _READ else set()).add(args[-1])
     if command == "scan" and "--config" not in args and draw.random() < 0.3:
         args += ["--config", _value(draw, known["--config"], odd)]

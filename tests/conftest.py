@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -19,6 +21,15 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real browser; without one the test skips and says what to install."""
+    from tests.reporting.browsing import chromium
+
+    with chromium() as running:
+        yield running
 
 
 _CASES_WHEN_QUICK = 3

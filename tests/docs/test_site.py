@@ -9,7 +9,6 @@ import pkgutil
 import re
 import tomllib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from filelock import FileLock
 import howsmooth
 from howsmooth.reporting.theory import THEORY, theory_links
 from tests.docs.building import ROOT, build
-from tests.reporting.browsing import chromium, visit
+from tests.reporting.browsing import visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FORMULAS = "[...document.querySelectorAll('math')].map(formula => formula.textContent).join()"
@@ -34,12 +33,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "documentation"
     with FileLock(f"{folder}.lock"):
         return folder / "site" if (folder / "site" / "objects.inv").is_file() else build(folder)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 def inventory(site: Path) -> set[str]:

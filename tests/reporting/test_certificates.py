@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from pathlib import Path
@@ -17,7 +16,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.reporting import write_report
 from howsmooth.reporting.certificates import certificates_section, write_certificates
 from howsmooth.small import rounded
-from tests.reporting.browsing import chromium, visit
+from tests.reporting.browsing import visit
 
 ROW = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
 EVIL = "</title><script>alert(1)</script>\u202e<img src=x onerror=alert(2)>"
@@ -32,12 +31,6 @@ def draw() -> tuple[hs.SelfAttention, torch.Tensor]:
 def found() -> Ladder:
     attention, x = draw()
     return ladder(attention, x, ladder_radii(x, 0.1))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 def test_every_rung_is_what_the_library_says(found: Ladder) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from howsmooth.reporting import write_report
-from tests.reporting.browsing import chromium, visit
+from tests.reporting.browsing import visit
 from tests.reporting.measured import Measured, stored
 
 pytestmark = pytest.mark.slow
 NASTY = "</script><script>document.title='owned'</script> & \"quotes\" 'single' <img src=x onerror=alert(1)>"
 COARSE = "4-bit (Q4_1), dequantised"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from howsmooth.reporting import write_report
 from howsmooth.reporting.rounding import rounding_section, write_rounding
 from howsmooth.rounding import Quantisation, quantise
 from howsmooth.rounding.allocation import frontier
-from tests.reporting.browsing import chromium, visit
+from tests.reporting.browsing import visit
 
 ROW = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
 EVIL = "</title><script>alert(1)</script>\u202e<img src=x onerror=alert(2)>"
@@ -25,12 +24,6 @@ EVIL = "</title><script>alert(1)</script>\u202e<img src=x onerror=alert(2)>"
 def found() -> Quantisation:
     name = "random:llama[layers=3,width=32,heads=4,kv_heads=2]"
     return quantise(name, formats="int8,int4,int2", budget=6.5, length=12, windows=2, samples=3)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 def test_every_head_is_a_cell_that_says_its_number(found: Quantisation) -> None:

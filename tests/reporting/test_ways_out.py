@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +11,7 @@ import pytest
 
 import howsmooth as hs
 from howsmooth.reporting import write_report
-from tests.reporting.browsing import Visit, chromium, visit
+from tests.reporting.browsing import Visit, visit
 
 pytestmark = pytest.mark.slow
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
@@ -20,12 +19,6 @@ FIRST, SECOND = "tiny-gpt2", "tiny-bert"
 SOURCES = {"random:gpt2[layers=2,width=16,heads=2,seed=3]": FIRST, "random:bert[layers=2,width=16,heads=2]": SECOND}
 SVG = "{http://www.w3.org/2000/svg}"
 TOP = "document.querySelector('.headline:not([hidden]) {0}').getBoundingClientRect().{1}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ that also gives every axis of the ellipsoid its own unit of length.
 
 from __future__ import annotations
 
-import math
+import sys
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, door
+from howsmooth.checks import Count, door, shown
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.checks import check_tokens
 from howsmooth.sets.tokens import TokenSet
@@ -273,7 +273,6 @@ def check_inside(x: Tensor, tokens: TokenSet) -> None:
 
 
 def _size(name: str, value: float) -> float:
-    value = float(value)
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidInput(f"{name} must be finite and not negative, or the set is empty, got {value}.")
-    return value
+    if not 0 <= value <= sys.float_info.max:
+        raise InvalidInput(f"{name} must be finite and not negative, or the set is empty, got {shown(value)}.")
+    return float(value)
