@@ -37,8 +37,8 @@ GIB = 2**30
 
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Three tables in one."""
-    n, windows = (32, 2) if quick else (128, 2)
-    start, alone, both = two_against_one({"lengths": n, "windows": windows}, 1 if quick else 2, report)
+    n, windows = (32, 2) if quick else (128, 4)
+    start, alone, both = two_against_one({"lengths": n, "windows": windows}, 1 if quick else 3, report)
     report("half-second units")
     units = 4 if quick else 40
     more = overhead(units)

@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "reproduced.md"
 RECORD = FOLDER / "reproduced.json"
 RUNS = ROOT / "howsmooth-output" / "reproduced"
 IN_FULL = (
-    "recipe-variants",
+    *("growth-text", "recipe-variants"),
     *("growth-radius", "adversarial", "mean-field", "large-radius", "layer-norm", "masked-distance", "released-recipe"),
     *("not-lipschitz", "lip-infinity", "lip-two", "inversion"),
 )
