@@ -20,6 +20,7 @@ def test_there_are_enough_and_each_begins_with_a_title() -> None:
         assert set(line) == {"="}, path.name
         assert len(line) >= len(title) > 5, path.name
         assert path.name.startswith("plot_")
+        assert "__file__" not in path.read_text(encoding="utf-8"), path.name  # the gallery's builder defines none
 
 
 @pytest.mark.parametrize("name", SAMPLE)
