@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.busy import leave_room
-from howsmooth.cli.endings import CODES, INTERRUPTED, complain, stop_word
+from howsmooth.cli.endings import CODES, INTERRUPTED, complain
 from howsmooth.cli.on_demand import Commands
 
 __all__ = ["app", "main"]
@@ -49,6 +49,6 @@ def main(args: Sequence[str] | None = None) -> None:
     leave_room()
     try:
         app(args, prog_name="howsmooth")
-    except KeyboardInterrupt:  # before the command had begun
-        complain(stop_word())
+    except KeyboardInterrupt:  # before the command had begun, when no other signal was listened for
+        complain("interrupted")
         sys.exit(INTERRUPTED)
