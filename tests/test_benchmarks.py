@@ -93,6 +93,7 @@ def test_dense_peer_equals_the_dense_svd():
     assert abs(peers.dense(block_function(case), case.x).value / dense_norm(case.attention, case.x) - 1) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contest", [one_product.core, one_product.block])
 @MASKS
 def test_contestants_of_one_product_agree_with_float64(contest, causal):
@@ -114,6 +115,7 @@ def test_bare_products_in_tiles_are_those_of_the_whole_batch():
         assert float((a - b).norm() / a.norm()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_head", [False, True])
 def test_race_is_won_by_right_answers_only(per_head):
     case = random_case(12, width=16, heads=2)

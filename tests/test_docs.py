@@ -59,6 +59,7 @@ def imported(page: Path) -> Iterator[tuple[str, str]]:
                 yield from ((alias.name, "") for alias in node.names if alias.name.startswith("howsmooth."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_import_public_names_of_rooms(page: Path) -> None:
     """A deep path is no promise: what a reader copies comes from ``__all__``."""

@@ -18,6 +18,7 @@ MAPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MAPS, ids=lambda case: case[0])
 def test_influence_is_the_norm_of_every_block(case: tuple) -> None:
     attention, x = cases.build(*case), cases.tokens()

@@ -74,6 +74,7 @@ def against(found: house.Import) -> bool:
     return ROOMS.index(of) > ROOMS.index(by)
 
 
+@pytest.mark.slow
 def test_every_module_has_a_room() -> None:
     missing = {house.room(name) for name in house.modules()} - set(ROOMS)
     assert not missing, f"give {sorted(missing)} a place in ROOMS, and in the table of CONTRIBUTING.md"

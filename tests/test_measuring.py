@@ -139,6 +139,7 @@ def test_attention_without_gradients_leaves_no_trace() -> None:
     assert x.grad is None
 
 
+@pytest.mark.slow
 def test_heads_equal_dense_svd_of_each_head() -> None:
     attention = hs.SelfAttention.random(24, heads=4, kv_heads=2, mask="causal", dtype=torch.float64)
     x = torch.randn(2, 30, 24, dtype=torch.float64)

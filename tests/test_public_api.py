@@ -201,6 +201,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(k=NUMBERS, rtol=NUMBERS, seed=NUMBERS, confidence=NUMBERS, memory=NUMBERS, norm=NUMBERS, scale=NUMBERS)
 def test_measure_gives_a_number_or_one_clear_error(

@@ -235,6 +235,7 @@ def test_arrays_are_read_whole(tmp_path: Path) -> None:
     assert torch.equal(tokens, torch.tensor(array))
 
 
+@pytest.mark.slow
 def test_many_blocks_are_listed_in_a_short_line_and_quickly(tmp_path: Path) -> None:
     blocks = {f"h.{i}.c_attn.weight": torch.zeros(1, 3) for i in range(20_000)}
     save_file(blocks, tmp_path / "many.safetensors")

@@ -59,6 +59,7 @@ def head_jacobian(f: ComposedAttention, x: Tensor, head: int) -> Tensor:
     return matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_products_heads_and_blocks_equal_dense_autograd(name: str) -> None:
     f, x = composed(name), draw(N, D)
@@ -79,6 +80,7 @@ def test_products_heads_and_blocks_equal_dense_autograd(name: str) -> None:
     torch.testing.assert_close(hs.token_influence(f, x, per_head=True, rtol=1e-6), by_head, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_batches_and_single_precision_agree_with_single_inputs(name: str) -> None:
     f, x = composed(name), draw(3, N, D)
@@ -89,6 +91,7 @@ def test_batches_and_single_precision_agree_with_single_inputs(name: str) -> Non
     torch.testing.assert_close(hs.measure_heads(f, x, rtol=1e-6).value, heads, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_paths_add_up_and_the_ends_hold(name: str) -> None:
     f, x = composed(name), draw(N, D)

@@ -55,12 +55,14 @@ def test_where_the_divisor_vanishes_the_output_is_the_mean_and_the_limit(vanishi
         torch.testing.assert_close(LipschitzNormAttention(*near)(x), mean, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_zero_input_is_measured_as_the_plain_mean() -> None:
     attention = LipschitzNormAttention(*_weights(4)[:3])
     measured = float(hs.measure(attention, torch.zeros(5, 4, dtype=torch.float64)))
     assert measured == pytest.approx(float(torch.linalg.matrix_norm(_weights(4)[2], 2)), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2])
 def test_measured_value_equals_dense_svd(heads: int) -> None:
     attention, x = LipschitzNormAttention(*_weights(5), heads=heads), torch.randn(6, 4, dtype=torch.float64)
@@ -70,6 +72,7 @@ def test_measured_value_equals_dense_svd(heads: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_jacobian_includes_the_divisor_s_own_derivative() -> None:
     attention, x = LipschitzNormAttention(*_weights(6)), torch.randn(4, 4, dtype=torch.float64)
     tangent, step = torch.randn(4, 4, dtype=torch.float64), 1e-6

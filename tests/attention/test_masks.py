@@ -146,6 +146,7 @@ def test_terms_are_checked_one_by_one() -> None:
         Terms([hs.Causal(), hs.ALiBi(torch.ones(3))]).check(5, 2, 1)
 
 
+@pytest.mark.slow
 def test_map_with_several_masks_is_the_map_with_their_sum() -> None:
     n, x = 6, torch.randn(6, 4, dtype=torch.float64)
     for name, mask in masks(n).items():

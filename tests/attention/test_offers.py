@@ -106,6 +106,7 @@ def test_the_closed_form_of_a_layer_is_its_own_jacobian(name: str) -> None:
     assert float(both[1]) == pytest.approx(float(torch.linalg.matrix_norm(dense(layer, 2 * x), 2)), rel=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLOSED)
 def test_every_door_gives_the_numbers_of_the_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = made(name)
@@ -140,6 +141,7 @@ def test_heads_are_those_of_the_layer(name: str) -> None:
         assert float(found[head]) == pytest.approx(exact, rel=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_maps_without_a_closed_form_are_measured_and_bounded(name: str) -> None:
     layer, x = made(name)
@@ -193,6 +195,7 @@ def test_a_layer_that_divides_by_a_bound_for_n_asks_for_n() -> None:
     assert bounded is not None
 
 
+@pytest.mark.slow
 def test_a_residual_around_a_layer_is_another_function() -> None:
     layer, x = made("l2")
     wrapped = Residual(layer)
@@ -206,6 +209,7 @@ def test_a_residual_around_a_layer_is_another_function() -> None:
             DOORS[name](wrapped, x)
 
 
+@pytest.mark.slow
 def test_a_subclass_of_torchs_layer_with_a_call_of_its_own_is_a_function() -> None:
     class Doubled(nn.MultiheadAttention):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -143,6 +143,7 @@ def test_mlp_bound_is_reached_where_the_activation_is_steepest() -> None:
     assert found > layers.mlp(weights, "relu")  # taking 1 for GELU's constant would be false
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid", "identity"])
 def test_gated_mlp_is_never_steeper_than_its_bound_on_the_ball(name: str) -> None:
     act, radius = layers.activation(name), 1.5
@@ -296,6 +297,7 @@ def encoder(norm_first: bool, activation: str = "gelu", eps: float = 1e-5, norm:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_random_encoder_is_never_steeper_than_the_product(norm_first: bool, causal: bool) -> None:

@@ -70,6 +70,7 @@ def check(where: Setting) -> int:
     return used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bound_is_a_number_whatever_the_weights(kind: str) -> None:
     used = 0
@@ -112,6 +113,7 @@ def test_tiny_and_huge_heads_scale_with_their_values() -> None:
             assert float(hs.bounds.get(name)(scaled, **where)) == pytest.approx(size * exact, rel=1e-9, abs=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_signs_of_scales_and_gains_change_no_bound(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

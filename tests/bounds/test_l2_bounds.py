@@ -123,6 +123,7 @@ def test_ascent_never_passes_the_lemmas(what: str, weight: float, sight: l2.Sigh
     assert 0.7 < closest <= 1 + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("weight", [0.5, 2.0, 8.0])
 def test_many_tokens_never_pass_the_column_lemma(causal: bool, weight: float) -> None:
@@ -169,6 +170,7 @@ def test_the_terms_of_the_proof_add_up_to_the_jacobian() -> None:
     torch.testing.assert_close(total, torch.autograd.functional.jacobian(average, z), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_the_step_of_the_proof_holds_and_is_nearly_reached() -> None:
     closest = wrong = 0.0
     for seed in range(6):
@@ -194,6 +196,7 @@ def test_the_weight_of_the_direction_is_needed() -> None:
     assert float(lemma_quantity("column", z, seen, weight=8.0)) > l2.largest_column(2, "any")
 
 
+@pytest.mark.slow
 @given(st.floats(0, 50))
 def test_the_largest_entry_of_a_weighted_column_is_the_maximum_over_distances(weight: float) -> None:
     d = np.linspace(0, 20, 20_001)
@@ -235,6 +238,7 @@ def test_first_quarter_power_form_reference_value() -> None:
     assert [round(l2.average_lip_2(1000, sight), 1) for sight in SIGHTS] == [31.4, 40.5, 94.3]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 2), st.integers(1, 4), st.integers(1, 40))
 def test_bounds_are_never_worse_than_kims(seed: int, heads: int, width: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -374,6 +378,7 @@ def test_products_on_the_line_agree_with_autograd(causal: bool) -> None:
     torch.testing.assert_close(average.vjp(y), jacobian.T @ y, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_ascent_on_the_line_stays_between_what_is_proved(causal: bool) -> None:
     n = 31

@@ -60,6 +60,7 @@ def test_ascent_inside_the_ball_never_passes_the_bound() -> None:
     assert max(ratios) > 0.8  # the attack comes close
 
 
+@pytest.mark.slow
 def test_value_at_the_centre_is_no_bound_on_the_ball() -> None:
     passed = 0
     for seed in range(6):
@@ -134,6 +135,7 @@ def test_key_biases_change_nothing() -> None:
     torch.testing.assert_close(three_path_ball(attention, x, eps), with_bias, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_grouped_heads_with_rotary_positions_are_covered() -> None:
     attention = hs.SelfAttention.random(
         12, heads=3, kv_heads=1, dtype=torch.float64, mask="causal", rotary=hs.Rotary.standard(4)

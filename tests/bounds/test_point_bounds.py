@@ -37,6 +37,7 @@ def bilinear(seed: int, scale: float = 1.0, **options: object) -> tuple[Attentio
     return hs.SelfAttention.from_bilinear(scale * a, v, mask="causal" if seed % 2 else None, **options), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask", [mask for mask in MASKS if mask not in ("padding", "boolean", "per head", "blind rows")]
 )
@@ -174,6 +175,7 @@ def test_what_the_proofs_do_not_cover_is_refused(name: str, options: dict[str, o
         hs.bounds.get(name)(hs.SelfAttention.random(4, **options), x=torch.ones(3, 4))
 
 
+@pytest.mark.slow
 @POINT
 def test_gradient_in_x_is_that_of_finite_differences(name: str) -> None:
     attention, x = bilinear(5, 1.0)

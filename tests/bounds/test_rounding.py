@@ -18,6 +18,7 @@ from howsmooth.bounds.paths import paths
 from howsmooth.meanfield import Measure, local_constant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", LOGITS)
 def test_no_bound_is_false_behind_large_logits(size: float) -> None:
     for seed in range(2):
@@ -26,6 +27,7 @@ def test_no_bound_is_false_behind_large_logits(size: float) -> None:
         assert found["howsmooth.three_path"] <= 5**0.5 * (1 + 1e-9)  # no more than weights on one token would give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("apart", "spread", "slope"), CLUSTERS)
 def test_no_bound_is_false_on_clusters_far_apart(apart: float, spread: float, slope: float) -> None:
     for seed in range(3):
@@ -39,6 +41,7 @@ def test_bounds_stay_sharp_where_clusters_are_close_enough() -> None:
     assert ratios(far_clusters(1e8, 0.3, 1e3, 0))["howsmooth.three_path"] < 1.5  # pair by pair nothing cancels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dot_product", "l2", "sigmoid", "cosine"])
 def test_ordinary_inputs_have_tiny_radii(kind: str) -> None:
     x = tokens()

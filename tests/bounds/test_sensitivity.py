@@ -66,6 +66,7 @@ def test_table_of_the_token_norm_holds_bound_and_measurement() -> None:
     assert {row.norm for row in usual} <= {2, math.inf}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 8, 40])
 @pytest.mark.parametrize("length", [0.5, 2.0, 6.0, 15.0])
 def test_no_logits_of_a_length_have_less_entropy_than_the_floor(n: int, length: float) -> None:

@@ -104,6 +104,7 @@ def by_name(found: Table) -> dict[str, Row]:
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_head", [False, True], ids=["block", "heads"])
 @pytest.mark.parametrize("name", MAPS)
 def test_upper_bounds_lie_above_the_dense_jacobian_and_above_every_lower_bound(name: str, per_head: bool) -> None:
@@ -250,6 +251,7 @@ def test_norm_filters_and_a_norm_without_bounds_is_refused(only: Callable[..., N
         table(HEAD, x=x, norm=1)
 
 
+@pytest.mark.slow
 def test_the_inf_norm_of_a_large_input_is_left_unmeasured(only: Callable[..., None]) -> None:
     only(entry("t.inf", 1e9, norm=math.inf))
     wide = hs.SelfAttention.random(64)
@@ -386,6 +388,7 @@ def curve(figure: object, name: str) -> list[tuple[float, float]]:
     return list(zip(*line.get_data(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_figure_draws_the_numbers_of_the_table(tmp_path: Path) -> None:
     figure = bounds_against_n(HEAD, lengths=[4, 16, 64], radius=1.0)
     for name in ("castin2024.sqrt_n", "howsmooth.sqrt_n", "howsmooth.mean_field"):
@@ -406,6 +409,7 @@ def test_the_figure_measures_the_first_tokens_of_the_input() -> None:
     assert [value for _, value in points] == pytest.approx([dense(attention, x[:n], None, 2) for n in (2, 4, 8, 9)])
 
 
+@pytest.mark.slow
 def test_the_figure_marks_the_crossover_when_it_is_inside() -> None:
     marks = [
         line.get_xdata()[0] for line in bounds_against_n(HEAD, radius=1.0).axes[0].lines if line.get_linestyle() == ":"

@@ -85,6 +85,7 @@ def formula(attention: AttentionMap, x: Tensor, h: int, weights: Tensor) -> tupl
     return norm(p) * max(norm(w @ m) for m in mv), diagonal, cross
 
 
+@pytest.mark.slow
 @CASES
 def test_jacobian_is_the_sum_of_its_three_paths(kind: str, mask: str) -> None:
     x = tokens()
@@ -105,6 +106,7 @@ def test_jacobian_is_the_sum_of_its_three_paths(kind: str, mask: str) -> None:
         assert float((total.reshape(exact.shape) - exact).norm() / exact.norm()) < 1e-13, name
 
 
+@pytest.mark.slow
 @CASES
 def test_bound_holds_for_every_head_and_block(kind: str, mask: str) -> None:
     x = tokens()
@@ -115,6 +117,7 @@ def test_bound_holds_for_every_head_and_block(kind: str, mask: str) -> None:
             assert float(block) >= float(torch.linalg.svdvals(dense(attention, x))[0]), name
 
 
+@pytest.mark.slow
 @CASES
 def test_parts_equal_the_formula_computed_densely(kind: str, mask: str) -> None:
     x = tokens()
@@ -129,6 +132,7 @@ def test_parts_equal_the_formula_computed_densely(kind: str, mask: str) -> None:
             assert exact * (1 - 1e-12) <= float(found) <= exact * (1 + 1e-9) + 1e-6 * float(parts.total[h]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"mask": "causal", "rotary": hs.Rotary.standard(24)}, {"qk_norm": "rms"}])
 def test_wide_heads_stay_within_two_percent_of_the_formula(options: dict[str, object]) -> None:
     attention = hs.SelfAttention.random(48, heads=2, dtype=torch.float64, **options)
@@ -139,6 +143,7 @@ def test_wide_heads_stay_within_two_percent_of_the_formula(options: dict[str, ob
         assert exact <= float(found) <= 1.02 * exact
 
 
+@pytest.mark.slow
 def test_key_weights_are_never_far_above_the_plain_formula_and_often_far_below() -> None:
     ratios = []
     for seed in range(60):
@@ -216,6 +221,7 @@ def test_mask_cannot_be_left_out() -> None:
     assert float(three_path(unmasked, x)) < float(constants(masked, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_in_x_is_that_of_finite_differences(kind: str) -> None:
     (_, attention), x = sample(kind, "causal")[-1], tokens()
@@ -234,6 +240,7 @@ def test_gradient_of_wide_heads_is_that_of_finite_differences() -> None:
     assert float(difference) == pytest.approx(float((gradient * direction).sum()), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_query_blocks_are_the_derivative_in_the_query_alone(kind: str) -> None:
     x = tokens()

@@ -22,6 +22,7 @@ from howsmooth.certify.rows import largest_mean
 from howsmooth.errors import DoesNotApply
 
 
+@pytest.mark.slow
 def test_no_ascent_inside_a_ball_passes_its_certificate() -> None:
     found = ball_attacks(range(12), steps=8)
     assert found.tried == 24
@@ -131,6 +132,7 @@ def test_maps_without_a_proof_are_refused() -> None:
         curved_bound(attention, torch.ones(3, 4), torch.full((3,), 0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CURVED)
 def test_curved_maps_are_never_above_their_certificate_on_a_ball(kind: str) -> None:
     found = curved_attacks(kind, range(6), steps=6)

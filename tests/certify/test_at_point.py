@@ -14,6 +14,7 @@ from howsmooth.certify.proved_norm import cholesky_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mask"),
     [
@@ -103,6 +104,7 @@ def test_a_deflated_block_is_enclosed_and_a_dropped_covariance_is_caught(
     assert not at_point.enclose_block(attention, x).upper >= true * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_a_dropped_covariance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     built = gram._behind
 

@@ -29,6 +29,7 @@ def test_values_and_slopes_are_those_of_the_network(seed: int) -> None:
     torch.testing.assert_close(lines.stream.slopes[0][0], jacobian, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_no_attack_inside_a_radius_changes_the_class_or_passes_the_bound(seed: int) -> None:
     found = attacked(draw_network(seed), starts=3, steps=12)
@@ -49,10 +50,12 @@ def passed(seeds: range) -> float:
     return max(left_over(draw_network(seed), draws=8) for seed in seeds)
 
 
+@pytest.mark.slow
 def test_every_remainder_stays_within_its_bound() -> None:
     assert passed(range(6)) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AttentionRemainder, BendRemainder, DivisionRemainder])
 def test_a_remainder_taken_as_nothing_is_caught(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Unstable neurons taken as stable, a second derivative dropped."""
@@ -60,6 +63,7 @@ def test_a_remainder_taken_as_nothing_is_caught(monkeypatch: pytest.MonkeyPatch,
     assert passed(range(6)) > 1e-4
 
 
+@pytest.mark.slow
 def test_half_of_the_moves_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from howsmooth.certify import attention_remainder, remainders
 
@@ -90,6 +94,7 @@ def test_a_kink_just_outside_is_met() -> None:
     assert 0.59 < hs.certify(net, torch.zeros(1, 1, dtype=torch.float64), 0).radius < 0.6
 
 
+@pytest.mark.slow
 def test_one_word_gets_a_larger_radius_than_all_and_ids_equal_their_vectors() -> None:
     case = draw_network(3)
     net = SequenceClassifier(
@@ -151,6 +156,7 @@ def test_half_precision_is_computed_in_double_and_said() -> None:
     assert "computed in float64" in half.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["torch", "howsmooth"])
 def test_margins_are_differentiable_in_weights_and_tokens(layer: str) -> None:
     """The bound on the margins at a radius has the derivative of finite differences."""
@@ -186,6 +192,7 @@ def test_spectral_ceiling_is_above_the_norm_and_near_it() -> None:
     assert bool((ceiling <= 1.02 * exact).all())
 
 
+@pytest.mark.slow
 def test_cases_cover_every_part() -> None:
     assert {case.norm for case in cases(40)} == {"mean only", "standard", "rms"}
     assert {case.activation for case in cases(40)} == {"relu", "gelu", "silu"}

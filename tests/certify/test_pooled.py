@@ -80,6 +80,7 @@ def worst_share(steep: float, radius: float, seeds: range, lead: float = 0.0) ->
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steep", "radius"), [(0.5, 0.1), (2.0, 0.3), (1.0, 2.0), (6.0, 1.0)])
 def test_no_move_leaves_more_than_the_remainder(steep: float, radius: float) -> None:
     assert 0.005 < worst_share(steep, radius, range(4)) <= 1
@@ -97,6 +98,7 @@ def test_a_remainder_without_its_fourth_cumulant_is_caught(monkeypatch: pytest.M
     assert worst_share(2.0, 0.3, range(4)) > 1
 
 
+@pytest.mark.slow
 def test_saturation_at_the_input_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_share(3.0, 1.0, range(4), lead=12.0) <= 1
     still = Expansion.spread

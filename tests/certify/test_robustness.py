@@ -76,6 +76,7 @@ def test_folded_network_equals_the_network() -> None:
         assert folded.noise(net.patches(image), 0.1) < 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steep", [0.1, 1.0, 4.0])
 def test_no_attack_gets_inside_a_proved_radius(steep: float) -> None:
     found = shares(steep)
@@ -83,6 +84,7 @@ def test_no_attack_gets_inside_a_proved_radius(steep: float) -> None:
     assert min(found) > 0.05
 
 
+@pytest.mark.slow
 def test_projected_gradient_inside_the_radius_keeps_the_class() -> None:
     for net, image, label in networks(4, steep=2.0):
         radius = hs.certify(net, image, label).radius
@@ -91,6 +93,7 @@ def test_projected_gradient_inside_the_radius_keeps_the_class() -> None:
         assert float((inside.point - image).norm()) <= radius * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [1, torch.inf])
 def test_vertices_of_other_balls_keep_the_class(norm: float) -> None:
     """Margins are nearly linear, so the worst is near a vertex: the steepest ones and random ones are tried."""
@@ -155,6 +158,7 @@ def test_a_planted_counter_example_is_met_and_not_passed(kink: bool, true: float
     assert int(net(outside).argmax()) == 1
 
 
+@pytest.mark.slow
 def test_a_dropped_remainder_and_curvature_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     none = torch.zeros(1, dtype=torch.float64)
     monkeypatch.setattr(Functionals, "remainder", lambda self, radius: none.expand(len(self.directions)))

@@ -68,12 +68,14 @@ def outside(seed: int, size: float, share: float = 1.0) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-3, 0.1, 0.5, 2.0])
 def test_tilted_rows_stay_within_their_bounds(size: float) -> None:
     found = [outside(seed, size) for seed in range(100)]
     assert all(value <= 1e-12 for one in found for value in one.values())
 
 
+@pytest.mark.slow
 def test_tilts_that_are_taken_too_small_are_caught() -> None:
     found = [outside(seed, 0.3, share=0.25) for seed in range(200)]
     assert all(max(one[name] for one in found) > 0 for name in ("high", "low", "mean", "covariance"))

@@ -53,6 +53,7 @@ needs_minilm = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_random_tokens_are_measured_when_no_set_is_given() -> None:
     found = answer("random", *SMALL, "--length", 12, "--seed", 5)
     seeds = found["setting"]["seeds"]
@@ -64,6 +65,7 @@ def test_random_tokens_are_measured_when_no_set_is_given() -> None:
     assert found["setting"]["n"] == [12]
 
 
+@pytest.mark.slow
 def test_several_n_on_a_ball_give_a_table_each_and_nothing_is_measured() -> None:
     found = answer("random", *SMALL, "--n", "4,16, 64", "--radius", 2, "--per-head")
     attention = hs.SelfAttention.random(16, 2, seed=0)
@@ -145,6 +147,7 @@ def test_a_model_is_measured_at_what_its_layer_sees(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @needs_minilm
 def test_measure_takes_models_too() -> None:
     from howsmooth.models import alice, attention_inputs, from_transformers, load
@@ -156,6 +159,7 @@ def test_measure_takes_models_too() -> None:
     assert found["block"]["value"] == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.slow
 @needs_minilm
 def test_wrong_requests_about_a_model_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
@@ -200,6 +204,7 @@ def test_latex_is_a_table_and_nothing_else() -> None:
     assert [line.rpartition(", ")[2] for line in comments] == ["n = 8", "n = 16"]
 
 
+@pytest.mark.slow
 def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -> None:
     options = ("random", "--width", 8, "--heads", 4, "--n", "16,64", "--radius", 20)
     found = answer(*options, "--figure", tmp_path / "f.png")
@@ -210,6 +215,7 @@ def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -
     assert "(random tokens)" in found["headline"]
 
 
+@pytest.mark.slow
 def test_a_figure_is_written(tmp_path: Path) -> None:
     found = answer("random", *SMALL, "--n", "4,16", "--radius", 1, "--figure", tmp_path / "f.png")
     assert found["figure"] == str(tmp_path / "f.png")

@@ -20,6 +20,7 @@ run, answer, refusal = CERTIFY.run, CERTIFY.json, CERTIFY.refusal
 SMALL = ["--width", "8", "--heads", "2", "--length", "5"]
 
 
+@pytest.mark.slow
 def test_json_of_a_random_map_equals_the_library() -> None:
     found = answer("random", *SMALL, "--radius", 0.01)
     seeds = found["setting"]["seeds"]
@@ -48,6 +49,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return net, images
 
 
+@pytest.mark.slow
 def test_images_that_are_classified_correctly_are_listed_with_radius_and_attack(files: tuple[Path, Path]) -> None:
     net, images = files
     found = answer(net, "--images", images, "--norm", 2)
@@ -66,6 +68,7 @@ def test_attack_can_be_left_out(files: tuple[Path, Path]) -> None:
     assert row["attacked"] is None
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_resumed(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +116,7 @@ def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path
     assert "radius" in run("random", *SMALL, "--radius", -1).output
 
 
+@pytest.mark.slow
 def test_a_report_gets_a_section_of_every_head(tmp_path: Path) -> None:
     done = run("random", *SMALL, "--what", "heads", "--report", path := tmp_path / "proved.html")
     assert done.exit_code == 0

@@ -69,6 +69,7 @@ def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
     assert "howsmooth scan" in result.stderr
 
 
+@pytest.mark.slow
 def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = "random:bert[layers=2,width=16,heads=2,seed=3]"
     monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])

@@ -117,6 +117,7 @@ def test_absurd_sizes_are_refused_before_any_work(
     assert "unexpected" not in Command(str(command)).refusal(*rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "terminal closed"), ("SIGINT", 130, "interrupted")],
@@ -153,6 +154,7 @@ def test_sigterm_before_any_work_is_one_word(monkeypatch: pytest.MonkeyPatch) ->
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "terminal closed"), ("SIGINT", 130, "interrupted")],

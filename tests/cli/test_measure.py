@@ -119,6 +119,7 @@ def test_a_batch_gives_one_value_per_input(weights: Path, tmp_path: Path) -> Non
     assert "the tensors 'a', 'b'" in refusal(*args[:-2])
 
 
+@pytest.mark.slow
 def test_real_gpt2_weights_equal_the_map_built_by_hand(shared_dir: Path) -> None:
     path = shared_dir / "weights" / "gpt2_attention_layers_0_6_11.safetensors"
     found = answer(path, "--prefix", "h.6.attn.", "--heads", 12, "--causal", "--length", 32)
@@ -170,6 +171,7 @@ def test_explanation_in_json_equals_the_library() -> None:
     assert found["explanation"]["heads"]["sink_token"] == story.sink_token.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["both", "block"])
 def test_a_figure_is_written(tmp_path: Path, what: str) -> None:
     found = answer("random", *SMALL, "--what", what, "--figure", tmp_path / "f.png")

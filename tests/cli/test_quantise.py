@@ -40,6 +40,7 @@ def test_tables_show_formats_checks_the_choice_and_the_export() -> None:
     assert Path("howsmooth-output/quantise-random-llama-layers-2-width-32-heads-4-kv_heads-2.sqlite").is_file()
 
 
+@pytest.mark.slow
 def test_exports_and_pictures_go_where_they_are_told() -> None:
     asked = ("--budget", 6, "--export", "json", "--export-file", "kv.json", "--figure", "kv.png")
     COMMAND.json(TINY, *QUICK, *asked)
@@ -55,6 +56,7 @@ def test_the_report_is_a_page_with_the_section() -> None:
     assert "What may be rounded in random:llama" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
     done = COMMAND.run(f"random:{kind}[layers=1,width=32]", *QUICK)

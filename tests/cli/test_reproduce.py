@@ -22,6 +22,7 @@ def test_without_a_name_the_experiments_are_listed() -> None:
     assert all(one["claim"] and one["setting"] and one["paper"] for one in listed)
 
 
+@pytest.mark.slow
 def test_one_experiment_prints_its_verdict_and_keeps_its_files(tmp_path: Path) -> None:
     result = run(app, ["reproduce", "not-lipschitz", "--quick", "--output", str(tmp_path)])
     assert result.exit_code == 0
@@ -73,6 +74,7 @@ def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
     assert len(result.stderr.strip().splitlines()) <= 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, done = EXPERIMENTS["not-lipschitz"], list[int]()
 
@@ -93,6 +95,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
     assert len(done) == len(experiment.cells(Asked("quick"))) + 1
 
 
+@pytest.mark.slow
 def test_pictures_need_no_latex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("matplotlib.texmanager.TexManager.__new__", lambda *given: pytest.fail("LaTeX was asked for"))
@@ -101,6 +104,7 @@ def test_pictures_need_no_latex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "not-lipschitz" / "quick" / "not-lipschitz.svg").is_file()
 
 
+@pytest.mark.slow
 def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = replace(EXPERIMENTS["not-lipschitz"], takes=frozenset({"text"}))
     monkeypatch.setitem(EXPERIMENTS, experiment.id, experiment)
@@ -112,6 +116,7 @@ def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "other settings" in run(app, [*ask, str(tmp_path / "other.txt")]).stderr
 
 
+@pytest.mark.slow
 def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
         raise KeyboardInterrupt

@@ -56,6 +56,7 @@ SINGLE = 1e-6
 """Relative difference that single precision makes: bounds and worst cases speak of the exact map, in float64."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", RANDOM])
 def test_every_command_prints_the_same_value(folder: Path, source: str) -> None:
     found = by_command(folder if source == "folder" else source, 1, folder / TEXT, 9, 1)
@@ -78,6 +79,7 @@ def test_every_command_prints_the_same_value_of_a_real_model_which_is_that_of_a_
     assert found["scan"][0] == pytest.approx(sigma, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_several_lengths_are_windows_of_their_own(folder: Path) -> None:
     where, n = (folder, "--layer", 1, "--text", folder / TEXT), (5, 9)
     alone = [answer("measure", *where, "--length", each, "--what", "block")["block"]["value"] for each in n]
@@ -108,6 +110,7 @@ def test_the_beginning_of_a_text_is_what_the_library_gives_too(folder: Path) -> 
         assert torch.equal(site.attention(site.x), from_transformers(opened.model, site.layer)(site.x))
 
 
+@pytest.mark.slow
 def test_random_names_a_model_everywhere_and_says_so_where_it_named_a_block() -> None:
     done = Command("measure").run("random:gpt2", "--length", 4, "--what", "block", "--json")
     (line,) = done.stderr.splitlines()

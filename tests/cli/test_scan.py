@@ -31,6 +31,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.slow
 def test_json_is_a_list_of_the_rows_that_the_library_gives(folder: Path) -> None:
     asked = ("--text", folder / TEXT, "--lengths", "6,12", "--windows", 2, "--layers", 1, "--what", "heads,attention")
     found = rows(folder, *asked, "--out", "s.sqlite")
@@ -43,6 +44,7 @@ def test_json_is_a_list_of_the_rows_that_the_library_gives(folder: Path) -> None
     assert Scan.open("s.sqlite").rows == found
 
 
+@pytest.mark.slow
 def test_the_summary_names_the_roughest_head_its_growth_and_the_store() -> None:
     result = run(TINY, "--lengths", "8,16,…,32")
     assert result.exit_code == 0, result.output
@@ -213,6 +215,7 @@ def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, m
     assert done.stderr.splitlines() == [f"howsmooth: interrupted: {said}."]
 
 
+@pytest.mark.slow
 def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     old = rows(TINY, "--lengths", 8, "--out", "s.sqlite")
     measured, count = runner.measure_batch, iter(range(9))

@@ -32,6 +32,7 @@ def answered(*args: str, environment: Mapping[str, str] | None = None) -> subpro
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
@@ -52,6 +53,7 @@ def test_nothing_heavy_is_imported_for_an_answer_at_once(args: tuple[str, ...], 
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
+@pytest.mark.slow
 def test_help_needs_no_parser_and_no_highlighter_and_others_still_get_them() -> None:
     code = (
         "import sys; from howsmooth.cli import main\n"
@@ -73,6 +75,7 @@ def test_a_summary_is_the_beginning_of_the_help_of_its_command() -> None:
         assert command.params is command.command.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["growth", "certify"])
 def test_a_room_of_one_function_is_that_function_whatever_was_imported_first(name: str) -> None:
     code = (
@@ -95,6 +98,7 @@ def test_every_public_name_is_there_and_listed() -> None:
     assert hs.models is sys.modules["howsmooth.models"]
 
 
+@pytest.mark.slow
 def test_a_scan_can_write_its_report_when_only_its_room_was_imported() -> None:
     code = "from howsmooth.scanning import Scan; assert callable(Scan.writer)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -113,6 +117,7 @@ def test_torch_takes_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch, lo
         assert environment.get("OMP_NUM_THREADS") == (said or (None if threads is None else str(threads)))
 
 
+@pytest.mark.slow
 def test_completion_knows_commands_and_options() -> None:
     def completed(words: str) -> list[str]:
         asked = {"_HOWSMOOTH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

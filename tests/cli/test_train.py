@@ -75,6 +75,7 @@ def test_json_is_what_the_library_returns(text: Path) -> None:
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dot-product", "l2-untied", "contractive-inf", "contractive-2"])
 def test_the_summary_says_bits_split_and_bound(text: Path, attention: str) -> None:
     result = run(text, *TINY, "--attention", attention, "--out", "run")
@@ -99,6 +100,7 @@ def test_other_lengths_train_too(text: Path, lengths: str) -> None:
     assert printed(text, *TINY, "--lengths", lengths)["settings"]["lengths"] == lengths
 
 
+@pytest.mark.slow
 def test_the_table_compares_kinds_over_depths(text: Path) -> None:
     options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seed", 0)
     result = run(text, *options, "--out", "grid")

@@ -27,6 +27,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.slow
 def test_shards_by_the_command_line_are_joined_by_merge() -> None:
     whole = SCAN.json(TINY, "--lengths", "6,8", "--out", "whole.sqlite")
     for part in ("1/2", "2/2"):
@@ -103,6 +104,7 @@ def test_a_scheduler_that_does_not_answer_or_takes_no_jobs_is_quoted(
     assert contents(Path("s.sqlite")) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_an_address_where_no_cluster_is_is_named_at_once(address: str) -> None:
@@ -123,6 +125,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     return asked
 
 
+@pytest.mark.slow
 def test_searches_take_an_engine(threads: list[Engine]) -> None:
     small = ("random", "--width", 4, "--heads", 1, "--lengths", "2,3", "--radius", 1, "--starts", 2, "--steps", 3)
     found = Command("worst-case").json(*small, "--jobs", 2)
@@ -156,6 +159,7 @@ def test_grids_take_an_engine_and_single_runs_do_not(threads: list[Engine]) -> N
     assert "add --table" in Command("train").refusal("text.txt", *tiny, "--jobs", 2)
 
 
+@pytest.mark.slow
 def test_experiments_take_an_engine(threads: list[Engine]) -> None:
     asked = ("not-lipschitz", "--quick", "--engine", "ray", "--address", "somewhere:1")
     (made,) = Command("reproduce").json(*asked, "--output", "by-engine")["reproduced"]

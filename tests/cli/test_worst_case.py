@@ -87,6 +87,7 @@ def dense_norm(attention: hs.SelfAttention, x: torch.Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.reshape(x.numel(), x.numel()), 2))
 
 
+@pytest.mark.slow
 def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() -> None:
     found = search("random", *SMALL, "--causal", "--lengths", "2,4", "--radius", "2,1", "--seed", 5)
     attention = hs.SelfAttention.random(6, 2, seed=5, mask="causal")
@@ -102,6 +103,7 @@ def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() ->
     assert imread(found["figure"]).std() > 0.05
 
 
+@pytest.mark.slow
 def test_the_table_names_both_ends_and_every_file() -> None:
     done = run("worst-case", "random", *SMALL, "--lengths", "2,4", "--radius", "1", "--head", 1, *QUICK)
     assert done.exit_code == 0, done.output
@@ -123,6 +125,7 @@ def test_the_table_names_both_ends_and_every_file() -> None:
     assert all(path.is_file() and path.parent.name == "howsmooth-output" for path in kept)
 
 
+@pytest.mark.slow
 def test_the_usual_set_of_weights_without_a_model_are_tokens_of_unit_rms() -> None:
     (cell,) = search("random", *SMALL, "--lengths", 3)["cells"]
     assert cell["over"]["origin"] == "tokens of unit RMS"
@@ -138,6 +141,7 @@ def test_the_infinity_norm_is_searched_too() -> None:
     assert cell["norm"] == "inf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--radius", "layer"), ("--after", "h.0.ln_1")])
 def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str, str]) -> None:
     (cell,) = search(layer, "--heads", 2, "--lengths", 3, *options)["cells"]
@@ -149,6 +153,7 @@ def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str
     assert float(z.mean(-1).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_eps_searches_near_stored_tokens(layer: Path, tmp_path: Path) -> None:
     x = torch.randn(5, 6, dtype=torch.float64)
     np.save(tmp_path / "x.npy", x.numpy())
@@ -175,6 +180,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     assert again["heads"]["value"][3] == pytest.approx(near["lower"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [(), ("--head", 1), ("--norm", "inf"), ("--window", 2, "--softcap", 5, "--head", 0)]
 )
@@ -189,6 +195,7 @@ def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> N
     assert "the same as stored" in run("measure", "--witness", cell["file"]).stdout
 
 
+@pytest.mark.slow
 def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
     here = (layer, "--heads", 2)
     (cell,) = search(*here, "--lengths", 3, "--radius", 1)["cells"]
@@ -207,6 +214,7 @@ def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None
     assert "other weights" in refusal("measure", layer, "--witness", cell["file"])
 
 
+@pytest.mark.slow
 def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
     """The factor on the logits is no weight: the hash does not know it, the number does."""
     (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", 2)["cells"]
@@ -217,6 +225,7 @@ def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
     assert "gives" in said or "other weights" in said
 
 
+@pytest.mark.slow
 def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
     (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", 1)["cells"]
     whole = Path(cell["file"]).read_bytes()
@@ -288,6 +297,7 @@ def test_a_witness_of_the_version_before_is_replayed_to_the_same_number() -> Non
     assert again["value"] == pytest.approx(again["stored"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
     (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--radius", 1)["cells"]
     said = refusal("measure", "--witness", cell["file"])
@@ -299,6 +309,7 @@ def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
     assert f"the file names {layer}, of the same weights" in words.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_files() -> None:
     asked = ("random", *SMALL, "--lengths", "2,4", "--radius", "1")
     first = search(*asked, "--out", "a")["cells"]
@@ -336,6 +347,7 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "File exists" in refusal(*ask, "--radius", 1, "--out", tmp_path / "taken")
 
 
+@pytest.mark.slow
 @needs_minilm
 def test_wrong_requests_about_a_model_are_one_line() -> None:
     assert "layer 6 does not exist" in refusal("worst-case", "minilm", "--layer", 6)
@@ -349,6 +361,7 @@ def test_more_tokens_than_memory_are_refused_at_once() -> None:
     assert "memory" in said or "GiB" in said
 
 
+@pytest.mark.slow
 def test_a_large_radius_gives_a_right_answer_and_a_larger_one_a_clear_error() -> None:
     (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", "1e3")["cells"]
     witness = Witness.load(cell["file"])

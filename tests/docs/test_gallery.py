@@ -23,6 +23,7 @@ def test_there_are_enough_and_each_begins_with_a_title() -> None:
         assert "__file__" not in path.read_text(encoding="utf-8"), path.name  # the gallery's builder defines none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_example_draws_a_figure_with_named_axes(name: str) -> None:
     [path] = [path for path in EXAMPLES if path.stem == name]

@@ -55,6 +55,7 @@ def test_bars_have_the_estimates_as_heights() -> None:
     assert [bar.get_height() for bar in axes.patches] == [1.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_a_figure_with_any_token_is_written(tmp_path: Path, suffix: str) -> None:
     figure, (left, right) = new_figure(2)

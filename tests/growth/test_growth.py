@@ -97,6 +97,7 @@ def test_paired_interval_is_the_percentile_interval_of_scipy_stretched_for_few_i
     assert found.interval == pytest.approx(tuple(expected), abs=0.02 * (expected[1] - expected[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [3, 10])
 def test_interval_covers_the_true_exponent_as_often_as_it_says(inputs: int) -> None:
     intervals = [
@@ -107,6 +108,7 @@ def test_interval_covers_the_true_exponent_as_often_as_it_says(inputs: int) -> N
     assert 0.92 <= covered <= 0.985
 
 
+@pytest.mark.slow
 def test_paired_intervals_cover_and_unpaired_ones_are_wider_where_inputs_differ_at_all_lengths() -> None:
     covered, widths = [], []
     for seed in range(200):
@@ -250,6 +252,7 @@ def test_laws_that_are_close_are_not_told_apart_without_the_data_for_it(truth: s
     assert "cannot tell" in found[verdicts.index(None)].sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inputs", "lengths"), [(1, 8), (2, 5), (10, 7)])
 def test_growth_that_goes_on_is_hardly_ever_called_a_plateau(inputs: int, lengths: int) -> None:
     n = 8 * 2 ** np.arange(lengths)
@@ -271,6 +274,7 @@ def test_a_plateau_says_from_which_n() -> None:
     assert f"up to about n = {found.plateau.start:.0f} (95 % interval {low:.0f} to {high:.0f})" in found.sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [4, 10])
 def test_intervals_of_the_start_of_a_plateau_cover_it(inputs: int) -> None:
     drawn = (growth(noisy("plateau", inputs, 0.1, seed), LENGTHS, resamples=300, seed=seed) for seed in range(200))

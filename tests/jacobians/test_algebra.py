@@ -108,6 +108,7 @@ def test_noise_covers_what_cancellation_in_a_sum_leaves(offset: float) -> None:
     assert m.lower <= torch.linalg.matrix_norm(exact, 2) <= m.upper
 
 
+@pytest.mark.slow
 def test_without_the_noise_of_parts_an_end_would_be_wrong() -> None:
     """A negative control: what a sum of large parts states is needed."""
     wrong = 0

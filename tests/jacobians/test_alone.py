@@ -24,6 +24,7 @@ def trace() -> None:
     torch.fx.symbolic_trace(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_measuring_functions_leaves_no_sources_behind() -> None:
     x = torch.randn(3, 2)
     hs.measure(lambda x: x.softmax(-1) @ x.T, x)
@@ -52,6 +53,7 @@ def test_the_loader_is_given_back_after_an_error() -> None:
     assert "cache" not in vars(graph_module._loader)
 
 
+@pytest.mark.slow
 def test_functions_are_measured_in_threads_as_alone() -> None:
     """Forward mode is one switch for all threads: at the same time, one in ten ended in an error."""
     torch.manual_seed(0)

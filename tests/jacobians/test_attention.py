@@ -102,6 +102,7 @@ def test_rows_by_token_blocks_are_the_rows(case: tuple) -> None:
     torch.testing.assert_close(rows[:, 0].sum(1).flatten(1), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_masked_tiles_do_not_exist() -> None:
     x = torch.randn(4096, 8)
     full = attention_jacobian(hs.SelfAttention.random(8), x, memory=0).mixing.tiles

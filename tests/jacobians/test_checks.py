@@ -165,6 +165,7 @@ def test_functions_without_jacobian_are_refused(
         function_jacobian(f, random(N, D))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lambda: nn.TransformerEncoderLayer(D, 2, 8), lambda: nn.Dropout(0.01)])
 def test_dropout_in_training_mode_is_refused(build: Callable[[], nn.Module]) -> None:
     module = build().double()

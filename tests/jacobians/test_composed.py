@@ -150,6 +150,7 @@ class LiveBytes(TorchDispatchMode):
             del self.holders[place], self.bytes[place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 2**29])
 def test_memory_of_a_layer_grows_with_the_tokens_and_not_with_their_square(
     memory: int, monkeypatch: pytest.MonkeyPatch

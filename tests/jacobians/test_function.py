@@ -136,6 +136,7 @@ def test_chunks_of_columns_and_rows_join(monkeypatch: pytest.MonkeyPatch) -> Non
 # Modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_module_equals_reverse_mode_and_keeps_its_parameters_without_gradient(frozen: bool) -> None:
     module = mlp().requires_grad_(not frozen)
@@ -145,6 +146,7 @@ def test_a_module_equals_reverse_mode_and_keeps_its_parameters_without_gradient(
     assert all(p.grad is None and p.requires_grad is not frozen for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_multihead_attention_in_a_lambda_equals_reverse_mode() -> None:
     attention = nn.MultiheadAttention(D, 2, batch_first=True).double().eval()
 
@@ -170,6 +172,7 @@ def test_encoder_layer_reads_tokens_along_the_right_axis(
     assert_products_equal(function_jacobian(layer, x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", "lstm"])
 def test_sequence_first_modules_are_transposed_around(kind: str) -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8), 2)
@@ -183,6 +186,7 @@ def test_sequence_first_modules_are_transposed_around(kind: str) -> None:
     assert_products_equal(function_jacobian(module, x), torch.stack([oracle(one, item) for item in x]))
 
 
+@pytest.mark.slow
 def test_a_module_that_transposes_itself_is_left_alone() -> None:
     class BatchFirstOutside(nn.Module):
         def __init__(self) -> None:
@@ -256,6 +260,7 @@ def test_model_outputs_give_their_last_hidden_state() -> None:
     assert_products_equal(operator, oracle(torch.sin, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_batch_norm_keeps_its_statistics_and_mode(training: bool) -> None:
     module = nn.Sequential(nn.BatchNorm1d(D), nn.Tanh()).double().train(training)
@@ -272,6 +277,7 @@ def test_batch_norm_keeps_its_statistics_and_mode(training: bool) -> None:
 # Precision and the caller's modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     module = mlp().to(dtype)
@@ -293,6 +299,7 @@ def test_float64_input_makes_a_float32_module_exact() -> None:
     assert_products_equal(operator, oracle(module.double(), x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_products_work_whatever_the_grad_mode_of_the_caller(mode: Callable[[], Any]) -> None:
     with mode():

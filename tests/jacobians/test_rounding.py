@@ -25,6 +25,7 @@ def two_clusters() -> tuple[hs.SelfAttention, Tensor]:
     return hs.SelfAttention.from_bilinear(a, torch.eye(3)), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", offsets.DTYPES)
 @pytest.mark.parametrize("family", offsets.FAMILIES)
 def test_noise_covers_what_cancellation_leaves(family: str, dtype: torch.dtype) -> None:
@@ -72,6 +73,7 @@ def test_constants_on_all_keys_and_values_change_nothing() -> None:
     assert torch.equal(far.dense(), plain.dense())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [1e3, 1e5])
 def test_l2_attention_moves_with_its_tokens(offset: float) -> None:
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ def missing(op: JacobianOperator, exact: JacobianOperator) -> Tensor:
     return torch.linalg.matrix_norm(op.dense() - exact.dense(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [1e-3, 0.1, 0.9])
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("per_head", [False, True])
@@ -83,6 +84,7 @@ def test_the_bound_is_not_far_from_what_is_missing() -> None:
     assert 0 < gone <= bound <= 300 * gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("skip", [1e-6, 1e-2, 0.3, 0.9])
 def test_ends_contain_the_exact_norm(skip: float, dtype: torch.dtype) -> None:
@@ -98,6 +100,7 @@ def test_ends_contain_the_exact_norm(skip: float, dtype: torch.dtype) -> None:
         assert bool(found[0].converged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [1, float("inf"), "fro"])
 def test_ends_of_other_norms_contain_theirs(norm: float | str) -> None:
     attention, x = case(6.0, "causal")
@@ -107,6 +110,7 @@ def test_ends_of_other_norms_contain_theirs(norm: float | str) -> None:
     assert bool(exact.value <= m.upper)
 
 
+@pytest.mark.slow
 def test_without_the_allowance_an_end_is_wrong() -> None:
     """A negative control: the same run, as if nothing had been left out."""
     wrong = 0

@@ -26,6 +26,7 @@ def by_linprog(mu: Measure, nu: Measure, p: float) -> float:
     return float(linprog(costs.flatten().numpy(), A_eq=marginals, b_eq=masses, method="highs").fun ** (1 / p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1, 1.5, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_wasserstein_equals_the_linear_programme(p: float, seed: int) -> None:

@@ -82,6 +82,7 @@ def test_three_atoms_answer_for_a_billion_tokens() -> None:
     assert found.upper <= hs.bounds.get("howsmooth.mean_field")(head, radius=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_close_pairs_reach_each_part(causal: bool) -> None:
     attention = build("dot_product", causal=causal)

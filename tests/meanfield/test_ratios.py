@@ -14,6 +14,7 @@ from howsmooth.meanfield import Measure, largest_ratio, local_constant, push, ra
 from tests.meanfield.attention_on_measures import build, draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
 def test_no_pair_passes_a_bound_and_close_pairs_reach_the_local_constant(causal: bool) -> None:
     found = evidence.count(24, causal)
@@ -46,6 +47,7 @@ def test_random_pairs_cover_every_shape_and_stay_on_the_ball() -> None:
     assert all(evidence.draw(generator, 2, 1.5, None).support_radius <= 1.5 for _ in range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strength", "heavy"), [(0.0, 1e3), (0.1, 1e4), (3.0, 1e5)])
 def test_unmasked_bounds_are_false_under_a_mask(strength: float, heavy: float) -> None:
     found, unmasked, masked = evidence.misapplied(strength, heavy)

@@ -37,6 +37,7 @@ def test_value_is_the_supremum_over_mass_ratios(b: int) -> None:
     assert two_atom(b / 4, 2.0) == found  # only γR² counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b", MEASURED)
 def test_measured_supremum_is_slightly_larger_and_below_the_bound(b: int) -> None:
     best = minimize_scalar(

@@ -39,6 +39,7 @@ def build(kind: str) -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": torch.randint(3, WORDS, (1, 7)), **ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_both_sides_equal_dense_autograd_of_the_models_own_block(kind: str) -> None:
     model, inputs = build(kind)

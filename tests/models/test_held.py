@@ -66,12 +66,14 @@ def test_a_folder_a_path_a_model_and_a_pipeline_give_one_answer(tmp_path: Path) 
     assert values(hs.scan(pipe, WORDS, **asked)) == expected
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_the_model() -> None:
     model = gpt2()
     wrapped = torch.compile(model, backend="eager")
     assert held_model(wrapped).sha256 == held_model(model).sha256
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged() -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     wanted = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)

@@ -24,6 +24,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 def test_every_listed_model_type_is_tested() -> None:
     assert sorted(TINY) == list(MODEL_TYPES)
     assert all(tiny.build().config.model_type == kind for kind, tiny in TINY.items())
@@ -218,6 +219,7 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_unknown_model_types_are_refused(kind: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"model type '{kind}'.* is not among the models"):

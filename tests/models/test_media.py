@@ -55,6 +55,7 @@ def test_damaged_sounds_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     assert all(line.isprintable() for line in said)
 
 
+@pytest.mark.slow
 def test_damaged_images_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")

@@ -29,6 +29,7 @@ def minilm() -> tuple[Any, Any]:
     return load("minilm")
 
 
+@pytest.mark.slow
 @minilm_needed
 def test_minilm_is_loaded_quietly_and_whole(capfd: pytest.CaptureFixture[str]) -> None:
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -58,6 +59,7 @@ def test_minilm_map_reproduces_the_models_own_attention_on_alice(minilm: tuple[A
     assert float((attention(x) - y).norm() / y.norm()) < 1e-5
 
 
+@pytest.mark.slow
 @minilm_needed
 def test_minilm_value_equals_dense_svd_of_the_models_own_attention(minilm: tuple[Any, Any]) -> None:
     model, tokenizer = minilm

@@ -49,6 +49,7 @@ def test_smollm2_knows_the_capital_of_france_and_its_sites_are_faithful() -> Non
     assert (sites[0].attention.heads, sites[0].attention.kv_heads) == (9, 3)
 
 
+@pytest.mark.slow
 @minilm_needed
 def test_minilm_is_opened_with_its_facts() -> None:
     opened = open_model("minilm")
@@ -64,6 +65,7 @@ def test_minilm_is_opened_with_its_facts() -> None:
     assert all(w.ids[0, 1:-1].tolist() == ids[w.start : w.start + 14] for w in windows)
 
 
+@pytest.mark.slow
 @minilm_needed
 def test_windows_of_several_lengths_begin_at_the_same_tokens() -> None:
     opened = open_model("minilm")
@@ -72,6 +74,7 @@ def test_windows_of_several_lengths_begin_at_the_same_tokens() -> None:
     assert starts[0] != [w.start for w in opened.windows(alice(), 8, count=5, seed=4)]
 
 
+@pytest.mark.slow
 @hypothesis.given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 12), st.sampled_from([None, 0, 1, 2]))
 def test_windows_are_different_ordered_and_inside_the_text(
     inside: int, spare: int, count: int, seed: int | None

@@ -42,6 +42,7 @@ def test_every_other_architecture_has_a_wiring() -> None:
     assert set(WIRINGS) == set(MODEL_TYPES) - BY_AUTOGRAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BY_AUTOGRAD & set(TINY)))
 def test_a_model_without_closed_form_is_differentiated_by_autograd_and_says_so(name: str) -> None:
     J = hs.jacobian(*tiny_targets(name).get("model"))
@@ -65,6 +66,7 @@ def test_the_jacobian_of_a_model_equals_dense_autograd(name: str) -> None:
     torch.testing.assert_close(pulled, v.flatten(1) @ expected, rtol=1e-4, atol=1e-5 * norm(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["residual", "mlp", "layer", "prefix"])
 @pytest.mark.parametrize("name", ["bert", "gpt_neox", "gemma2", "granite"])
 def test_every_part_of_a_layer_equals_dense_autograd(name: str, what: str) -> None:
@@ -75,6 +77,7 @@ def test_every_part_of_a_layer_equals_dense_autograd(name: str, what: str) -> No
     torch.testing.assert_close(J.dense(), expected, rtol=1e-4, atol=1e-5 * norm(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma"])
 def test_ends_in_single_precision_contain_the_truth(name: str) -> None:
     targets = tiny_targets(name, torch.float32)
@@ -111,6 +114,7 @@ def test_logits_are_a_linear_map_of_the_last_state(spec: str) -> None:
     torch.testing.assert_close(J.matvec(v), expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
 
 
+@pytest.mark.slow
 def test_an_unlisted_architecture_keeps_torch_func_and_says_so() -> None:
     model = other_model("bart").requires_grad_(False)
     model.set_attn_implementation("eager")
@@ -122,6 +126,7 @@ def test_an_unlisted_architecture_keeps_torch_func_and_says_so() -> None:
     assert J.notes[0] in hs.measure(f, x).notes
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_reproduce_the_output_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = tiny_targets("llama")
     module = targets.modules[1]
@@ -138,6 +143,7 @@ def test_parts_that_do_not_reproduce_the_output_fall_back(monkeypatch: pytest.Mo
     torch.testing.assert_close(J.dense(), dense_jacobian(f, x), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parts_with_another_derivative_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same value at the tokens, and a derivative that is half as large: only autograd can tell."""
     targets = tiny_targets("llama")

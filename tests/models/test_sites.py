@@ -220,6 +220,7 @@ def other_model(kind: str, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_unlisted_architectures_are_read_through_the_socket(kind: str) -> None:
     """The map against the model's own attention module, differentiated densely by autograd."""
@@ -274,6 +275,7 @@ def test_attention_that_a_map_does_not_model_is_refused(kind: str, options: dict
         capture(other_model(kind, **options), {"input_ids": torch.tensor([[5, 6, 7, 8]])})
 
 
+@pytest.mark.slow
 def test_plain_modules_are_measured_by_their_path() -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(D, 4, 48, batch_first=True, dropout=0.0).double().eval()
@@ -302,6 +304,7 @@ def test_paths_that_lead_nowhere_are_refused() -> None:
 NEWEST = ["deepseek_v3", "gpt_oss", "llama4_text", "olmo2", "qwen3_next"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NEWEST)
 def test_bounds_of_the_newest_maps_hold_or_refuse(kind: str) -> None:
     tiny = TINY[kind]
@@ -315,6 +318,7 @@ def test_bounds_of_the_newest_maps_hold_or_refuse(kind: str) -> None:
         assert composed == isinstance(s.attention, ComposedAttention)
 
 
+@pytest.mark.slow
 def test_a_scan_of_a_hybrid_stack_skips_layers_without_softmax() -> None:
     model = TINY["qwen3_next"].build(vocab_size=300).float()
     scan = hs.scan(model, "down the rabbit hole " * 3, lengths=8, what="head,layer")

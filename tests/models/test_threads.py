@@ -36,6 +36,7 @@ def values(scan: Any) -> list[float]:
     return [row["value"] for row in scan.rows]
 
 
+@pytest.mark.slow
 def test_scans_of_one_model_in_threads_equal_scans_in_turn() -> None:
     opened = open_model("random:bert[layers=2,width=32]")
 
@@ -47,6 +48,7 @@ def test_scans_of_one_model_in_threads_equal_scans_in_turn() -> None:
     assert opened.model.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 def test_scans_of_own_models_in_threads_equal_scans_in_turn(tmp_path: Path) -> None:
     TINY["gpt2"].build().float().save_pretrained(tmp_path)
 

@@ -90,6 +90,7 @@ def test_masks_of_any_shape_are_followed() -> None:
     close(monitor.step()["sigma_lower/"], exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mistral"])
 def test_blocks_of_transformers_are_measured_without_what_stands_around(name: str) -> None:
     tiny = TINY[name]
@@ -107,6 +108,7 @@ def test_blocks_of_transformers_are_measured_without_what_stands_around(name: st
         close(found[f"sigma_lower/{tiny.block.format(layer)}"], exact, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_any_module_can_be_watched_as_a_function_of_the_batch() -> None:
     model, x = encoder(), torch.randn(3, N, D)
     monitor = SmoothnessMonitor(model, layers=["layers.1.linear1", "layers.0"], steps=60)
@@ -171,6 +173,7 @@ def test_watching_does_not_change_training(names: list[str] | None, certified: b
     assert all(module.training for module in other.modules())
 
 
+@pytest.mark.slow
 def test_dropout_is_off_while_measuring() -> None:
     model, x = encoder(dropout=0.5), torch.randn(1, N, D)
     monitor = SmoothnessMonitor(model, layers=["layers.0"], steps=60)
@@ -294,6 +297,7 @@ def test_alarms_are_words_and_are_told_once() -> None:
         SmoothnessMonitor(model, factor=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # looked at by dynamo
 @pytest.mark.parametrize("how", ["sdpa", "eager", "aot_eager"])
 def test_kernels_and_compilers_change_no_value(how: str) -> None:
@@ -311,6 +315,7 @@ def test_kernels_and_compilers_change_no_value(how: str) -> None:
     assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_are_part_of_what_is_measured() -> None:
     peft = pytest.importorskip("peft")
     ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -334,6 +339,7 @@ def test_adapters_of_peft_are_part_of_what_is_measured() -> None:
     assert abs(dense_norm(tiny.function(plain, 0, inputs), x[0]) / next(iter(found.values())) - 1) > 0.01  # it matters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_new_kinds_of_attention_are_watched(name: str) -> None:
     tiny = TINY[name]
@@ -400,6 +406,7 @@ def test_values_reach_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in read.Scalars("sigma_lower/attn")] == [(0, 1.5), (100, 101.5)]
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_calls_it(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY["gpt2"].options))
     replace_attention(model, "l2", layers=[1])

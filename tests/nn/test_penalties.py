@@ -31,6 +31,7 @@ def norm_and_gradients(layer: nn.Module, x: Tensor, power: int) -> tuple[Tensor,
     return value.detach(), list(torch.autograd.grad(value, list(layer.parameters()), allow_unused=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("kind", [layers.L2Attention, layers.DotProductAttention, layers.SigmoidAttention])
 def test_value_and_gradient_are_those_of_dense_autograd(kind: type[layers.AttentionLayer], power: int) -> None:
@@ -249,12 +250,14 @@ def penalised(kind: type, strength: float) -> Callable[[nn.Module], tuple[Term, 
     return held
 
 
+@pytest.mark.slow
 def test_jacobian_penalty_steers_the_norm_down() -> None:
     (free, _), (held, loss) = train(), train(penalised(JacobianPenalty, 0.1))
     assert mean_norm(held) < 0.5 * mean_norm(free)
     assert loss < 2  # what a constant answer would cost is about 2
 
 
+@pytest.mark.slow
 def test_softmax_penalty_steers_the_softmax_down() -> None:
     found = []
     for model, loss in (train(), train(penalised(SoftmaxJacobianPenalty, 5.0))):
@@ -294,6 +297,7 @@ def test_caps_are_the_projection_on_the_ball_of_the_spectral_norm() -> None:
     assert caps.norms()["weight"] <= 2.5 * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("above", "most"), [(6, 30), (30, 150)])
 def test_caps_follow_training_within_a_permille(above: int, most: int) -> None:
     """With few values above the cap the subspace deals with most steps; the exact norm is looked at after each."""
@@ -331,6 +335,7 @@ def test_caps_name_queries_keys_and_values_one_by_one_and_leave_embeddings_alone
         assert len(list(SpectralCaps(layer).matrices())) == 4
 
 
+@pytest.mark.slow
 def test_caps_steer_the_norm_of_the_layer_down() -> None:
     free, _ = train()
     held, loss = train(lambda model: (lambda: torch.zeros(()), SpectralCaps(model.self_attn, cap=0.5).step))

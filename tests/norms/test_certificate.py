@@ -69,6 +69,7 @@ def test_one_coordinate_leaves_no_doubt() -> None:
     assert smallest_component(1, 0.99) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 6, 10, 15, 20])
 def test_never_looser_than_the_a_priori_bound(steps: int) -> None:
     for family in families([(60, 60), (40, 120)], count=3, dtype=torch.float64, seed=4):
@@ -95,6 +96,7 @@ def test_bound_fails_for_a_start_that_is_not_random() -> None:
     assert float(fair.lower) <= 1.05 <= float(fair.upper)
 
 
+@pytest.mark.slow
 def test_bound_keeps_its_meaning_through_restarts() -> None:
     """A restart multiplies the component on the top vector by the filter; without that factor nothing is certified."""
     matrix = with_spectrum(torch.linspace(1, 0.01, 80).double(), 200, 80, 80, torch.Generator().manual_seed(1))
@@ -104,6 +106,7 @@ def test_bound_keeps_its_meaning_through_restarts() -> None:
     assert 80 <= covered <= 130  # binomial(200, ½) from −2.8σ; far above would mean a loose bound
 
 
+@pytest.mark.slow
 def test_confidence_one_half_is_neither_false_nor_trivially_loose() -> None:
     """A wrong quantile or slack in the bound takes the share out of these limits: binomial −3.5σ, +6σ of 600 maps."""
     covered = 0

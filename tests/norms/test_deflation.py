@@ -29,6 +29,7 @@ def apart(whole: Tensor, size: float, seed: int = 1) -> MatrixOperator:
     return op
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-3, 0.05, 0.2])
 @pytest.mark.parametrize("second", [0.2, 0.6])
 def test_a_tenth_of_the_norm_may_be_missing_and_the_value_is_certified(size: float, second: float) -> None:

@@ -28,6 +28,7 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+@pytest.mark.slow
 def test_value_equals_dense_svd_to_the_digits_asked_for() -> None:
     for family in families([(70, 70), (40, 90), (90, 40)], count=2, dtype=torch.float64, seed=1):
         m = golub_kahan(family.op, rtol=1e-9, seed=3)
@@ -68,6 +69,7 @@ def test_residuals_are_the_true_residuals() -> None:
     assert m.residuals.max() > 1e-10  # something was left to compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("basis_limit", [3, 6, 15])
 def test_restarts_reach_the_same_value(basis_limit: int) -> None:
     matrix = gaussian(4, 60, 60)
@@ -238,6 +240,7 @@ def test_accuracy_beyond_the_dtype_ends_with_a_note() -> None:
     assert float(m.lower) <= sigma <= float(m.upper) < sigma * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_float32_errors_stay_within_half_the_rounding_allowance() -> None:
     for family in families([(400, 300)], count=2, dtype=torch.float32, seed=6):
         m = golub_kahan(family.op, rtol=1e-5)

@@ -180,6 +180,7 @@ def test_invalid_entries_are_refused_on_every_way(norm: float | str, limit: int)
             operator_norm(MatrixOperator(matrix), norm=norm, dense_limit=limit, exact_limit=exact_limit)
 
 
+@pytest.mark.slow
 def test_bounds_of_all_ways_contain_the_dense_norm_in_float32() -> None:
     for family in families([(80, 60)], count=2, dtype=torch.float32, seed=5):
         matrix = family.op.dense().double()

@@ -138,6 +138,7 @@ def test_products_stay_few_in_ordinary_float32_use() -> None:
     assert single.products <= double.products + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"basis_limit": 6}])
 @pytest.mark.parametrize("noise", [1e-7, 1e-5, 1e-3])
 def test_errors_that_hide_the_largest_singular_value_are_covered(noise: float, options: dict[str, int]) -> None:
@@ -303,6 +304,7 @@ def test_maps_of_different_size_and_speed_share_a_batch() -> None:
     assert (warm.lower <= sigma).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(CANCELLATION))
 def test_ends_hold_under_prescribed_cancellation_from_1e_minus_30_to_1e30(dtype: torch.dtype) -> None:
     cells = [(SIZES[(3 * i) % len(SIZES)], ratio) for i, ratio in enumerate(CANCELLATION[dtype])]
@@ -314,6 +316,7 @@ def test_ends_hold_under_prescribed_cancellation_from_1e_minus_30_to_1e30(dtype:
     assert found.converged > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(CANCELLATION))
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_ends_hold_for_attention_against_50_digits(offset: float, dtype: torch.dtype) -> None:

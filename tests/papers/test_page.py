@@ -14,6 +14,7 @@ from howsmooth.papers import EXPERIMENTS, Verdict
 NAMES = ("not-lipschitz", "inversion")
 
 
+@pytest.mark.slow
 def test_only_what_stands_between_the_marks_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Before\n{reproduced.BEGIN}\nold\n{reproduced.END}\n# After\n")

@@ -56,6 +56,7 @@ def test_depths_are_whole_numbers() -> None:
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["not-lipschitz", "masked-distance", "large-radius", "inversion"])
 def test_figures_name_their_axes_and_series(name: str) -> None:
     experiment = EXPERIMENTS[name]

@@ -87,6 +87,7 @@ def test_gpt2s_own_heads_are_read_from_a_file(tmp_path: Path) -> None:
     assert (rows["sigma"] >= rows["lower"] * (1 - 1e-9)).all()
 
 
+@pytest.mark.slow
 def test_the_tightness_of_lip_infinity_agrees_with_known_ascents() -> None:
     cells = lip_infinity.cells(Asked("quick"))
     assert [cell["n"] for cell in cells] == [10, 100, 1000]

@@ -42,6 +42,7 @@ def test_data_pictures_and_verdict_are_kept(tmp_path: Path) -> None:
     assert json.loads((found.folder / "verdict.json").read_text())["verdict"] == "confirmed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
     calls: list[int] = []
@@ -54,6 +55,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
     pandas.testing.assert_frame_equal(again.rows, first.rows)
 
 
+@pytest.mark.slow
 def test_an_executor_gives_the_rows_of_this_process(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         there = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), tmp_path / "there", executor=threads)
@@ -88,6 +90,7 @@ def test_a_choice_that_an_experiment_does_not_have_is_refused(tmp_path: Path) ->
         reproduce(EXPERIMENTS["lip-two"], Asked("quick", ("gpt2",)), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["not-lipschitz", "large-radius", "inversion"])
 def test_cheap_claims_are_confirmed(tmp_path: Path, name: str) -> None:
     assert reproduce(EXPERIMENTS[name], Asked("quick"), tmp_path).finding.verdict is Verdict.CONFIRMED

@@ -36,6 +36,7 @@ def twins(folder: Path) -> tuple[Path, Path]:
     return folder / "one", folder / "twin"
 
 
+@pytest.mark.slow
 def test_a_model_and_its_gauge_transformed_twin_have_the_same_relative_numbers(tmp_path: Path) -> None:
     one, other = (
         hs.scan(GPT2LMHeadModel.from_pretrained(path), TEXT, what="head,attention,layer,model", **OPTIONS)
@@ -54,6 +55,7 @@ def test_a_model_and_its_gauge_transformed_twin_have_the_same_relative_numbers(t
     assert GAUGE.split("?")[1].strip()[:60] in shown
 
 
+@pytest.mark.slow
 def test_the_answer_names_the_whole_a_layer_and_a_head_and_compares() -> None:
     scanned = hs.scan(
         "random:gpt2[layers=2,width=16,seed=3]",

@@ -144,6 +144,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, b"an older one"])
 def test_a_full_disk_leaves_the_older_page_and_figure_or_nothing(
     scan: Measured, tmp_path: Path, before: bytes | None
@@ -163,6 +164,7 @@ def test_a_full_disk_leaves_the_older_page_and_figure_or_nothing(
     assert all(path.read_bytes() == before for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["$x_{", "a $x^2$ b", r"\frac{$", "<b>&\"'", "[bold]", "\x1b[2J\u202e", "$" * 5])
 def test_figures_show_odd_names_as_they_are(scan: Measured, tmp_path: Path, name: str) -> None:
     rows = [row | {"model": name, "text": name} for row in scan.rows if row["length"] >= 32]

@@ -227,6 +227,7 @@ def test_names_turn_no_page_around() -> None:
     assert not re.search("[\u202e\u2067\x1b]", whole)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_demo_is_below_five_megabytes(scan: Measured) -> None:
     """Two models, one of 30 layers × 9 heads at six lengths up to 256 with three windows, all with energies."""
     heads = [row for row in scan.rows if row["what"] == "head" and row["head"] < 9 and row["window"] == 0]

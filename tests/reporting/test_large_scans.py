@@ -78,6 +78,7 @@ def test_shares_of_short_windows_survive_when_the_longest_do_not_fit() -> None:
     assert sum(map(len, packed["energies"].values())) <= 1_500_000
 
 
+@pytest.mark.slow
 def test_of_too_many_rows_the_roughest_window_of_every_cell_stays_and_the_page_says_so() -> None:
     scan = large((8, 16, 32, 64), 6)  # 24,576 rows
     (group,) = groups(scan)

@@ -87,6 +87,7 @@ def test_other_pages_are_left_alone(found: Quantisation, tmp_path: Path) -> None
         write_rounding(found, tmp_path / "kv.txt", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_browser_shows_it_offline_and_runs_nothing_of_it(
     found: Quantisation, tmp_path: Path, browser: Any, joined: bool

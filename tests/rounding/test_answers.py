@@ -91,6 +91,7 @@ def change_and_bounds(cache: Cache, moved: Tensor) -> tuple[Tensor, Tensor, Tens
     return change, tanh, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", None])
 @pytest.mark.parametrize("form", ["tanh", "path"])
 def test_ascent_on_the_errors_of_keys_finds_no_violation(mask: str | None, form: str) -> None:

@@ -77,6 +77,7 @@ def test_layers_before_a_rounded_one_need_not_be_run_again(tiny: OpenModel) -> N
         assert torch.equal(whole.outcome(layer, "value", form), reader.outcome({(layer, "value"): form}))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_behind_the_windows_it_has(
     tiny: OpenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

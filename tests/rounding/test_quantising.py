@@ -110,6 +110,7 @@ def test_a_run_stopped_while_it_checks_its_choice_goes_on_there(
     assert (found.rows(), found.checks[-1].damage) == (whole.rows(), whole.checks[-1].damage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "windows"),
     [({"budget": 6.0}, 2), ({"budget": 5.0, "samples": 5}, 4), ({"budget": 5.0, "seed": 1}, 4)],

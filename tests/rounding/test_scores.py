@@ -25,6 +25,7 @@ def reader(spec: str = "random:llama[layers=2,width=32,heads=4,kv_heads=2]", len
     return Reader.of(opened.model, opened.inputs(window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["random:llama[layers=2,width=32,heads=4,kv_heads=2]", "random:bert[layers=2,width=32]"]
 )
@@ -40,6 +41,7 @@ def test_predicted_damage_is_the_direct_one_up_to_its_standard_error(spec: str) 
             assert float(error[layer, place, 0]) < 0.2 * direct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 1])
 def test_damage_of_parts_together_is_that_of_the_summed_scores(layer: int) -> None:
     """Keys and values of one layer: in a later one what is rounded has moved already, and rounds another way."""

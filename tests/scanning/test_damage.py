@@ -25,6 +25,7 @@ def test_no_changed_byte_passes_for_good_or_crashes(name: str, trials: int) -> N
     assert all("\n" not in said for said in found.messages)
 
 
+@pytest.mark.slow
 def test_the_loop_tells_other_contents_and_crashes_from_the_rest(tmp_path: Path) -> None:
     def make(folder: Path) -> Path:
         path = folder / "note.txt"

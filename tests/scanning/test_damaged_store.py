@@ -54,6 +54,7 @@ def test_tables_that_are_not_those_of_a_store_are_refused_unread(path: Path, sta
             pass
 
 
+@pytest.mark.slow
 def test_damage_that_sqlite_quotes_in_no_alphabet_is_one_sentence(path: Path, tmp_path: Path) -> None:
     content = kept(path).read_bytes()
     broken = content.replace(b"tablecellscells\x05CREATE TABLE cells", b"tablec\xd3llscells\x05CREATE TABLE ce((s")

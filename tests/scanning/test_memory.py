@@ -38,6 +38,7 @@ def test_a_scan_says_so_before_its_first_cell(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "s.sqlite").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

@@ -39,6 +39,7 @@ def shard(path: Path, number: int, count: int, *heads: int, cells: int | None = 
     return path
 
 
+@pytest.mark.slow
 def test_four_shards_are_the_whole_scan(folder: Path, text: Path, tmp_path: Path) -> None:
     run_scan(str(folder), text, **ASKED, out=tmp_path / "whole.sqlite")
     parts = [tmp_path / f"{number}.sqlite" for number in range(1, 5)]

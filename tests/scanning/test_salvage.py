@@ -74,6 +74,7 @@ def test_a_page_of_zeros_takes_its_own_cells_alone(tmp_path: Path) -> None:
     assert "pages of cells that cannot be read" in str(found)
 
 
+@pytest.mark.slow
 def test_without_its_first_page_nothing_is_left(path: Path, tmp_path: Path) -> None:
     blank(path, 0)
     with pytest.raises(StoreError, match=r"^[^\n]*$"):

@@ -82,6 +82,7 @@ def test_every_cell_is_there_once_with_every_field(found: Scan) -> None:
     assert all(list(row) == FIELDS for row in found.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 2])
 def test_values_equal_dense_jacobians_of_the_model_written_by_hand(found: Scan, folder: Path, window: int) -> None:
     rows = [row for row in found.rows if (row["length"], row["window"]) == (6, window)]
@@ -162,6 +163,7 @@ def test_a_number_does_not_depend_on_what_else_is_asked_for(found: Scan, folder:
     assert all(row in timeless(found) for row in timeless(some))
 
 
+@pytest.mark.slow
 def test_a_store_takes_new_cells_and_measures_none_twice(folder: Path, text: Path, tmp_path: Path) -> None:
     begun: list[str] = []
 

@@ -276,6 +276,7 @@ class Interrupting:
         return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 def test_an_interruption_at_any_statement_leaves_whole_batches(tmp_path: Path, before: bool) -> None:
     for k in range(1, 40):

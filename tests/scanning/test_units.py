@@ -51,6 +51,7 @@ def test_many_windows_are_not_split() -> None:
     assert [len(unit) for unit in split(plan, 3)] == [3] * 12
 
 
+@pytest.mark.slow
 def test_any_executor_gives_the_rows_of_this_process(folder: Path, text: Path) -> None:
     here = run_scan(str(folder), text, **ASKED)
     told: list[Progress] = []
@@ -76,6 +77,7 @@ def test_two_processes_give_the_rows_of_this_one(folder: Path, text: Path, tmp_p
     assert rows(there) == rows(here)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_not_measured_again(folder: Path, text: Path, tmp_path: Path) -> None:
     out, seen = tmp_path / "s.sqlite", list[str]()
 
@@ -91,6 +93,7 @@ def test_what_is_stored_is_not_measured_again(folder: Path, text: Path, tmp_path
     assert {word.split(",")[0] for word in seen} == {"n = 8"}
 
 
+@pytest.mark.slow
 def test_a_unit_that_fails_is_reported_and_the_rest_is_kept(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

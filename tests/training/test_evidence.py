@@ -22,6 +22,7 @@ def quiet(text: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_the_grid_page_compares_all_kinds_and_goes_on_where_it_was(tmp_path: Path) -> None:
     base = replace(grid.BASE, **TINY)  # type: ignore[arg-type]
     wanted = grid.grids(base, depths=(1,), seeds=(0, 1))
@@ -65,6 +66,7 @@ def test_the_depth_page_names_what_did_not_train(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_curriculum_page_measures_every_block_at_every_length(tmp_path: Path) -> None:
     arms = curriculum.arms(replace(curriculum.BASE, **TINY, depth=2))  # type: ignore[arg-type]
     runs = curriculum.run(tmp_path, CORPUS, arms, (0,), Intervals(report=2, validate=2, validate_on=100), quiet)

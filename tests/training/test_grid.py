@@ -39,6 +39,7 @@ def test_every_cell_is_run_once_and_kept(tmp_path: Path) -> None:
     assert told == []
 
 
+@pytest.mark.slow
 def test_an_executor_gives_the_results_of_this_process(tmp_path: Path) -> None:
     here = run_grid(CORPUS, GRID, tmp_path / "here")
     with ThreadPoolExecutor(1) as threads:
@@ -48,6 +49,7 @@ def test_an_executor_gives_the_results_of_this_process(tmp_path: Path) -> None:
     assert (tmp_path / "there" / TABLE).exists()
 
 
+@pytest.mark.slow
 def test_a_grid_that_lost_a_cell_makes_it_anew_to_the_bit(tmp_path: Path) -> None:
     before = run_grid(CORPUS, GRID, tmp_path)
     for file in (tmp_path / "contractive-2-depth1-seed1").iterdir():

@@ -42,6 +42,7 @@ def test_the_cut_is_the_length_in_binary(length: int) -> None:
     assert len(powers(length, 4096)) == length.bit_count()
 
 
+@pytest.mark.slow
 @given(SIZES, st.integers(0, 5))
 def test_a_pass_of_chunks_shows_every_character_once(sizes: list[int], seed: int) -> None:
     total = sum(sizes)

@@ -23,6 +23,7 @@ def test_a_blank_line_ends_a_document_and_belongs_to_it() -> None:
     assert documents("a\n \n\nb\nc\n\nd") == ["a\n \n\n", "b\nc\n\n", "d"]
 
 
+@pytest.mark.slow
 @given(st.text(min_size=20, max_size=200).filter(lambda text: "\ud800" not in text))
 def test_encoding_is_undone_by_decoding(text: str) -> None:
     corpus = Corpus.split(text)

@@ -120,6 +120,7 @@ def test_the_closed_form_of_two_atoms_is_the_local_constant(b: float) -> None:
         assert references.two_atom_norm(b, first, second, 3 * ratio) == pytest.approx(float(exact), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_the_supremum_of_two_atoms_is_the_one_known() -> None:
     assert references.two_atom_supremum(3.0) == pytest.approx(48.07, abs=1e-2)
 
@@ -150,6 +151,7 @@ def test_embedded_tokens_are_what_the_first_layer_sees(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_near_a_text_both_ends_enclose_what_random_neighbours_have() -> None:
     (near,) = real.near_text(open_model("random:bert[layers=1,width=16]"), [0], steps=10)
     assert [cell.over.eps / near.size for cell in near.cells] == pytest.approx(real.SHARES)
@@ -170,6 +172,7 @@ def test_a_sequence_rougher_than_the_text_is_found() -> None:
     assert "of 32 tokens of the vocabulary" in real.sequence_text(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bench.PEERS)
 def test_a_peer_of_the_race_has_the_norm_and_its_gradient(name: str) -> None:
     case = random_case(5, width=6, heads=1).double()

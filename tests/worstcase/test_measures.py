@@ -120,6 +120,7 @@ def test_causal_attention_gains_with_every_further_atom_below_its_bound() -> Non
     assert four.value <= float(hs.bounds.get("howsmooth.masked_mean_field")(causal, radius=1.0))
 
 
+@pytest.mark.slow
 def test_more_atoms_never_end_below_fewer() -> None:
     attention = build("dot_product", seed=4)
     values = [worst_measure(attention, atoms, radius=2.0, starts=6, steps=40).value for atoms in (1, 2, 4)]
@@ -134,6 +135,7 @@ def test_one_atom_has_the_norm_of_the_values() -> None:
     assert found.value == pytest.approx(float(torch.linalg.matrix_norm(value, 2)), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_tokens_spread_like_the_measure_are_as_rough() -> None:
     one = worst_measure(head(1), 2, radius=1.0, starts=4, steps=100)
     bound = hs.bounds.get("howsmooth.unified")
@@ -190,6 +192,7 @@ def test_fewer_tokens_than_atoms_are_refused() -> None:
         witness([0.5, 0.5]).tokens(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "over", [Sphere(1.5), Normalised(nn.LayerNorm(3)), nn.RMSNorm(3)], ids=lambda o: type(o).__name__
 )
@@ -202,6 +205,7 @@ def test_atoms_stay_in_the_set(over: Sphere | Normalised | nn.Module) -> None:
         assert float((found.measure.atoms.norm(dim=-1) - 1.5).abs().max()) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_layer_norm_is_searched_below_the_bound_of_its_ball() -> None:
     attention, layer = build("dot_product"), nn.LayerNorm(3)
     found = worst_measure(attention, 2, over=layer, starts=4, steps=60)
@@ -214,6 +218,7 @@ def same(one: MeasureWitness, other: MeasureWitness) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_seed_fixes_the_measure() -> None:
     first, again, other = (worst_measure(head(1), 3, radius=1.0, starts=3, steps=10, seed=seed) for seed in (0, 0, 1))
     assert same(first, again)
@@ -233,6 +238,7 @@ def test_history_rises_to_the_value_and_progress_sees_it() -> None:
     assert "in W₂" in repr(found)
 
 
+@pytest.mark.slow
 def test_ctrl_c_returns_the_best_so_far() -> None:
     def interrupt(step: int, steps: int, best: float) -> None:
         if step == 15:
@@ -255,12 +261,14 @@ def test_the_attention_is_left_as_it_was() -> None:
     assert attention.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_half_precision_weights_are_searched_in_float64() -> None:
     found = worst_measure(head(1).half(), 2, radius=1.0, starts=3, steps=60)
     assert found.value == pytest.approx(SUPREMA[1], rel=1e-2)
     assert found.measure.atoms.dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_steep_heads_are_searched_among_very_light_atoms() -> None:
     found = worst_measure(head(30), 2, radius=1.0, starts=8, steps=150)
     assert float(found.measure.weights.min()) < 1e-20

@@ -38,6 +38,7 @@ def against_identity(**options: object) -> hs.SelfAttention:
     return hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2), **options)
 
 
+@pytest.mark.slow
 def test_both_ends_hold_for_every_length_and_radius() -> None:
     attention = hs.SelfAttention.random(6, heads=2, mask="causal", seed=1)
     found = sandwich(attention, [2, 5], radii=[2.0, 1.0], **QUICK)
@@ -63,6 +64,7 @@ def test_the_worst_case_of_minus_identity_lies_between_known_ends() -> None:
     assert 16.1 <= cell.lower <= cell.upper.value
 
 
+@pytest.mark.slow
 def test_one_head_has_ends_of_its_own() -> None:
     attention = hs.SelfAttention.random(6, heads=3, seed=2)
     for head in range(3):
@@ -75,6 +77,7 @@ def test_one_head_has_ends_of_its_own() -> None:
         assert cell.upper.head == head
 
 
+@pytest.mark.slow
 def test_a_larger_ball_is_never_left_below_a_smaller_one() -> None:
     """The smaller ball's witness is offered, so that one step from one start cannot fall behind it."""
     attention = hs.SelfAttention.random(5, seed=3)
@@ -103,6 +106,7 @@ def test_the_table_says_when_an_earlier_witness_won() -> None:
     assert (first.start, second.start) == (first.witness.start, "an earlier witness")
 
 
+@pytest.mark.slow
 def test_near_an_input_the_witness_lies_between_its_value_and_the_neighbourhood_bound() -> None:
     attention = hs.SelfAttention.random(8, heads=2, seed=4)
     x = torch.randn(7, 8, generator=torch.Generator().manual_seed(5))
@@ -226,6 +230,7 @@ def test_interruption_keeps_what_was_found(tmp_path: Path) -> None:
         assert Witness.load(files[cell.n]).value == cell.lower
 
 
+@pytest.mark.slow
 def test_the_time_is_shared_by_all_searches() -> None:
     attention = hs.SelfAttention.random(16, heads=2, seed=8)
     found = sandwich(attention, [16, 24], radii=[1.0], starts=8, steps=10**6, seconds=1.0)
@@ -261,6 +266,7 @@ def test_rows_go_to_pandas_and_json() -> None:
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == found.to_dict()
 
 
+@pytest.mark.slow
 def test_the_figure_shows_both_ends_against_n_and_against_the_radius() -> None:
     found = sandwich(against_identity(), [2, 4, 8], radii=[1.0, 2.0], **QUICK)
     figure = found.figure()

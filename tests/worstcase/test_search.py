@@ -41,6 +41,7 @@ def minus_identity(mask: str | None = None) -> hs.SelfAttention:
     return hs.SelfAttention.from_bilinear(-EYE, EYE, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "n", "least"), [(None, 8, 16.1), (None, 32, 31.9), ("causal", 8, 15.1), ("causal", 32, 27.1)]
 )
@@ -117,6 +118,7 @@ def test_witnesses_are_true_lie_in_the_set_and_beat_its_constructions(name: str,
         assert witness.value <= float(get("howsmooth.sqrt_n")(f, n=6, tokens=tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_gains_on_its_constructions(seed: int) -> None:
     """A search that never moved would pass the test before this one."""

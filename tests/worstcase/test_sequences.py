@@ -46,6 +46,7 @@ def test_the_search_finds_the_worst_of_all_sequences(mask: str | None, seed: int
     assert alone.value == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_search_goes_through_a_transform() -> None:
     f, n = hs.SelfAttention.random(4, seed=1, dtype=F64, mask="causal"), 4
     over = transformed(4, n)
@@ -53,6 +54,7 @@ def test_the_search_goes_through_a_transform() -> None:
     assert witness.value == pytest.approx(worst_of_all(f, over, n), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_functions_of_sequences_are_searched_too() -> None:
     weights = draw(3, 3, seed=2)
     over, n = Embeddings(draw(5, 3, seed=3)), 3
@@ -81,6 +83,7 @@ def test_witnesses_are_sequences_of_the_vocabulary() -> None:
     assert witness.value <= float(bound)
 
 
+@pytest.mark.slow
 def test_the_search_is_the_same_for_the_same_seed_and_never_loses_its_start() -> None:
     f = hs.SelfAttention.random(4, dtype=F64)
     over = Embeddings(draw(50, 4))

@@ -72,6 +72,7 @@ def test_slopes_of_attention_equal_automatic_differentiation(
         assert torch.allclose(slope.vectors[i], vectors, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_slopes_of_functions_equal_the_closed_form_at_the_top_vectors(norm: float, batched: bool) -> None:

@@ -463,6 +463,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_replaced(tmp_path)
 
 
+@pytest.mark.slow
 def test_configurations_cannot_name_other_classes(tmp_path: Path) -> None:
     replaced("gpt2", "l2").save_pretrained(tmp_path)
     path = tmp_path / "config.json"

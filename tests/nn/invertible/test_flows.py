@@ -47,6 +47,7 @@ def dense_log_det(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([one(item) for item in x])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(models()))
 def test_transformer_inverse_is_within_its_bound(name: str) -> None:
     model = spread(models()[name])
@@ -59,6 +60,7 @@ def test_transformer_inverse_is_within_its_bound(name: str) -> None:
     assert float((found.x - x).abs().max()) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(models()))
 def test_transformer_log_determinant_is_the_dense_one(name: str) -> None:
     model = spread(models()[name])
@@ -97,6 +99,7 @@ def test_transformer_error_bound_composes_over_the_layers() -> None:
     assert float((errors / found.error_bound).min()) > 0.9
 
 
+@pytest.mark.slow
 def test_transformer_takes_one_sequence_and_any_length() -> None:
     model = spread(models()["causal"])
     for n in (1, 2, 9):

@@ -132,6 +132,7 @@ def test_a_bound_without_the_factor_1_over_1_minus_c_would_be_passed() -> None:
     assert bool(((result.x - x).flatten(1).norm(dim=1) > 5 * result.residual).all())
 
 
+@pytest.mark.slow
 def test_acceleration_needs_a_fraction_of_the_evaluations_on_a_slow_map() -> None:
     torch.manual_seed(0)
     basis = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64)).Q
@@ -378,6 +379,7 @@ def test_activations_are_1_lipschitz(activation: str) -> None:
     assert float(slope.abs().max()) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [2, math.inf])
 @pytest.mark.parametrize("training", [True, False])
 def test_network_stays_below_its_bound_under_ascent(norm: float, training: bool) -> None:
@@ -408,6 +410,7 @@ def test_evidence_of_inversion_holds_on_a_smaller_sample() -> None:
         assert min(fast.iterations) <= max(plain.iterations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 8.0), (torch.float32, 4.5)])
 def test_certified_bounds_hold_where_large_weights_round_the_logits(dtype: torch.dtype, largest: float) -> None:
     """Inverses of the same tokens in two orders, and the inverse in 60 digits; and none is refused."""

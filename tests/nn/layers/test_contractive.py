@@ -80,6 +80,7 @@ def test_constant_is_the_coefficient_whatever_the_weights(variant: str) -> None:
             assert variant == "kim" or bound == pytest.approx(0.7, rel=1e-9)
 
 
+@pytest.mark.slow
 @variants
 def test_worst_measured_constant_stays_below_the_coefficient(variant: str) -> None:
     for seed in range(10):
@@ -182,6 +183,7 @@ def steepest(width: int, heads: int, rate: float, steps: int, sign: float) -> fl
     return over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "sign"), [(1e-3, 1.0), (1e-2, 1.0), (1e-2, -1.0)])
 def test_layer_in_training_is_at_most_a_thousandth_steeper_than_c(rate: float, sign: float) -> None:
     assert steepest(96, 8, rate, 25, sign) < 1e-3
@@ -208,6 +210,7 @@ def test_training_and_evaluation_agree_once_the_vectors_have_settled() -> None:
     torch.testing.assert_close(training, layer.eval()(x)[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @variants
 def test_gradient_in_the_weights_goes_through_the_division(variant: str, training: bool) -> None:

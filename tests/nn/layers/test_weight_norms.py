@@ -210,6 +210,7 @@ def test_modules_and_their_copies_keep_apart(decomposed: list[int]) -> None:
     assert len(decomposed) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_modules_that_are_gone() -> None:
     before = len(weight_norms._ALIVE)
     for _ in range(5):
