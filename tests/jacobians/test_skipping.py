@@ -64,7 +64,8 @@ def test_tiles_are_left_out_and_counted() -> None:
     assert op.mixing.left_out is not None
     assert 0.5 < op.mixing.left_out.share < 1
     assert op.whole is not None
-    assert len(op.mixing.tiles) < len(op.whole.mixing.tiles)
+    left, every = (sum(tile.size for tile in each.mixing.tiles) for each in (op, op.whole))
+    assert left == pytest.approx((1 - op.mixing.left_out.share) * every)
     assert float(torch.as_tensor(op.left_out)) <= 1e-2 * float(hs.measure(attention, x))
     assert op.notes[0].startswith(f"{100 * op.mixing.left_out.share:.0f} % of the tiles of attention weights")
 

@@ -192,6 +192,13 @@ class AttentionJacobian(JacobianOperator):
         thin.whole = self
         return thin
 
+    def with_joined_tiles(self, memory: int) -> AttentionJacobian:
+        """The same with neighbouring tiles as one: small ones are there to be left out, and slow."""
+        mixing, rest = self.mixing.joined(memory), (self.chains, self.projection, self.batch_shape)
+        broad = AttentionJacobian(mixing, *rest, self.rounding, self.path)
+        broad.least = self.least
+        return broad
+
     def seen_size(self, steps: int) -> Tensor:
         """A lower bound on the norm of every map, from so many steps of power iteration, float64 on the CPU."""
         v = random_like(torch.empty(*self.batch_shape, *self.in_shape, dtype=self.dtype)).to(self.device)
@@ -326,15 +333,20 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     sizes, maps = whole.mixing.sizes, len(whole.mixing.query)
     assert sizes is not None
     every = (norms * sizes.left_out(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).sizes).sum(0)
-    rough = whole.without(sizes.least(norms, _ROUGHLY * every), norms, 0)
+    rough = whole.without(sizes.least(norms, _ROUGHLY * every), norms, memory)
     whole.least = rough.seen_size(_GLANCES)
     least = whole.least.reshape(-1, 1)
     heads = maps // len(least)
     budget = (least / heads).expand(-1, heads).reshape(-1)
     gone = sizes.least(norms, skip * budget)
-    if gone.double().mean() < _WORTH:
+    worth = bool(gone.double().mean() >= _WORTH)
+    if not worth:
         gone = sizes.least(norms, min(skip, _LITTLE) * budget)
-    return whole.without(gone, norms, memory)
+    del rough
+    thin = whole.without(gone, norms, memory)
+    if worth and skip > _LITTLE:  # products of the whole will be asked for
+        thin.whole = whole.with_joined_tiles(memory)
+    return thin
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:

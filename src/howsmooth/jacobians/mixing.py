@@ -20,9 +20,12 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -151,7 +154,7 @@ class Mixing:
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
         logits = Logits.between(query, key, attention)
-        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace())
+        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace.shared())
         kept: list[Tile] = []
         of_tiles = TileSums(query, key, value, attention.output_weight, softmax) if sized else None
         for band in self._bands(fine=sized):
@@ -189,14 +192,19 @@ class Mixing:
     def without(self, gone: Tensor, memory: int) -> Mixing:
         """The same without some of its ``sized`` tiles; neighbours are joined, weights kept as ``memory`` allows."""
         assert self.sizes is not None
+        return replace(self._of_tiles(~gone, memory), left_out=self.sizes.left_out(gone, len(self.query)))
+
+    def joined(self, memory: int) -> Mixing:
+        """The same with all of its ``sized`` tiles, neighbours joined, weights kept as ``memory`` allows."""
+        return self._of_tiles(torch.ones(len(self.tiles), dtype=torch.bool), memory)
+
+    def _of_tiles(self, kept: Tensor, memory: int) -> Mixing:
         assert self.exact is not None
         runs: list[list[Tile]] = []
-        for tile, left_out in zip(self.tiles, gone.tolist(), strict=True):
-            if left_out:
-                continue
-            if runs and _continues(runs[-1], tile):
+        for tile, there in zip(self.tiles, kept.tolist(), strict=True):
+            if there and runs and _continues(runs[-1], tile):
                 runs[-1].append(tile)
-            else:
+            elif there:
                 runs.append([tile])
         tiles = []
         for run in runs:
@@ -207,9 +215,8 @@ class Mixing:
                 joined = torch.cat(weights, dim=-1)
                 tile = replace(tile, weights=joined, slopes=joined if self.plain else torch.cat(slopes, dim=-1))
             tiles.append(tile)
-        left_out = self.sizes.left_out(gone, len(self.query))
-        thin = replace(self, tiles=tuple(tiles), work=_Workspace(), exact=None, sizes=None, left_out=left_out)
-        return thin if memory < 0 else replace(thin, logits=replace(self.logits, eps=self.exact.eps))
+        part = replace(self, tiles=tuple(tiles), exact=None, sizes=None)
+        return part if memory < 0 else replace(part, logits=replace(self.logits, eps=self.exact.eps))
 
     @property
     def plain(self) -> bool:
@@ -292,7 +299,6 @@ class Mixing:
             tiles=tuple(tiles),
             logits=logits,
             moments=moments,
-            work=_Workspace(),
             exact=None,
             sizes=None,
             left_out=left_out,
@@ -393,11 +399,23 @@ def tile_size(device: torch.device) -> int:
     return max(TILE_SIZE, free // 64)
 
 
-class _Workspace:
-    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile."""
+class _Workspace(threading.local):
+    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
+
+    All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
+    their own would be as much memory as all their tokens. Every thread has its own, and the last operator takes them
+    along.
+    """
+
+    _known: ClassVar[WeakValueDictionary[str, _Workspace]] = WeakValueDictionary()
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @classmethod
+    def shared(cls) -> _Workspace:
+        """That of all operators."""
+        return cls._known.setdefault("shared", cls())
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """The batched matrix product, valid until the next call."""
@@ -408,10 +426,12 @@ class _Workspace:
         return torch.cat([a, b], dim=-1, out=self._buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
 
     def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = like.new_empty(size)
-        return self.buffers[name][:size].view(shape)
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers.pop(key, None)
+            with torch.inference_mode(False):  # or nobody outside that mode could use it again
+                self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self.buffers[key][:size].view(shape)
 
 
 def _continues(run: list[Tile], tile: Tile) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from howsmooth.jacobians.composed import ClosedMap
 from howsmooth.models.alone import LOCK, alone
 from howsmooth.models.conventions import (
     CONVENTIONS,
+    Site,
     attention_site,
     attention_sites,
     layer_modules,
@@ -46,6 +47,7 @@ Function = Callable[[Tensor], Tensor]
 
 WHATS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
 """What `target` knows, from the smallest part to the whole."""
+_OF_MLPS = ("mlp", "residual")
 
 _MLPS = (
     ("mlp",),
@@ -85,11 +87,14 @@ def target(
         raise InvalidInput("a target is measured at a window: cut one with open_model.windows(text, length).")
     if not hasattr(window, "ids"):
         raise InvalidInput(f"window must be one of open_model.windows(text, length), got {shown(window)}.")
-    return Targets(open_model, window).get(what, layer)
+    return Targets(open_model, window, mlps=what in _OF_MLPS).get(what, layer)
 
 
 class Targets:
     """All targets of one window; the model reads it when the first of them is asked for, or by `read`.
+
+    Args:
+        mlps: whether what goes into MLPs and comes out of them is kept, which "mlp" and "residual" need.
 
     >>> from howsmooth.models import open_model
     >>> opened = open_model("random:bert[layers=2,width=16]")
@@ -100,14 +105,14 @@ class Targets:
 
     @door
     @alone
-    def __init__(self, open_model: OpenModel, window: Window):
+    def __init__(self, open_model: OpenModel, window: Window, mlps: bool = True):
         self.model, self.inputs = open_model.model, open_model.inputs(window)
         if RealTokens.of(self.inputs).keep is not None:
             raise InvalidInput("targets are measured without padding: cut the window to its real tokens.")
         listed = self.model.config.model_type in CONVENTIONS
         self._sites = None if listed else capture(self.model, self.inputs)
         self._layers = self._layer_modules()
-        self._mlps = [_mlp(layer) for layer in self._layers]
+        self._mlps = [_mlp(layer) if mlps else None for layer in self._layers]
         self._calls: dict[nn.Module, Call] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
@@ -249,8 +254,14 @@ class Targets:
             attention = self.site(layer).attention
         else:
             positions = RealTokens.of(self.inputs).positions
-            attention = read_attention(self.model, attention_site(self.model, layer), positions)
+            site = self._blocks.get(layer) or attention_site(self.model, layer)
+            attention = read_attention(self.model, site, positions)
         return plain_map(attention, "a layer in closed form")
+
+    @cached_property
+    def _blocks(self) -> dict[int, Site]:
+        """The attention blocks by layer: one walk through the model for all of them."""
+        return {site.layer: site for site in attention_sites(self.model)}
 
     def _heard(self, layer: int) -> tuple[Function, Tensor, Tensor]:
         """A layer's own definition, the tokens it received and what it made of them."""

@@ -30,8 +30,10 @@ from howsmooth.norms.products import absolute_noise, left_out, rounding_allowanc
 from howsmooth.small import random_stream
 
 _NEAR, _ROUGH = 1e-2, (0.2, 0.03)
-"""Relative residual of y, in J₀ and then in J, and the accuracies of b₀ that are tried one after the other."""
+"""Relative residual of y in J₀, and the accuracies of b₀ that are tried one after the other."""
 _OWN_STEPS = 4
+_OF_ROOT = 0.5
+"""Relative residual ρ of y in J, in √rtol: the ends are then ρ²/(2 − 2b²/a) apart, half of rtol up to b² = ¾a."""
 
 
 class Deflated(JacobianOperator):
@@ -75,7 +77,7 @@ def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: in
     started = time.perf_counter()
     random = torch.randn(*op.batch_shape, *op.in_shape, generator=random_stream(seed, "guess"), dtype=op.dtype)
     guess = golub_kahan(op, 1, max(rtol, _NEAR), confidence, seed, start=random.to(op.device), **options)
-    near = golub_kahan(op.whole, 1, max(rtol, _NEAR), confidence, seed, _OWN_STEPS, start=guess.right)
+    near = golub_kahan(op.whole, 1, _OF_ROOT * rtol**0.5, confidence, seed, _OWN_STEPS, start=guess.right)
     assert near.right is not None
     count = guess.products + near.products
     for rough in _ROUGH:  # from the same start: one event covers both
