@@ -8,6 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians import attention as attention_module
 from howsmooth.jacobians import attention_jacobian, mixing
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms import operator_norm
@@ -68,6 +69,17 @@ def test_tiles_are_left_out_and_counted() -> None:
     assert left == pytest.approx((1 - op.mixing.left_out.share) * every)
     assert float(torch.as_tensor(op.left_out)) <= 1e-2 * float(hs.measure(attention, x))
     assert op.notes[0].startswith(f"{100 * op.mixing.left_out.share:.0f} % of the tiles of attention weights")
+
+
+def test_less_is_left_out_where_little_more_is_left_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = case(12.0, "causal")
+    careful = attention_jacobian(attention, x, skip=0.5)
+    monkeypatch.setattr(attention_module, "_LOWER", ())
+    greedy = attention_jacobian(attention, x, skip=0.5)
+    missing_of = [float(torch.as_tensor(op.left_out)) for op in (careful, greedy)]
+    left = [sum(tile.size for tile in op.mixing.tiles) for op in (careful, greedy)]
+    assert missing_of[0] < missing_of[1]
+    assert left[1] <= left[0] <= 1.5 * left[1]
 
 
 def test_where_few_tiles_could_go_only_so_little_goes_that_the_ends_may_move_by_it() -> None:

@@ -122,6 +122,19 @@ def test_every_target_reproduces_the_model_and_leaves_no_hook(name: str) -> None
     assert count_hooks(opened) == hooks
 
 
+def test_what_mlps_see_is_kept_only_where_it_is_asked_for() -> None:
+    opened, window = opened_at("random:llama[width=32]")
+    kept = {}
+    for mlps in (True, False):
+        targets = Targets(opened, window, mlps=mlps)
+        f, x = targets.get("model")
+        kept[mlps] = len(targets._outputs)
+        torch.testing.assert_close(f(x), Targets(opened, window).get("model")[0](x))
+    assert kept[False] == targets.layers + 1
+    assert kept[True] > kept[False]
+    assert target(opened, "mlp", 0, window)[1].shape == x.shape
+
+
 @pytest.mark.parametrize("what", ["residual", "mlp", "layer", "prefix", "model"])
 @pytest.mark.slow
 def test_measured_value_equals_dense_autograd(what: str) -> None:

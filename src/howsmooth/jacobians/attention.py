@@ -19,6 +19,7 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.rounding import Noise, per_map
+from howsmooth.jacobians.skipping import TileSizes
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.token_blocks import TokenBlocks
@@ -34,6 +35,7 @@ look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: bot
 _LOOKS = 2
 _ROUGHLY, _GLANCES = 0.1, 2
 _WORTH, _LITTLE = 0.5, 1e-4
+_LOWER, _MORE_LEFT = (0.05, 0.1), 1.5
 
 
 class AttentionJacobian(JacobianOperator):
@@ -338,7 +340,7 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     least = whole.least.reshape(-1, 1)
     heads = maps // len(least)
     budget = (least / heads).expand(-1, heads).reshape(-1)
-    gone = sizes.least(norms, skip * budget)
+    gone = _least_for_most(sizes, norms, budget, skip)
     worth = bool(gone.double().mean() >= _WORTH)
     if not worth:
         gone = sizes.least(norms, min(skip, _LITTLE) * budget)
@@ -347,6 +349,16 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     if worth and skip > _LITTLE:  # products of the whole will be asked for
         thin.whole = whole.with_joined_tiles(memory)
     return thin
+
+
+def _least_for_most(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float) -> Tensor:
+    """The tiles within a share of the norms, or within a lower one where little more is left: then b₀ + ε is sharper."""
+    gone = sizes.least(norms, skip * budget)
+    for share in (share for share in _LOWER if share < skip):
+        fewer = sizes.least(norms, share * budget)
+        if (~fewer).sum() <= _MORE_LEFT * (~gone).sum() and fewer.double().mean() >= _WORTH:
+            return fewer
+    return gone
 
 
 def _needs_float64(operator: AttentionJacobian) -> bool:

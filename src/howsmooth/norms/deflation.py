@@ -83,9 +83,10 @@ def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: in
     for rough in _ROUGH:  # from the same start: one event covers both
         rest = golub_kahan(Deflated(op, near.right), 1, max(rtol, rough), confidence, seed, **options)
         count += rest.products
-        upper = _upper(op, near, rest.upper + left_out(op).reshape(op.batch_shape))
-        converged = upper <= (1 + rtol) * near.lower
-        if bool(converged.all()):
+        missing, most = left_out(op).reshape(op.batch_shape), (1 + rtol) * near.lower
+        upper = _upper(op, near, rest.upper + missing)
+        converged = upper <= most
+        if bool((converged | (_upper(op, near, rest.lower + missing) > most)).all()):  # a sharper b₀ would not help
             break
     m = replace(near, upper=upper, confidence=confidence, products=count, method="golub-kahan, deflated", notes=())
     m = replace(m, converged=converged, seconds=time.perf_counter() - started)
