@@ -352,7 +352,7 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
 
 
 def _least_for_most(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float) -> Tensor:
-    """The tiles within a share of the norms, or within a lower one where little more is left: then b₀ + ε is sharper."""
+    """The tiles within a share of the norms, or a lower one where little more is left: then b₀ + ε is sharper."""
     gone = sizes.least(norms, skip * budget)
     for share in (share for share in _LOWER if share < skip):
         fewer = sizes.least(norms, share * budget)
