@@ -18,7 +18,7 @@ class Drawn:
     """Rows of weights with values and keys, and every tilt they may meet."""
 
     def __init__(self, seed: int, size: float):
-        g = torch.Generator().manual_seed(seed)
+        g, self.size = torch.Generator().manual_seed(seed), size
         self.scores = 2 * torch.randn(1, ROWS, KEYS, generator=g).double()
         self.scores[0, 0, 2:4] = -torch.inf
         self.weights = torch.softmax(self.scores, -1)
@@ -41,6 +41,12 @@ class Drawn:
     def moment(self, weights: Tensor) -> Tensor:
         return torch.linalg.matrix_norm(scatter(weights.expand(1, ROWS, KEYS), self.value, self.mean), 2)
 
+    def twisted(self, drift: Tensor, share: float = 1.0) -> Tensor:
+        apart, mixed = self.value[:, None] - self.mean[:, :, None], self.tilts.mixed
+        pairs = (apart[..., :, None] * self.apart[..., None, :]).flatten(-2) * mixed.sqrt()[..., None]
+        lean = torch.linalg.matrix_norm(self.apart * mixed.sqrt()[..., None], 2)
+        return share * self.size * (torch.linalg.matrix_norm(pairs, 2) + 0.5 * drift * lean)
+
     def tilted(self) -> Tensor:
         return torch.softmax(self.scores + self.own + self.keys, -1)
 
@@ -56,7 +62,8 @@ def outside(seed: int, size: float, share: float = 1.0) -> dict[str, float]:
     t = replace(t, own=share * t.own, keys=share * t.keys, lean=share * t.lean)
     after, spread = drawn.tilted(), drawn.moment(drawn.weights).sqrt()
     drift = t.own_move(spread) + drawn.moment(t.high(0.0)).sqrt() * torch.sinh(t.tilt)
-    steps = [t.own_step(drawn.moment, t.own_move(spread)), *t.key_steps(drawn.moment)]
+    twisted = drawn.twisted(t.own_move(spread), share)
+    steps = [t.own_step(drawn.moment, t.own_move(spread), twisted), *t.key_steps(drawn.moment)]
     change = sum(2 * s.factor * (s.mixed * drawn.probe.square()).sum(-1).sqrt() for s in steps)
     moved = ((after - drawn.weights) @ drawn.value).norm(dim=-1)
     turned = (drawn.covariance(after) - drawn.covariance(drawn.weights)).norm(dim=-1)

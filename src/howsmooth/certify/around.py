@@ -30,6 +30,7 @@ from howsmooth.bounds.paths import paths
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.at_point import Enclosure, enclose_block, enclose_heads
 from howsmooth.certify.ball import HeadBall
+from howsmooth.certify.block_ball import LIMIT, BlockBall
 from howsmooth.certify.curved import curved_bound
 from howsmooth.certify.together import norm_together
 from howsmooth.checks import check_count
@@ -67,8 +68,7 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     if attention.heads == 1:
         return enclose_heads_around(attention, x, moves)[0]
     heads, block = enclose_heads_around(attention, x, moves), enclose_block(attention, x)
-    changes = [torch.inf] * len(heads) if _is_curved(attention) else _bounds(attention, x, moves)[0].tolist()
-    together = (block.upper + norm_together(attention, changes)) * (1 + gamma(2))
+    together = (block.upper + _block_change(attention, x, moves)) * (1 + gamma(2))
     apart = norm_together(attention, [head.upper for head in heads])
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
@@ -77,18 +77,33 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     )
 
 
+def _block_change(attention: AttentionMap, x: Tensor, moves: Tensor) -> float:
+    """‖J − J⁰‖ of the whole map on the ball."""
+    if _is_curved(attention):
+        return torch.inf
+    balls = _balls(attention, x, moves)
+    by_heads = norm_together(attention, torch.cat([ball.change() for ball in balls]).tolist())
+    if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
+        return by_heads
+    with torch.no_grad():
+        return min(by_heads, BlockBall(attention, balls).change())
+
+
 def _bounds(attention: AttentionMap, x: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
     """‖J − J⁰‖ and ‖J‖ on the ball for every head, ``(heads,)`` each."""
+    balls = _balls(attention, x, moves)
+    return torch.cat([ball.change() for ball in balls]), torch.cat([ball.rows() for ball in balls])
+
+
+def _balls(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[HeadBall]:
     unit = TokenSet.ball(1.0, attention.in_features)
     numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
     value, score = numbers.value + lost[0], numbers.score + lost[1]
-    by_group, first = [], 0
+    balls, first = [], 0
     for group in paths(attention, x):
         heads = slice(first, first := first + len(group.value))
-        ball = HeadBall(group, moves.double(), value[heads], score[heads])
-        by_group.append((ball.change(), ball.rows()))
-    change, rows = (torch.cat(parts) for parts in zip(*by_group, strict=True))
-    return change, rows
+        balls.append(HeadBall(group, moves.double(), value[heads], score[heads]))
+    return balls
 
 
 def _is_curved(attention: AttentionMap) -> bool:

@@ -58,12 +58,14 @@ from howsmooth.bounds.own.three_path import (
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.rows import largest_mean
-from howsmooth.certify.tilts import Step, Tilts
+from howsmooth.certify.tilts import Step, Tilts, growth
 
 _POWERS = (0.5, 0.75, 1.0)
 """Of the key weights that are tried, beside none."""
 _SINKS = (1, 2, 4)
 """How many of the tokens that are looked at most are taken one by one."""
+_TWISTED = 128
+"""Most tokens for which the Hadamard products of `howsmooth.certify.tilts` are formed: n matrices of n rows a head."""
 _LARGE = 20.0
 """A tilt by which no mean is followed: its deviation on the whole ball is less."""
 
@@ -93,7 +95,7 @@ class HeadBall:
 
     def change(self) -> Tensor:
         """‖J − J⁰‖ on the ball, ``(g,)``."""
-        values, keys, queries = self._blocks_change
+        values, keys, queries = self.blocks_change
         columns = values.norm(dim=-2) + self._cross(keys.square()) + queries.norm(dim=-2)
         blocks, order = values + keys * self.push + queries, self.group.weights.sum(-2).argsort(-1, descending=True)
         found = []
@@ -113,14 +115,9 @@ class HeadBall:
         return norm * self.value + self._cross_change(d, high, self.group.weights * kept, kept) + queries
 
     @cached_property
-    def _blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
+    def blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
         """How far the blocks of values and keys can move, key by key, ``(g, n, n)`` each; in the second: times t_ij."""
-        group, d, low, high = self.group, self.change_of_weights, self.low, self.high
-        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
-        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
-        product, left = here * (1 - here), (1 - group.upper_weights).clamp_min(TINY)
-        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
-        shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
+        d, high, (most, shift, left) = self.change_of_weights, self.high, self.products
         others = self._tilted(self._here_spread)[..., None] / left.sqrt()
         others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(TINY)
         others = torch.minimum(others, self._others_move(left))
@@ -131,12 +128,36 @@ class HeadBall:
         queries = high * (self.values_apart + self.drift[..., None]) + own
         return d * self.value[:, None, None], moved + own, self.score[:, None, None] * self.eps * queries
 
+    @cached_property
+    def products(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest P(1 − P), its largest change, and the smallest 1 − P⁰, ``(g, n, n)`` each."""
+        group, low, high = self.group, self.low, self.high
+        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
+        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
+        product = here * (1 - here)
+        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
+        shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
+        return most, shift, (1 - group.upper_weights).clamp_min(TINY)
+
+    @cached_property
+    def directed_change(self) -> tuple[Tensor, Tensor]:
+        r"""Where the blocks of the keys can move, values fixed, ``(g, n, n)`` each: times :math:`t_{ij}`, at most the
+        first along :math:`u_{ij}` and the second times :math:`\sum_l(P^β_{il})^{1/2}u_{il}ξ_l`, |ξ| ≤ 1."""
+        (most, shift, left), before = self.products, self.tilts.high(0.0)
+        keys, own = self._tilted(torch.ones_like(self.tilt))[..., None], self.tilts.lean * growth(self.tilts.most)
+        others = keys / (1 - before).clamp_min(TINY).sqrt()
+        others = others + (self.tilts.lean * growth(2 * self.tilts.most))[..., None] / left
+        sharper = shift / left, most * others
+        plain = self.change_of_weights, self.high * (keys + own[..., None])
+        spread = self._value_moment(before).sqrt()[..., None]
+        less = sharper[0] * self.values_apart + sharper[1] * spread < plain[0] * self.values_apart + plain[1] * spread
+        return torch.where(less, sharper[0], plain[0]), torch.where(less, sharper[1], plain[1])
+
     def _others_move(self, left: Tensor) -> Tensor:
         """How far the mean value of all tokens but j can move, by the tilts of `howsmooth.certify.tilts` in turn."""
         before = self.tilts.high(0.0)
         keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(TINY).sqrt()
-        most = 2 * self.tilts.most.clamp_min(TINY)
-        own = self._here_spread * self.tilts.lean * torch.expm1(most) / most
+        own = self._here_spread * self.tilts.lean * growth(2 * self.tilts.most)
         return keys + own[..., None] / left
 
     def rows(self) -> Tensor:
@@ -179,10 +200,33 @@ class HeadBall:
         return self._key_moment(self.group.upper_weights).sqrt()
 
     @cached_property
-    def _steps(self) -> list[Step]:
+    def steps(self) -> list[Step]:
         """The tilts of all rows, for values at the input."""
-        own = self.tilts.own_step(self._value_moment, self.tilts.own_move(self._here_spread))
+        drift = self.tilts.own_move(self._here_spread)
+        own = self.tilts.own_step(self._value_moment, drift, self._twisted(drift))
         return [own, *self.tilts.key_steps(self._value_moment)]
+
+    def _twisted(self, drift: Tensor) -> Tensor:
+        """≥ ‖[M^½β(u − ū)]‖ of `howsmooth.certify.tilts`, ``(g, n)``."""
+        mixed, group = self.tilts.mixed, self.group
+        if mixed.shape[-1] > _TWISTED:
+            return torch.full_like(drift, torch.inf)
+        values, keys, roots = self.apart(), self.pulled(), mixed.sqrt()
+        grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
+        trace = (mixed * (self.values_apart * self.keys_apart).square()).sum(-1)
+        top = torch.linalg.eigvalsh(grams)[..., -1].clamp_min(0.0) + gamma(16 * sum(keys.shape[-2:])) * trace
+        off = group.radii.value.amax(-1)[:, None, None] * self.keys_apart
+        off = (mixed * (off + self.key_radius[..., None] * self.values_apart).square()).sum(-1).sqrt()
+        return self.moves * (top.sqrt() + off + 0.5 * drift * self._key_moment(mixed).sqrt())
+
+    def apart(self) -> Tensor:
+        """u_ij, ``(g, n, n, m)``."""
+        return self.group.value[:, None] - self.group.mean[:, :, None]
+
+    def pulled(self) -> Tensor:
+        """b_ij, ``(g, n, n, r)``."""
+        apart, maps = self.group.pull[:, None] - self.mean_key[:, :, None], self.group.pull_map
+        return apart if maps is None else apart @ maps
 
     @cached_property
     def drift(self) -> Tensor:
@@ -211,7 +255,7 @@ class HeadBall:
         odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
         products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
         apart = torch.stack(products).amin(0).sqrt() + self.drift * self._key_drift
-        steps = torch.stack([step.factor * self._key_moment(step.mixed).sqrt() for step in self._steps]).sum(0)
+        steps = torch.stack([step.factor * self._key_moment(step.mixed).sqrt() for step in self.steps]).sum(0)
         return eps * (value * self.lean + self._still_spread * score) + torch.minimum(apart, 2 * steps)
 
     def _cross_change(self, d: Tensor, high: Tensor, here: Tensor, kept: Tensor) -> Tensor:
@@ -229,7 +273,7 @@ class HeadBall:
 
     def _stepped(self, kept: Tensor) -> Tensor:
         """The same, values fixed too, by the steps of `howsmooth.certify.tilts`."""
-        steps = (self._cross(step.mixed * kept * (2 * step.factor)[..., None] ** 2) for step in self._steps)
+        steps = (self._cross(step.mixed * kept * (2 * step.factor)[..., None] ** 2) for step in self.steps)
         return torch.stack([step.amax(-1) for step in steps]).sum(0)
 
     def _mean_change(self, d: Tensor, here: Tensor) -> Tensor:

@@ -61,6 +61,27 @@ def cholesky_bound(gram: Tensor, guess: float) -> float | None:
     return None
 
 
+def top_bounds(rows: Tensor, guesses: Tensor) -> Tensor:
+    """Numbers that the norms of RᵀR do not exceed, ``(b, m, d) → (b,)``, a little above guesses that are not too low.
+
+    Where nothing near the guess is proved, the eigenvalues, which are computed to within γ times the trace.
+
+    >>> top_bounds(torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]]).double(), torch.tensor([25.0, 0.5]).double())
+    tensor([25.0250,  1.0000], dtype=torch.float64)
+    """
+    m, d = rows.shape[-2:]
+    grams, size = rows @ rows.mT if m < d else rows.mT @ rows, min(m, d)
+    levels, open_ = torch.full_like(guesses, torch.inf), torch.ones_like(guesses, dtype=torch.bool)
+    for raised in _RAISES[:2]:
+        trial = guesses[open_] * (1 + raised)
+        work = torch.diag_embed(trial[:, None].expand(-1, size)) - grams[open_]
+        proved = torch.linalg.cholesky_ex(work, check_errors=False).info == 0
+        levels[open_] = torch.where(proved, trial, torch.inf)
+        open_ = levels == torch.inf
+    levels[open_] = torch.linalg.eigvalsh(grams[open_])[:, -1].clamp_min(0.0)
+    return levels * (1 + gamma(4)) + gamma(16 * (m + d)) * (rows.square().sum((-2, -1)) + size * levels)
+
+
 def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float = 0.0) -> float:
     """The bound of the module from ‖G‖_F², an orthonormal U and GU, all of a G known to within ``off`` in ‖·‖_F.
 

@@ -20,6 +20,13 @@ E_{P^0}(e^β-1)^2`: at most by :math:`s^β_i = ℓ^0_i\,ε_iα^0_i\,(e^{\max B}-
 For the mean of all tokens but j, ℓ⁰ and α⁰ are divided by :math:`(1-P^0_j)^{1/2}`, and β, less its own mean, is at most
 2 max B.
 
+Beside that, :math:`|P^β_j-P^0_j| \le M_j|β_j-\log Ee^β|`, and :math:`β_j = b_{ij}\cdot e_i` with one e_i for all j. For
+unit vectors w, :math:`\sum_jM_jβ_j^2(u_j\cdot w)^2 \le (ε_ih_i)^2`,
+:math:`h_i = \|[M_j^{1/2}b_{ij}\otimes u_j]_j\|`, whose
+square is the norm of the Hadamard product :math:`[(M_jM_l)^{1/2}(b_{ij}\cdot b_{il})(u_j\cdot u_l)]_{jl}` of two Gram
+matrices. So φ is at most :math:`ε_ih_i + \tfrac12s^β_iε_i\|\sum_jM_jbb^\top\|^{1/2} + \log Ee^β\,
+\|\sum_jM_juu^\top\|^{1/2}`, u about its mean under P⁰.
+
 **The keys' tilt.** A weight p becomes at most :math:`pe^{2κ}/(pe^{2κ}+1-p)`, and no less than with −2κ. For covariances
 it is taken in m equal steps, each of log-ratios within ±2κ_i/m: η = 2κ_i/m for all j, so that φ is
 :math:`2\tanh(κ_i/m)` times a deviation under M. The mean moves by at most :math:`ℓ^β_i\sinhκ_i`
@@ -51,10 +58,15 @@ Moment = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the tilt: M from above ``(g, n, n)``, and φ/2 of the values under it, ``(g, n)``."""
+    """One step of the tilt: M from above ``(g, n, n)``, and φ/2 of the values under it, ``(g, n)``.
+
+    It is made of the second moment of the values under ``loads``, and of ``slack``, in a direction that is not known.
+    """
 
     mixed: Tensor
     factor: Tensor
+    loads: Tensor
+    slack: Tensor
 
 
 @dataclass(frozen=True)
@@ -106,18 +118,36 @@ class Tilts:
 
     def own_move(self, deviation: Tensor) -> Tensor:
         """How far a mean of this deviation at the input moves by the query's own tilt."""
-        most = self.most.clamp_min(TINY)
-        return deviation * self.lean * torch.expm1(most) / most
+        return deviation * self.lean * growth(self.most)
 
-    def own_step(self, moment: Moment, drift: Tensor) -> Step:
-        """The query's own tilt, for values whose mean moves by at most ``drift``."""
-        mixed = 0.5 * (self.weights + self.high(0.0))
+    @cached_property
+    def mixed(self) -> Tensor:
+        """M of the query's own tilt, from above."""
+        return 0.5 * (self.weights + self.high(0.0))
+
+    def own_step(self, moment: Moment, drift: Tensor, twisted: Tensor) -> Step:
+        """The query's own tilt, for values whose mean moves by at most ``drift``.
+
+        ``twisted`` is at least the norm of [M^½β(u − ū)], ``(g, n)``; ∞ where it is not known.
+        """
+        mixed, whole = self.mixed, moment(self.mixed).sqrt()
         ratio = torch.tanh(0.5 * (self.own + self.shift[..., None])).square() * mixed
-        plain = torch.tanh(0.5 * (self.most + self.shift)) * moment(mixed).sqrt()
-        return Step(mixed, torch.minimum(plain, moment(ratio).sqrt() + 0.5 * drift * ratio.sum(-1).sqrt()))
+        most = torch.tanh(0.5 * (self.most + self.shift))
+        slack = 0.5 * drift * ratio.sum(-1).sqrt()
+        plain, sharper = most * whole, moment(ratio).sqrt() + slack
+        closer = sharper < plain
+        loads = torch.where(closer[..., None], ratio, mixed * most.square()[..., None])
+        factor = torch.minimum(torch.minimum(plain, sharper), 0.5 * (twisted + self.shift * whole))
+        return Step(mixed, factor, loads, torch.where(closer, slack, 0.0))
 
     def key_steps(self, moment: Moment) -> list[Step]:
         """The tilt by the keys."""
         ends, factor = [self.high(step / STEPS) for step in range(STEPS + 1)], torch.tanh(self.tilt / STEPS)
         mixtures = [0.5 * (before + after) for before, after in pairwise(ends)]
-        return [Step(mixed, factor * moment(mixed).sqrt()) for mixed in mixtures]
+        loads, none = factor.square()[..., None], torch.zeros_like(factor)
+        return [Step(mixed, factor * moment(mixed).sqrt(), mixed * loads, none) for mixed in mixtures]
+
+
+def growth(most: Tensor) -> Tensor:
+    """(e^x − 1)/x."""
+    return torch.expm1(most.clamp_min(TINY)) / most.clamp_min(TINY)

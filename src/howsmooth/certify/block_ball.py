@@ -1,0 +1,316 @@
+r"""How far the Jacobian of several heads together can move on a ball: heads that write and read in different places.
+
+The notation is that of `howsmooth.certify.ball`, with h for the head. Let a part of the change be
+
+.. math:: \Big(\sum_h\sum_jw^h_{ij}u^h_{ij}\,(t^h_{ij}\cdot y_j)\Big)_i,\qquad (w^h_{ij})^2 \le l^h_{ij}m^h_{ij}.
+
+By Cauchy–Schwarz, for all :math:`a_{ih} > 0`, row i is at most :math:`L_i^{1/2}(\sum_ha_{ih}^{-2}\sum_jm^h_{ij}
+(t^h_{ij}\cdot y_j)^2)^{1/2}` with :math:`L_i = \|\sum_ha_{ih}^2\sum_jl^h_{ij}u^h_{ij}u^{h\top}_{ij}\|`, and the whole
+
+.. math:: \le \max_j\Big\|\sum_{i,h}L_ia_{ih}^{-2}m^h_{ij}t^h_{ij}t^{h\top}_{ij}\Big\|^{1/2}|Y|.
+
+Where heads write into and read from orthogonal subspaces, and each is given its share, that is the largest of the
+heads' own bounds; where all do from the same it is their sum. So
+
+- queries: every step of the tilts (`howsmooth.certify.tilts`), with the tokens' keys :math:`b^h_{ij}` for t and one row
+  i at a time; :math:`\mathrm{Cov}_P(Vδ, k)` and :math:`\mathrm{Cov}_P(v^0, Kδ)` with :math:`εV^h` for the vectors u, or
+  :math:`ε\|A^h\|` times the projector on what head h reads for the b, since :math:`\sum_jP_jδ_jδ_j^\top \preceq ε^2`;
+- keys: the steps again, :math:`\mathrm{Cov}_P(Vδ, z)`, and the queries' own move likewise;
+- values: :math:`\sum_h(P^h-P^{0h})\otimes V^h`, with the halves :math:`V^h = L_hR_h` of the singular value
+  decomposition, is at most :math:`\|\sum_ha_h^2\|D^h\|L_hL_h^\top\|^{1/2}\|\sum_ha_h^{-2}\|D^h\|R_h^\top R_h\|^{1/2}`;
+- inputs of a few tokens, the sinks, apart, as for one head: of the blocks' change (`HeadBall.blocks_change`) only the
+  size is known, not where in the range of W_h it lies, so that the projectors on these stand for the vectors u. ∎
+
+The weights a begin with what is best at both extremes, :math:`a_{ih}^2 = \sqrt{K_h}/λ_{ih}` (λ the norm of head h
+alone on the left, K_h on the right), and take a few steps down the slope of the logarithm of the bound, which is the
+difference of the heads' shares in the two leading vectors.
+
+**Rounding.** Vectors carry the radii of `howsmooth.bounds.rounding`; these add
+:math:`(\sum_ha_h^2r_h^2)^{1/2}` to the norm of a side. Norms are proved by a factorisation
+(`howsmooth.certify.proved_norm`), and bases of subspaces are orthonormal to within γ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.own.three_path import TINY, nonnegative_norm, push_radii
+from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.ball import HeadBall
+from howsmooth.certify.proved_norm import top_bounds
+
+LIMIT = 2**24
+"""Most numbers (heads × tokens² × width) of which the vectors of all heads may consist."""
+_SINKS = 1
+"""How many of the tokens that are looked at most are taken one by one, at most."""
+_STEPS = 4
+"""Towards better weights a."""
+_SHARP = 40.0
+"""How much more the largest key counts in them than others."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Vectors of all heads on one side of a sum.
+
+    Attributes:
+        rows: ``(b, heads, m, d)``. off: what rounding, and vectors of unknown direction, add to the norm of a head,
+            ``(b, heads)``.
+    """
+
+    rows: Tensor
+    off: Tensor
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """About the norm of every head alone, ``(b, heads)``, to begin with."""
+        grams = self.rows @ self.rows.mT if self.rows.shape[-2] < self.rows.shape[-1] else self.rows.mT @ self.rows
+        sizes = grams.square().sum((-2, -1)).pow(0.25) + self.off
+        return sizes + 1e-6 * sizes.amax() + TINY  # weights stay finite where a head does nothing
+
+    @cached_property
+    def _quick(self) -> tuple[Tensor, float]:
+        """The rows in float32 and their scale: only guesses and weights depend on it."""
+        scale = max(float(self.rows.abs().amax()), TINY)
+        return (self.rows / scale).float().flatten(1, 2), scale
+
+    def shares(self, weights: Tensor, vectors: Tensor, steps: int = 2) -> tuple[Tensor, Tensor]:
+        """What the heads give to the leading eigenvalue of Σ_h weights·RᵀR, and its vector, by a few powers."""
+        (rows, scale), largest = self._quick, weights.amax().clamp_min(TINY)
+        factors = (weights / largest).float().expand(len(rows), -1).repeat_interleave(self.rows.shape[2], 1)[..., None]
+        for _ in range(steps):
+            vectors = (rows.mT @ (factors * (rows @ vectors[..., None])))[..., 0]
+            vectors = vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        products = (factors * (rows @ vectors[..., None]).square()).view(len(rows), -1, self.rows.shape[2])
+        return products.sum(-1).double() * (largest * scale**2), vectors
+
+    def norms(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        """≥ ‖Σ_h weights·RᵀR‖^½ for every b, ``(b,)``."""
+        guesses = self.shares(weights, vectors, 8)[0].sum(-1)
+        rows = (self.rows * weights.sqrt()[..., None, None]).flatten(1, 2)
+        turned = gamma(32 * rows.shape[-1] ** 2) * rows.norm(dim=(-2, -1))  # bases are orthonormal to within this
+        return top_bounds(rows, guesses).sqrt() + turned + (weights * self.off.square()).sum(-1).sqrt()
+
+    @property
+    def start(self) -> Tensor:
+        """To begin powers with, ``(b, d)``."""
+        return torch.ones(len(self.rows), self.rows.shape[-1])
+
+
+def row_by_row(left: Side, right: Side) -> Tensor:
+    """The bound of the module for sums over heads and keys, every row i with weights of its own, ``(n,)``.
+
+    >>> e = torch.eye(2, dtype=torch.float64)[None, :, None]  # two heads that share neither an input nor an output
+    >>> none = torch.zeros(1, 2, dtype=torch.float64)
+    >>> round(float(row_by_row(Side(3 * e, none), Side(e, none))), 2)
+    3.0
+    """
+    logs = right.sizes.log() - left.sizes.log()
+    first, second = left.start, right.start
+    best, least = logs, torch.full_like(logs[:, 0], torch.inf)
+    for step in range(_STEPS + 1):
+        written, first = left.shares(logs.exp(), first)
+        read, second = right.shares((-logs).exp(), second)
+        size = written.sum(-1) * read.sum(-1)
+        best, least = torch.where((size < least)[:, None], logs, best), torch.minimum(size, least)
+        logs = logs - (_parts(written) - _parts(read)) / (1 + step / _STEPS)
+    return left.norms(best.exp(), first) * right.norms((-best).exp(), second)
+
+
+def over_keys(left: Side, right: Side, queries: int) -> Tensor:
+    """The same for sums over heads and queries, ``(keys,)``, with weights that are good for the largest.
+
+    Left are ``queries`` rows, right the keys, with ``(queries·heads)`` for its heads.
+    """
+    alone = (left.sizes.flatten() * right.sizes).square().view(len(right.rows), queries, -1).sum(1).amax(0)
+    logs = 0.5 * alone.log() - 2 * left.sizes.log()
+    first, second = left.start, right.start
+    best, least = logs, torch.inf
+    for step in range(_STEPS + 1):
+        written, first = left.shares(logs.exp(), first)
+        read, second = right.shares((written.sum(-1, keepdim=True) / logs.exp()).flatten()[None], second)
+        sizes = read.sum(-1)
+        if float(sizes.amax()) < least:
+            best, least = logs, float(sizes.amax())
+        shares = torch.softmax(_SHARP * sizes / sizes.amax().clamp_min(TINY), 0) @ _parts(read)
+        logs = logs - (_parts(written) - _parts(shares.view(logs.shape))) / (1 + step / _STEPS)
+    loads = left.norms(best.exp(), first).square()[:, None] / best.exp()
+    return right.norms(loads.flatten()[None].expand(len(right.rows), -1), second)
+
+
+def _parts(shares: Tensor) -> Tensor:
+    return shares / shares.sum(-1, keepdim=True).clamp_min(TINY)
+
+
+class BlockBall:
+    """All heads of a map on a ball; the ``balls`` of its heads hold what is known of each."""
+
+    def __init__(self, attention: AttentionMap, balls: Sequence[HeadBall]):
+        self.balls, self.eps = balls, balls[0].eps
+        self.writes = _bases(attention.output_weight.double().mT, attention.heads)
+        weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+        self.asks, self.answers, self.reads = (_bases(weight.double().mT, attention.heads) for weight in weights)
+        self.high, self.score = self._of(lambda ball: ball.high), self._of(lambda ball: ball.score)
+        self.n = self.high.shape[-1]
+
+    def change(self) -> float:
+        """‖J − J⁰‖ on the ball."""
+        if any(ball.group.value_map.shape[1] > 1 for ball in self.balls):
+            return torch.inf
+        looked_at = self._of(lambda ball: ball.group.weights).sum((0, 1)).argsort(descending=True)
+        sinks = looked_at[: min(_SINKS, self.n - 1)]
+        columns = [0.0, *(self._column(int(j)) ** 2 for j in sinks)]
+        rest = [self._rest(looked_at[count:].sort().values) for count in range(len(columns))]
+        keys = min((size**2 + sum(columns[: count + 1])) ** 0.5 for count, size in enumerate(rest))
+        bound = (keys + float(self._queries().amax())) * max(ball.group.allowance for ball in self.balls)
+        return bound if bound == bound else torch.inf
+
+    def _of(self, part: Callable[[HeadBall], Tensor]) -> Tensor:
+        return torch.cat([part(ball) for ball in self.balls])
+
+    @cached_property
+    def _apart(self) -> Tensor:
+        """u_ij, ``(n, heads, n, d_out)``."""
+        return (self._of(HeadBall.apart) @ self.writes.mT[:, None]).transpose(0, 1).contiguous()
+
+    @cached_property
+    def _pull(self) -> Tensor:
+        """b_ij, ``(n, heads, n, d)``."""
+        return (self._of(HeadBall.pulled) @ self.asks.mT[:, None]).transpose(0, 1).contiguous()
+
+    @cached_property
+    def _push(self) -> Tensor:
+        """t_ij, ``(n or 1, n, heads, d)``: key, query, head."""
+
+        def felt(ball: HeadBall) -> Tensor:
+            push, maps = ball.group.push, ball.group.push_map
+            return push[:, :, None] if maps is None else torch.einsum("hik,hjkr->hijr", push, maps)
+
+        return (self._of(felt) @ self.answers.mT[:, None]).permute(2, 1, 0, 3).contiguous()
+
+    def _values(self, loads: Tensor, slack: Tensor) -> Side:
+        """u_ij under loads ``(heads, n, n)``; slack ``(heads, n)`` is of unknown direction."""
+        radius = self._of(lambda ball: ball.group.radii.value.amax(-1, keepdim=True))
+        off = slack + radius * loads.sum(-1).sqrt()
+        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * self._apart, off.mT)
+
+    def _keys(self, loads: Tensor) -> Side:
+        """b_ij under loads."""
+        off = self._of(lambda ball: ball.key_radius) * loads.sum(-1).sqrt()
+        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * self._pull, off.mT)
+
+    def _felt(self, loads: Tensor, keys: Tensor) -> Side:
+        """t_ij of some keys under loads, query by query and head by head."""
+        roots = loads.sqrt()[..., keys].permute(2, 1, 0).contiguous()
+        push = self._push if len(self._push) == 1 else self._push[keys]
+        radius = self._of(lambda ball: push_radii(ball.group).expand_as(ball.high))[..., keys].permute(2, 1, 0)
+        return Side((roots[..., None] * push).flatten(1, 2)[:, :, None], (roots * radius).flatten(1))
+
+    def _felt_by_heads(self, loads: Tensor, keys: Tensor) -> Side:
+        """The same, all queries of a head as one."""
+        felt = self._felt(loads, keys)
+        rows = felt.rows.view(len(keys), self.n, -1, felt.rows.shape[-1]).transpose(1, 2).contiguous()
+        return Side(rows, felt.off.view(len(keys), self.n, -1).square().sum(1).sqrt())
+
+    @cached_property
+    def _moved_values(self) -> Side:
+        """εV, one row for all queries."""
+        maps = self._of(lambda ball: ball.group.value_map[:, 0])
+        off = self._of(lambda ball: ball.group.radii.value_map.amax(-1))
+        return Side(self.eps * (maps.mT @ self.writes.mT)[None], self.eps * off[None])
+
+    def _projectors(self, bases: Tensor, sizes: Tensor) -> Side:
+        """Projectors times sizes ``(b, heads)``."""
+        return Side(sizes[..., None, None] * bases.mT, torch.zeros_like(sizes))
+
+    def _queries(self) -> Tensor:
+        """How far the blocks of the queries can move, ``(n,)``."""
+        moved = Side(
+            *(part.expand(self.n, *part.shape[1:]) for part in (self._moved_values.rows, self._moved_values.off))
+        )
+        still, keys = self._values(self.high, torch.zeros_like(self.high[..., 0])), self._keys(self.high)
+        asked = self._projectors(self.asks, (self.eps * self.score).expand(self.n, -1))
+        bound = row_by_row(moved, keys) + row_by_row(moved, asked) + row_by_row(still, asked)
+        for number in range(len(self.balls[0].steps)):
+            step = [ball.steps[number] for ball in self.balls]
+            left = self._values(torch.cat([s.loads for s in step]), torch.cat([s.slack for s in step]))
+            bound = bound + 2 * row_by_row(left, self._keys(torch.cat([s.mixed for s in step])))
+        return bound
+
+    def _rest(self, keys: Tensor) -> float:
+        """How far the paths of values and keys can move for inputs of some tokens."""
+        changes = self._of(lambda ball: ball.change_of_weights)[..., keys]
+        bound = self._halves(nonnegative_norm(torch.nn.functional.pad(changes, (0, self.n - len(keys)))))
+        for number in range(len(self.balls[0].steps)):
+            step = [ball.steps[number] for ball in self.balls]
+            left = self._values(torch.cat([s.loads for s in step]), torch.cat([s.slack for s in step]))
+            right = self._felt(torch.cat([s.mixed for s in step]), keys)
+            bound = bound + 2 * float(over_keys(left, right, self.n).amax())
+        bound = bound + float(over_keys(self._moved_values, self._felt_by_heads(self.high, keys), 1).amax())
+        return bound + self._asked(keys)
+
+    def _asked(self, keys: Tensor) -> float:
+        """What the queries' own move does in the path of the keys."""
+        loads, sizes = self.high[..., keys], self.eps * self.score
+        moved = self._projectors(self.answers, loads.sum(1).sqrt().mT * sizes)
+        bound = float(over_keys(self._moved_values, moved, 1).amax())
+        still = self._values(self.high, torch.zeros_like(self.high[..., 0]))
+        alone = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
+        weights = alone / still.sizes.square()
+        shares = still.norms(weights, still.start).square()[:, None] / weights
+        reads = torch.einsum("hij,ih->jh", loads, shares).sqrt() * sizes
+        asked = self._projectors(self.answers, reads)
+        return bound + float(asked.norms(torch.ones_like(reads), asked.start).amax())
+
+    def _halves(self, sizes: Tensor) -> float:
+        """‖Σ_h M_h ⊗ V_h‖ for matrices M_h of these norms."""
+        maps, lost = (
+            self._of(lambda ball: ball.group.value_map[:, 0]),
+            self._of(lambda ball: ball.group.radii.value_map.amax(-1)),
+        )
+        u, s, v = torch.linalg.svd(maps, full_matrices=False)
+        roots = (s * sizes[:, None]).sqrt()
+        left = Side((roots[..., None] * u.mT @ self.writes.mT)[None], torch.zeros_like(sizes)[None])
+        right = Side((roots[..., None] * v @ self.reads.mT)[None], torch.zeros_like(sizes)[None])
+        off = lost + gamma(64 * maps.shape[-1] * maps.shape[-2]) * s.sum(-1)  # of the decomposition
+        return float(row_by_row(left, right)) + float((sizes * off).sum())
+
+    def _column(self, key: int) -> float:
+        """How far the paths of values and keys can move for inputs of one token."""
+        at, none = torch.tensor([key]), torch.zeros_like(self.high[..., 0])
+        along = self._of(lambda ball: ball.directed_change[0][..., key])
+        spread = self._of(lambda ball: ball.directed_change[1][..., key])
+        most = self._of(lambda ball: ball.products[0][..., key])
+        queries = self._of(lambda ball: ball.blocks_change[2][..., key]).norm(dim=-1)
+        radius = self._of(lambda ball: ball.group.radii.value.amax(-1, keepdim=True))
+        rows = along.mT[..., None, None] * self._apart[:, :, key, None]
+        bound = self._halves(self._of(lambda ball: ball.change_of_weights)[..., key].norm(dim=-1))
+        bound = bound + self._turned(Side(rows, (along * radius).mT), torch.ones_like(most), at)
+        before = self._of(lambda ball: ball.tilts.high(0.0))
+        bound = bound + self._turned(self._values(before, none), spread, at)
+        moved = self._felt_by_heads(self._at(2 * most, at), at)
+        bound = bound + float(over_keys(self._moved_values, moved, 1))
+        written = self._projectors(self.writes, torch.ones_like(queries)[None])
+        return bound + float(over_keys(written, self._projectors(self.answers, queries[None]), 1))
+
+    def _turned(self, left: Side, sizes: Tensor, at: Tensor) -> float:
+        """What has these vectors on the left, and t_ij of one token times sizes ``(heads, n)`` on the right."""
+        return float(over_keys(left, self._felt(self._at(sizes, at), at), self.n))
+
+    def _at(self, sizes: Tensor, at: Tensor) -> Tensor:
+        """Squares of sizes ``(heads, n)`` as the loads of one key."""
+        return torch.zeros_like(self.high).index_copy(-1, at, sizes.square()[..., None])
+
+
+def _bases(matrices: Tensor, heads: int) -> Tensor:
+    """Orthonormal bases of the ranges of matrices ``(…, d, k)``, one per head, that go with the paths' factors."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    identity = torch.eye(matrices.shape[-2], dtype=matrices.dtype).expand(len(matrices), -1, -1)
+    bases = torch.linalg.qr(matrices).Q if tall else identity
+    return bases.repeat_interleave(heads // len(matrices), 0)
