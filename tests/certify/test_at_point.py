@@ -62,13 +62,23 @@ def test_a_block_too_large_to_be_taken_whole_is_at_most_the_sum_of_its_heads(mon
     x = torch.randn(4, 8, dtype=torch.float64)
     whole = hs.certify(attention, x)
     monkeypatch.setattr(at_point, "BLOCK", 4)
+    monkeypatch.setattr(at_point, "STACKED", 4)
     apart = hs.certify(attention, x)
     assert apart.methods == ("sum of heads: cholesky",)
     assert whole.upper <= apart.upper
     assert apart.lower <= dense_norm(attention, x) <= apart.upper
 
 
-OPTIONS: list[dict[str, object]] = [{}, {"mask": "causal"}, {"kv_heads": 1}, {"softcap": 2.0}]
+ROTARY = hs.Rotary.standard(4)
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"mask": "causal"},
+    {"kv_heads": 1},
+    {"softcap": 2.0},
+    {"rotary": ROTARY, "mask": "causal"},
+    {"rotary": ROTARY, "kv_heads": 1},
+    {"qk_norm": "rms"},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

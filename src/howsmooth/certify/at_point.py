@@ -3,9 +3,8 @@ r"""The largest singular value at an input, proved on both sides.
 A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
 :math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
 singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
-`BLOCK`, up to `DEFLATION` it is deflated (`howsmooth.certify.block_gram`; not with rotary positions), else it follows
-from those of its heads (`howsmooth.certify.together`). The lower end is ‖Jᵀu‖ for one unit
-vector u.
+`BLOCK`, up to `STACKED` it is deflated (`howsmooth.certify.block_gram`), else it follows from those of its heads
+(`howsmooth.certify.together`). The lower end is ‖Jᵀu‖ for one unit vector u.
 
 With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certify.gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} + η`, and
 :math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
@@ -33,6 +32,8 @@ BLOCK = 3072
 """Most outputs of a block of several heads that is taken whole."""
 DEFLATION = 16384
 """Most outputs of a head whose Gram matrix is gone through row by row."""
+STACKED = 20480
+"""Most outputs of a block whose Gram matrix is."""
 DEFLATED = 48
 """Leading singular vectors taken out."""
 
@@ -61,7 +62,7 @@ def expected_seconds(attention: AttentionMap, n: int) -> float:
 def expected_block_seconds(attention: AttentionMap, n: int) -> float:
     """The same of the enclosure of a block, which deflates n² products of matrices as wide as all heads together."""
     outputs, width = n * attention.out_features, attention.heads * attention.value_weight.shape[-2]
-    if attention.heads == 1 or outputs > DEFLATION:
+    if attention.heads == 1 or outputs > STACKED:
         return expected_seconds(attention, n)
     return outputs**3 / 1.6e10 if outputs <= BLOCK else n**2 * width**3 / 3e9
 
@@ -81,7 +82,7 @@ def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
     """The whole map at one input ``(n, d)``."""
     n, d = len(x), attention.out_features
     if attention.heads > 1 and n * d > BLOCK:
-        stacked = StackedHeads.of(attention, x) if n * d <= DEFLATION else None
+        stacked = StackedHeads.of(attention, x) if n * d <= STACKED else None
         if stacked is not None:
             return _stacked(stacked, attention, x)
         heads = enclose_heads(attention, x)

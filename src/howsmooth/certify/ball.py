@@ -57,6 +57,7 @@ from howsmooth.bounds.own.three_path import (
 )
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.proved_norm import largest_eigenvalues
 from howsmooth.certify.rows import largest_mean
 from howsmooth.certify.tilts import Step, Tilts, growth
 
@@ -214,10 +215,10 @@ class HeadBall:
         values, keys, roots = self.apart(), self.pulled(), mixed.sqrt()
         grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
         trace = (mixed * (self.values_apart * self.keys_apart).square()).sum(-1)
-        top = torch.linalg.eigvalsh(grams)[..., -1].clamp_min(0.0) + gamma(16 * sum(keys.shape[-2:])) * trace
+        top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
         off = group.radii.value.amax(-1)[:, None, None] * self.keys_apart
         off = (mixed * (off + self.key_radius[..., None] * self.values_apart).square()).sum(-1).sqrt()
-        return self.moves * (top.sqrt() + off + 0.5 * drift * self._key_moment(mixed).sqrt())
+        return nowhere_nan(self.moves * (top.sqrt() + off + 0.5 * drift * self._key_moment(mixed).sqrt()))
 
     def apart(self) -> Tensor:
         """u_ij, ``(g, n, n, m)``."""
@@ -284,7 +285,7 @@ class HeadBall:
         weights, push = here * drift, group.push
         size = (weights.square().sum(-1) * self.push[..., 0].square()).sum(-1)  # ≥ the trace, which rounding goes by
         gram = (weights @ weights.mT) * (push @ push.mT)
-        top = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0.0) + gamma(16 * sum(push.shape[1:])) * size
+        top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * size
         off = torch.expm1(group.radii.weights)[..., None] * self.push + push_radii(group)
         return top.sqrt() + nonnegative_norm(weights * off) + nonnegative_norm(d * drift * self.push)
 

@@ -75,9 +75,9 @@ class Side:
         return sizes + 1e-6 * sizes.amax() + TINY  # weights stay finite where a head does nothing
 
     @cached_property
-    def _quick(self) -> tuple[Tensor, float]:
+    def _quick(self) -> tuple[Tensor, Tensor]:
         """The rows in float32 and their scale: only guesses and weights depend on it."""
-        scale = max(float(self.rows.abs().amax()), TINY)
+        scale = self.rows.abs().amax().clamp_min(TINY)
         return (self.rows / scale).float().flatten(1, 2), scale
 
     def shares(self, weights: Tensor, vectors: Tensor, steps: int = 2) -> tuple[Tensor, Tensor]:

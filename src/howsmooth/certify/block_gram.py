@@ -7,7 +7,8 @@ heads stacked, :math:`J = QS`, :math:`Q = I_n \otimes [Q_1 \dots Q_H]`, :math:`S
 .. math:: \sum_jJ^h_{ij}J^{g\top}_{i'j},\qquad J^h_{ij} = P^h_{ij}V^h + S^h_{ij}u^h_{ij}t^{h\top}_i + [i = j]B^h_i,
 
 which needs sums over j of products of weights and values, and products of V, t and B: O(n³K² + n²K²d) operations for
-all heads, K their widths together, instead of O(n³K²d). Its Frobenius norm takes O(n²K³).
+all heads, K their widths together, instead of O(n³K²d). With rotary positions :math:`t^h_{ij}` differs from key to key,
+and :math:`V^gt^h_{ij}` and :math:`t^h_{ij}\cdot t^g_{i'j}` stay inside the sums. The Frobenius norm takes O(n²K³).
 
 **Rounding.** As there: every entry is a nested sum of at most m = 8(n + d + K) products, and with absolute values
 inside the sums have a Frobenius norm of at most :math:`(\sum_h\sqrt{k_h}\,\mathrm{size}_h)^2`, because
@@ -34,7 +35,7 @@ class StackedHeads:
 
     Attributes:
         bases: Q, ``(d_out, heads·k)``. weights: P ``(heads, n, n)``. values: V ``(heads·k, d)``.
-        pushed: S u ``(heads, n, n, k)``. push: t ``(heads, n, d)``. own: B ``(n, heads·k, d)``.
+        pushed: S u ``(heads, n, n, k)``. push: t ``(heads, n, n or 1, d)``. own: B ``(n, heads·k, d)``.
         off: ≥ ‖J − Ĵ‖. rounding: ≥ ‖computed Gram matrix − ĴĴᵀ‖ in the Frobenius norm.
     """
 
@@ -49,10 +50,10 @@ class StackedHeads:
 
     @classmethod
     def of(cls, attention: AttentionMap, x: Tensor) -> StackedHeads | None:
-        """At one input ``(n, d)``; None where keys or values differ in their derivatives, as with rotary positions."""
+        """At one input ``(n, d)``; None where derivatives of values differ, or a head is as wide as the output."""
         heads, outputs = head_blocks(attention, x), attention.output_weight.double().mT
         narrow = outputs.shape[-2] > outputs.shape[-1]
-        if not narrow or any(head.push.shape[1] > 1 or len(head.value) > 1 for head in heads):
+        if not narrow or any(len(head.value) > 1 for head in heads):
             return None
         bases = torch.linalg.qr(outputs).Q
         return cls(
@@ -60,40 +61,61 @@ class StackedHeads:
             torch.stack([head.weights for head in heads]),
             torch.cat([head.value[0] for head in heads]),
             torch.stack([head.slopes[..., None] * head.apart for head in heads]),
-            torch.stack([head.push[:, 0] for head in heads]),
+            torch.stack([head.push for head in heads]),
             torch.cat([head.own for head in heads], 1),
             *_errors(heads, outputs),
         )
 
     @cached_property
-    def _fixed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """VVᵀ, V t of all heads and queries, and V Bᵀ of all queries."""
-        return self.values @ self.values.mT, self.values @ self.push.flatten(0, 1).mT, self.values @ self.own.mT
+    def _squares(self) -> Tensor:
+        """VVᵀ, ``(heads, k, heads, 1, k)``."""
+        heads, k = len(self.weights), self.pushed.shape[-1]
+        return (self.values @ self.values.mT).view(heads, k, heads, 1, k)
+
+    @cached_property
+    def _leans(self) -> Tensor:
+        """V t of all heads and queries, ``(heads, k, heads, n, n or 1)``."""
+        return torch.einsum(
+            "hkd,gejd->hkgej", self.values.view(len(self.weights), -1, self.values.shape[-1]), self.push
+        )
+
+    @cached_property
+    def _crossed(self) -> Tensor:
+        """VBᵀ of all queries, ``(n, heads·k, heads·k)``."""
+        return self.values @ self.own.mT
 
     def rows(self, i: int) -> Tensor:
         """The rows of SSᵀ that belong to query i, ``(n, K, K)``: between its heads and those of every query."""
         heads, n, k = len(self.weights), self.weights.shape[1], self.pushed.shape[-1]
-        squares, leans, crossed = self._fixed
-        here, mine = self.weights[:, i], self.pushed[:, i]  # (h, j), (h, j, k)
-        own, lean = self.own[i], leans.view(-1, heads, n)
+        here, mine, own = self.weights[:, i], self.pushed[:, i], self.own[i]  # (h, j), (h, j, k), (h·k, d)
         pairs = torch.einsum("hj,gej->hge", here, self.weights)
-        mixed = torch.einsum("hj,gejl->hgel", here, self.pushed)
-        theirs = torch.einsum("hjk,gej->hkge", mine, self.weights)
-        dots = torch.einsum("hd,ged->hge", self.push[:, i], self.push)
-        both = torch.einsum("hjk,gejl->hkgel", mine, self.pushed)
-        blocks = pairs[:, None, :, :, None] * squares.view(heads, k, heads, 1, k)
-        blocks = blocks + lean.view(heads, k, heads, n, 1) * mixed[:, None]
-        blocks = blocks + theirs[..., None] * lean[:, :, i].view(heads, k, heads).permute(2, 0, 1)[:, None, :, None, :]
-        blocks = blocks + dots[:, None, :, :, None] * both
-        to_values, to_push = (own @ self.values.mT).view(heads, k, heads, 1, k), own @ self.push.flatten(0, 1).mT
+        blocks = pairs[:, None, :, :, None] * self._squares + self._pushed_rows(i)
+        fixed = self.push[:, :, min(i, self.push.shape[2] - 1)]  # t_ei of every query e
+        to_values, to_push = (own @ self.values.mT).view(heads, k, heads, 1, k), own @ fixed.flatten(0, 1).mT
         blocks = blocks + to_values * self.weights[:, :, i][None, None, :, :, None]
         blocks = blocks + to_push.view(heads, k, heads, n, 1) * self.pushed[:, :, i][None, None]
         result = blocks.permute(3, 0, 1, 2, 4).reshape(n, heads * k, heads * k)
-        result = result + self.weights[:, i].T.repeat_interleave(k, 1)[..., None] * crossed
-        reached = (self.push[:, i] @ self.own.mT).repeat_interleave(k, 1)  # t_i·B of every query, (e, h·k, K)
-        result = result + mine.permute(1, 0, 2).reshape(n, -1, 1) * reached
+        result = result + here.T.repeat_interleave(k, 1)[..., None] * self._crossed
+        reached = self.push[:, i].transpose(0, 1) @ self.own.mT  # t_ie·B of every query e, (e, h, K)
+        result = result + mine.permute(1, 0, 2).reshape(n, -1, 1) * reached.repeat_interleave(k, 1)
         result[i] = result[i] + own @ own.mT
         return result
+
+    def _pushed_rows(self, i: int) -> Tensor:
+        """What the paths of the keys add to the rows of query i, ``(heads, k, heads, n, k)``."""
+        here, mine, leans = self.weights[:, i], self.pushed[:, i], self._leans
+        if self.push.shape[2] > 1:
+            theirs = torch.einsum("hkgej,gejl->hkgel", here[:, None, None, None] * leans, self.pushed)
+            felt = torch.einsum("hjk,glhj->hgjkl", mine, leans[:, :, :, i])
+            dots = torch.einsum("hjd,gejd->hgej", self.push[:, i], self.push)
+            both = torch.einsum("hgej,hjk,gejl->hkgel", dots, mine, self.pushed)
+            return theirs + torch.einsum("hgjkl,gej->hkgel", felt, self.weights) + both
+        mixed = torch.einsum("hj,gejl->hgel", here, self.pushed)
+        theirs = torch.einsum("hjk,gej->hkge", mine, self.weights)
+        dots = torch.einsum("hd,ged->hge", self.push[:, i, 0], self.push[:, :, 0])
+        both = torch.einsum("hjk,gejl->hkgel", mine, self.pushed)
+        blocks = leans * mixed[:, None] + dots[:, None, :, :, None] * both
+        return blocks + theirs[..., None] * leans[:, :, :, i, 0].permute(2, 0, 1)[:, None, :, None, :]
 
     def sums(self, basis: Tensor) -> tuple[float, Tensor]:
         """‖JJᵀ‖_F² and JJᵀU for U ``(n·d_out, r)``."""

@@ -78,8 +78,15 @@ def top_bounds(rows: Tensor, guesses: Tensor) -> Tensor:
         proved = torch.linalg.cholesky_ex(work, check_errors=False).info == 0
         levels[open_] = torch.where(proved, trial, torch.inf)
         open_ = levels == torch.inf
-    levels[open_] = torch.linalg.eigvalsh(grams[open_])[:, -1].clamp_min(0.0)
+    levels[open_] = largest_eigenvalues(grams[open_])
     return levels * (1 + gamma(4)) + gamma(16 * (m + d)) * (rows.square().sum((-2, -1)) + size * levels)
+
+
+def largest_eigenvalues(grams: Tensor) -> Tensor:
+    """Of positive semidefinite matrices, as computed, ``(…, k, k) → (…,)``; ∞ where an entry is no finite number."""
+    finite = grams.isfinite().all(-1).all(-1)
+    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], grams, 0.0))[..., -1]
+    return torch.where(finite, values.clamp_min(0.0), torch.inf)
 
 
 def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float = 0.0) -> float:
