@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certify import around
-from howsmooth.certify.block_ball import BlockBall, Side, over_keys, row_by_row
+from howsmooth.certify.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
 from howsmooth.certify.proved_norm import top_bounds
 from howsmooth.certify.together import norm_together
 
@@ -161,3 +161,10 @@ def test_a_block_of_heads_that_share_nothing_moves_less_far_than_heads_that_only
     together = BlockBall(attention, balls).change()
     assert together <= 2 * float(alone.amax())
     assert norm_together(attention, alone.tolist()) == pytest.approx(3 * float(alone.amax()), rel=1e-6)
+
+
+def test_what_is_not_done_is_not_announced() -> None:
+    attention = hs.SelfAttention.random(8, heads=2)
+    assert 0 < expected_change_seconds(attention, 10) < expected_change_seconds(attention, 20)
+    assert expected_change_seconds(hs.SelfAttention.random(8), 10) == 0  # one head is no block
+    assert expected_change_seconds(attention, 2000) == 0  # its heads are added up

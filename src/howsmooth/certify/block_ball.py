@@ -55,6 +55,13 @@ _SHARP = 40.0
 """How much more the largest key counts in them than others."""
 
 
+def expected_change_seconds(attention: AttentionMap, n: int) -> float:
+    """About how long the change of a block takes on one core, to be said before it starts."""
+    width = max(attention.in_features, attention.out_features)
+    numbers = attention.heads * n**2 * width
+    return numbers * width / 6e7 if attention.heads > 1 and numbers <= LIMIT else 0.0
+
+
 @dataclass(frozen=True)
 class Side:
     """Vectors of all heads on one side of a sum.

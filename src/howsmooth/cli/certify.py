@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
 from howsmooth.certify.at_point import expected_block_seconds, expected_seconds
+from howsmooth.certify.block_ball import expected_change_seconds
 from howsmooth.certify.ladders import ladder, ladder_radii
 from howsmooth.checks import check_device
 from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
@@ -87,6 +88,8 @@ def certify(
     names = ["block", "heads"] if what is What.both else [what.value]
     costs = {"block": expected_block_seconds, "heads": expected_seconds}
     expected = sum(costs[name](site.attention, len(site.x)) for name in names)
+    if radius > 0 and "block" in names:
+        expected += expected_change_seconds(site.attention, len(site.x))
     if expected > _LONG:
         stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
     proofs = {
