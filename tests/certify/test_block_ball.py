@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence.certificates import draw
-from howsmooth.certify import around
+from howsmooth.certify import around, block_ball
 from howsmooth.certify.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
 from howsmooth.certify.proved_norm import top_bounds
 from howsmooth.certify.together import norm_together
@@ -150,6 +150,29 @@ def test_no_jacobian_inside_a_ball_is_farther_from_that_at_the_input_than_proved
     change = BlockBall(attention, around._balls(attention, x, moves)).change()
     assert moved_jacobian(attention, x, radius) <= change < torch.inf
     assert around._block_change(attention, x, moves) <= change
+
+
+def small(seed: int, still: bool) -> tuple[hs.SelfAttention, Tensor]:
+    """Two heads of width 1, on which the bound is near the truth; queries that stay leave values and keys alone."""
+    torch.manual_seed(seed)
+    query, key, value, output = (torch.block_diag(*torch.randn(2, 1, 1).double()) for _ in range(4))
+    value = value / value.abs().amax()
+    bias = 3 * torch.randn(2).double() if still else None
+    attention = hs.SelfAttention(0 * query if still else query, key, value, output, heads=2, query_bias=bias)
+    return attention, torch.randn(4, 2).double()
+
+
+@pytest.mark.parametrize(
+    ("home", "path", "still"),
+    [(BlockBall, "_queries", False), (BlockBall, "_halves", False), (block_ball, "over_keys", True)],
+)
+def test_a_dropped_path_is_caught(home: object, path: str, still: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = small(0 if still else 1, still)
+    balls = around._balls(attention, x, around.move_radii(4, 0.01, None))
+    worst = max(moved_jacobian(attention, x, 0.01, 12) for _ in range(4))
+    assert worst <= BlockBall(attention, balls).change() < torch.inf
+    monkeypatch.setattr(home, path, lambda *_: torch.zeros(()))
+    assert BlockBall(attention, balls).change() < worst
 
 
 def test_a_block_of_heads_that_share_nothing_moves_less_far_than_heads_that_only_write_apart() -> None:

@@ -79,7 +79,8 @@ class Side:
         """About the norm of every head alone, ``(b, heads)``, to begin with."""
         grams = self.rows @ self.rows.mT if self.rows.shape[-2] < self.rows.shape[-1] else self.rows.mT @ self.rows
         sizes = grams.square().sum((-2, -1)).pow(0.25) + self.off
-        return sizes + 1e-6 * sizes.amax() + TINY  # weights stay finite where a head does nothing
+        most = sizes.amax()
+        return sizes + torch.where(most > 0, 1e-6 * most, 1.0)  # weights stay finite where a head does nothing
 
     @cached_property
     def _quick(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ def over_keys(left: Side, right: Side, queries: int) -> Tensor:
     Left are ``queries`` rows, right the keys, with ``(queries·heads)`` for its heads.
     """
     alone = (left.sizes.flatten() * right.sizes).square().view(len(right.rows), queries, -1).sum(1).amax(0)
-    logs = 0.5 * alone.log() - 2 * left.sizes.log()
+    logs = 0.5 * alone.clamp_min(TINY).log() - 2 * left.sizes.log()
     first, second = left.start, right.start
     best, least = logs, torch.inf
     for step in range(_STEPS + 1):
@@ -269,7 +270,9 @@ class BlockBall:
         bound = float(over_keys(self._moved_values, moved, 1).amax())
         still = self._values(self.high, torch.zeros_like(self.high[..., 0]))
         alone = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
-        weights = alone / still.sizes.square()
+        if float(alone.amax()) == 0:  # no query moves
+            return bound
+        weights = alone.clamp_min(1e-6 * float(alone.amax())) / still.sizes.square()
         shares = still.norms(weights, still.start).square()[:, None] / weights
         reads = torch.einsum("hij,ih->jh", loads, shares).sqrt() * sizes
         asked = self._projectors(self.answers, reads)
