@@ -59,7 +59,7 @@ from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
 from howsmooth.certify.proved_norm import largest_eigenvalues
 from howsmooth.certify.rows import largest_mean
-from howsmooth.certify.tilts import Step, Tilts, growth
+from howsmooth.certify.tilts import Step, Tilts, exponential_mean
 
 _POWERS = (0.5, 0.75, 1.0)
 """Of the key weights that are tried, beside none."""
@@ -145,9 +145,10 @@ class HeadBall:
         r"""Where the blocks of the keys can move, values fixed, ``(g, n, n)`` each: times :math:`t_{ij}`, at most the
         first along :math:`u_{ij}` and the second times :math:`\sum_l(P^β_{il})^{1/2}u_{il}ξ_l`, |ξ| ≤ 1."""
         (most, shift, left), before = self.products, self.tilts.high(0.0)
-        keys, own = self._tilted(torch.ones_like(self.tilt))[..., None], self.tilts.lean * growth(self.tilts.most)
+        one = torch.ones_like(self.tilt)
+        keys, own = self._tilted(one)[..., None], self.tilts.own_move(one)
         others = keys / (1 - before).clamp_min(TINY).sqrt()
-        others = others + (self.tilts.lean * growth(2 * self.tilts.most))[..., None] / left
+        others = others + (self.tilts.lean * exponential_mean(2 * self.tilts.most))[..., None] / left
         sharper = shift / left, most * others
         plain = self.change_of_weights, self.high * (keys + own[..., None])
         spread = self._value_moment(before).sqrt()[..., None]
@@ -158,7 +159,7 @@ class HeadBall:
         """How far the mean value of all tokens but j can move, by the tilts of `howsmooth.certify.tilts` in turn."""
         before = self.tilts.high(0.0)
         keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(TINY).sqrt()
-        own = self._here_spread * self.tilts.lean * growth(2 * self.tilts.most)
+        own = self._here_spread * self.tilts.lean * exponential_mean(2 * self.tilts.most)
         return keys + own[..., None] / left
 
     def rows(self) -> Tensor:

@@ -18,8 +18,11 @@ heads' own bounds; where all do from the same it is their sum. So
 - keys: the steps again, :math:`\mathrm{Cov}_P(Vδ, z)`, and the queries' own move likewise;
 - values: :math:`\sum_h(P^h-P^{0h})\otimes V^h`, with the halves :math:`V^h = L_hR_h` of the singular value
   decomposition, is at most :math:`\|\sum_ha_h^2\|D^h\|L_hL_h^\top\|^{1/2}\|\sum_ha_h^{-2}\|D^h\|R_h^\top R_h\|^{1/2}`;
-- inputs of a few tokens, the sinks, apart, as for one head: of the blocks' change (`HeadBall.blocks_change`) only the
-  size is known, not where in the range of W_h it lies, so that the projectors on these stand for the vectors u. ∎
+- inputs of one token j, the sink, apart, as for one head: :math:`P_{ij}(v_j-o_i) = P_{ij}(1-P_{ij})(v_j-m_i)` with the
+  mean m_i of all others, :math:`v_j-m^0_i = u_{ij}/(1-P^0_{ij})`. So the change of the product stands along
+  :math:`u_{ij}`, and that of m_i is :math:`\sum_l(P^β_{il})^{1/2}u_{il}ξ_l`, |ξ| at most its bound for a deviation of
+  1 (`howsmooth.certify.tilts`): vectors u under the loads :math:`P^β`. Only of what the queries' own move does there no
+  more than its size is known, and the projector on the range of W_h stands for the vectors. ∎
 
 The weights a begin with what is best at both extremes, :math:`a_{ih}^2 = \sqrt{K_h}/λ_{ih}` (λ the norm of head h
 alone on the left, K_h on the right), and take a few steps down the slope of the logarithm of the bound, which is the

@@ -118,7 +118,7 @@ class Tilts:
 
     def own_move(self, deviation: Tensor) -> Tensor:
         """How far a mean of this deviation at the input moves by the query's own tilt."""
-        return deviation * self.lean * growth(self.most)
+        return deviation * self.lean * exponential_mean(self.most)
 
     @cached_property
     def mixed(self) -> Tensor:
@@ -148,6 +148,6 @@ class Tilts:
         return [Step(mixed, factor * moment(mixed).sqrt(), mixed * loads, none) for mixed in mixtures]
 
 
-def growth(most: Tensor) -> Tensor:
-    """(e^x − 1)/x."""
+def exponential_mean(most: Tensor) -> Tensor:
+    """(e^x − 1)/x, the mean of e^t for t from 0 to x."""
     return torch.expm1(most.clamp_min(TINY)) / most.clamp_min(TINY)
