@@ -100,7 +100,7 @@ def test_a_deflated_block_is_enclosed_and_a_dropped_covariance_is_caught(
     attention = hs.SelfAttention.random(12, 3, **options).in_dtype(torch.float64)
     x, built = 3 * torch.randn(6, 12).double(), gram._behind
     monkeypatch.setattr(at_point, "BLOCK", 4)
-    monkeypatch.setattr(at_point, "DEFLATED", 8)
+    monkeypatch.setattr(at_point, "BLOCK_DEFLATED", 8)
     true, proof = dense_norm(attention, x), at_point.enclose_block(attention, x)
     assert proof.method == "deflation"
     assert proof.lower <= true <= proof.upper <= 1.2 * true

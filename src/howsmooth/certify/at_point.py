@@ -35,7 +35,9 @@ DEFLATION = 16384
 STACKED = 20480
 """Most outputs of a block whose Gram matrix is."""
 DEFLATED = 48
-"""Leading singular vectors taken out."""
+"""Leading singular vectors taken out of a head."""
+BLOCK_DEFLATED = 200
+"""And of a block, whose spectrum is longer."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
 
 
 def _stacked(heads: StackedHeads, attention: AttentionMap, x: Tensor) -> Enclosure:
-    left = measure(attention, x.double(), k=min(DEFLATED, x.numel()), rtol=1e-2).left
+    left = measure(attention, x.double(), k=min(BLOCK_DEFLATED, x.numel()), rtol=1e-2).left
     assert left is not None
     basis = torch.linalg.qr(left.double().flatten(1).mT).Q
     squares, products = heads.sums(basis)
