@@ -160,3 +160,56 @@ def test_what_cannot_be_certified_is_said_in_a_sentence() -> None:
     with pytest.raises(InvalidInput, match="ball"):
         hs.certify(attention, x, radius=0.1, ball="tokn")
     assert hs.certify(attention.half(), x.half()).notes == ("computed in float64",)
+
+
+@pytest.mark.parametrize("power", [-400, -200, 200, 400])
+@pytest.mark.parametrize("factored", [True, False])
+def test_ends_follow_the_size_of_the_values_where_squares_leave_float64(
+    power: int, factored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not factored:
+        monkeypatch.setattr(at_point, "CHOLESKY", 0)
+        monkeypatch.setattr(at_point, "DEFLATED", 12)
+    plain = hs.SelfAttention.random(8, heads=2, mask="causal").in_dtype(torch.float64)
+    options = {"heads": 2, "mask": "causal"}
+    weights = (plain.query_weight.flatten(0, 1), plain.key_weight.flatten(0, 1), plain.value_weight.flatten(0, 1))
+    query, key, value = weights
+    x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    per_head, block = {"per_head": True}, {}
+    for kind in (per_head, block):
+        here = hs.certify(hs.SelfAttention(query, key, value, **options), x, **kind)
+        there = hs.certify(hs.SelfAttention(query, key, value * 2.0**power, **options), x, **kind)
+        assert (here.lower > 0).all()
+        torch.testing.assert_close(there.lower / 2.0**power, here.lower, rtol=1e-6, atol=0)
+        torch.testing.assert_close(there.upper / 2.0**power, here.upper, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-150])
+def test_a_jacobian_whose_squares_are_no_numbers_is_refused(size: float) -> None:
+    weight, x = torch.eye(4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    for per_head in (True, False):
+        with pytest.raises(InvalidInput, match="scale the values up"):
+            hs.certify(hs.SelfAttention(weight, weight, size * weight, heads=2), x, per_head=per_head)
+
+
+@pytest.mark.parametrize("kind", ["dot_product", "l2", "sigmoid", "cosine"])
+def test_inputs_of_any_size_have_ends_or_are_refused(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(8, 8, dtype=torch.float64, generator=generator) for _ in range(2 if kind == "l2" else 3)]
+    make = {
+        "dot_product": hs.SelfAttention,
+        "l2": hs.L2SelfAttention,
+        "sigmoid": hs.SigmoidAttention,
+        "cosine": hs.CosineAttention,
+    }[kind]
+    attention, x = make(*weights, heads=2), torch.randn(5, 8, dtype=torch.float64, generator=generator)
+    said = 0
+    for scale in (1e-300, 1e-160, 1e-80, 1.0, 1e4, 1e8, 1e12, 1e40, 1e120, 1e160, 1e300):
+        for radius in (None, 0.01 * scale, 1e3 * scale):
+            try:
+                proof = hs.certify(attention, scale * x, radius=radius, per_head=radius is None)
+            except InvalidInput:
+                continue
+            said += 1
+            assert (proof.lower <= proof.upper).all(), (scale, radius)  # which NaN is not
+    assert said >= 10

@@ -12,6 +12,8 @@ With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certify.g
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,7 @@ from howsmooth.certify.block_gram import StackedHeads
 from howsmooth.certify.gram import HeadBlocks, head_blocks
 from howsmooth.certify.proved_norm import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.certify.together import norm_together
+from howsmooth.errors import InvalidInput
 from howsmooth.measuring import measure, measure_heads
 
 CHOLESKY = 6144
@@ -38,6 +41,8 @@ DEFLATED = 48
 """Leading singular vectors taken out of a head."""
 BLOCK_DEFLATED = 200
 """And of a block, whose spectrum is longer."""
+_LEAST = 1e-140
+"""The squares of smaller numbers than this, or of larger ones than its inverse, are not trusted in a sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,10 @@ class Enclosure:
     lower: float
     upper: float
     method: str
+
+    def times(self, unit: float) -> Enclosure:
+        """The ends of a map that is larger by a power of two."""
+        return Enclosure(self.lower * unit, self.upper * unit, self.method)
 
 
 def expected_seconds(attention: AttentionMap, n: int) -> float:
@@ -74,10 +83,16 @@ def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
     n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)
     if n * width > DEFLATION:
         return _three_path(attention, x)
+    blocks = head_blocks(attention, x)
+    if not all(_is_known(head) for head in blocks):
+        return _three_path(attention, x)
+    units = [_unit([head]) for head in blocks]
+    blocks = [head.times(1 / unit) for head, unit in zip(blocks, units, strict=True)]
     if n * width <= CHOLESKY:
-        return [_factored(head.gram(), head.rounding, head.off) for head in head_blocks(attention, x)]
-    leading = _leading(attention, x)
-    return [_deflated(head, basis) for head, basis in zip(head_blocks(attention, x), leading, strict=True)]
+        found = [_factored(head.gram(), head.rounding, head.off) for head in blocks]
+    else:
+        found = [_deflated(head, basis) for head, basis in zip(blocks, _leading(attention, x), strict=True)]
+    return [head.times(unit) for head, unit in zip(found, units, strict=True)]
 
 
 def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
@@ -85,14 +100,16 @@ def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
     n, d = len(x), attention.out_features
     if attention.heads > 1 and n * d > BLOCK:
         stacked = StackedHeads.of(attention, x) if n * d <= STACKED else None
-        if stacked is not None:
+        if stacked is not None and _is_known(stacked) and _LEAST < stacked.rounding < 1 / _LEAST:
             return _stacked(stacked, attention, x)
-        heads = enclose_heads(attention, x)
-        upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
-        return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+        return _sum_of_heads(attention, x)
     if attention.heads == 1:
         return enclose_heads(attention, x)[0]
     heads_blocks = head_blocks(attention, x, whole=True)
+    if not all(_is_known(head) for head in heads_blocks):
+        return _sum_of_heads(attention, x)
+    unit = _unit(heads_blocks)
+    heads_blocks = [head.times(1 / unit) for head in heads_blocks]
     dense = torch.zeros(n * d, n * attention.in_features, dtype=torch.float64)
     for head in heads_blocks:
         for i in range(n):
@@ -100,7 +117,28 @@ def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
     off = sum(head.off for head in heads_blocks)
     size = sum(head.size for head in heads_blocks)
     rounding = gamma(8 * (dense.shape[1] + len(heads_blocks) + d)) * size**2
-    return _factored(dense @ dense.mT, rounding, off)
+    return _factored(dense @ dense.mT, rounding, off).times(unit)
+
+
+def _is_known(blocks: HeadBlocks | StackedHeads) -> bool:
+    """Whether what rounding may have done to a Jacobian is finite: at huge logits it is not, and nothing follows."""
+    return math.isfinite(blocks.off)
+
+
+def _unit(heads: Sequence[HeadBlocks]) -> float:
+    """A power of two near the size of a Jacobian: in its units no square leaves the range of float64."""
+    size = max(head.size for head in heads)
+    if size >= _LEAST:
+        return 2.0 ** math.frexp(size)[1]
+    if any(bool(part.any()) for head in heads for part in (head.value, head.own)):
+        raise InvalidInput(f"the Jacobian is below {_LEAST:g}, where its squares leave float64: scale the values up.")
+    return 1.0
+
+
+def _sum_of_heads(attention: AttentionMap, x: Tensor) -> Enclosure:
+    heads = enclose_heads(attention, x)
+    upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
+    return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
 
 
 def _factored(gram: Tensor, rounding: float, off: float) -> Enclosure:

@@ -25,7 +25,7 @@ absolute values, m = 8(n + d + k) (each entry is a nested sum of at most that ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,6 +66,11 @@ class HeadBlocks:
     def rounding(self) -> float:
         """≥ ‖computed Gram matrix − ĴĴᵀ‖."""
         return gamma(8 * sum(self.shape)) * self.size**2
+
+    def times(self, factor: float) -> HeadBlocks:
+        """Those of J times a power of two, which rounds nothing."""
+        scaled = {name: getattr(self, name) * factor for name in ("value", "apart", "own", "off", "size")}
+        return replace(self, **scaled)
 
     def rows(self, i: int) -> Tensor:
         """The blocks J_ij of one query, ``(n, k, d)``."""
