@@ -29,6 +29,7 @@ from howsmooth.jacobians.composed import (
     composed_jacobian,
 )
 from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Diagonal, Gate
+from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.wiring import read_norm
 from howsmooth.testing import dense_jacobian
 
@@ -163,7 +164,7 @@ def test_memory_of_a_layer_grows_with_the_tokens_and_not_with_their_square(
     most = []
     for n in (256, 1024):
         x = tokens(n=n).float()
-        monkeypatch.setattr(mixing._Workspace, "_known", WeakValueDictionary())  # none left by operators still alive
+        monkeypatch.setattr(Workspace, "_known", WeakValueDictionary())  # none left by operators still alive
         with LiveBytes() as live:
             J = hs.jacobian(closed, x, memory=memory)
             J.rmatvec(J.matvec(x))

@@ -58,7 +58,7 @@ def moved(thing: Any) -> Any:
             setattr(other, name, moved(value))
         other.device = torch.device("meta")
         return other
-    if type(thing).__name__ == "_Workspace":
+    if type(thing).__name__ == "Workspace":
         return type(thing)()
     if type(thing).__name__ == "Terms":
         return type(thing)([moved(term) for term in thing])

@@ -20,12 +20,9 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,6 +34,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.skipping import LeftOut, TileSizes, TileSums
+from howsmooth.jacobians.workspace import Workspace
 
 TILE_ROWS = 1024
 TILE_COLS = 1024
@@ -126,7 +124,7 @@ class Mixing:
     logits: Logits
     softmax: bool
     moments: Moments | None
-    work: _Workspace
+    work: Workspace
     exact: Logits | None = None
     sizes: TileSizes | None = None
     left_out: LeftOut | None = None
@@ -154,7 +152,7 @@ class Mixing:
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
         logits = Logits.between(query, key, attention)
-        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), _Workspace.shared())
+        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), Workspace.shared())
         kept: list[Tile] = []
         of_tiles = TileSums(query, key, value, attention.output_weight, softmax) if sized else None
         for band in self._bands(fine=sized):
@@ -397,41 +395,6 @@ def tile_size(device: torch.device) -> int:
     except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device that does not tell
         return TILE_SIZE
     return max(TILE_SIZE, free // 64)
-
-
-class _Workspace(threading.local):
-    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
-
-    All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
-    their own would be as much memory as all their tokens. Every thread has its own, and the last operator takes them
-    along.
-    """
-
-    _known: ClassVar[WeakValueDictionary[str, _Workspace]] = WeakValueDictionary()
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    @classmethod
-    def shared(cls) -> _Workspace:
-        """That of all operators."""
-        return cls._known.setdefault("shared", cls())
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """The batched matrix product, valid until the next call."""
-        return torch.bmm(left, right, out=self._buffer("tile", (*left.shape[:2], right.shape[2]), left))
-
-    def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a and b side by side, valid until the next call with this name."""
-        return torch.cat([a, b], dim=-1, out=self._buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
-
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        size, key = math.prod(shape), (name, like.dtype, like.device)
-        if key not in self.buffers or self.buffers[key].numel() < size:
-            self.buffers.pop(key, None)
-            with torch.inference_mode(False):  # or nobody outside that mode could use it again
-                self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self.buffers[key][:size].view(shape)
 
 
 def _continues(run: list[Tile], tile: Tile) -> bool:

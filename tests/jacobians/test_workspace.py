@@ -11,7 +11,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.jacobians import AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.mixing import _Workspace
+from howsmooth.jacobians.workspace import Workspace
 
 N, D = 64, 16
 
@@ -39,8 +39,8 @@ def test_operators_of_two_dtypes_do_not_meet() -> None:
 
 
 def test_buffers_leave_with_the_last_who_has_them() -> None:
-    class Own(_Workspace):
-        _known: ClassVar[WeakValueDictionary[str, _Workspace]] = WeakValueDictionary()
+    class Own(Workspace):
+        _known: ClassVar[WeakValueDictionary[str, Workspace]] = WeakValueDictionary()
 
     first, second = Own.shared(), Own.shared()
     assert first is second

@@ -1,0 +1,46 @@
+"""The buffers behind the products of operators."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Workspace(threading.local):
+    """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
+
+    All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
+    their own would be as much memory as all their tokens. Every thread has its own, and the last operator takes them
+    along.
+    """
+
+    _known: ClassVar[WeakValueDictionary[str, Workspace]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @classmethod
+    def shared(cls) -> Workspace:
+        """That of all operators."""
+        return cls._known.setdefault("shared", cls())
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The batched matrix product, valid until the next call."""
+        return torch.bmm(left, right, out=self._buffer("tile", (*left.shape[:2], right.shape[2]), left))
+
+    def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a and b side by side, valid until the next call with this name."""
+        return torch.cat([a, b], dim=-1, out=self._buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size, key = math.prod(shape), (name, like.dtype, like.device)
+        if key not in self.buffers or self.buffers[key].numel() < size:
+            self.buffers.pop(key, None)
+            with torch.inference_mode(False):  # or nobody outside that mode could use it again
+                self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self.buffers[key][:size].view(shape)
