@@ -147,9 +147,10 @@ def moved_jacobian(attention: hs.AttentionMap, x: Tensor, radius: float, steps: 
 def test_no_jacobian_inside_a_ball_is_farther_from_that_at_the_input_than_proved(seed: int) -> None:
     attention, x, radius = block(seed)
     moves = around.move_radii(len(x), radius, None)
-    change = BlockBall(attention, around._balls(attention, x, moves)).change()
+    balls = around._balls(attention, x, moves)
+    change = BlockBall(attention, balls).change()
     assert moved_jacobian(attention, x, radius) <= change < torch.inf
-    assert around._block_change(attention, x, moves) <= change
+    assert around._block_change(balls, around._changes(balls), attention, x) <= change
 
 
 def small(seed: int, still: bool) -> tuple[hs.SelfAttention, Tensor]:

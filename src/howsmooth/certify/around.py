@@ -50,10 +50,37 @@ def enclose_heads_around(
             Enclosure(head.lower, max(upper, head.upper), "curved paths")
             for head, upper in zip(here, bounds, strict=True)
         ]
-    change, rows = _bounds(attention, x, moves)
+    balls = _balls(attention, x, moves)
+    return _heads_on(balls, _changes(balls), attention, x, moves, here)
+
+
+def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> Enclosure:
+    """The whole map likewise: its own value at x plus the changes of all heads, or the heads on the ball, if less."""
+    if attention.heads == 1:
+        return enclose_heads_around(attention, x, moves)[0]
+    block = enclose_block(attention, x)
+    if _is_curved(attention):
+        heads, together = enclose_heads_around(attention, x, moves), torch.inf
+    else:
+        balls = _balls(attention, x, moves)
+        changes = _changes(balls)
+        heads = _heads_on(balls, changes, attention, x, moves, enclose_heads(attention, x))
+        together = (block.upper + _block_change(balls, changes, attention, x)) * (1 + gamma(2))
+    apart = norm_together(attention, [head.upper for head in heads])
+    if together <= apart:
+        return Enclosure(block.lower, together, "from the input")
+    return Enclosure(
+        block.lower, max(apart, block.upper), "sum of heads: " + ", ".join(sorted({h.method for h in heads}))
+    )
+
+
+def _heads_on(
+    balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor, moves: Tensor, here: list[Enclosure]
+) -> list[Enclosure]:
+    """The least of the three proofs for every head."""
     candidates = {
-        "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + change,
-        "rows stay distributions": rows,
+        "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + changes,
+        "rows stay distributions": torch.cat([ball.rows() for ball in balls]),
         "three paths": three_path_ball(attention, x, float(moves.max())),
     }
     least, which = torch.stack(list(candidates.values())).min(0)
@@ -63,36 +90,18 @@ def enclose_heads_around(
     ]
 
 
-def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> Enclosure:
-    """The whole map likewise: its own value at x plus the changes of all heads, or the heads on the ball, if less."""
-    if attention.heads == 1:
-        return enclose_heads_around(attention, x, moves)[0]
-    heads, block = enclose_heads_around(attention, x, moves), enclose_block(attention, x)
-    together = (block.upper + _block_change(attention, x, moves)) * (1 + gamma(2))
-    apart = norm_together(attention, [head.upper for head in heads])
-    if together <= apart:
-        return Enclosure(block.lower, together, "from the input")
-    return Enclosure(
-        block.lower, max(apart, block.upper), "sum of heads: " + ", ".join(sorted({h.method for h in heads}))
-    )
-
-
-def _block_change(attention: AttentionMap, x: Tensor, moves: Tensor) -> float:
+def _block_change(balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor) -> float:
     """‖J − J⁰‖ of the whole map on the ball."""
-    if _is_curved(attention):
-        return torch.inf
-    balls = _balls(attention, x, moves)
-    by_heads = norm_together(attention, torch.cat([ball.change() for ball in balls]).tolist())
+    by_heads = norm_together(attention, changes.tolist())
     if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
         return by_heads
     with torch.no_grad():
         return min(by_heads, BlockBall(attention, balls).change())
 
 
-def _bounds(attention: AttentionMap, x: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
-    """‖J − J⁰‖ and ‖J‖ on the ball for every head, ``(heads,)`` each."""
-    balls = _balls(attention, x, moves)
-    return torch.cat([ball.change() for ball in balls]), torch.cat([ball.rows() for ball in balls])
+def _changes(balls: list[HeadBall]) -> Tensor:
+    """‖J − J⁰‖ on the ball for every head, ``(heads,)``."""
+    return torch.cat([ball.change() for ball in balls])
 
 
 def _balls(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[HeadBall]:
