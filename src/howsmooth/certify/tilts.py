@@ -50,7 +50,7 @@ from howsmooth.bounds.paths import LEAST
 STEPS = 3
 """Of the tilt by the keys."""
 _SLACK = 2.0**-50
-"""What 1 − p may have lost, for p up to 1."""
+"""What 1 − p may have lost, for p up to 1; the ends of weights are moved apart by as much."""
 
 Moment = Callable[[Tensor], Tensor]
 """‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, from above, ``(g, n)``."""
@@ -106,7 +106,8 @@ class Tilts:
         box = softmax_ceiling(self.scores, self.own + share * self.keys + self.off)
         own = (self.weights * torch.exp(self.own)).clamp_max(1.0)
         less = torch.exp(-2 * share * self.tilt)[..., None]
-        return torch.fmin(box, own / (own + (1 - own) * less).clamp_min(TINY))
+        most = torch.fmin(box, own / (own + (1 - own) * less).clamp_min(TINY))
+        return (most * (1 + _SLACK)).clamp_max(1.0)
 
     def low(self, share: float = 1.0) -> Tensor:
         """The smallest."""
@@ -114,7 +115,7 @@ class Tilts:
         least = (self.weights * torch.exp(-2 * self.off) - LEAST).clamp_min(0.0)
         own = least * torch.exp(-self.own - self.shift[..., None])
         more = torch.exp(2 * share * self.tilt)[..., None]
-        return torch.fmax(box, own / (own + (1 - own + _SLACK) * more))
+        return torch.fmax(box, own / (own + (1 - own + _SLACK) * more)) * (1 - _SLACK)
 
     def own_move(self, deviation: Tensor) -> Tensor:
         """How far a mean of this deviation at the input moves by the query's own tilt."""
