@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.certify.truth import Case
+from evidence.ball_terms import Proof
+from evidence.moved_heads import Case
 
 MOVE = 0.05
 
@@ -36,7 +37,8 @@ def test_ends_of_weights_and_of_their_products_hold_where_one_is_nearly_one(near
     with localcontext(prec=50):
         for _ in range(20):
             case = pair(-(nearly + torch.rand(2, 2).double()) * (1 - torch.eye(2, dtype=torch.float64)))
-            low, high, (most, *_) = case.ball.low[0], case.ball.high[0], case.ball.products
+            ball = Proof(case).ball
+            low, high, (most, *_) = ball.low[0], ball.high[0], ball.products
             for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 for weight, rest in corners(case, i, j):
                     assert Decimal(float(low[i, j])) <= weight <= Decimal(float(high[i, j]))

@@ -1,13 +1,13 @@
-"""What the terms of a proof on a ball claim to bound, by definition: small maps, inputs moved within the ball, ascents.
+"""Small attention maps at inputs moved within a ball, by definition: what the terms of a proof there claim to bound.
 
-Nothing here uses the code under test: queries, keys and values are affine functions of the tokens that are written
-out in full coordinates, and every quantity follows from them and from softmax.
+Nothing here uses the proofs: queries, keys and values are affine functions of the tokens, written out in full
+coordinates, and every quantity follows from them and from softmax. Letters are those of `howsmooth.certify.ball`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.certify import around
-from howsmooth.certify.ball import HeadBall
-from howsmooth.certify.block_ball import BlockBall
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A map, an input ``(n, d)`` and how far every token may move ``(n,)``.
 
@@ -56,16 +53,6 @@ class Case:
             rotary=hs.Rotary.standard(self.query.shape[1]) if self.turned else None,
             scale=1.0,
         )
-
-    @cached_property
-    def ball(self) -> HeadBall:
-        """The code under test: all heads are one group."""
-        (ball,) = around._balls(self.attention, self.x, self.moves)
-        return ball
-
-    @cached_property
-    def block(self) -> BlockBall:
-        return BlockBall(self.attention, [self.ball])
 
     @cached_property
     def turns(self) -> Tensor:
@@ -140,10 +127,9 @@ def size(matrices: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrices, 2)
 
 
-def pairs(blocks: Tensor, keys: Sequence[int] | None = None) -> Tensor:
-    """The norm of blocks ``(…, i, j, m, d)`` as one matrix, for some keys j."""
-    kept = blocks if keys is None else blocks[..., list(keys), :, :]
-    return size(kept.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1))
+def pairs(blocks: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+    """The norm of blocks ``(…, i, j, m, d)`` as one matrix, for the keys j from the first to before the last."""
+    return size(blocks[..., first:last, :, :].transpose(-3, -2).flatten(-4, -3).flatten(-2, -1))
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
@@ -199,14 +185,6 @@ class Moved:
 Quantity = Callable[[Moved], Tensor]
 
 
-@dataclass(frozen=True)
-class Term:
-    """A bound of the code under test, ``(heads, …)`` or of the whole map, and what it claims to bound, batch first."""
-
-    bound: Callable[[Case], Tensor]
-    truth: Quantity
-
-
 def drawn(seed: int) -> Case:
     """A small map of any shape, with sizes of its parts that let any term of a bound be the largest."""
     g = torch.Generator().manual_seed(seed)
@@ -235,19 +213,55 @@ def drawn(seed: int) -> Case:
                 mask, turned)  # fmt: skip
 
 
-@dataclass
+def apart(share: float, own: bool, gap: float = 100.0, move: float = 1.0, heads: int = 1) -> Case:
+    """One row that looks at two tokens far apart, the second with this share, and moves with its query or its keys.
+
+    Covariances of far tokens are so large that the moves of values and keys themselves do not count. The other rows
+    look at the first token alone.
+    """
+    one, bias = torch.ones(heads, 1, 1, dtype=torch.float64), torch.full((heads, 1), 0.0 if own else 1.0).double()
+    x = torch.tensor([[0.0], [-gap / 2], [gap / 2]], dtype=torch.float64)
+    mask = torch.full((3, 3), -torch.inf, dtype=torch.float64)
+    mask[1:, 0] = 0
+    mask[0, 1:] = torch.tensor([1 - share, share], dtype=torch.float64).log() - bias[0] * x[1:, 0]
+    moves = torch.tensor([move / gap, 0, 0] if own else [0, move, move], dtype=torch.float64)
+    return Case(one, one, one, one[:, 0].mT, x, moves, bias, mask)
+
+
+def pair(share: float, gap: float, move: float, heads: int = 1) -> Case:
+    """Two tokens that look at each other with queries that stay, the second with this share."""
+    one = torch.ones(heads, 1, 1, dtype=torch.float64)
+    x = torch.tensor([[0.0], [gap]], dtype=torch.float64)
+    mask = torch.tensor([1 - share, share], dtype=torch.float64).log() - x[:, 0]
+    moves = torch.full((2,), move, dtype=torch.float64)
+    return Case(0 * one, one, one, one[:, 0].mT, x, moves, one[:, 0], mask.expand(2, 2))
+
+
+def rare(share: float = 0.02, move: float = 1.0) -> Case:
+    """One row that tilts a rare token without value up, and so the others, which have values, down together."""
+    first, second = torch.eye(2, dtype=torch.float64)[:, None, None]
+    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 50.0], [0.0, -50.0]], dtype=torch.float64)
+    mask = torch.full((4, 4), -torch.inf, dtype=torch.float64)
+    mask[1:, 0] = 0
+    mask[0, 1:] = torch.tensor([share, 0.5 - share / 2, 0.5 - share / 2], dtype=torch.float64).log()
+    moves = torch.tensor([move, 0, 0, 0], dtype=torch.float64)
+    return Case(first, first, second, torch.ones(1, 1, dtype=torch.float64), x, moves, mask=mask)
+
+
+@dataclass(frozen=True)
 class Search:
     """How close moved inputs come to a bound.
 
     Every start is a corner of the ball (tokens at its surface), and follows the slope of its own largest ratio to the
-    next corner; a quarter begin inside. ``worst`` is the largest truth met, entry by entry.
+    next corner; a quarter begin inside.
     """
 
-    starts: int = 16
-    steps: int = 6
+    starts: int = 8
+    steps: int = 5
     seed: int = 0
 
     def worst(self, case: Case, bound: Tensor, truth: Quantity) -> Tensor:
+        """The largest truth that is met, entry by entry."""
         g = torch.Generator().manual_seed(self.seed)
         moves = torch.randn(self.starts, *case.x.shape, generator=g).double()
         depth = torch.ones(self.starts, 1, 1, dtype=torch.float64)
@@ -262,11 +276,6 @@ class Search:
             (slope,) = torch.autograd.grad(largest.sum(), at)
             moves = torch.where(slope.norm(dim=-1, keepdim=True) > 0, slope, moves).nan_to_num()
         return worst
-
-    def share(self, case: Case, term: Term) -> float:
-        """The largest truth ÷ bound."""
-        bound = term.bound(case).detach()
-        return float(against(self.worst(case, bound, term.truth), bound).max())
 
 
 def against(truth: Tensor, bound: Tensor) -> Tensor:

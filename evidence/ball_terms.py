@@ -1,0 +1,289 @@
+"""Every term of the proofs on balls, each beside the quantity that it claims to bound.
+
+`howsmooth.certify.ball` for one head, `howsmooth.certify.tilts` for its rows of weights and
+`howsmooth.certify.block_ball` for heads together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from evidence.moved_heads import (
+    At,
+    Case,
+    Moved,
+    Quantity,
+    Search,
+    about,
+    against,
+    apart,
+    drawn,
+    leading,
+    outer,
+    pair,
+    pairs,
+    rare,
+    size,
+)
+from howsmooth.certify import around, block_ball
+from howsmooth.certify.ball import HeadBall
+from howsmooth.certify.block_ball import BlockBall
+from howsmooth.certify.tilts import STEPS
+
+CASES: dict[str, Case] = {
+    **{f"drawn {seed}": drawn(seed) for seed in (0, 2, 4, 5, 7, 9, 12, 13, 15, 16, 17, 20, 25, 29, 32, 43, 45, 48, 50)},
+    "own tilt of far tokens": apart(0.25, own=True, move=1.5),
+    "own tilt of a rare far token": apart(0.02, own=True),
+    "keys' tilt of a rare far token": apart(0.02, own=False),
+    "the same, two heads": apart(0.02, own=False, heads=2),
+    "rare far token": pair(0.02, gap=100.0, move=1.0),
+    "two heads that look at a rare far token": pair(0.02, gap=100.0, move=1.0, heads=2),
+    "equal tokens": pair(0.5, gap=0.0, move=0.01),
+    "two heads at equal tokens": pair(0.5, gap=0.0, move=0.01, heads=2),
+    "rare token without value": rare(),
+}
+"""Maps and balls; in each some term is close to the truth."""
+QUICK = {name: CASES[name] for name in ("own tilt of a rare far token", "equal tokens")}
+"""Some of them, for tests."""
+SEARCH = Search()
+ROUNDING = 1e-9
+"""By how much a truth in float64 may pass a bound that it attains."""
+DIRECTIONS = 12
+"""In which vectors of two coordinates are compared."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the code proves of a case; ``around`` and ``block_ball`` are its modules, or altered ones."""
+
+    case: Case
+    around: ModuleType = around
+    block_ball: ModuleType = block_ball
+
+    @cached_property
+    def ball(self) -> HeadBall:
+        """All heads are one group."""
+        (ball,) = self.around._balls(self.case.attention, self.case.x, self.case.moves)
+        return ball
+
+    @cached_property
+    def block(self) -> BlockBall:
+        return self.block_ball.BlockBall(self.case.attention, [self.ball])
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """P⁰, by definition."""
+        return At(self.case, self.case.x[None]).weights[0]
+
+    @cached_property
+    def values_along(self) -> Tensor:
+        """u_ij in every direction, by definition, ``(heads, i, j, directions)``."""
+        at = At(self.case, self.case.x[None])
+        return (about(at.weights, at.value) @ directions(self.case).mT)[0]
+
+    def kept(self, first: int) -> Tensor:
+        """Which tokens are taken together, all from the first on."""
+        return (torch.arange(self.case.n) >= first).double().expand(len(self.case.query), 1, -1)
+
+    def parts(self, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kept, ball = self.kept(first), self.ball
+        return ball.change_of_weights * kept, ball.high * kept, ball.group.weights * kept, kept
+
+
+@dataclass(frozen=True)
+class Term:
+    """A bound, ``(heads, …)`` or of the whole map, and what it bounds, batch first."""
+
+    bound: Callable[[Proof], Tensor]
+    truth: Quantity
+
+    def proved(self, proof: Proof) -> Tensor:
+        """The bound; what overflowed on the way is none."""
+        return self.bound(proof).detach().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    def worst(self, case: Case, search: Search) -> Tensor:
+        """The largest truth that a search meets, entry by entry."""
+        return search.worst(case, self.proved(proof_of(case)), self.truth)
+
+    def share(self, case: Case, search: Search) -> float:
+        """The largest truth ÷ bound that a search meets."""
+        bound = self.proved(proof_of(case))
+        return float(against(search.worst(case, bound, self.truth), bound).max())
+
+
+@cache
+def proof_of(case: Case) -> Proof:
+    """By the code as it is; made once, for all terms."""
+    return Proof(case)
+
+
+def closest(term: Term, cases: dict[str, Case] = CASES, search: Search = SEARCH) -> float:
+    """The largest truth ÷ bound over cases."""
+    return max(term.share(case, search) for case in cases.values())
+
+
+def directions(case: Case) -> Tensor:
+    """Unit vectors of the output, of which there are one or two coordinates, ``(directions, out)``."""
+    if len(case.output) == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    angles = torch.arange(DIRECTIONS, dtype=torch.float64) * torch.pi / DIRECTIONS
+    return torch.stack([angles.cos(), angles.sin()], -1)
+
+
+def spread(weights: Tensor, vectors: Tensor) -> Tensor:
+    """The standard deviation of vectors in any direction, row by row."""
+    return size(weights.sqrt()[..., None] * about(weights, vectors))
+
+
+def mean_move(change: Tensor, m: Moved, vectors: Tensor) -> Tensor:
+    """How a change of the weights moves means of vectors that stay, ``(…, i, m)``."""
+    return (change[..., None] * about(m.old, vectors)).sum(-2)
+
+
+def moved_keys(m: Moved) -> Tensor:
+    """The path of the keys with queries as they were."""
+    return leading(m.new, m.there.value) - leading(m.old, m.here.value)
+
+
+def still_keys(m: Moved) -> Tensor:
+    """The same with values as they were."""
+    return leading(m.new, m.here.value) - leading(m.old, m.here.value)
+
+
+def own_change(m: Moved) -> Tensor:
+    """What the query's own tilt does to the weights."""
+    return m.tilted(0.0) - m.old
+
+
+def ends(m: Moved, number: int) -> tuple[Tensor, Tensor]:
+    """The weights before and after a step: of the query's own tilt (0), then of the keys'."""
+    if number == 0:
+        return m.old, m.tilted(0.0)
+    return m.tilted((number - 1) / STEPS), m.tilted(number / STEPS)
+
+
+def turned(m: Moved, number: int) -> Tensor:
+    """What a step does to z ↦ Cov(v, z), as a map of M^½z, ``(…, i, j, m)``."""
+    before, after = ends(m, number)
+    mixed = (0.5 * (before + after)).sqrt().clamp_min(1e-150)
+    return (leading(after, m.here.value) - leading(before, m.here.value)) / mixed[..., None]
+
+
+def _step(number: int) -> dict[str, Term]:
+    def loads(proof: Proof) -> Tensor:
+        step = proof.ball.steps[number]
+        return 2 * ((step.loads[..., None] * proof.values_along.square()).sum(-2).sqrt() + step.slack[..., None])
+
+    name = f"step {number}: "
+    return {
+        name + "mixture": Term(lambda p: p.ball.steps[number].mixed, lambda m: 0.5 * sum(ends(m, number))),
+        name + "factor": Term(lambda p: 2 * p.ball.steps[number].factor, lambda m: size(turned(m, number))),
+        name + "loads": Term(loads, lambda m: (turned(m, number) @ directions(m.case).mT).norm(dim=-2)),
+    }
+
+
+def _towards(proof: Proof) -> Tensor:
+    """What `directed_change` allows in every direction, ``(heads, i, j, directions)``."""
+    others = (proof.ball.tilts.high(0.0)[..., None] * proof.values_along.square()).sum(-2).sqrt()
+    first, second = proof.ball.directed_change
+    return first[..., None] * proof.values_along.abs() + second[..., None] * others[..., None, :]
+
+
+TILTS = {
+    "own tilt": Term(lambda p: p.ball.tilts.most, lambda m: _seen(m, m.own.abs()).amax(-1)),
+    "keys' tilt": Term(lambda p: p.ball.tilts.tilt, lambda m: _seen(m, m.keys_part.abs()).amax(-1)),
+    "log E e^β": Term(lambda p: p.ball.tilts.shift, lambda m: (m.old * (m.own.expm1() - m.own)).sum(-1).log1p()),
+    "high, own tilt": Term(lambda p: p.ball.tilts.high(0.0) - p.weights, own_change),
+    "low, own tilt": Term(lambda p: p.weights - p.ball.tilts.low(0.0), lambda m: -own_change(m)),
+    "mean, own tilt": Term(
+        lambda p: p.ball.tilts.own_move(p.ball._here_spread),
+        lambda m: mean_move(own_change(m), m, m.here.value).norm(dim=-1),
+    ),
+    **{name: term for number in range(STEPS + 1) for name, term in _step(number).items()},
+}
+"""Of `howsmooth.certify.tilts`."""
+
+HEAD = {
+    "high": Term(lambda p: p.ball.high - p.weights, lambda m: m.shift),
+    "low": Term(lambda p: p.weights - p.ball.low, lambda m: -m.shift),
+    "change of weights": Term(lambda p: p.ball.change_of_weights, lambda m: m.shift.abs()),
+    "largest P(1 − P)": Term(lambda p: p.ball.products[0], lambda m: m.new * (1 - m.new)),
+    "change of P(1 − P)": Term(
+        lambda p: p.ball.products[1], lambda m: (m.new * (1 - m.new) - m.old * (1 - m.old)).abs()
+    ),
+    "drift": Term(lambda p: p.ball.drift, lambda m: mean_move(m.shift, m, m.here.value).norm(dim=-1)),
+    "key drift": Term(lambda p: p.ball._key_drift, lambda m: mean_move(m.shift, m, m.here.pull).norm(dim=-1)),
+    "still spread": Term(lambda p: p.ball._still_spread, lambda m: spread(m.new, m.here.value)),
+    "still lean": Term(lambda p: p.ball._still_lean, lambda m: spread(m.new, m.here.pull)),
+    "spread": Term(lambda p: p.ball.spread, lambda m: spread(m.new, m.there.value)),
+    "lean": Term(lambda p: p.ball.lean, lambda m: spread(m.new, m.there.pull)),
+    "query blocks": Term(lambda p: p.ball._diagonal_change, lambda m: size(m.query_change)),
+    "value blocks": Term(
+        lambda p: p.ball.blocks_change[0], lambda m: m.shift.abs() * size(m.here.value_map)[:, None, None]
+    ),
+    "key blocks": Term(lambda p: p.ball.blocks_change[1], lambda m: moved_keys(m).norm(dim=-1)),
+    "key blocks, moved queries": Term(
+        lambda p: p.ball.blocks_change[2], lambda m: leading(m.new, m.there.value).norm(dim=-1) * m.turn.norm(dim=-1)
+    ),
+    "directed change": Term(_towards, lambda m: (still_keys(m) @ directions(m.case).mT).abs()),
+    "path of the keys": Term(
+        lambda p: p.ball._cross_change(*p.parts(0)), lambda m: pairs(outer(moved_keys(m), m.here.felt))
+    ),
+    "path of the keys but the first": Term(
+        lambda p: p.ball._cross_change(*p.parts(1)), lambda m: pairs(outer(moved_keys(m), m.here.felt), 1)
+    ),
+    "path of the keys, values still": Term(
+        lambda p: p.ball._stepped(p.kept(0)), lambda m: pairs(outer(still_keys(m), m.here.felt))
+    ),
+    "path of the keys but the first, values still": Term(
+        lambda p: p.ball._stepped(p.kept(1)), lambda m: pairs(outer(still_keys(m), m.here.felt), 1)
+    ),
+    "move of the means": Term(
+        lambda p: p.ball._mean_change(p.ball.change_of_weights, p.ball.group.weights),
+        lambda m: pairs(outer(m.new[..., None] * mean_move(m.shift, m, m.here.value)[..., None, :], m.here.felt)),
+    ),
+    "values and keys": Term(lambda p: p.ball._tokens_change(p.kept(0)), lambda m: pairs(m.value_and_key_change)),
+    "values and keys but the first": Term(
+        lambda p: p.ball._tokens_change(p.kept(1)), lambda m: pairs(m.value_and_key_change, 1)
+    ),
+    "path of the keys on the ball": Term(
+        lambda p: p.ball._cross_on_ball(), lambda m: pairs(outer(leading(m.new, m.there.value), m.there.felt))
+    ),
+    "change": Term(lambda p: p.ball.change(), lambda m: pairs(m.jacobian_change)),
+    "rows": Term(lambda p: p.ball.rows(), lambda m: pairs(m.jacobian)),
+}
+"""Of `howsmooth.certify.ball`."""
+
+BLOCK = {
+    "queries": Term(lambda p: p.block._queries(), lambda m: size(m.query_change.sum(1))),
+    "values and keys": Term(lambda p: _rest(p, 0), lambda m: pairs(m.value_and_key_change.sum(1))),
+    "values and keys but the first": Term(lambda p: _rest(p, 1), lambda m: pairs(m.value_and_key_change.sum(1), 1)),
+    "moved queries": Term(
+        lambda p: _number(p.block._asked(torch.arange(p.case.n))),
+        lambda m: pairs(outer(leading(m.new, m.there.value), m.turn).sum(1)),
+    ),
+    "one token": Term(
+        lambda p: torch.stack([_number(p.block._column(key)) for key in range(p.case.n)]),
+        lambda m: torch.stack([pairs(m.value_and_key_change.sum(1), j, j + 1) for j in range(m.case.n)], -1),
+    ),
+    "change": Term(lambda p: _number(p.block.change()), lambda m: pairs(m.jacobian_change.sum(1))),
+}
+"""Of `howsmooth.certify.block_ball`, where heads count together."""
+
+
+def _seen(m: Moved, entries: Tensor) -> Tensor:
+    return entries.masked_fill(m.old == 0, 0.0)
+
+
+def _rest(proof: Proof, first: int) -> Tensor:
+    return _number(proof.block._rest(torch.arange(first, proof.case.n)))
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
