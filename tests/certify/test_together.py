@@ -30,6 +30,29 @@ def test_the_norm_of_a_sum_of_maps_that_write_where_heads_write_is_bounded(seed:
     assert worst <= bound
 
 
+def attained(attention: hs.SelfAttention, sizes: list[float]) -> float:
+    """The largest |Σ_h s_hw_h| that an alternating search meets over unit vectors w_h that the heads can write."""
+    bases, worst = torch.linalg.qr(attention.output_weight.double().mT).Q, 0.0
+    for _ in range(8):
+        total = torch.randn(bases.shape[1], dtype=torch.float64)
+        for _ in range(30):
+            written = (bases @ (bases.mT @ total)[..., None])[..., 0]
+            written = written / written.norm(dim=-1, keepdim=True)
+            total = (torch.tensor(sizes, dtype=torch.float64)[:, None] * written).sum(0)
+            worst = max(worst, float(total.norm()))
+    return worst
+
+
+def test_sums_of_what_heads_can_write_stay_below_the_bound_and_the_closest_is_near_it() -> None:
+    shares = []
+    for seed in range(12):
+        attention = drawn(seed, heads=2 + seed % 2, width=1 + seed % 3, out=4)
+        sizes = (10 ** (0.3 * torch.randn(attention.heads, dtype=torch.float64))).tolist()
+        shares.append(attained(attention, sizes) / norm_together(attention, sizes))
+    assert 0.98 < max(shares) <= 1
+    assert min(shares) > 0.8
+
+
 def test_heads_that_write_into_the_same_directions_add_up_and_others_do_not() -> None:
     eye = torch.eye(2, dtype=torch.float64)
     weights = [torch.randn(4, 2, dtype=torch.float64) for _ in range(3)]
