@@ -38,7 +38,7 @@ from howsmooth.certify.tilts import STEPS
 
 CASES: dict[str, Case] = {
     **{f"drawn {seed}": drawn(seed) for seed in (0, 2, 4, 5, 7, 9, 12, 13, 15, 16, 17, 20, 25, 29, 32, 43, 45, 48, 50)},
-    "own tilt of far tokens": apart(0.25, own=True, move=1.5),
+    "own tilt of far tokens": apart(0.25, own=True, move=3.0),
     "own tilt of a rare far token": apart(0.02, own=True),
     "keys' tilt of a rare far token": apart(0.02, own=False),
     "the same, two heads": apart(0.02, own=False, heads=2),
@@ -86,6 +86,17 @@ class Proof:
         """u_ij in every direction, by definition, ``(heads, i, j, directions)``."""
         at = At(self.case, self.case.x[None])
         return (about(at.weights, at.value) @ directions(self.case).mT)[0]
+
+    @cached_property
+    def own_drift(self) -> Tensor:
+        """How far means move by the query's own tilt, ``(heads, i)``: known where β has one direction, else proved."""
+        if self.case.query.shape[1] > 1:
+            return self.ball.tilts.own_move(self.ball._here_spread)
+        at, ask = At(self.case, self.case.x[None]), self.case.maps[0]
+        tilt = self.case.moves[:, None] * ask.norm(dim=(-2, -1))[..., None] * about(at.weights, at.key)[0, ..., 0]
+        shares = torch.linspace(-1, 1, 201, dtype=torch.float64)[:, None, None, None]
+        change = torch.softmax(self.weights.log() + shares * tilt, -1) - self.weights
+        return 1.001 * (change[..., None] * about(at.weights, at.value)).sum(-2).norm(dim=-1).amax(0)
 
     def kept(self, first: int) -> Tensor:
         """Which tokens are taken together, all from the first on."""
@@ -188,6 +199,12 @@ def _step(number: int) -> dict[str, Term]:
     }
 
 
+def _known_drift(proof: Proof) -> Tensor:
+    """The query's own step for values of which it is known how far their mean moves."""
+    ball, drift = proof.ball, proof.own_drift
+    return 2 * ball.tilts.own_step(ball._value_moment, drift, ball._twisted(drift)).factor
+
+
 def _towards(proof: Proof) -> Tensor:
     """What `directed_change` allows in every direction, ``(heads, i, j, directions)``."""
     others = (proof.ball.tilts.high(0.0)[..., None] * proof.values_along.square()).sum(-2).sqrt()
@@ -205,6 +222,7 @@ TILTS = {
         lambda p: p.ball.tilts.own_move(p.ball._here_spread),
         lambda m: mean_move(own_change(m), m, m.here.value).norm(dim=-1),
     ),
+    "step 0: factor, drift known": Term(_known_drift, lambda m: size(turned(m, 0))),
     **{name: term for number in range(STEPS + 1) for name, term in _step(number).items()},
 }
 """Of `howsmooth.certify.tilts`."""

@@ -14,6 +14,7 @@ SHARES = {
     "high, own tilt": 0.98,
     "low, own tilt": 0.98,
     "mean, own tilt": 0.98,
+    "step 0: factor, drift known": 0.98,
     "step 0: mixture": 0.98,
     "step 0: factor": 0.98,
     "step 0: loads": 0.98,
