@@ -29,6 +29,7 @@ from evidence.moved_heads import (
     pair,
     pairs,
     rare,
+    sink,
     size,
 )
 from howsmooth.certify import around, block_ball
@@ -46,6 +47,12 @@ CASES: dict[str, Case] = {
     "two heads that look at a rare far token": pair(0.02, gap=100.0, move=1.0, heads=2),
     "equal tokens": pair(0.5, gap=0.0, move=0.01),
     "two heads at equal tokens": pair(0.5, gap=0.0, move=0.01, heads=2),
+    "equal tokens of large values": pair(0.5, gap=0.0, move=0.01, value=1000.0),
+    "equal tokens and one that nobody sees": pair(0.5, gap=0.0, move=0.01, seen=False),
+    "equal tokens with moving queries": pair(0.5, gap=0.0, move=0.01, ask=1.0, seen=False),
+    "rare far token and one that nobody sees": pair(0.02, gap=100.0, move=0.3, seen=False),
+    "token between others that the query tilts": sink(own=True),
+    "token between others that tilt": sink(own=False),
     "rare token without value": rare(),
 }
 """Maps and balls; in each some term is close to the truth."""

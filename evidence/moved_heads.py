@@ -228,13 +228,30 @@ def apart(share: float, own: bool, gap: float = 100.0, move: float = 1.0, heads:
     return Case(one, one, one, one[:, 0].mT, x, moves, bias, mask)
 
 
-def pair(share: float, gap: float, move: float, heads: int = 1) -> Case:
-    """Two tokens that look at each other with queries that stay, the second with this share."""
-    one = torch.ones(heads, 1, 1, dtype=torch.float64)
-    x = torch.tensor([[0.0], [gap]], dtype=torch.float64)
-    mask = torch.tensor([1 - share, share], dtype=torch.float64).log() - x[:, 0]
-    moves = torch.full((2,), move, dtype=torch.float64)
-    return Case(0 * one, one, one, one[:, 0].mT, x, moves, one[:, 0], mask.expand(2, 2))
+def pair(
+    share: float, gap: float, move: float, *, heads: int = 1, value: float = 1.0, ask: float = 0.0, seen: bool = True
+) -> Case:
+    """Two tokens that look at each other, the second with this share, and a third that nobody sees, unless it is seen.
+
+    Queries stay, unless they ``ask``: then they are nothing but what the tokens move by.
+    """
+    one, n = torch.ones(heads, 1, 1, dtype=torch.float64), 2 if seen else 3
+    x = torch.tensor([[0.0], [gap], [0.0]], dtype=torch.float64)[:n]
+    bias = one[:, 0] if ask == 0 else 0 * one[:, 0]
+    mask = torch.tensor([1 - share, share, 0.0], dtype=torch.float64)[:n].log() - bias[0] * x[:, 0]
+    moves = torch.full((n,), move, dtype=torch.float64)
+    return Case(ask * one, one, value * one, one[:, 0].mT, x, moves, bias, mask.expand(n, n))
+
+
+def sink(own: bool, gap: float = 100.0, move: float = 0.1) -> Case:
+    """One row that looks at a token between two others far apart, which its query, or their keys, make gain or lose."""
+    one, bias = torch.ones(1, 1, 1, dtype=torch.float64), torch.full((1, 1), 0.0 if own else 1.0).double()
+    x = torch.tensor([[0.0], [0.0], [-gap / 2], [gap / 2]], dtype=torch.float64)
+    mask = torch.full((4, 4), -torch.inf, dtype=torch.float64)
+    mask[1:, 0] = 0
+    mask[0, 1:] = torch.tensor([0.9, 0.05, 0.05], dtype=torch.float64).log() - bias[0] * x[1:, 0]
+    moves = torch.tensor([move / gap, 0, 0, 0] if own else [0, 0, move, move], dtype=torch.float64)
+    return Case(one, one, one, one[0], x, moves, bias, mask)
 
 
 def rare(share: float = 0.02, move: float = 1.0) -> Case:

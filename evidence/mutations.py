@@ -48,6 +48,8 @@ CHOICES = {
     ("block_ball", "row_by_row"): "any weights a",
     ("block_ball", "over_keys"): "any weights a",
     ("block_ball", "_parts"): "any weights a",
+    ("block_ball", "_quick"): "any guesses of what is then proved",
+    ("block_ball", "shares"): "any guesses of what is then proved",
 }
 """Where every number gives a proof: what is chosen is only how good it is."""
 _BINDING = {("block_ball", "row_by_row", "`-best` without its sign"), ("ball", "_key_weights", "`1.0` → `2.0`")}
@@ -157,9 +159,9 @@ def _change(node: ast.AST, kind: int) -> str | None:
         return f"`{was}` → `{ast.unparse(kept)}`"
     named = "attr" if isinstance(node, ast.Attribute) else "id" if isinstance(node, ast.Name) else None
     if named is not None and kind == 0 and getattr(node, named) in SWAPS:
-        old = getattr(node, named)
+        old, was = getattr(node, named), ast.unparse(node)
         setattr(node, named, SWAPS[old])
-        return f"`{old}` → `{SWAPS[old]}`"
+        return f"`{was}` → `{SWAPS[old]}`"
     return None
 
 
@@ -241,6 +243,9 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         "change is caught where a truth is above its term; it is not smaller where no term of any ball has lost more "
         f"than {SMALL:g} of itself, which leaves changes that make the proof looser, or concern rounding alone.",
         table(["module", "changes", *OUTCOMES], rows),
-        "Changes that make a term smaller and pass no truth that was found: the smallest that became of a term.",
+        "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term. They "
+        "concern corrections of second order in the radius (products of two drifts, the slack of a drift, log E e^β beside "
+        "the largest tilt), which no truth needs in full; what rounding adds; exponents of weights that are free; and "
+        "alternatives that are not the least, of which a part is smaller.",
         table(["where", "change", "smallest term"], left),
     ]

@@ -8,10 +8,10 @@ from evidence.ball_terms import BLOCK, QUICK, ROUNDING, closest
 from evidence.moved_heads import Search
 
 SHARES = {
-    "queries": 0.9,
+    "queries": 0.97,
     "values and keys": 0.97,
     "values and keys but the first": 0.95,
-    "moved queries": 0.92,
+    "moved queries": 0.97,
     "one token": 0.97,
     "change": 0.97,
 }
