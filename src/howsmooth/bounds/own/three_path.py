@@ -122,6 +122,11 @@ def nowhere_nan(bound: Tensor) -> Tensor:
     return torch.where(bound.isnan(), torch.inf, bound)
 
 
+def root(squares: Tensor) -> Tensor:
+    """The square root of numbers ≥ 0, from above: a zero is made tiny, where it has a derivative."""
+    return squares.clamp_min(TINY).sqrt()
+
+
 def value_gain(group: Paths) -> Tensor:
     """max_j ‖WM^v_j‖, ``(g,)``."""
     return (spectral(group.value_map) + group.radii.value_map).amax(1)
@@ -233,11 +238,22 @@ def key_weights(group: Paths, steps: int = 8) -> Tensor:
     values, means = (vectors.square().sum(-1) for vectors in (group.value, group.mean))
     apart = values[:, None] - 2 * group.mean @ group.value.mT + means[..., None]
     spread, push = group.slopes * apart.clamp_min(0), group.slopes * group.push_lengths().square()
-    weights = torch.ones_like(group.weights[..., :1])
+    return perron_weights(spread, push, steps).clamp_min(1e-4).sqrt()
+
+
+def perron_weights(left: Tensor, right: Tensor, steps: int = 12) -> Tensor:
+    r"""The Perron vector of :math:`R^\top L` for matrices ``(…, rows, n)`` with entries ≥ 0, ``(…, n)``.
+
+    Its largest entry is 1, and none is below 10⁻⁶: weights that even out :math:`(R^\top L\tau)_j/\tau_j`.
+
+    >>> perron_weights(torch.ones(1, 2), torch.tensor([[1.0, 0.5]]))
+    tensor([1.0000, 0.5000])
+    """
+    weights = torch.ones_like(left[..., :1, :]).mT
     for _ in range(steps):
-        weights = push.mT @ (spread @ weights)
-        weights = weights / weights.amax(1, keepdim=True).clamp_min(TINY)
-    return weights[..., 0].nan_to_num(nan=1.0).clamp(1e-4, 1.0).sqrt()
+        weights = right.mT @ (left @ weights)
+        weights = weights / weights.amax(-2, keepdim=True).clamp_min(TINY)
+    return weights[..., 0].nan_to_num(nan=1.0).clamp(1e-6, 1.0)
 
 
 def psd_norm(matrices: Tensor, squarings: int = 7) -> Tensor:
