@@ -196,7 +196,7 @@ def turned(m: Moved, number: int) -> Tensor:
 def _step(number: int) -> dict[str, Term]:
     def loads(proof: Proof) -> Tensor:
         step = proof.ball.steps[number]
-        return 2 * ((step.loads[..., None] * proof.values_along.square()).sum(-2).sqrt() + step.slack[..., None])
+        return 2 * (step.loads[..., None] * proof.values_along.square()).sum(-2).sqrt()
 
     name = f"step {number}: "
     return {
@@ -214,9 +214,28 @@ def _known_drift(proof: Proof) -> Tensor:
 
 def _towards(proof: Proof) -> Tensor:
     """What `directed_change` allows in every direction, ``(heads, i, j, directions)``."""
-    others = (proof.ball.tilts.high(0.0)[..., None] * proof.values_along.square()).sum(-2).sqrt()
-    first, second = proof.ball.directed_change
-    return first[..., None] * proof.values_along.abs() + second[..., None] * others[..., None, :]
+    found = []
+    for key in range(proof.case.n):
+        first, others = proof.ball.directed_change(key)
+        vectors = proof.ball.apart(others.centres) @ proof.block.writes.mT[:, None] @ directions(proof.case).mT
+        second = others.size[..., None] * (others.loads[..., None] * vectors.square()).sum(-2).sqrt()
+        found.append(first[..., None] * proof.values_along[..., key, :].abs() + second)
+    return torch.stack(found, -2)
+
+
+def _others(proof: Proof) -> Tensor:
+    """How far the mean of all tokens but one may move, ``(heads, i, j)``."""
+    ball, found = proof.ball, []
+    for key in range(proof.case.n):
+        others = ball.others(torch.full_like(ball.group.heads, key))
+        found.append(others.size * ball._value_moment(others.loads, others.centres).sqrt())
+    return torch.stack(found, -1)
+
+
+def without(weights: Tensor, vectors: Tensor) -> Tensor:
+    """The mean of vectors over all tokens but j, ``(…, i, j, m)``; zero where there are none."""
+    kept = weights[..., None, :] * (1 - torch.eye(weights.shape[-1], dtype=weights.dtype))
+    return (kept / kept.sum(-1, keepdim=True).clamp_min(1e-300)) @ vectors[..., None, :, :]
 
 
 TILTS = {
@@ -255,6 +274,9 @@ HEAD = {
     "key blocks": Term(lambda p: p.ball.blocks_change[1], lambda m: moved_keys(m).norm(dim=-1)),
     "key blocks, moved queries": Term(
         lambda p: p.ball.blocks_change[2], lambda m: leading(m.new, m.there.value).norm(dim=-1) * m.turn.norm(dim=-1)
+    ),
+    "mean of all others": Term(
+        _others, lambda m: (without(m.new, m.here.value) - without(m.old, m.here.value)).norm(dim=-1)
     ),
     "directed change": Term(_towards, lambda m: (still_keys(m) @ directions(m.case).mT).abs()),
     "path of the keys": Term(

@@ -20,9 +20,11 @@ deviation under P⁰ times sinh κ: the mean moves by :math:`E_{P^0}[(r-1)u]` fo
 at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \max_j ε_j(|t_{ij}| + ε_i\|A\|)`:
 :math:`|Δo_i| \le s_i := ℓ^0_i\sinhκ_i + ℓ_iε_iα_i`, and likewise :math:`|Δc_i| \le r_i` with α for ℓ.
 
-**From the input.** :math:`\|J - J^0\|` is at most the sum of
+**From the input.** :math:`\|J - J^0\|` is, for inputs of all tokens, at most the sum of
 
-- values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`;
+- values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`; a mean of numbers y moves as one of vectors does, so
+  that also :math:`\|P-P^0\|^2 \le \max_j\sum_iP^β_{ij}(ρ_i + \sinhκ_i)^2`, ρ_i as for a deviation of 1 in
+  `howsmooth.certify.tilts`;
 - queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
   \sum_j(P-P^0)_{ij}u_jb_j^\top - Δo_iΔc_i^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε + s_ir_i +
   \|\sum_jD_{ij}θ_{ij}uu^\top\|^{1/2}\|\sum_jD_{ij}θ_{ij}^{-1}bb^\top\|^{1/2}`, any θ > 0;
@@ -33,7 +35,10 @@ at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \m
   the second :math:`s_i(\sum_jP_{ij}z_j^2)^{1/2}`, or, with P = P⁰ + (P−P⁰), of norm at most
   :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t is the same
   for all j. Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in
-  front of :math:`z_j^2`. ∎
+  front of :math:`z_j^2`.
+
+Inputs of the tokens that are looked at most are taken one by one (`howsmooth.certify.others`), and put together with
+the rest and with the queries, which keep tokens apart (`howsmooth.certify.apart`). ∎
 
 Every ingredient is raised by what rounding may have done to it (`howsmooth.bounds.rounding`).
 """
@@ -51,12 +56,16 @@ from howsmooth.bounds.own.three_path import (
     key_weights,
     nonnegative_norm,
     nowhere_nan,
+    perron_weights,
     psd_norm,
     push_radii,
+    root,
     spread_norm,
 )
 from howsmooth.bounds.paths import Paths, distances, mixed_pairs
 from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.apart import norm_apart
+from howsmooth.certify.others import LEFT, Others
 from howsmooth.certify.proved_norm import largest_eigenvalues
 from howsmooth.certify.rows import largest_mean
 from howsmooth.certify.tilts import Step, Tilts, exponential_mean
@@ -80,10 +89,13 @@ class HeadBall:
         radii, width = group.radii, group.pull.shape[-1]
         self.gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
         self.mean_key = group.weights @ group.pull
-        away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), radii.pull.amax(-1, keepdim=True)
-        self.key_radius = self.gain * (most + gamma(width) * away) + radii.pull_map * (away + most)
+        away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), 2 * radii.pull.amax(-1, keepdim=True)
+        wrong = torch.expm1(radii.weights) + gamma(len(moves) + 2 * width)  # of a mean, relative to the distances
+        self.key_radius = self.gain * (most + wrong * away) + radii.pull_map * (away + most)
         self.keys_apart = group.pull_distances(self.mean_key) + self.key_radius[..., None]
-        self.values_apart = distances(group.mean, group.value) + radii.value.amax(-1)[:, None, None]
+        far = distances(group.mean, group.value)
+        self.value_radius = 2 * radii.value.amax(-1, keepdim=True) + wrong * far.amax(-1)
+        self.values_apart = far + self.value_radius[..., None]
         self.push = group.push_lengths() + push_radii(group)
         both = moves[:, None] * moves * score[:, None, None]
         own, keys = moves[:, None] * self.keys_apart, moves * self.push + both
@@ -98,36 +110,67 @@ class HeadBall:
         """‖J − J⁰‖ on the ball, ``(g,)``."""
         values, keys, queries = self.blocks_change
         columns = values.norm(dim=-2) + self._cross(keys.square()) + queries.norm(dim=-2)
-        blocks, order = values + keys * self.push + queries, self.group.weights.sum(-2).argsort(-1, descending=True)
-        found = []
-        for count in (0, *(c for c in _SINKS if c < order.shape[-1])):
-            sinks = torch.zeros_like(columns).scatter(-1, order[:, :count], 1.0)
-            kept = (1 - sinks)[:, None]
+        blocks, own, found = values + keys * self.push + queries, self._diagonal_change, []
+        for count in (0, *(c for c in _SINKS if c <= self.sinks.shape[-1])):
+            sinks = torch.zeros_like(columns, dtype=torch.bool).scatter(-1, self.sinks[:, :count], True)
+            kept = (~sinks)[:, None].to(columns)
             rest = torch.minimum(self._tokens_change(kept), nonnegative_norm(blocks * kept))
-            found.append((rest.square() + torch.where(sinks > 0, columns, 0.0).square().sum(-1)).sqrt())
-        bound = torch.stack(found).amin(0) + self._diagonal_change.amax(-1)
-        return nowhere_nan(bound * self.group.allowance)
+            parts = torch.where(sinks, columns, 0.0), torch.where(sinks, own, 0.0)
+            others = rest[:, None], own.masked_fill(sinks, 0.0).amax(-1, keepdim=True)
+            found.append(norm_apart(*(torch.cat(pair, -1) for pair in zip(parts, others, strict=True))))
+        return nowhere_nan(torch.stack(found).amin(0) * self.group.allowance)
+
+    @cached_property
+    def sinks(self) -> Tensor:
+        """The tokens that are looked at most, ``(g, 4)``, or all but one of them."""
+        order = self.group.weights.sum(-2).argsort(-1, descending=True)
+        return order[:, : min(_SINKS[-1], order.shape[-1] - 1)]
+
+    def others(self, keys: Tensor) -> Others:
+        """All tokens but one of every head, ``keys (g,)``."""
+        tilted = self._tilted(torch.ones_like(self.tilt))
+        return Others.than(keys, self.group, self.moves, tilted, self.key_radius, self._key_moment)
 
     def _tokens_change(self, kept: Tensor) -> Tensor:
         """How far the paths of values and keys can move for inputs of these tokens, ``(g, 1, n) → (g,)``."""
         d, high = self.change_of_weights * kept, self.high * kept
-        norm = torch.minimum(nonnegative_norm(d), (d.sum(-1).amax(-1) * d.sum(-2).amax(-1)).sqrt())
-        queries = self.score * self.eps * (high * self.spread.square()[..., None]).sum(-2).amax(-1).sqrt()
+        norm = self.weights_move(kept)
+        queries = self.score * self.eps * root((high * self.spread.square()[..., None]).sum(-2).amax(-1))
         return norm * self.value + self._cross_change(d, high, self.group.weights * kept, kept) + queries
+
+    def weights_move(self, kept: Tensor) -> Tensor:
+        """≥ ‖P − P⁰‖ on the columns of these tokens, ``(g, 1, n) → (g,)``."""
+        d, one = self.change_of_weights * kept, torch.ones_like(self.tilt)
+        sizes = self.tilts.own_move(one) + self._tilted(one)
+        rows = root((self.tilts.high(0.0) * kept * sizes.square()[..., None]).sum(-2).amax(-1))
+        schur = root(d.sum(-1).amax(-1) * d.sum(-2).amax(-1))
+        return torch.stack([nonnegative_norm(d), schur, nowhere_nan(rows)]).amin(0)
 
     @cached_property
     def blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
         """How far the blocks of values and keys can move, key by key, ``(g, n, n)`` each; in the second: times t_ij."""
         d, high, (most, shift, left) = self.change_of_weights, self.high, self.products
         others = self._tilted(self._here_spread)[..., None] / left.sqrt()
-        others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(TINY)
+        others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(LEFT)
         others = torch.minimum(others, self._others_move(left))
         plain = d * self.values_apart + high * self.drift[..., None]
         sharper = shift * self.values_apart / left + most * others
         moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
+        for keys in self.sinks.unbind(-1):
+            at, apart = keys[:, None, None].expand(-1, moved.shape[-2], 1), self.others(keys)
+            mean = most.gather(-1, at) * (apart.size * self._value_moment(apart.loads, apart.centres).sqrt())[..., None]
+            least = (shift * self.values_apart / left).gather(-1, at) + mean
+            moved = moved.scatter(-1, at, torch.fmin(moved.gather(-1, at), least))
+        known, unknown = self.asked_change
         own = 2 * most * self.value[:, None, None] * self.eps
-        queries = high * (self.values_apart + self.drift[..., None]) + own
-        return d * self.value[:, None, None], moved + own, self.score[:, None, None] * self.eps * queries
+        return d * self.value[:, None, None], moved + own, known * self.values_apart + unknown
+
+    @cached_property
+    def asked_change(self) -> tuple[Tensor, Tensor]:
+        """What the queries' own move does in the blocks of the keys, ``(g, n, n)`` each: the first times u_ij at most,
+        and besides no more than the second in any direction."""
+        turn, own = self.score[:, None, None] * self.eps, 2 * self.products[0] * self.value[:, None, None] * self.eps
+        return turn * self.high, turn * (self.high * self.drift[..., None] + own)
 
     @cached_property
     def products(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,27 +181,29 @@ class HeadBall:
         product = here * (1 - here)
         shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
         shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
-        return most, shift, (1 - group.upper_weights).clamp_min(TINY)
+        return most, shift, (1 - group.upper_weights).clamp_min(LEFT)  # where it is less, shift ÷ left is beyond use
 
-    @cached_property
-    def directed_change(self) -> tuple[Tensor, Tensor]:
-        r"""Where the blocks of the keys can move, values fixed, ``(g, n, n)`` each: times :math:`t_{ij}`, at most the
-        first along :math:`u_{ij}` and the second times :math:`\sum_l(P^β_{il})^{1/2}u_{il}ξ_l`, |ξ| ≤ 1."""
-        (most, shift, left), before = self.products, self.tilts.high(0.0)
+    def directed_change(self, key: int) -> tuple[Tensor, Others]:
+        r"""Where the blocks of one key can move, values fixed: times :math:`t_{ij}`, at most the first, ``(g, n)``,
+        along :math:`u_{ij}`, and besides :math:`\sum_lλ_{il}^{1/2}(v_l-c_i)ξ_l` with the loads λ, the points c and the
+        bound on |ξ| of the second (`howsmooth.certify.others`)."""
+        most, shift, left = (part[..., key] for part in self.products)
+        others = self.others(torch.full_like(self.group.heads, key))
+        sharper, spread = shift / left, most * others.size
+        change, high, before = self.change_of_weights[..., key], self.high[..., key], self.tilts.high(0.0)
         one = torch.ones_like(self.tilt)
-        keys, own = self._tilted(one)[..., None], self.tilts.own_move(one)
-        others = keys / (1 - before).clamp_min(TINY).sqrt()
-        others = others + (self.tilts.lean * exponential_mean(2 * self.tilts.most))[..., None] / left
-        sharper = shift / left, most * others
-        plain = self.change_of_weights, self.high * (keys + own[..., None])
-        spread = self._value_moment(before).sqrt()[..., None]
-        less = sharper[0] * self.values_apart + sharper[1] * spread < plain[0] * self.values_apart + plain[1] * spread
-        return torch.where(less, sharper[0], plain[0]), torch.where(less, sharper[1], plain[1])
+        plain = high * (self._tilted(one) + self.tilts.own_move(one))
+        apart, whole = self.values_apart[..., key], self._value_moment(before).sqrt()
+        away = self._value_moment(others.loads, others.centres).sqrt()
+        less = sharper * apart + spread * away < change * apart + plain * whole
+        pick = less[..., None]
+        loads, centres = torch.where(pick, others.loads, before), torch.where(pick, others.centres, self.group.mean)
+        return torch.where(less, sharper, change), Others(loads, centres, torch.where(less, spread, plain))
 
     def _others_move(self, left: Tensor) -> Tensor:
         """How far the mean value of all tokens but j can move, by the tilts of `howsmooth.certify.tilts` in turn."""
         before = self.tilts.high(0.0)
-        keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(TINY).sqrt()
+        keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(LEFT).sqrt()
         own = self._here_spread * self.tilts.lean * exponential_mean(2 * self.tilts.most)
         return keys + own[..., None] / left
 
@@ -184,12 +229,12 @@ class HeadBall:
     def _still_spread(self) -> Tensor:
         """ℓ_i of the values at the input, under all weights on the ball."""
         farthest = largest_mean(self.values_apart.square(), self.low, self.high)
-        return torch.minimum(self._value_moment(self.high), farthest).sqrt()
+        return root(torch.minimum(self._value_moment(self.high), farthest))
 
     @cached_property
     def _still_lean(self) -> Tensor:
         farthest = largest_mean(self.keys_apart.square(), self.low, self.high)
-        return torch.minimum(self._key_moment(self.high), farthest).sqrt()
+        return root(torch.minimum(self._key_moment(self.high), farthest))
 
     @cached_property
     def _here_spread(self) -> Tensor:
@@ -210,20 +255,20 @@ class HeadBall:
 
     def _twisted(self, drift: Tensor) -> Tensor:
         """≥ ‖[M^½β(u − ū)]‖ of `howsmooth.certify.tilts`, ``(g, n)``."""
-        mixed, group = self.tilts.mixed, self.group
+        mixed = self.tilts.mixed
         if mixed.shape[-1] > _TWISTED:
             return torch.full_like(drift, torch.inf)
-        values, keys, roots = self.apart(), self.pulled(), mixed.sqrt()
+        values, keys, roots = self.apart(), self.pulled(), root(mixed)
         grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
         trace = (mixed * (self.values_apart * self.keys_apart).square()).sum(-1)
         top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
-        off = group.radii.value.amax(-1)[:, None, None] * self.keys_apart
-        off = (mixed * (off + self.key_radius[..., None] * self.values_apart).square()).sum(-1).sqrt()
-        return nowhere_nan(self.moves * (top.sqrt() + off + 0.5 * drift * self._key_moment(mixed).sqrt()))
+        off = self.value_radius[..., None] * self.keys_apart
+        off = root((mixed * (off + self.key_radius[..., None] * self.values_apart).square()).sum(-1))
+        return nowhere_nan(self.moves * (root(top) + off + 0.5 * drift * self._key_moment(mixed).sqrt()))
 
-    def apart(self) -> Tensor:
-        """u_ij, ``(g, n, n, m)``."""
-        return self.group.value[:, None] - self.group.mean[:, :, None]
+    def apart(self, centres: Tensor | None = None) -> Tensor:
+        """u_ij, ``(g, n, n, m)``; about other centres, when they are given."""
+        return self.group.value[:, None] - (self.group.mean if centres is None else centres)[:, :, None]
 
     def pulled(self) -> Tensor:
         """b_ij, ``(g, n, n, r)``."""
@@ -256,7 +301,7 @@ class HeadBall:
         d, eps, value, score = self.change_of_weights, self.eps, self.value[:, None], self.score[:, None]
         odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
         products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
-        apart = torch.stack(products).amin(0).sqrt() + self.drift * self._key_drift
+        apart = root(torch.stack(products).amin(0)) + self.drift * self._key_drift
         steps = torch.stack([step.factor * self._key_moment(step.mixed).sqrt() for step in self.steps]).sum(0)
         return eps * (value * self.lean + self._still_spread * score) + torch.minimum(apart, 2 * steps)
 
@@ -288,7 +333,7 @@ class HeadBall:
         gram = (weights @ weights.mT) * (push @ push.mT)
         top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * size
         off = torch.expm1(group.radii.weights)[..., None] * self.push + push_radii(group)
-        return top.sqrt() + nonnegative_norm(weights * off) + nonnegative_norm(d * drift * self.push)
+        return root(top) + nonnegative_norm(weights * off) + nonnegative_norm(d * drift * self.push)
 
     def _cross_on_ball(self) -> Tensor:
         """The path of the keys on the ball, ``(g,)``."""
@@ -296,41 +341,38 @@ class HeadBall:
         moved = 2 * self.value[:, None] * self.eps + self.drift
         for weights in (torch.ones_like(high), *self._key_weights(high)):
             spread = self._value_moment(high * weights).sqrt()
-            spread = spread + moved * (high * weights).sum(-1).clamp_max(1.0).sqrt()
+            spread = spread + moved * root((high * weights).sum(-1).clamp_max(1.0))
             loads = high * torch.minimum(spread, self.spread).square()[..., None] / weights
-            found.append((self._cross(loads) + self.score[:, None] * self.eps * loads.sum(-2).sqrt()).amax(-1))
+            found.append((self._cross(loads) + self.score[:, None] * self.eps * root(loads.sum(-2))).amax(-1))
         return torch.stack(found).amin(0)
 
     def _key_weights(self, loads: Tensor) -> list[Tensor]:
         """Weights τ_j ≤ 1 for every row to try, ``(g, 1, n)``: of the head at the input, and of these loads."""
-        values, push, vector = loads * self.values_apart.square(), loads * self.push.square(), loads[:, :1].mT
-        for _ in range(12):
-            vector = push.mT @ (values @ vector)
-            vector = vector / vector.amax(1, keepdim=True).clamp_min(TINY)
-        own = vector.mT.nan_to_num(nan=1.0).clamp(1e-6, 1.0)
+        own = perron_weights(loads * self.values_apart.square(), loads * self.push.square())[:, None]
         here = key_weights(self.group)[:, None]
         return [weights**power for weights in (own, here) for power in _POWERS]
 
-    def _value_moment(self, weights: Tensor) -> Tensor:
-        group, mass = self.group, weights.sum(-1)
-        root = spread_norm(weights, group.value, group.mean).sqrt()
-        return (root + group.radii.value.amax(-1, keepdim=True) * mass.sqrt()).square()
+    def _value_moment(self, weights: Tensor, centres: Tensor | None = None) -> Tensor:
+        group, mass = self.group, root(weights.sum(-1))
+        size = root(spread_norm(weights, group.value, group.mean if centres is None else centres))
+        return (size + self.value_radius * mass).square()
 
-    def _key_moment(self, weights: Tensor) -> Tensor:
-        group, mass = self.group, weights.sum(-1)
-        root = spread_norm(weights, group.pull, self.mean_key, group.pull_map).sqrt()
+    def _key_moment(self, weights: Tensor, centres: Tensor | None = None, radius: Tensor | None = None) -> Tensor:
+        group, mass = self.group, root(weights.sum(-1))
+        centres, radius = (self.mean_key, self.key_radius) if centres is None or radius is None else (centres, radius)
+        size = root(spread_norm(weights, group.pull, centres, group.pull_map))
         if group.pull_map is not None:  # a product of three matrices is known to within the product of their norms
-            wide = spread_norm(weights, group.pull, self.mean_key).sqrt()
-            root = root + gamma(4 * group.pull.shape[-1]) ** 0.5 * self.gain * wide
-        return (root + self.key_radius * mass.sqrt()).square()
+            wide = root(spread_norm(weights, group.pull, centres))
+            size = size + gamma(4 * group.pull.shape[-1]) ** 0.5 * self.gain * wide
+        return (size + radius * mass).square()
 
     def _cross(self, loads: Tensor) -> Tensor:
         """(‖Σ_i loads_ij t_ij t_ijᵀ‖)^½ for every key j, ``(g, n)``."""
         group, width = self.group, self.group.push.shape[-1]
         queries = mixed_pairs(loads.mT, group.push, group.push)
-        off = (loads * push_radii(group).square()).sum(-2).sqrt()
+        off = root((loads * push_radii(group).square()).sum(-2))
         if group.push_map is not None:
-            lengths = queries.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+            lengths = root(queries.diagonal(dim1=-2, dim2=-1).sum(-1))
             off = off + gamma(4 * width) ** 0.5 * group.push_map.norm(dim=(-2, -1)) * lengths
             queries = group.push_map.mT @ queries @ group.push_map
         return psd_norm(queries).sqrt() + off

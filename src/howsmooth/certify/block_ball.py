@@ -20,9 +20,10 @@ heads' own bounds; where all do from the same it is their sum. So
   decomposition, is at most :math:`\|\sum_ha_h^2\|D^h\|L_hL_h^\top\|^{1/2}\|\sum_ha_h^{-2}\|D^h\|R_h^\top R_h\|^{1/2}`;
 - inputs of one token j, the sink, apart, as for one head: :math:`P_{ij}(v_j-o_i) = P_{ij}(1-P_{ij})(v_j-m_i)` with the
   mean m_i of all others, :math:`v_j-m^0_i = u_{ij}/(1-P^0_{ij})`. So the change of the product stands along
-  :math:`u_{ij}`, and that of m_i is :math:`\sum_l(P^β_{il})^{1/2}u_{il}ξ_l`, |ξ| at most its bound for a deviation of
-  1 (`howsmooth.certify.tilts`): vectors u under the loads :math:`P^β`. Only of what the queries' own move does there no
-  more than its size is known, and the projector on the range of W_h stands for the vectors. ∎
+  :math:`u_{ij}`, and that of m_i is a sum of the others' vectors (`howsmooth.certify.others`). What the queries' own
+  move does there stands along :math:`u_{ij}` too, but for the moves of values and means, of which only the size is
+  known: the projector on the range of W_h stands for their vectors. The sink and the rest are put together with the
+  blocks of their own queries (`howsmooth.certify.apart`). ∎
 
 The weights a begin with what is best at both extremes, :math:`a_{ih}^2 = \sqrt{K_h}/λ_{ih}` (λ the norm of head h
 alone on the left, K_h on the right), and take a few steps down the slope of the logarithm of the bound, which is the
@@ -36,17 +37,19 @@ difference of the heads' shares in the two leading vectors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import TINY, nonnegative_norm, push_radii
+from howsmooth.bounds.own.three_path import TINY, push_radii
 from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.apart import norm_apart
 from howsmooth.certify.ball import HeadBall
 from howsmooth.certify.proved_norm import top_bounds
+from howsmooth.certify.tilts import Step
 
 LIMIT = 2**24
 """Most numbers (heads × tokens² × width) of which the vectors of all heads may consist."""
@@ -176,19 +179,31 @@ class BlockBall:
             return torch.inf
         looked_at = self._of(lambda ball: ball.group.weights).sum((0, 1)).argsort(descending=True)
         sinks = looked_at[: min(_SINKS, self.n - 1)]
-        columns = [0.0, *(self._column(int(j)) ** 2 for j in sinks)]
-        rest = [self._rest(looked_at[count:].sort().values) for count in range(len(columns))]
-        keys = min((size**2 + sum(columns[: count + 1])) ** 0.5 for count, size in enumerate(rest))
-        bound = (keys + float(self._queries().amax())) * max(ball.group.allowance for ball in self.balls)
+        columns, queries, found = [self._column(int(j)) for j in sinks], self._queries(), []
+        for count in range(len(columns) + 1):
+            rest = looked_at[count:].sort().values
+            parts = queries.new_tensor([*columns[:count], self._rest(rest)])
+            found.append(norm_apart(parts, torch.cat([queries[sinks[:count]], queries[rest].amax()[None]])))
+        bound = float(torch.stack(found).amin()) * max(ball.group.allowance for ball in self.balls)
         return bound if bound == bound else torch.inf
 
     def _of(self, part: Callable[[HeadBall], Tensor]) -> Tensor:
         return torch.cat([part(ball) for ball in self.balls])
 
     @cached_property
+    def _steps(self) -> list[Step]:
+        """The steps of the tilts, of all heads together."""
+        every = zip(*(ball.steps for ball in self.balls), strict=True)
+        return [Step(*(torch.cat([getattr(s, f.name) for s in step]) for f in fields(Step))) for step in every]
+
+    @cached_property
     def _apart(self) -> Tensor:
         """u_ij, ``(n, heads, n, d_out)``."""
-        return (self._of(HeadBall.apart) @ self.writes.mT[:, None]).transpose(0, 1).contiguous()
+        return self._written(self._of(HeadBall.apart))
+
+    def _written(self, vectors: Tensor) -> Tensor:
+        """Vectors of the heads ``(heads, n, n, m)`` as they stand in the output, ``(n, heads, n, d_out)``."""
+        return (vectors @ self.writes.mT[:, None]).transpose(0, 1).contiguous()
 
     @cached_property
     def _pull(self) -> Tensor:
@@ -205,11 +220,11 @@ class BlockBall:
 
         return (self._of(felt) @ self.answers.mT[:, None]).permute(2, 1, 0, 3).contiguous()
 
-    def _values(self, loads: Tensor, slack: Tensor) -> Side:
-        """u_ij under loads ``(heads, n, n)``; slack ``(heads, n)`` is of unknown direction."""
-        radius = self._of(lambda ball: ball.group.radii.value.amax(-1, keepdim=True))
-        off = slack + radius * loads.sum(-1).sqrt()
-        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * self._apart, off.mT)
+    def _values(self, loads: Tensor, apart: Tensor | None = None) -> Side:
+        """u_ij, or vectors in their place, under loads ``(heads, n, n)``."""
+        off = self._of(lambda ball: ball.value_radius) * loads.sum(-1).sqrt()
+        apart = self._apart if apart is None else apart
+        return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * apart, off.mT)
 
     def _keys(self, loads: Tensor) -> Side:
         """b_ij under loads."""
@@ -245,23 +260,19 @@ class BlockBall:
         moved = Side(
             *(part.expand(self.n, *part.shape[1:]) for part in (self._moved_values.rows, self._moved_values.off))
         )
-        still, keys = self._values(self.high, torch.zeros_like(self.high[..., 0])), self._keys(self.high)
+        still, keys = self._values(self.high), self._keys(self.high)
         asked = self._projectors(self.asks, (self.eps * self.score).expand(self.n, -1))
         bound = row_by_row(moved, keys) + row_by_row(moved, asked) + row_by_row(still, asked)
-        for number in range(len(self.balls[0].steps)):
-            step = [ball.steps[number] for ball in self.balls]
-            left = self._values(torch.cat([s.loads for s in step]), torch.cat([s.slack for s in step]))
-            bound = bound + 2 * row_by_row(left, self._keys(torch.cat([s.mixed for s in step])))
+        for step in self._steps:
+            bound = bound + 2 * row_by_row(self._values(step.loads), self._keys(step.mixed))
         return bound
 
     def _rest(self, keys: Tensor) -> float:
         """How far the paths of values and keys can move for inputs of some tokens."""
-        changes = self._of(lambda ball: ball.change_of_weights)[..., keys]
-        bound = self._halves(nonnegative_norm(torch.nn.functional.pad(changes, (0, self.n - len(keys)))))
-        for number in range(len(self.balls[0].steps)):
-            step = [ball.steps[number] for ball in self.balls]
-            left = self._values(torch.cat([s.loads for s in step]), torch.cat([s.slack for s in step]))
-            right = self._felt(torch.cat([s.mixed for s in step]), keys)
+        kept = torch.zeros(self.n, dtype=torch.float64).index_fill(0, keys, 1.0)
+        bound = self._halves(self._of(lambda ball: ball.weights_move(kept)))
+        for step in self._steps:
+            left, right = self._values(step.loads), self._felt(step.mixed, keys)
             bound = bound + 2 * float(over_keys(left, right, self.n).amax())
         bound = bound + float(over_keys(self._moved_values, self._felt_by_heads(self.high, keys), 1).amax())
         return bound + self._asked(keys)
@@ -271,7 +282,7 @@ class BlockBall:
         loads, sizes = self.high[..., keys], self.eps * self.score
         moved = self._projectors(self.answers, loads.sum(1).sqrt().mT * sizes)
         bound = float(over_keys(self._moved_values, moved, 1).amax())
-        still = self._values(self.high, torch.zeros_like(self.high[..., 0]))
+        still = self._values(self.high)
         alone = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
         if float(alone.amax()) == 0:  # no query moves
             return bound
@@ -296,21 +307,28 @@ class BlockBall:
 
     def _column(self, key: int) -> float:
         """How far the paths of values and keys can move for inputs of one token."""
-        at, none = torch.tensor([key]), torch.zeros_like(self.high[..., 0])
-        along = self._of(lambda ball: ball.directed_change[0][..., key])
-        spread = self._of(lambda ball: ball.directed_change[1][..., key])
+        at = torch.tensor([key])
+        directed = [ball.directed_change(key) for ball in self.balls]
+        along, others = torch.cat([first for first, _ in directed]), [second for _, second in directed]
         most = self._of(lambda ball: ball.products[0][..., key])
-        queries = self._of(lambda ball: ball.blocks_change[2][..., key]).norm(dim=-1)
-        radius = self._of(lambda ball: ball.group.radii.value.amax(-1, keepdim=True))
-        rows = along.mT[..., None, None] * self._apart[:, :, key, None]
         bound = self._halves(self._of(lambda ball: ball.change_of_weights)[..., key].norm(dim=-1))
-        bound = bound + self._turned(Side(rows, (along * radius).mT), torch.ones_like(most), at)
-        before = self._of(lambda ball: ball.tilts.high(0.0))
-        bound = bound + self._turned(self._values(before, none), spread, at)
+        bound = bound + self._turned(self._towards(key, along), torch.ones_like(most), at)
+        loads, size = (torch.cat([getattr(o, name) for o in others]) for name in ("loads", "size"))
+        apart = torch.cat([ball.apart(o.centres) for ball, o in zip(self.balls, others, strict=True)])
+        bound = bound + self._turned(self._values(loads, self._written(apart)), size, at)
         moved = self._felt_by_heads(self._at(2 * most, at), at)
         bound = bound + float(over_keys(self._moved_values, moved, 1))
-        written = self._projectors(self.writes, torch.ones_like(queries)[None])
-        return bound + float(over_keys(written, self._projectors(self.answers, queries[None]), 1))
+        known, unknown = (torch.cat(part) for part in zip(*(ball.asked_change for ball in self.balls), strict=True))
+        asked = self._projectors(self.answers.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double())
+        bound = bound + float(over_keys(self._towards(key, known[..., key]), asked, self.n))
+        loose = unknown[..., key].norm(dim=-1)[None]
+        written = self._projectors(self.writes, torch.ones_like(loose))
+        return bound + float(over_keys(written, self._projectors(self.answers, loose), 1))
+
+    def _towards(self, key: int, sizes: Tensor) -> Side:
+        """u_ij of one token j times sizes ``(heads, n)``."""
+        off = sizes * self._of(lambda ball: ball.value_radius)
+        return Side(sizes.mT[..., None, None] * self._apart[:, :, key, None], off.mT)
 
     def _turned(self, left: Side, sizes: Tensor, at: Tensor) -> float:
         """What has these vectors on the left, and t_ij of one token times sizes ``(heads, n)`` on the right."""

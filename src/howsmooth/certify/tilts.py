@@ -17,6 +17,10 @@ equal. By Cauchy–Schwarz, and because a variance is below the second moment ab
 :math:`P^0_je^{-B_j}/E_{P^0}e^β \le P^β_j \le P^0_je^{B_j}`; η_j is B_j plus the logarithm of the right-hand side. The
 mean moves by :math:`E_{P^0}[(r-1)u]`, :math:`r = e^β/E_{P^0}e^β`, and :math:`E(r-1)^2 \le \mathrm{Var}_{P^0}(e^β) \le
 E_{P^0}(e^β-1)^2`: at most by :math:`s^β_i = ℓ^0_i\,ε_iα^0_i\,(e^{\max B}-1)/\max B`, and :math:`\bar u` by half of it.
+In the direction w the mean moves by no more than :math:`s^β_i/ℓ^0_i` times :math:`(\sum_jP^0_j(u_j\cdot w)^2)^{1/2}`.
+So, for every ϑ > 0, :math:`\sum_jM_j\tanh^2(η_j/2)((u_j-\bar u)\cdot w)^2` is at most the second moment of the u_j
+about the old mean under the loads
+:math:`(1+ϑ)M_j\tanh^2(η_j/2) + (1+1/ϑ)(s^β_i/2ℓ^0_i)^2\sum_lM_l\tanh^2(η_l/2)P^0_j`.
 For the mean of all tokens but j, ℓ⁰ and α⁰ are divided by :math:`(1-P^0_j)^{1/2}`, and β, less its own mean, is at most
 2 max B.
 
@@ -44,11 +48,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.bounds.own.three_path import TINY
+from howsmooth.bounds.own.three_path import TINY, root
 from howsmooth.bounds.paths import LEAST
 
 STEPS = 3
 """Of the tilt by the keys."""
+_LEAST_SHARE = 1e-6
+"""ϑ stays between this and its inverse."""
 _SLACK = 2.0**-50
 """What 1 − p may have lost, for p up to 1; the ends of weights are moved apart by as much."""
 
@@ -60,13 +66,12 @@ Moment = Callable[[Tensor], Tensor]
 class Step:
     """One step of the tilt: M from above ``(g, n, n)``, and φ/2 of the values under it, ``(g, n)``.
 
-    It is made of the second moment of the values under ``loads``, and of ``slack``, in a direction that is not known.
+    In every direction φ/2 is at most the root of the second moment of the values under ``loads``, ``(g, n, n)``.
     """
 
     mixed: Tensor
     factor: Tensor
     loads: Tensor
-    slack: Tensor
 
 
 @dataclass(frozen=True)
@@ -134,19 +139,20 @@ class Tilts:
         mixed, whole = self.mixed, moment(self.mixed).sqrt()
         ratio = torch.tanh(0.5 * (self.own + self.shift[..., None])).square() * mixed
         most = torch.tanh(0.5 * (self.most + self.shift))
-        slack = 0.5 * drift * ratio.sum(-1).sqrt()
-        plain, sharper = most * whole, moment(ratio).sqrt() + slack
-        closer = sharper < plain
-        loads = torch.where(closer[..., None], ratio, mixed * most.square()[..., None])
-        factor = torch.minimum(torch.minimum(plain, sharper), 0.5 * (twisted + self.shift * whole))
-        return Step(mixed, factor, loads, torch.where(closer, slack, 0.0))
+        mass, inner = ratio.sum(-1), root(moment(ratio))
+        plain, sharper = most * whole, inner + 0.5 * drift * root(mass)
+        away = 0.5 * self.own_move(root(mass))  # |ū − o| in a direction ÷ the deviation of the values there
+        share = (away * root(moment(self.weights)) / inner).clamp(_LEAST_SHARE, 1 / _LEAST_SHARE)
+        about_own = (1 + share)[..., None] * ratio + ((1 + 1 / share) * away.square())[..., None] * self.weights
+        loads = torch.where((sharper < plain)[..., None], about_own, mixed * most.square()[..., None])
+        return Step(mixed, torch.minimum(torch.minimum(plain, sharper), 0.5 * (twisted + self.shift * whole)), loads)
 
     def key_steps(self, moment: Moment) -> list[Step]:
         """The tilt by the keys."""
         ends, factor = [self.high(step / STEPS) for step in range(STEPS + 1)], torch.tanh(self.tilt / STEPS)
         mixtures = [0.5 * (before + after) for before, after in pairwise(ends)]
-        loads, none = factor.square()[..., None], torch.zeros_like(factor)
-        return [Step(mixed, factor * moment(mixed).sqrt(), mixed * loads, none) for mixed in mixtures]
+        loads = factor.square()[..., None]
+        return [Step(mixed, factor * moment(mixed).sqrt(), mixed * loads) for mixed in mixtures]
 
 
 def exponential_mean(most: Tensor) -> Tensor:
