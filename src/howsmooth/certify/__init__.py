@@ -17,6 +17,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.certify.around import enclose_block_around, enclose_heads_around, move_radii
 from howsmooth.certify.at_point import enclose_block, enclose_heads
+from howsmooth.certify.constants import certified_constants
 from howsmooth.certify.deep import Linearised, certified_margins, check_cost
 from howsmooth.certify.network import PatchTransformer
 from howsmooth.certify.parts import CentredNorm, Residual, SelfAttend, SequenceClassifier, read_network
@@ -47,6 +48,7 @@ __all__ = [
     "Robustness",
     "SelfAttend",
     "SequenceClassifier",
+    "certified_constants",
     "certified_margins",
     "certify",
 ]

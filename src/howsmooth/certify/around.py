@@ -44,14 +44,15 @@ def enclose_heads_around(
     ``here`` are the enclosures at x itself, where they are known.
     """
     here = enclose_heads(attention, x) if here is None else here
+    return _enclosures(here, *upper_ends(attention, x, moves, _uppers(here)))
+
+
+def upper_ends(attention: AttentionMap, x: Tensor, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
+    """The least of the proofs on the ball for every head, ``(heads,)``, and which; ``here`` are upper ends at x."""
     if _is_curved(attention):
-        bounds = curved_bound(attention, x, moves).tolist()
-        return [
-            Enclosure(head.lower, max(upper, head.upper), "curved paths")
-            for head, upper in zip(here, bounds, strict=True)
-        ]
+        return curved_bound(attention, x, moves), ["curved paths"] * attention.heads
     balls = _balls(attention, x, moves)
-    return _heads_on(balls, _changes(balls), attention, x, moves, here)
+    return _least(balls, _changes(balls), attention, x, moves, here)
 
 
 def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> Enclosure:
@@ -64,7 +65,8 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     else:
         balls = _balls(attention, x, moves)
         changes = _changes(balls)
-        heads = _heads_on(balls, changes, attention, x, moves, enclose_heads(attention, x))
+        here = enclose_heads(attention, x)
+        heads = _enclosures(here, *_least(balls, changes, attention, x, moves, _uppers(here)))
         together = (block.upper + _block_change(balls, changes, attention, x)) * (1 + gamma(2))
     apart = norm_together(attention, [head.upper for head in heads])
     if together <= apart:
@@ -74,20 +76,27 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     )
 
 
-def _heads_on(
-    balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor, moves: Tensor, here: list[Enclosure]
-) -> list[Enclosure]:
-    """The least of the three proofs for every head."""
+def _least(
+    balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor, moves: Tensor, here: Tensor
+) -> tuple[Tensor, list[str]]:
+    """The least of the three proofs for every head, and which."""
     candidates = {
-        "from the input": torch.tensor([head.upper for head in here], dtype=torch.float64) + changes,
+        "from the input": here + changes,
         "rows stay distributions": torch.cat([ball.rows() for ball in balls]),
         "three paths": three_path_ball(attention, x, float(moves.max())),
     }
     least, which = torch.stack(list(candidates.values())).min(0)
-    return [
-        Enclosure(head.lower, max(float(upper), head.upper), list(candidates)[int(index)])
-        for head, upper, index in zip(here, least, which, strict=True)
-    ]
+    return least, [list(candidates)[index] for index in which.tolist()]
+
+
+def _enclosures(here: list[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
+    """The ends on the ball; the lower ones are those at the input."""
+    ends = zip(here, uppers.tolist(), methods, strict=True)
+    return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
+
+
+def _uppers(here: list[Enclosure]) -> Tensor:
+    return torch.tensor([head.upper for head in here], dtype=torch.float64)
 
 
 def _block_change(balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor) -> float:
