@@ -10,6 +10,7 @@ import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention as closed_form
 from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians import mixing as tiles
 from howsmooth.jacobians.rounding import schatten_8 as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.testing import by_columns, by_rows
@@ -153,3 +154,25 @@ def test_the_bound_on_a_matrix_is_above_its_norm_by_little(shape: tuple[int, ...
 
 def _tensor(noise: Tensor | float) -> Tensor:
     return torch.as_tensor(noise)
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_sums_over_many_tiles_are_as_good_as_their_chains_are_short(
+    mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, width = 1024, 8
+    attention = hs.SelfAttention.random(width, mask=mask)
+    x = 3 + torch.rand(n, width, generator=torch.Generator().manual_seed(0))  # of one sign: nothing cancels in a sum
+    broad = attention_jacobian(attention, x)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 32)
+    monkeypatch.setattr(tiles, "TILE_COLS", 32)
+    narrow = attention_jacobian(attention, x)
+    exact = attention_jacobian(attention.in_dtype(torch.float64), x.double())
+    assert broad.mixing.chain >= n
+    side = 32 if mask is None else 8  # under a mask tiles have a quarter of the rows
+    assert narrow.mixing.chain == side + n // side
+    assert float(narrow.noise) < float(broad.noise)
+    for v in (x / x.norm(), torch.randn_like(x) / n**0.5):
+        for op in (broad, narrow):
+            for ours, theirs in ((op.matvec(v), exact.matvec(v)), (op.rmatvec(v), exact.rmatvec(v))):
+                assert float((ours - theirs).norm() / v.norm()) < 0.5 * float(op.noise)

@@ -20,6 +20,7 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -96,9 +97,10 @@ class Logits:
         maps = Maps.every(len(query) // attention.heads, attention.heads, query.shape[1], query)
         return cls(query, key, maps, attention.terms, attention.softcap, torch.finfo(query.dtype).eps)
 
-    def of(self, tile: Tile) -> Tensor:
-        """The logits of a tile."""
-        logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
+    def of(self, tile: Tile, work: Workspace | None = None) -> Tensor:
+        """The logits of a tile; in the memory of ``work``, valid until its next product, where that is given."""
+        multiply = torch.bmm if work is None else work.product
+        logits = multiply(self.query[tile.queries], self.key[tile.keys].mT)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
@@ -215,6 +217,18 @@ class Mixing:
         """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|."""
         longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
         return self.logits.eps * float((longest[0] * longest[1]).max())
+
+    @property
+    def chain(self) -> int:
+        """The longest chain of additions in a sum over tokens: the terms of a tile, then one for each tile."""
+        tiles = self.tiles
+        by_row = Counter((tile.maps.start, tile.rows.start) for tile in tiles)
+        in_row = max((tile.cols.stop - tile.cols.start for tile in tiles), default=0) + max(by_row.values(), default=0)
+        bands = Counter(maps for maps, _ in by_row)
+        in_column = max((tile.rows.stop - tile.rows.start for tile in tiles), default=0) + max(
+            bands.values(), default=0
+        )
+        return max(in_row, in_column)
 
     @property
     def streamed(self) -> bool:

@@ -6,7 +6,9 @@ are bounded as well. With unit roundoff u = eps/2 a sum of m products, taken one
 m·u·max_t |partial sum t|, and by √m·u·max_t |partial sum t| in mean square when roundings are independent of mean zero
 [1]_, [2]_. The second is used (`spread_of_sum`): products of attention are sums of thousands of terms, and the first
 would be pessimistic by factors of hundreds. A sum over keys of vectors has partial sums of the same form, so their
-norms are bounded by those of the whole with absolute values inside.
+norms are bounded by those of the whole with absolute values inside. Tokens are summed tile by tile: b tiles of t terms
+whose sums are at most S_1, …, S_b with absolute values inside, S = ΣS_i, are off by
+(tΣS_i² + bS²)^½·u ≤ √(t + b)·u·S in mean square, so that m grows far more slowly than n (`Mixing.chain`).
 
 For one head let A_i = |dq_i|, B_j = |dk_j|, C_j = |dv_j| be the lengths of the tangents of one token, N_q, N_k, N_v
 bounds on the maps from x to them, and o_i = Σ_j P_ij v_j. Cauchy–Schwarz under P_i, or the Frobenius norm of
@@ -22,7 +24,7 @@ k_j, v_j, o_i in place of their differences: the sizes ``whole``. Then, to first
 - *weights*: logits are off by e_ij ≤ eps'·(√k/2 + 4)|q_i||k_j| plus the errors of q and k, with eps' of the dtype they
   were evaluated in, and additive biases by their own rounding; P_ij is off by a factor within exp(±2e_ij) and 4 eps,
   and the parts by that share of ``apart`` (twice for the second: o_i moves too);
-- *products*: √(3m/2)·u of ``whole``, with m = 2k + v + n + 16 terms (row sums are taken in pairs);
+- *products*: √(3m/2)·u of ``whole``, with m = 2k + v + t + b + 16 terms (row sums are taken in pairs);
 - *ends*: the projections before and after, √m·u/4 of ``apart`` with their own number of terms m. The quarter is set by
   trial, not derived: partial sums along the features of a token stay far below the product of norms, and the largest
   error seen on hard maps was about half of what this allows;
@@ -68,9 +70,9 @@ class Noise:
         ``norms`` are N_q, N_k, N_v, when the tangents do not come from x.
         """
         dtype = mixing.query.dtype
-        n, width, value_width = mixing.query.shape[1], mixing.query.shape[2], mixing.value.shape[2]
+        width, value_width = mixing.query.shape[2], mixing.value.shape[2]
         heads = 1 if by_head else attention.heads
-        products = spread_of_sum(3 * (2 * width + value_width + n + 16) // 2)
+        products = spread_of_sum(3 * (2 * width + value_width + mixing.chain + 16) // 2)
         forward = attention.in_features + heads * value_width
         ends = spread_of_sum(max(forward, attention.out_features + heads * (2 * width + value_width))) / 4
         eps = torch.finfo(dtype).eps

@@ -16,6 +16,7 @@ to which the rounding of its three parts is added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,11 +41,13 @@ def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memo
     sums = _TileSums(mixing, attention.output_weight)
     tiles: list[Tile] = []
     for band in _bands(mixing, sums.side):
-        weights, factors = sums.add(band)
-        for tile, weight, factor in zip(band, weights, factors, strict=True):
-            kept = sums.scaled(tile, weight, factor, memory)
-            memory -= kept.nbytes
-            tiles.append(kept)
+        arrays = 1 if mixing.plain else 2
+        kept = arrays * dtype.itemsize * sum(tile.size for tile in band) <= memory
+        weights, factors = sums.add(band, kept)
+        if kept:
+            band = [sums.scaled(*each) for each in zip(band, weights, factors, strict=True)]
+            memory -= sum(tile.nbytes for tile in band)
+        tiles += band
     return replace(mixing.evaluated(tiles, sums.seen.output(), sums.seen.moments()), sizes=sums.tile_sizes())
 
 
@@ -96,8 +99,8 @@ class _TileSums:
         self.sizes: list[Tensor] = []
         self.counts: list[int] = []
 
-    def add(self, band: list[Tile]) -> tuple[list[Tensor], list[Tensor]]:
-        """Take in the tiles of a band.
+    def add(self, band: list[Tile], kept: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Take in the tiles of a band, whose weights will be ``kept`` or may lie where those of the next will.
 
         Returns for each its weights up to a factor for every row of every part, ``(rows, parts, side)``, and these
         factors, ``(rows, parts)``.
@@ -105,11 +108,12 @@ class _TileSums:
         if not band:
             return [], []
         m, rows = band[0].maps.start, band[0].rows
-        found = [self._relative(tile) for tile in band]
-        weights, tops = [weight for weight, _ in found], torch.cat([top for _, top in found], dim=1)
         parts = [tile.cols.start // self.side for tile in band]
-        counts = [weight.shape[1] for weight in weights]
-        sums = self.summands.new_empty(sum(counts), len(tops), self.summands.shape[-1])
+        counts = [-(-(tile.cols.stop - tile.cols.start) // self.side) for tile in band]
+        weights = self._room([(rows.stop - rows.start, count, self.side) for count in counts], kept)
+        tops = torch.cat([self._relative(tile, out) for tile, out in zip(band, weights, strict=True)], dim=1)
+        shape = (sum(counts), len(tops), self.summands.shape[-1])
+        sums, lone = (self.mixing.work.buffer(name, shape, self.summands) for name in ("sums", "lone"))
         for out, part, weight in zip(sums.split(counts), parts, weights, strict=True):
             torch.bmm(weight.transpose(0, 1), self.summands[m, part : part + len(out)], out=out)
         if self.mixing.softmax:
@@ -123,9 +127,9 @@ class _TileSums:
         else:
             factor, largest = torch.ones_like(tops), tops
         sums *= factor.mT[..., None].to(sums)
-        lone = sums[..., : self.width + 2] * largest.mT[..., None].to(sums)
+        torch.mul(sums, largest.mT[..., None].to(sums), out=lone)
         self.seen.sums[m, rows] = sums[..., :-1].sum(0)
-        self.seen.lone[m, rows] = lone.sum(0)
+        self.seen.lone[m, rows] = lone[..., : self.width + 2].sum(0)
         factors = list(factor.to(sums).split(counts, dim=1))
         for tile, weight, each in zip(band, weights, factors, strict=True):
             columns = torch.bmm(each.mT[:, None], weight.transpose(0, 1)).flatten()
@@ -134,11 +138,8 @@ class _TileSums:
         self.counts += counts
         return weights, factors
 
-    def scaled(self, tile: Tile, weights: Tensor, factor: Tensor, memory: int) -> Tile:
-        """A tile with its weights, if they fit; uses up those that `add` returned."""
-        size = tile.size * weights.element_size() * (1 if self.mixing.plain else 2)
-        if size > memory:
-            return tile
+    def scaled(self, tile: Tile, weights: Tensor, factor: Tensor) -> Tile:
+        """A tile with its weights; uses up those that `add` returned."""
         width = tile.cols.stop - tile.cols.start
         whole = weights.mul_(factor[..., None]).flatten(1)[None, :, :width]
         slopes = whole if self.mixing.softmax else whole - whole.square()
@@ -152,22 +153,30 @@ class _TileSums:
             torch.cat(self.places, dim=1), torch.cat(self.sizes, dim=1).cpu(), self.side, tuple(self.counts)
         )
 
-    def _relative(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Weights of a tile, ``(rows, parts, side)``, up to a factor of its rows, and the largest of each row.
+    def _room(self, shapes: list[tuple[int, int, int]], kept: bool) -> list[Tensor]:
+        """Memory for the weights of a band."""
+        if kept:
+            return [self.summands.new_empty(shape) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = self.mixing.work.buffer("band", (sum(sizes),), self.summands)
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    def _relative(self, tile: Tile, out: Tensor) -> Tensor:
+        """Put the weights of a tile, up to a factor of its rows, into ``out``; the largest of each row and part.
 
         For softmax these are exp(s − m) and the logits m themselves, else the weights and the largest of them.
         """
-        logits = self.mixing.logits.of(tile)[0]
-        missing = -logits.shape[1] % self.side
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        logits = self.mixing.logits.of(tile, self.mixing.work)[0]
+        if logits.shape[1] < out[0].numel():
+            logits = torch.nn.functional.pad(logits, (0, out[0].numel() - logits.shape[1]), value=float("-inf"))
         logits = logits.unflatten(1, (-1, self.side))
         if not self.mixing.softmax:
-            weights = logits.sigmoid_().to(self.mixing.query)
-            return weights, weights.amax(-1).double()
+            out.copy_(logits.sigmoid_())
+            return out.amax(-1).double()
         top = logits.amax(-1)
-        shift = top.masked_fill(top == float("-inf"), 0.0)
-        return logits.sub_(shift[..., None]).to(self.mixing.query).exp_(), top
+        torch.sub(logits, top.masked_fill(top == float("-inf"), 0.0)[..., None], out=logits)
+        out.copy_(logits).exp_()
+        return top
 
     def _measure(self, m: int, rows: slice, parts: range, sums: Tensor, largest: Tensor) -> None:
         """The sizes of a band from its sums, ``(parts, rows, ·)``, and the largest weights, ``(parts, rows)``."""
