@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +21,7 @@ from howsmooth.jacobians.moments import Moments
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
-from howsmooth.jacobians.rounding import Noise, per_map
+from howsmooth.jacobians.rounding import Noise, WeightNorms, per_map
 from howsmooth.jacobians.sizing import sharp_moments, sized_mixing
 from howsmooth.jacobians.skipping import TileSizes
 
@@ -310,9 +311,9 @@ def attention_jacobian(
             check_finite(tensor, name.replace("_", " "))
     dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
     with torch.no_grad():
-        operator = _operator(attention, x, dtype, per_head, reduced, memory, skip)
-        if dtype == torch.float32 and _needs_float64(operator):
-            operator = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
+        operator, sharpen = _operator(attention, x, dtype, per_head, reduced, memory, skip)
+        if dtype == torch.float32 and _needs_float64(operator, sharpen):
+            operator, _ = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
     if operator.blur > MOST_BLUR:
         raise InvalidInput(
             f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
@@ -340,34 +341,34 @@ def _operator(
     reduced: bool,
     memory: int,
     skip: float,
-) -> AttentionJacobian:
+) -> tuple[AttentionJacobian, Callable[[], None]]:
+    """The operator, and how to bound its rounding more sharply, where that is worth some products."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
     mixing = (sized_mixing if skip else Mixing.at)(attention, point, dtype, memory)
-    noise = None if skip else Noise.of(attention, point, mixing, by_head=per_head)
+    projection: Projection
     if per_head:
-        projection: Projection = HeadProjection.of(attention, batch, reduced, dtype)
-        heads = torch.Size([*x.shape[:-2], attention.heads])
-        operator = AttentionJacobian(mixing, point.chains, projection, heads, noise)
+        projection = HeadProjection.of(attention, batch, reduced, dtype)
+        shape = torch.Size([*x.shape[:-2], attention.heads])
     else:
-        projection = BlockProjection.of(attention, dtype)
-        operator = AttentionJacobian(mixing, point.chains, projection, x.shape[:-2], noise)
-    if skip == 0:
-        return operator
-    operator.norms = _path_norms(attention, point)
-    thin = _thinned(operator, skip, memory)
+        projection, shape = BlockProjection.of(attention, dtype), x.shape[:-2]
+    whole = operator = AttentionJacobian(mixing, point.chains, projection, shape, None)
+    if skip:
+        whole.norms = _path_norms(attention, point)
+        operator = _thinned(whole, skip, memory)
 
-    def bound_rounding(moments: Moments | None) -> None:
-        for op in (operator, thin):  # the weights may be sharper in one of them
-            op.rounding = Noise.of(attention, point, replace(op.mixing, moments=moments), by_head=per_head)
+    known = WeightNorms(attention, dtype)
+
+    def bound_rounding(moments: Moments | None, together: bool = False) -> None:
+        for op in (whole, operator) if skip else (whole,):  # the weights may be sharper in one of them
+            seen = replace(op.mixing, moments=moments)
+            op.rounding = Noise.of(attention, point, seen, by_head=per_head, known=known, together=together)
             op.noise = op._of_maps(op.rounding.along("all"))
 
     bound_rounding(mixing.moments)
-    if bool((torch.as_tensor(operator.noise).cpu() > MOST_NOISE * operator.least).any()):
-        bound_rounding(sharp_moments(mixing))
-    return thin
+    return operator, lambda: bound_rounding(sharp_moments(mixing) if skip else mixing.moments, together=True)
 
 
 def _path_norms(attention: AttentionMap, point: Point) -> Tensor:
@@ -415,21 +416,26 @@ def _least_for_most(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float
     return gone
 
 
-def _needs_float64(operator: AttentionJacobian) -> bool:
+def _needs_float64(operator: AttentionJacobian, sharpen: Callable[[], None]) -> bool:
     """Whether float32 cannot resolve the logits, or leaves more noise than `MOST_NOISE` of some map."""
     if operator.blur > MOST_BLUR:
         return True
-    known = operator if operator.whole is None else operator.whole
-    if bool((torch.as_tensor(operator.noise).cpu() <= MOST_NOISE * known.least).all()):
+    size = (operator if operator.whole is None else operator.whole).least.to(operator.device)
+
+    def quiet() -> bool:
+        return bool((operator.noise <= MOST_NOISE * size).all())
+
+    if quiet():
         return False
     v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    size = torch.zeros(operator.batch_shape, dtype=torch.float64, device=operator.device)
-    for _ in range(_LOOKS):
+    for look in range(_LOOKS):
         moved = operator.matvec(v)
         v = operator.rmatvec(moved)
         lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
         size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
         v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
-        if bool((operator.noise <= MOST_NOISE * size).all()):
+        if not quiet() and look == 0:
+            sharpen()
+        if quiet():
             return False
     return True
