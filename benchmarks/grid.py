@@ -1,4 +1,4 @@
-"""Section 10: shapes nobody tuned for."""
+"""Shapes nobody tuned for."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         + [f"{pick(r.certified[key] for r in found):.1f}" for key in found[0].certified]
         for pick in (min, statistics.median)
     )
-    section = Section("grid", "10. A grid of shapes", TEXT)
+    section = Section("grid", "A grid of shapes", TEXT)
     section.tables = [Table(columns, [*rows, ["least", *worst], ["median", *middle]])]
     fastest = [r.fastest for r in found]
     least, median = min(fastest), statistics.median(fastest)

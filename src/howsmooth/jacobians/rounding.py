@@ -81,8 +81,8 @@ class Noise:
     ) -> Noise:
         """The bounds for every head, its share of the output projection included.
 
-        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x; ``known`` those of the weights, if they are at
-        hand. ``together`` takes the heads of a block as one, where that is less, for the price of a few products
+        ``norms`` are N_q, N_k, N_v, when the tangents do not come from x; ``known`` those of the weights, if at hand.
+        ``together`` takes the heads of a block as one, where that is less, for the price of a few products
         with its weights.
         """
         dtype = mixing.query.dtype
