@@ -1,4 +1,4 @@
-"""Section 9: what layers with a Lipschitz bound cost beside plain dot-product attention."""
+"""What layers with a Lipschitz bound cost beside plain dot-product attention."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
                 rows[name].append(f"{1e3 * seconds:.1f} ({seconds / best['plain']:.2f})")
             worst = max(worst, best["L2Attention"] / best["plain"])
     columns = ["layer", *(f"n = {n}, {way}" for n in lengths for way in ("forward", "both ways"))]
-    section = Section("attention_layers", "9. Layers to train with", TEXT, [Table(columns, list(rows.values()))])
+    section = Section("attention_layers", "Layers to train with", TEXT, [Table(columns, list(rows.values()))])
     claim = f"L2Attention ÷ plain dot-product attention, n = {', '.join(map(str, lengths))}, both ways"
     section.targets = [Target(claim, f"≤ {MOST}", f"{worst:.2f}", worst <= MOST)]
     return section

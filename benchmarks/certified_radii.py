@@ -1,4 +1,4 @@
-"""Section 13: proved radii of a vision transformer beside other ways to such a number."""
+"""Proved radii of a vision transformer beside other ways to such a number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEAST = 0.1906
 
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Time every way on the same images."""
-    section = Section("certified_radii", "13. Certified radii", TEXT)
+    section = Section("certified_radii", "Certified radii", TEXT)
     folder = shared_folder()
     if folder is None:
         section.text += " Nothing was run: the network and its images are not here."

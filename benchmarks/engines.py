@@ -1,4 +1,4 @@
-"""Section 12: two worker processes beside one, what handing over costs, and a hundred thousand cells.
+"""Two worker processes beside one, what handing over costs, and a hundred thousand cells.
 
 ``python -m benchmarks.engines CELLS FOLDER`` plans, runs and merges trivial cells once and prints its peak memory.
 """
@@ -52,7 +52,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         [f"{units} units of 0.5 s on two workers: more than they sleep", f"{100 * more:.1f} %"],
         [f"{cells:,} trivial cells planned, run and merged", f"{seconds:.1f} s, {peak / GIB:.2f} GiB"],
     ]
-    section = Section("engines", "12. Engines", TEXT, [Table(["what", "measured"], rows)])
+    section = Section("engines", "Engines", TEXT, [Table(["what", "measured"], rows)])
     section.targets = [
         Target("two processes against one, MiniLM's heads", "≥ 1.7×", f"{alone / both:.2f}×", alone / both >= 1.7),
         Target("engine overhead, units of 0.5 s", "< 10 %", f"{100 * more:.1f} %", more < 0.1),

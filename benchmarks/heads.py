@@ -1,4 +1,4 @@
-"""Section 2: every head of a layer to 1e-3."""
+"""Every head of a layer to 1e-3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
     for case in (*minilm_cases(n, layers), random_case(n)):
         report(case.name)
         results.append(race(case, measure_heads, head_functions(case), rounds=1 if quick else 2))
-    section = Section("heads", "2. All heads of a layer to 1e-3", TEXT, tables(results))
+    section = Section("heads", "All heads of a layer to 1e-3", TEXT, tables(results))
     section.targets = targets(f"12 heads to 1e-3, n = {n}", results, 15)
     return section
 

@@ -1,4 +1,4 @@
-"""Section 3: a whole attention block to 1e-3."""
+"""A whole attention block to 1e-3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
     for case in (*minilm_cases(n, layers), random_case(n), random_case(n, causal=True)):
         report(case.name)
         results.append(race(case, measure, [block_function(case)], rounds=1 if quick else 2))
-    section = Section("layer", "3. A whole layer to 1e-3", TEXT, tables(results))
+    section = Section("layer", "A whole layer to 1e-3", TEXT, tables(results))
     section.targets = targets(f"whole layer to 1e-3, n = {n}", results, 8)
     return section
 

@@ -1,4 +1,4 @@
-"""Section 5: one head at long sequences, with memory that does not grow like n²."""
+"""One head at long sequences, with memory that does not grow like n²."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ single n × n array, of which torch.func holds several."""
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Time, memory and their growth with n."""
     sizes = (1024, 2048) if quick else (4096, 8192, 16_384, 32_768)
-    section = Section("long", "5. Long sequences", TEXT)
+    section = Section("long", "Long sequences", TEXT)
     rows = []
     for causal in (False, True):
         seconds, memory = [], []

@@ -1,4 +1,4 @@
-"""Section 7 (``--huge``): the full measurement of one causal head at n = 131,072."""
+"""The full measurement of one causal head at n = 131,072 (``--huge``)."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from benchmarks.report import Section
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Measure one causal head."""
     n = 4096 if quick else 131_072
-    return measured("measure_huge", f"7. A full measurement at n = {n:,}", n, (True,), report)
+    return measured("measure_huge", f"A full measurement at n = {n:,}", n, (True,), report)

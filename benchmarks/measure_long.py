@@ -1,4 +1,4 @@
-"""Section 6 (``--long``): the full measurement of one head at n = 32,768."""
+"""The full measurement of one head at n = 32,768 (``--long``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ in float32, in a process of its own; the memory is the peak of the whole process
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Measure with and without a causal mask."""
     n = 2048 if quick else 32_768
-    return measured("measure_long", f"6. A full measurement at n = {n:,}", n, (False, True), report, limit=2.0)
+    return measured("measure_long", f"A full measurement at n = {n:,}", n, (False, True), report, limit=2.0)
 
 
 def measured(

@@ -1,4 +1,4 @@
-"""Section 10: what watching smoothness costs a training run, and how near its values are."""
+"""What watching smoothness costs a training run, and how near its values are."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         "value ÷ σ, least",
         "median",
     ]
-    section = Section("monitor", "10. The smoothness monitor", TEXT, [Table(columns, rows)])
+    section = Section("monitor", "The smoothness monitor", TEXT, [Table(columns, rows)])
     claim = f"SmoothnessMonitor, every {EVERY} steps, all attention layers"
     section.targets = [Target(claim, f"≤ {100 * MOST:.0f} % of training time", f"{100 * worst:.2f} %", worst <= MOST)]
     return section

@@ -1,4 +1,4 @@
-"""Section 1: one product with JᵀJ, which every iterative method spends its time on."""
+"""One product with JᵀJ, which every iterative method spends its time on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ torch.func in float64."""
 
 def run(quick: bool, report: Report) -> Section:
     """Time the product at n = 1024 and, causal, at n = 2048."""
-    section = Section("one_product", "1. One product with JᵀJ", TEXT)
+    section = Section("one_product", "One product with JᵀJ", TEXT)
     for n, causal, wanted in (
         ((128, False, 4.0), (256, True, 6.0)) if quick else ((1024, False, 4.0), (2048, True, 6.0))
     ):

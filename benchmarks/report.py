@@ -58,8 +58,10 @@ class Section:
     machine: str = ""
     date: str = ""
 
-    def markdown(self) -> str:
-        parts = [f"## {self.title}", f"*{self.date}: {self.machine}.*", self.text]
+    def markdown(self, number: int | None = None) -> str:
+        """As a part of the page, which gives it its number."""
+        title = self.title if number is None else f"{number}. {self.title}"
+        parts = [f"## {title}", f"*{self.date}: {self.machine}.*", self.text]
         return "\n\n".join([*parts, *(table.markdown() for table in self.tables)])
 
     def record(self, folder: Path = RECORDED) -> None:
@@ -83,13 +85,14 @@ def targets_table(sections: Sequence[Section]) -> Table:
 
 
 def write_page(names: Sequence[str], folder: Path = RECORDED, page: Path = PAGE) -> None:
-    """Put the recorded sections together, in the order of ``names``; those not recorded yet are left out."""
-    paths = [folder / f"{name}.json" for name in names]
-    sections = [Section.read(path) for path in paths if path.exists()]
+    """Put the recorded sections together, numbered by their places in ``names``; those not recorded are left out."""
+    paths = {number: folder / f"{name}.json" for number, name in enumerate(names, 1)}
+    sections = {number: Section.read(path) for number, path in paths.items() if path.exists()}
     head = """# Benchmarks
 
 Written by `python -m benchmarks` (`make bench`). Times are the least of several rounds in which the contestants take
 turns; a ratio is their time over ours, and an error is relative to a reference. Each section names its date and
 machine; only times within one section can be compared."""
-    body = [head, targets_table(sections).markdown(), *(section.markdown() for section in sections)]
+    parts = [section.markdown(number) for number, section in sections.items()]
+    body = [head, targets_table(list(sections.values())).markdown(), *parts]
     page.write_text("\n\n".join(body) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Section 11: the damage of rounded caches, predicted at once or found by a pass for each."""
+"""The damage of rounded caches, predicted at once or found by a pass for each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
     columns = ["model", "n", "caches × formats", "predicted", "seconds", "direct", "seconds ", "times faster"]
     ways = [f"1 + {SAMPLES} passes", f"{predicted:.2f}", f"{passes} passes", f"{passes * each:.1f}"]
     row = [name, length, passes - 1, *ways, f"{gain:.1f}"]
-    section = Section("rounding", "11. Rounded caches", TEXT, [Table(columns, [[str(cell) for cell in row]])])
+    section = Section("rounding", "Rounded caches", TEXT, [Table(columns, [[str(cell) for cell in row]])])
     what = f"KL of all roundings, {name}, n = {length}"
     section.targets = [Target(what, f"≥ {LEAST:g}× faster", f"{gain:.0f}×", gain >= LEAST)]
     return section

@@ -1,4 +1,4 @@
-"""Section 7: a scan of every head of a real model, beside the usual script."""
+"""A scan of every head of a real model, beside the usual script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         error = max(_errors([one.value for one in runs], truth))
         rows.append([f"power iteration, {rule}", f"{mark}{time:.2f} s", against, f"{error:.0e}"])
     table = Table(["72 heads", "seconds", "against the scan", "largest error"], rows, f"n = {n}:")
-    section = Section("scan", "7. A scan of all heads of a model", TEXT, [table])
+    section = Section("scan", "A scan of all heads of a model", TEXT, [table])
     whole, what = seconds["as it comes"], f"scan of 72 heads, n = {n}"
     section.targets = [Target(f"{what}, as it comes", "< 20 s", f"{whole:.1f} s", whole < 20)]
     section.targets += [

@@ -1,4 +1,4 @@
-"""Section 9: long inputs with tiles left out."""
+"""Long inputs with tiles left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOSEN = ((5, 0), (13, 0), (19, 6), (25, 8), (27, 4))
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Trained heads, how many of them it is for, and one with a prescribed pattern."""
     n, shorter, huge = (512, 512, 2048) if quick else (8192, 2048, 131_072)
-    section = Section("skipping", "9. Tiles left out", TEXT)
+    section = Section("skipping", "Tiles left out", TEXT)
     report(f"SmolLM2, n = {n}")
     text = Text.read(n)
     rows, ratios = [], []

@@ -1,4 +1,4 @@
-"""Section 4: a case so small that the whole Jacobian fits."""
+"""A case so small that the whole Jacobian fits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         for name in ways
     ]
     timed = Table(["contestant", "ms", "ratio", "error"], rows, f"**{case.name}**")
-    return Section("small", "4. A small case, with the dense Jacobian", TEXT, [timed, _memory_of_dense()])
+    return Section("small", "A small case, with the dense Jacobian", TEXT, [timed, _memory_of_dense()])
 
 
 def _memory_of_dense() -> Table:

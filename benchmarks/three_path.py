@@ -1,4 +1,4 @@
-"""Section 6: the three-path bound beside measuring, on real heads."""
+"""The three-path bound beside measuring, on real heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
             gains.append(gain)
     columns = ["case", "bound, ms", "measured, ms", "times faster", "bound ÷ measured", "value", "diagonal", "cross"]
     worst = max(float(ratio.max()) for ratio in ratios)
-    section = Section("three_path", "6. The three-path bound", TEXT, [Table(columns, rows)])
+    section = Section("three_path", "The three-path bound", TEXT, [Table(columns, rows)])
     section.targets = [
         Target(
             f"three-path bound of 12 heads, n = {n}", "> 1× faster than measuring", f"{min(gains):.1f}×", min(gains) > 1

@@ -1,4 +1,4 @@
-"""Section 8: whole layers and whole models, against torch.func and the bare matrix products."""
+"""Whole layers and whole models, against torch.func and the bare matrix products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SmolLM2."""
 
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """Layers, models, memory."""
-    section = Section("whole", "8. Whole layers and models", TEXT)
+    section = Section("whole", "Whole layers and models", TEXT)
     opened = {name: open_model(name) for name in (("minilm",) if quick else ("minilm", "smollm2"))}
     lengths = (64,) if quick else (128, 512)
     rows = []

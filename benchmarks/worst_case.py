@@ -1,4 +1,4 @@
-"""Section 8: time to a rough input, beside Adam on Jacobians from autograd."""
+"""Time to a rough input, beside Adam on Jacobians from autograd."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def as_it_comes(case: Case, ways: dict[str, list[Trace]]) -> Race:
 def run(quick: bool, report: Callable[[str], None]) -> Section:
     """n = 64 with all peers, n = 512 without the dense one."""
     plans = {16: dict.fromkeys(PEERS, 0.1)} if quick else PLANS
-    section, last = Section("worst_case", "8. Time to a rough input", TEXT), list[list[str]]()
+    section, last = Section("worst_case", "Time to a rough input", TEXT), list[list[str]]()
     for n, seconds in plans.items():
         case, rows, every = random_case(n, width=64, heads=1).double(), list[list[str]](), dict[str, list[Trace]]()
         ratios: dict[str, list[float]] = {name: [] for name in seconds}

@@ -156,9 +156,15 @@ def test_a_new_section_leaves_the_recorded_ones_on_the_page(tmp_path: Path):
     page = tmp_path / "results.md"
     report.write_page(("first", "missing", "second"), tmp_path, page)
     text = page.read_text(encoding="utf-8")
-    assert text.index("## Title first") < text.index("## Title second")
+    assert text.index("## 1. Title first") < text.index("## 3. Title second")
     assert text.count("| claim | ≥ 2× | 3× | yes |") == 2
     assert "| ours | second |" in text
+
+
+def test_every_section_of_the_page_has_a_number_of_its_own():
+    titles = [line for line in report.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]
+    numbers = [title.split(".")[0] for title in titles]
+    assert len(set(numbers)) == len(numbers) == len(list(report.RECORDED.glob("*.json")))
 
 
 @pytest.mark.parametrize("module", [long, machine, peers, report, timing], ids=lambda module: module.__name__)

@@ -10,7 +10,10 @@ import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention as closed_form
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.rounding import schatten_8 as spectral
+from howsmooth.jacobians import mixing as tiles
+from howsmooth.jacobians.point import Point
+from howsmooth.jacobians.rounding import Noise
+from howsmooth.jacobians.rounding import spectral_bound as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.testing import by_columns, by_rows
 from howsmooth.testing import dense_jacobian as autograd_jacobian
@@ -37,7 +40,7 @@ def test_noise_covers_what_cancellation_leaves(family: str, dtype: torch.dtype) 
 
 
 def test_the_noise_is_needed_where_clusters_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_form, "_needs_float64", lambda operator: False)
+    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: False)
     attention, x = two_clusters()
     operator = attention_jacobian(attention, x)
     exact = autograd_jacobian(attention.in_dtype(torch.float64), x.double())
@@ -88,7 +91,7 @@ def test_l2_attention_moves_with_its_tokens(offset: float) -> None:
 
 def test_half_precision_with_sharper_positions_is_promoted_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi slopes of 2^(−8/3) are kept in float64; a detour through float32 would move the map by 10⁻⁸."""
-    monkeypatch.setattr(closed_form, "_needs_float64", lambda operator: True)
+    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: True)
     alibi, rotary = hs.ALiBi.standard(3), hs.Rotary.standard(4)
     attention = hs.SelfAttention.random(12, 3, dtype=torch.float16, logit_biases=[alibi], rotary=rotary)
     x = torch.randn(7, 12).half()
@@ -153,3 +156,60 @@ def test_the_bound_on_a_matrix_is_above_its_norm_by_little(shape: tuple[int, ...
 
 def _tensor(noise: Tensor | float) -> Tensor:
     return torch.as_tensor(noise)
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_sums_over_many_tiles_are_as_good_as_their_chains_are_short(
+    mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, width = 1024, 8
+    attention = hs.SelfAttention.random(width, mask=mask)
+    x = 3 + torch.rand(n, width, generator=torch.Generator().manual_seed(0))  # of one sign: nothing cancels in a sum
+    broad = attention_jacobian(attention, x)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 32)
+    monkeypatch.setattr(tiles, "TILE_COLS", 32)
+    narrow = attention_jacobian(attention, x)
+    exact = attention_jacobian(attention.in_dtype(torch.float64), x.double())
+    assert broad.mixing.chain >= n
+    side = 32 if mask is None else 8  # under a mask tiles have a quarter of the rows
+    assert narrow.mixing.chain == side + n // side
+    assert float(narrow.noise) < float(broad.noise)
+    for v in (x / x.norm(), torch.randn_like(x) / n**0.5):
+        for op in (broad, narrow):
+            for ours, theirs in ((op.matvec(v), exact.matvec(v)), (op.rmatvec(v), exact.rmatvec(v))):
+                assert float((ours - theirs).norm() / v.norm()) < 0.5 * float(op.noise)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 90), (140, 130), (2, 300, 200), (700, 900)])
+def test_bounds_on_norms_of_weights_are_true_and_near(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for weight in (torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) * 1e-20):
+        exact = torch.linalg.matrix_norm(weight.double(), 2)
+        found = spectral(weight)
+        assert bool((found >= exact * (1 - 1e-5)).all())
+        assert bool((found <= 1.25 * exact).all())
+    assert float(spectral(torch.zeros(shape)).max()) == 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
+    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: False)
+    width, n = 64, 40
+    generator = torch.Generator().manual_seed(0)
+    shared = width * kv_heads // heads
+    weights = [torch.randn(rows, width, generator=generator) / 8 for rows in (width, shared, shared, width)]
+    attention = hs.SelfAttention(*weights, heads=heads, kv_heads=kv_heads)
+    x = torch.randn(n, width, generator=generator)
+    exact = attention_jacobian(attention.in_dtype(torch.float64), x.double())
+    point = Point.at(attention, x[None], torch.float32)
+    operator = attention_jacobian(attention, x)
+    plain, together = (
+        Noise.of(attention, point, operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
+    )
+    for path in ("value", "score"):
+        before, after = (float(noise.along(path).norm()) for noise in (plain, together))
+        error = torch.linalg.matrix_norm(operator.along(path).dense().double() - exact.along(path).dense(), 2)
+        assert float(error) < 0.5 * after
+        assert after < (0.8 if kv_heads == heads else 1.0) * before

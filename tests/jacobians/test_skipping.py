@@ -9,7 +9,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import attention as attention_module
-from howsmooth.jacobians import attention_jacobian, mixing
+from howsmooth.jacobians import attention_jacobian, skipping
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms import operator_norm
 
@@ -18,7 +18,7 @@ N, D = 48, 6
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "FINE_TILE", 8)
+    monkeypatch.setattr(skipping, "FINE_TILE", 8)
 
 
 def case(sharpness: float, mask: str | None, seed: int = 0, heads: int = 2) -> tuple[hs.SelfAttention, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan, operator_norm
-from howsmooth.norms.deflation import Deflated, deflated_norm
+from howsmooth.norms.deflation import Deflated, _Near, deflated_norm
 
 N = 300
 
@@ -96,3 +96,43 @@ def test_a_deflated_map_does_not_see_its_vector() -> None:
     part = op.subset(torch.tensor([1]))
     if part is not None:
         torch.testing.assert_close(part.dense(), dense[1:])
+
+
+def test_enough_is_where_the_bound_reaches_the_most() -> None:
+    whole = MatrixOperator(matrix(1.0, 0.5))
+    whole.least = torch.ones(1, dtype=torch.float64)[0]
+    near = _Near.of(whole, golub_kahan(whole).right, 1e-3)  # type: ignore[arg-type]
+    enough = near.enough(1.001 * near.lower)
+    assert 0.5 < float(enough) < 1.01
+    assert float(near.upper(enough)) <= 1.001 * float(near.lower)
+    assert float(near.upper(enough * (1 + 1e-6))) > 1.001 * float(near.lower)
+    assert float(near.enough(0.9 * near.lower)) == 0
+
+
+class Losing(MatrixOperator):
+    """A matrix whose products lose a part of the top singular vectors, ``left`` and ``right``, and say how much."""
+
+    def __init__(self, matrix: Tensor, said: float, lost: float):
+        super().__init__(matrix)
+        self.said, self.lost = said, lost
+        self.least = torch.ones((), dtype=torch.float64)
+
+    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        u = self.matvec(v)
+        return u * (1 - self.lost / u.norm()), torch.full_like(most, self.said)
+
+    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        v = self.rmatvec(u)
+        return v * (1 - self.lost / v.norm()), torch.full_like(most, self.said)
+
+
+def test_what_products_lose_is_allowed_for_and_an_understated_loss_makes_an_end_wrong() -> None:
+    whole = matrix(1.0, 0.3)
+    op = apart(whole, 0.05)
+    op.whole = Losing(whole, said=1e-4, lost=1e-4)
+    m = operator_norm(op)
+    assert m.method == "golub-kahan, deflated"
+    assert bool(m.converged)
+    assert float(m.lower) <= 1 <= float(m.upper)
+    op.whole = Losing(whole, said=1e-5, lost=1e-2)
+    assert float(operator_norm(op).upper) < 1

@@ -290,3 +290,28 @@ def test_stops_where_told_and_does_not_call_it_converged() -> None:
     assert (sigma <= found.upper).all()
     early = golub_kahan(MatrixOperator(matrix[:1]), rtol=1e-3, stop_at=0.5 * float(sigma[0]))
     assert early.products < full.products / 2
+
+
+def test_a_question_about_the_upper_end_is_answered_early_and_truly() -> None:
+    values, sizes = torch.linspace(0.1, 1, 200, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    op = MatrixOperator(sizes[:, None, None] * with_spectrum(values, 2, 200, 200, torch.Generator().manual_seed(0)))
+    full = golub_kahan(op, rtol=1e-6)
+    for goal in (3.0, torch.tensor([1.5, 3.0])):
+        found = golub_kahan(op, rtol=1e-6, stop_below=goal, stop_at=goal, verify=False)
+        assert found.products < full.products
+        assert bool((found.upper <= torch.as_tensor(goal)).all())
+        assert bool((full.value <= found.upper).all())
+        assert not bool(found.converged.any())
+    below = golub_kahan(op, rtol=1e-6, stop_below=0.5)  # what is not true cannot be certified
+    assert bool((below.upper >= full.value).all())
+    assert bool(below.converged.all())
+
+
+def test_without_the_last_product_there_is_no_lower_end() -> None:
+    op = MatrixOperator(gaussian(60, 60))
+    m, unverified = golub_kahan(op), golub_kahan(op, verify=False)
+    assert unverified.products == m.products - 1
+    assert float(unverified.lower) == 0
+    assert not bool(unverified.converged)
+    torch.testing.assert_close(unverified.upper, m.upper)
+    torch.testing.assert_close(unverified.right, m.right)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.base import AttentionMap, Heads
 from howsmooth.attention.stages import Chain
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_tokens, random_like
 from howsmooth.jacobians.mixing import Mixing
+from howsmooth.jacobians.moments import Moments
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
-from howsmooth.jacobians.rounding import Noise, per_map
+from howsmooth.jacobians.rounding import Noise, WeightNorms, per_map
+from howsmooth.jacobians.sizing import sharp_moments, sized_mixing
 from howsmooth.jacobians.skipping import TileSizes
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ class AttentionJacobian(JacobianOperator):
     """
 
     whole: AttentionJacobian | None = None
+    norms: Tensor | None = None
 
     def __init__(
         self,
@@ -92,21 +97,60 @@ class AttentionJacobian(JacobianOperator):
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
+        return self._combined(self.mixing, *self._tangents(v))
+
+    def _tangents(self, v: Tensor) -> Heads:
         heads = self.projection.into_heads(v.to(self.dtype).reshape(-1, *self.in_shape))
         query, key, value = (chain.jvp(t) for chain, t in zip(self.chains, heads, strict=True))
+        return query, key, value
+
+    def _combined(self, mixing: Mixing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.path == "value":
-            moved = self.mixing.jvp(None, None, value)
+            moved = mixing.jvp(None, None, value)
         else:
-            moved = self.mixing.jvp(query, key, None if self.path == "score" else value)
+            moved = mixing.jvp(query, key, None if self.path == "score" else value)
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
+        return self._back(self.mixing, u)
+
+    def _back(self, mixing: Mixing, u: Tensor) -> Tensor:
         grad = self.projection.distribute(u.to(self.dtype).reshape(-1, *self.out_shape))
-        heads = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
+        heads = mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
         back = self.projection.from_heads(*(chain.vjp(t) for chain, t in zip(self.chains, heads, strict=True)))
         return back.reshape(*self.batch_shape, *self.in_shape)
+
+    @full_precision
+    @torch.no_grad()
+    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = self.mixing.sizes
+        if sizes is None or self.norms is None:
+            return super().matvec_within(v, most)
+        query, key, value = self._tangents(v)
+        widest = self.norms[3].to(value)[:, None, None]
+        gone, lost = sizes.spared_forward((query, key, widest * value), self._for_heads(most))
+        return self._combined(self.mixing.passing_by(gone), query, key, value), self._of_heads(lost)
+
+    @full_precision
+    @torch.no_grad()
+    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = self.mixing.sizes
+        if sizes is None or self.norms is None:
+            return super().rmatvec_within(u, most)
+        each = u.reshape(-1, *self.out_shape)
+        each = each.repeat_interleave(len(self.mixing.query) // len(each), dim=0)
+        gone, lost = sizes.spared_backward(each, self.norms[:3], self._for_heads(most))
+        return self._back(self.mixing.passing_by(gone), u), self._of_heads(lost)
+
+    def _for_heads(self, most: Tensor) -> Tensor:
+        """A bound for every map as one for each of its heads, whose errors add up."""
+        heads = len(self.mixing.query) // max(1, self.batch_size)
+        return (most.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
+
+    def _of_heads(self, lost: Tensor) -> Tensor:
+        return lost.reshape(*self.batch_shape, -1).sum(-1)
 
     def line_costs(self) -> tuple[float, float]:
         if not self._has_blocks:
@@ -168,6 +212,7 @@ class AttentionJacobian(JacobianOperator):
             self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path, self.skipped
         )
         part.whole = None if self.whole is None else self.whole.along(path)
+        part.norms = self.norms
         return part
 
     def subset(self, index: Tensor) -> AttentionJacobian:
@@ -179,14 +224,18 @@ class AttentionJacobian(JacobianOperator):
         part = AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
         part.whole = None if self.whole is None else self.whole.subset(index)
         part.least = self.least.reshape(-1)[index.cpu()] if self.least.dim() else self.least
+        part.guess = None if self.guess is None else self.guess.reshape(-1, *self.in_shape)[index]
         return part
 
-    def without(self, gone: Tensor, norms: Tensor, memory: int) -> AttentionJacobian:
-        """Without some tiles, with a bound on what goes with them; ``norms`` as in `howsmooth.jacobians.skipping`."""
+    def without(self, gone: Tensor, memory: int) -> AttentionJacobian:
+        """Without some tiles, with a bound on what goes with them."""
         mixing = self.mixing.without(gone, memory)
         assert mixing.left_out is not None
+        assert self.norms is not None
         heads = 1 if self.by_head else len(mixing.query) // max(1, self.batch_size)
-        query, key, value = (math.sqrt(heads) * norms * mixing.left_out.sizes).to(self.device)  # errors of heads add up
+        query, key, value = (math.sqrt(heads) * self.norms[:3] * mixing.left_out.sizes).to(
+            self.device
+        )  # errors of heads add up
         skipped = Noise(query + key, value)
         thin = AttentionJacobian(
             mixing, self.chains, self.projection, self.batch_shape, self.rounding, self.path, skipped
@@ -194,20 +243,17 @@ class AttentionJacobian(JacobianOperator):
         thin.whole = self
         return thin
 
-    def with_joined_tiles(self, memory: int) -> AttentionJacobian:
-        """The same with neighbouring tiles as one: small ones are there to be left out, and slow."""
-        mixing, rest = self.mixing.joined(memory), (self.chains, self.projection, self.batch_shape)
-        broad = AttentionJacobian(mixing, *rest, self.rounding, self.path)
-        broad.least = self.least
-        return broad
+    def glance(self, steps: int) -> tuple[Tensor, Tensor]:
+        """A lower bound on the norm of every map, from so many steps of power iteration, and where they led.
 
-    def seen_size(self, steps: int) -> Tensor:
-        """A lower bound on the norm of every map, from so many steps of power iteration, float64 on the CPU."""
+        The bounds are float64 on the CPU, the vectors ``batch_shape + in_shape``.
+        """
         v = random_like(torch.empty(*self.batch_shape, *self.in_shape, dtype=self.dtype)).to(self.device)
         for _ in range(steps):
             u = self.matvec(v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True))
             v = self.rmatvec(u)
-        return (torch.linalg.vector_norm(v, dim=(-2, -1)) / torch.linalg.vector_norm(u, dim=(-2, -1))).double().cpu()
+        before, after = (torch.linalg.vector_norm(t, dim=(-2, -1)).double().cpu() for t in (u, v))
+        return torch.where(before > 0, after / before, 0.0), v
 
     def lift_in(self, v: Tensor) -> Tensor:
         return self._lift(v, getattr(self.projection, "basis_in", None))
@@ -265,9 +311,9 @@ def attention_jacobian(
             check_finite(tensor, name.replace("_", " "))
     dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
     with torch.no_grad():
-        operator = _operator(attention, x, dtype, per_head, reduced, memory, skip)
-        if dtype == torch.float32 and _needs_float64(operator):
-            operator = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
+        operator, sharpen = _operator(attention, x, dtype, per_head, reduced, memory, skip)
+        if dtype == torch.float32 and _needs_float64(operator, sharpen):
+            operator, _ = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
     if operator.blur > MOST_BLUR:
         raise InvalidInput(
             f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
@@ -295,38 +341,46 @@ def _operator(
     reduced: bool,
     memory: int,
     skip: float,
-) -> AttentionJacobian:
+) -> tuple[AttentionJacobian, Callable[[], None]]:
+    """The operator, and how to bound its rounding more sharply, where that is worth some products."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
     point = Point.at(attention, tokens, dtype)
-    mixing = Mixing.at(attention, point, dtype, memory, sized=skip > 0)
-    noise = Noise.of(attention, point, mixing, by_head=per_head)
+    mixing = (sized_mixing if skip else Mixing.at)(attention, point, dtype, memory)
+    projection: Projection
     if per_head:
-        projection: Projection = HeadProjection.of(attention, batch, reduced, dtype)
-        heads = torch.Size([*x.shape[:-2], attention.heads])
-        operator = AttentionJacobian(mixing, point.chains, projection, heads, noise)
+        projection = HeadProjection.of(attention, batch, reduced, dtype)
+        shape = torch.Size([*x.shape[:-2], attention.heads])
     else:
-        projection = BlockProjection.of(attention, dtype)
-        operator = AttentionJacobian(mixing, point.chains, projection, x.shape[:-2], noise)
-    if skip == 0:
-        return operator
-    thin = _thinned(operator, skip, _path_norms(attention, point), memory)
-    thin.rounding = Noise.of(attention, point, thin.mixing, by_head=per_head)  # of weights that may be sharper now
-    thin.noise = thin._of_maps(thin.rounding.along("all"))
-    return thin
+        projection, shape = BlockProjection.of(attention, dtype), x.shape[:-2]
+    whole = operator = AttentionJacobian(mixing, point.chains, projection, shape, None)
+    if skip:
+        whole.norms = _path_norms(attention, point)
+        operator = _thinned(whole, skip, memory)
+
+    known = WeightNorms(attention, dtype)
+
+    def bound_rounding(moments: Moments | None, together: bool = False) -> None:
+        for op in (whole, operator) if skip else (whole,):  # the weights may be sharper in one of them
+            seen = replace(op.mixing, moments=moments)
+            op.rounding = Noise.of(attention, point, seen, by_head=per_head, known=known, together=together)
+            op.noise = op._of_maps(op.rounding.along("all"))
+
+    bound_rounding(mixing.moments)
+    return operator, lambda: bound_rounding(sharp_moments(mixing) if skip else mixing.moments, together=True)
 
 
 def _path_norms(attention: AttentionMap, point: Point) -> Tensor:
-    """N_q, N_k and N_v of `howsmooth.jacobians.skipping`, ``(3, maps)``: exact norms of the projections."""
+    """N_q, N_k, N_v of `howsmooth.jacobians.skipping` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]
     norms = [per_map(norm, size, attention) * size for norm, size in zip(norms, point.sizes, strict=True)]
-    out = torch.linalg.matrix_norm(attention.output_weight.double(), 2)
-    return torch.stack([*norms[:2], norms[2] * per_map(out, norms[2], attention)]).cpu()
+    out = per_map(torch.linalg.matrix_norm(attention.output_weight.double(), 2), norms[2], attention)
+    return torch.stack([*norms[:2], norms[2] * out, out]).cpu()
 
 
-def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) -> AttentionJacobian:
+def _thinned(whole: AttentionJacobian, skip: float, memory: int) -> AttentionJacobian:
     """The Jacobian without the least of its tiles: those that together are at most about ``skip`` of its norm.
 
     Where these are few, products of what is left are no cheaper, and only so little goes that the ends may move by it.
@@ -334,9 +388,11 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     """
     sizes, maps = whole.mixing.sizes, len(whole.mixing.query)
     assert sizes is not None
+    assert whole.norms is not None
+    norms = whole.norms[:3]
     every = (norms * sizes.left_out(torch.ones(sizes.sizes.shape[1], dtype=torch.bool), maps).sizes).sum(0)
-    rough = whole.without(sizes.least(norms, _ROUGHLY * every), norms, memory)
-    whole.least = rough.seen_size(_GLANCES)
+    rough = whole.without(sizes.least(norms, _ROUGHLY * every), memory)
+    whole.least, guess = rough.glance(_GLANCES)
     least = whole.least.reshape(-1, 1)
     heads = maps // len(least)
     budget = (least / heads).expand(-1, heads).reshape(-1)
@@ -345,9 +401,8 @@ def _thinned(whole: AttentionJacobian, skip: float, norms: Tensor, memory: int) 
     if not worth:
         gone = sizes.least(norms, min(skip, _LITTLE) * budget)
     del rough
-    thin = whole.without(gone, norms, memory)
-    if worth and skip > _LITTLE:  # products of the whole will be asked for
-        thin.whole = whole.with_joined_tiles(memory)
+    thin = whole.without(gone, memory)
+    thin.guess = guess
     return thin
 
 
@@ -361,18 +416,26 @@ def _least_for_most(sizes: TileSizes, norms: Tensor, budget: Tensor, skip: float
     return gone
 
 
-def _needs_float64(operator: AttentionJacobian) -> bool:
+def _needs_float64(operator: AttentionJacobian, sharpen: Callable[[], None]) -> bool:
     """Whether float32 cannot resolve the logits, or leaves more noise than `MOST_NOISE` of some map."""
     if operator.blur > MOST_BLUR:
         return True
+    size = (operator if operator.whole is None else operator.whole).least.to(operator.device)
+
+    def quiet() -> bool:
+        return bool((operator.noise <= MOST_NOISE * size).all())
+
+    if quiet():
+        return False
     v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    size = torch.zeros(operator.batch_shape, dtype=torch.float64, device=operator.device)
-    for _ in range(_LOOKS):
+    for look in range(_LOOKS):
         moved = operator.matvec(v)
         v = operator.rmatvec(moved)
         lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
         size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
         v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
-        if bool((operator.noise <= MOST_NOISE * size).all()):
+        if not quiet() and look == 0:
+            sharpen()
+        if quiet():
             return False
     return True

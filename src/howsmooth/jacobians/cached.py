@@ -116,7 +116,7 @@ class CachedJacobian(JacobianOperator):
         """Σ_i P_ij², ``(maps, n)``."""
         total = torch.zeros(self.mixing.value.shape[:2], dtype=torch.float64, device=self.device)
         for tile in self.mixing.tiles:
-            total[tile.keys] += self.mixing._weights(tile)[0].double().square().sum(-2)
+            total[tile.keys] += self.mixing.weights_of(tile)[0].double().square().sum(-2)
         return total
 
     def _key_gram(self, output: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class CachedJacobian(JacobianOperator):
         total = torch.zeros(maps, n, width * width, dtype=torch.float64, device=self.device)
         pairs = (query[..., :, None] * query[..., None, :]).flatten(-2)
         for tile in mixing.tiles:
-            slopes = mixing._weights(tile)[1].double()
+            slopes = mixing.weights_of(tile)[1].double()
             apart = torch.cdist(centre[tile.queries], value[tile.keys], compute_mode="donot_use_mm_for_euclid_dist")
             total[tile.keys] += (slopes * apart).square().mT @ pairs[tile.queries]
         return total.unflatten(-1, (width, width))

@@ -20,9 +20,10 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
-from howsmooth.jacobians.skipping import LeftOut, TileSizes, TileSums
+from howsmooth.jacobians.skipping import LeftOut, TileSizes
 from howsmooth.jacobians.workspace import Workspace
 
 TILE_ROWS = 1024
@@ -43,8 +44,6 @@ TILE_SIZE = 2**21
 arrays of a tile to stay in the cache between the steps that touch them."""
 BAND_SIZE = 2**23
 """Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
-FINE_TILE, FINE_TILES = 128, 128
-"""Rows and columns of tiles that may be left out; twice as many where there would be more tiles than this on a side."""
 MASKED_SHARE = 4
 """Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
@@ -62,6 +61,12 @@ class Tile:
     @property
     def size(self) -> int:
         return math.prod(span.stop - span.start for span in (self.maps, self.rows, self.cols))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights and slopes that are kept."""
+        kept = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
+        return sum(kept.values())
 
     @property
     def queries(self) -> tuple[slice, slice]:
@@ -92,9 +97,10 @@ class Logits:
         maps = Maps.every(len(query) // attention.heads, attention.heads, query.shape[1], query)
         return cls(query, key, maps, attention.terms, attention.softcap, torch.finfo(query.dtype).eps)
 
-    def of(self, tile: Tile) -> Tensor:
-        """The logits of a tile."""
-        logits = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT)
+    def of(self, tile: Tile, work: Workspace | None = None) -> Tensor:
+        """The logits of a tile; in the memory of ``work``, valid until its next product, where that is given."""
+        multiply = torch.bmm if work is None else work.product
+        logits = multiply(self.query[tile.queries], self.key[tile.keys].mT)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
@@ -125,37 +131,22 @@ class Mixing:
     softmax: bool
     moments: Moments | None
     work: Workspace
-    exact: Logits | None = None
     sizes: TileSizes | None = None
     left_out: LeftOut | None = None
 
     @classmethod
     @torch.no_grad()
-    def at(
-        cls,
-        attention: AttentionMap,
-        point: Point,
-        dtype: torch.dtype,
-        memory: int,
-        moments: bool = True,
-        sized: bool = False,
-    ) -> Mixing:
+    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products. Without
-        ``moments`` nothing is kept by which rounding could be bounded. ``sized`` tiles are small and know how much goes
-        with them when they are left out (`howsmooth.jacobians.skipping`).
+        ``moments`` nothing is kept by which rounding could be bounded.
         """
-        softmax = attention.weighting == "softmax"
-        exact = Logits.between(point.query, point.key, attention)
-        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
+        self, exact = cls.unevaluated(attention, point, dtype)
+        softmax, key, value = self.softmax, self.key, self.value
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
-        tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        logits = Logits.between(query, key, attention)
-        self = cls(query, key, value, value, tops, sums, (), logits, softmax, seen.moments(), Workspace.shared())
         kept: list[Tile] = []
-        of_tiles = TileSums(query, key, value, attention.output_weight, softmax) if sized else None
-        for band in self._bands(fine=sized):
+        for band in self._bands():
             narrow = sum(tile.size for tile in band) <= BAND_SIZE  # otherwise logits are computed twice, not kept
             held = [exact.of(tile) for tile in band] if narrow else None
             if softmax and band:
@@ -165,56 +156,56 @@ class Mixing:
             for tile, logit in zip(band, held or map(exact.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit, exact)
                 seen.add(tile.queries, tile.keys, weights)
-                if of_tiles is not None:
-                    row, column = (span.start // fine_side(query.shape[1]) for span in (tile.rows, tile.cols))
-                    of_tiles.add(tile.queries, tile.keys, (tile.maps.start, row, column), weights)
-                size = weights.nbytes + (0 if slopes is weights else slopes.nbytes)
-                if size <= memory:
-                    memory -= size
-                    tile = replace(tile, weights=weights, slopes=slopes)
+                whole = replace(tile, weights=weights, slopes=slopes)
+                if whole.nbytes <= memory:
+                    memory, tile = memory - whole.nbytes, whole
                 kept.append(tile)
-            if of_tiles is not None:
-                of_tiles.close()
-        output = seen.output()
-        if not bool(torch.isfinite(output).all()):
-            raise InvalidInput(
-                f"the attention logits overflow in {str(exact.query.dtype).removeprefix('torch.')}: "
-                "pass float64 inputs and weights, or scale them down."
-            )
         if all(tile.weights is not None for tile in kept):
-            self = replace(self, logits=replace(logits, eps=torch.finfo(exact.query.dtype).eps))
-        sizes = None if of_tiles is None else of_tiles.tile_sizes()
-        self = replace(self, tiles=tuple(kept), output=output, moments=seen.moments())
-        return replace(self, exact=exact, sizes=sizes) if sized else self
+            self = replace(self, logits=replace(self.logits, eps=exact.eps))
+        return self.evaluated(kept, seen.output(), seen.moments())
+
+    @classmethod
+    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> tuple[Mixing, Logits]:
+        """No tiles and outputs yet, for products in this dtype, and the logits in the dtype of the point."""
+        exact = Logits.between(point.query, point.key, attention)
+        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
+        tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
+        logits, softmax = Logits.between(query, key, attention), attention.weighting == "softmax"
+        return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared()), exact
+
+    def evaluated(self, tiles: Sequence[Tile], output: Tensor, moments: Moments | None) -> Mixing:
+        """The same with its tiles and outputs, once all weights have been evaluated."""
+        if not bool(torch.isfinite(output).all()):
+            raise InvalidInput("the attention logits overflow: pass float64 inputs and weights, or scale them down.")
+        return replace(self, tiles=tuple(tiles), output=output, moments=moments)
 
     def without(self, gone: Tensor, memory: int) -> Mixing:
-        """The same without some of its ``sized`` tiles; neighbours are joined, weights kept as ``memory`` allows."""
+        """The same without some of the parts that ``sizes`` tells of; weights kept as ``memory`` allows."""
+        part = self.passing_by(gone, memory)
         assert self.sizes is not None
-        return replace(self._of_tiles(~gone, memory), left_out=self.sizes.left_out(gone, len(self.query)))
+        return replace(part, sizes=None, left_out=self.sizes.left_out(gone, len(self.query)))
 
-    def joined(self, memory: int) -> Mixing:
-        """The same with all of its ``sized`` tiles, neighbours joined, weights kept as ``memory`` allows."""
-        return self._of_tiles(torch.ones(len(self.tiles), dtype=torch.bool), memory)
-
-    def _of_tiles(self, kept: Tensor, memory: int) -> Mixing:
-        assert self.exact is not None
-        runs: list[list[Tile]] = []
-        for tile, there in zip(self.tiles, kept.tolist(), strict=True):
-            if there and runs and _continues(runs[-1], tile):
-                runs[-1].append(tile)
-            elif there:
-                runs.append([tile])
-        tiles = []
-        for run in runs:
-            tile = replace(run[0], cols=slice(run[0].cols.start, run[-1].cols.stop), weights=None, slopes=None)
-            memory -= tile.size * self.query.element_size()
-            if memory >= 0:
-                weights, slopes = zip(*map(self._sharp_weights, run), strict=True)
-                joined = torch.cat(weights, dim=-1)
-                tile = replace(tile, weights=joined, slopes=joined if self.plain else torch.cat(slopes, dim=-1))
-            tiles.append(tile)
-        part = replace(self, tiles=tuple(tiles), exact=None, sizes=None)
-        return part if memory < 0 else replace(part, logits=replace(self.logits, eps=self.exact.eps))
+    def passing_by(self, gone: Tensor, memory: int = 0) -> Mixing:
+        """As `without`, for one product: what it loses is known to who asks. Weights at hand are not copied then."""
+        assert self.sizes is not None
+        tiles: list[Tile] = []
+        for tile, there in zip(self.tiles, self.sizes.by_tile(~gone), strict=True):
+            for first, last in runs(there.tolist()):
+                left, right = (min(self.sizes.side * end, tile.cols.stop - tile.cols.start) for end in (first, last))
+                cols = slice(tile.cols.start + left, tile.cols.start + right)
+                part = replace(tile, cols=cols, weights=None, slopes=None)
+                weights = slopes = None
+                if tile.weights is not None and tile.slopes is not None:
+                    weights = tile.weights[..., left:right]
+                    slopes = weights if self.plain else tile.slopes[..., left:right]
+                memory -= part.size * self.query.element_size()
+                if memory >= 0:
+                    if weights is None or slopes is None:
+                        weights, slopes = self.weights_of(part)
+                    weights = weights.contiguous()
+                    slopes = weights if self.plain else slopes.contiguous()
+                tiles.append(replace(part, weights=weights, slopes=slopes))
+        return replace(self, tiles=tuple(tiles))
 
     @property
     def plain(self) -> bool:
@@ -226,6 +217,18 @@ class Mixing:
         """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|."""
         longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
         return self.logits.eps * float((longest[0] * longest[1]).max())
+
+    @property
+    def chain(self) -> int:
+        """The longest chain of additions in a sum over tokens: the terms of a tile, then one for each tile."""
+        tiles = self.tiles
+        by_row = Counter((tile.maps.start, tile.rows.start) for tile in tiles)
+        in_row = max((tile.cols.stop - tile.cols.start for tile in tiles), default=0) + max(by_row.values(), default=0)
+        bands = Counter(maps for maps, _ in by_row)
+        in_column = max((tile.rows.stop - tile.rows.start for tile in tiles), default=0) + max(
+            bands.values(), default=0
+        )
+        return max(in_row, in_column)
 
     @property
     def streamed(self) -> bool:
@@ -241,7 +244,7 @@ class Mixing:
             right = self.work.joined("right", self.key, dkey).mT
             row_sums = torch.zeros_like(self.sums)
         for tile in self.tiles:
-            weights, slopes = self._weights(tile)
+            weights, slopes = self.weights_of(tile)
             rows = dout[tile.queries]
             if score:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
@@ -261,7 +264,7 @@ class Mixing:
             right = self.work.joined("right", self.value, torch.ones_like(self.sums))
         right = right.mT
         for tile in self.tiles:
-            weights, slopes = self._weights(tile)
+            weights, slopes = self.weights_of(tile)
             if score:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
                 gquery[tile.queries].baddbmm_(moved, self.key[tile.keys])
@@ -288,7 +291,7 @@ class Mixing:
             tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
         tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
         maps = self.logits.maps.select(index)
-        logits = replace(self.logits, query=tensors["query"], key=tensors["key"], maps=maps)
+        logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
         moments = None if self.moments is None else self.moments.select(index)
         left_out = None if self.left_out is None else self.left_out.select(index)
         return replace(
@@ -297,7 +300,6 @@ class Mixing:
             tiles=tuple(tiles),
             logits=logits,
             moments=moments,
-            exact=None,
             sizes=None,
             left_out=left_out,
         )
@@ -321,30 +323,30 @@ class Mixing:
         """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
         sums = torch.zeros_like(self.sums[..., 0])
         for tile in self.tiles:
-            sums[tile.keys].add_(self._weights(tile)[0].sum(-2))
+            sums[tile.keys].add_(self.weights_of(tile)[0].sum(-2))
         return sums
 
     def entropy(self) -> Tensor:
         """Mean over queries of −Σ_j P_ij ln P_ij, ``(maps,)``, in nats (softmax weights)."""
         total = torch.zeros_like(self.sums[..., 0])
         for tile in self.tiles:
-            total[tile.queries].add_(torch.special.entr(self._weights(tile)[0]).sum(-1))
+            total[tile.queries].add_(torch.special.entr(self.weights_of(tile)[0]).sum(-1))
         return total.mean(-1)
 
-    def _bands(self, fine: bool = False) -> Iterator[list[Tile]]:
-        """The tiles of each block of queries, hidden ones left out; ``fine`` ones belong to one map and are small."""
+    def _bands(self) -> Iterator[list[Tile]]:
+        """The tiles of each block of queries, hidden ones left out."""
         count, n, _ = self.query.shape
         most = tile_size(self.query.device)
         side = max(1, math.isqrt(most // TILE_SIZE))
         rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if self.logits.terms else side * TILE_ROWS, n)
-        rows, cols = 2 * (fine_side(n),) if fine else (rows, side * TILE_COLS)
-        group = 1 if fine else max(1, most // (rows * min(cols, n)))
+        cols = side * TILE_COLS
+        group = max(1, most // (rows * min(cols, n)))
         for first in range(0, count, group):
             maps = slice(first, min(first + group, count))
             for start in range(0, n, rows):
                 stop = min(start + rows, n)
                 low, high = self.logits.terms.key_range(start, stop, n)
-                edges = [low, *range((low // cols + 1) * cols if fine else low + cols, high, cols), high]
+                edges = [low, *range(low + cols, high, cols), high]
                 yield [
                     Tile(maps, slice(start, stop), slice(left, right))
                     for left, right in pairwise(edges)
@@ -363,21 +365,11 @@ class Mixing:
             slopes = slopes * source.slope_of(tile).to(self.query.dtype)
         return weights, slopes
 
-    def _sharp_weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """As `_weights`, from the logits in the dtype of the point."""
-        if tile.weights is None and self.exact is not None:
-            return self._from_logits(tile, self.exact.of(tile), self.exact)
-        return self._weights(tile)
-
-    def _weights(self, tile: Tile) -> tuple[Tensor, Tensor]:
+    def weights_of(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Weights and slopes of a tile, as they are kept or recomputed."""
         if tile.weights is None or tile.slopes is None:
             return self._from_logits(tile, self.logits.of(tile), self.logits)
         return tile.weights, tile.slopes
-
-
-def fine_side(n: int) -> int:
-    """Rows and columns of tiles that may be left out, for n tokens."""
-    return FINE_TILE if n <= FINE_TILE * FINE_TILES else 2 * FINE_TILE
 
 
 def tile_size(device: torch.device) -> int:
@@ -397,10 +389,18 @@ def tile_size(device: torch.device) -> int:
     return max(TILE_SIZE, free // 64)
 
 
-def _continues(run: list[Tile], tile: Tile) -> bool:
-    """Whether a tile goes on where a run of tiles ends."""
-    last, wide = run[-1], tile.cols.stop - run[0].cols.start > TILE_COLS
-    return (last.maps, last.rows, last.cols.stop) == (tile.maps, tile.rows, tile.cols.start) and not wide
+def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where what is there begins and ends, one run after the other.
+
+    >>> list(runs([True, True, False, True]))
+    [(0, 2), (3, 4)]
+    """
+    first = 0
+    for is_there, run in groupby(there):
+        last = first + len(list(run))
+        if is_there:
+            yield first, last
+        first = last
 
 
 def _top(logits: Iterable[Tensor]) -> Tensor:

@@ -45,6 +45,7 @@ class JacobianOperator(ABC):
             the map on purpose, the same in every product.
         whole: the same maps with nothing left out, where they are at hand.
         least: a lower bound on the norm of every map that came up on the way (float64, ``batch_shape``).
+        guess: of the right singular vectors, which came up on the way (``batch_shape + in_shape``).
     """
 
     batch_shape: torch.Size
@@ -60,6 +61,7 @@ class JacobianOperator(ABC):
     left_out: Tensor | float = 0.0
     whole: JacobianOperator | None = None
     least: Tensor = torch.zeros((), dtype=torch.float64)
+    guess: Tensor | None = None
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -68,6 +70,14 @@ class JacobianOperator(ABC):
     @abstractmethod
     def rmatvec(self, u: Tensor) -> Tensor:
         """Jᵀ u for every map of the batch: ``batch_shape + out_shape`` → ``batch_shape + in_shape``."""
+
+    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """J v, and how far off each map may be on purpose: at most ``most``, float64 of the batch shape on the CPU."""
+        return self.matvec(v), torch.zeros_like(most)
+
+    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Jᵀ u, likewise."""
+        return self.rmatvec(u), torch.zeros_like(most)
 
     def size(self) -> Tensor:
         """An upper bound on ‖J‖ of every map, float64 on the CPU: what rounding in a composition is measured by.

@@ -30,7 +30,7 @@ class TokenBlocks(JacobianOperator):
         mixing = parent.mixing
         everyone = slice(0, len(mixing.query))
         n = mixing.query.shape[1]
-        weights, slopes = mixing._weights(Tile(everyone, rows, slice(0, n)))
+        weights, slopes = mixing.weights_of(Tile(everyone, rows, slice(0, n)))
         slopes = torch.zeros_like(slopes) if parent.path == "value" else slopes
         weights = torch.zeros_like(weights) if parent.path == "score" else weights
         self.query = mixing.query[:, rows].transpose(0, 1)[:, :, None]  # (rows, heads, 1, k)

@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.rounding import schatten_8, spread_of_sum
+from howsmooth.jacobians.rounding import spectral_bound, spread_of_sum
 
 
 class Affine(TokenStage):
@@ -48,7 +48,7 @@ class Matrix(TokenDerivative):
         return self
 
     def size(self) -> Tensor:
-        return schatten_8(self.weight)
+        return spectral_bound(self.weight)
 
 
 class Centre(TokenStage):

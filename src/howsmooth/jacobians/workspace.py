@@ -31,13 +31,14 @@ class Workspace(threading.local):
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """The batched matrix product, valid until the next call."""
-        return torch.bmm(left, right, out=self._buffer("tile", (*left.shape[:2], right.shape[2]), left))
+        return torch.bmm(left, right, out=self.buffer("tile", (*left.shape[:2], right.shape[2]), left))
 
     def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a and b side by side, valid until the next call with this name."""
-        return torch.cat([a, b], dim=-1, out=self._buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
+        return torch.cat([a, b], dim=-1, out=self.buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
 
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""
         size, key = math.prod(shape), (name, like.dtype, like.device)
         if key not in self.buffers or self.buffers[key].numel() < size:
             self.buffers.pop(key, None)

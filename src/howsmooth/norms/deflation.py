@@ -12,12 +12,17 @@ The upper end is above a by about r²/(a − b²) only. So b need not be sharp: 
 b₀ ≥ ‖J₀(1 − yyᵀ)‖ comes from a rough certificate (`howsmooth.norms.certificate`) with a start drawn independently of y,
 and ε may be a tenth of the norm or more, as long as b stays below |Jy|. By Weyl's inequality alone ε itself would be
 added to both ends.
+
+Products with y need not be whole either (`JacobianOperator.matvec_within`). With |Jy − su| ≤ e for s = |su| and
+|(computed Jᵀu) − Jᵀu| ≤ e', a lies within [(s − e)², (s + e)²] and
+
+.. math:: r = |(1 - yy^T)J^TJy| \le s\,|(1 - yy^T)J^Tu| + be \le s\,(|(computed\ J^Tu) - sy| + e') + be.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +34,9 @@ from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.products import absolute_noise, left_out, rounding_allowance, widened
 from howsmooth.small import random_stream
 
-_NEAR, _ROUGH = 1e-2, (0.2, 0.03)
-"""Relative residual of y in J₀, and the accuracies of b₀ that are tried one after the other."""
-_OWN_STEPS = 4
+_NEAR = 1e-2
+"""Relative residual of y in J₀."""
+_OWN_STEPS = 3
 _OF_ROOT = 0.5
 """Relative residual ρ of y in J, in √rtol: the ends are then ρ²/(2 − 2b²/a) apart, half of rtol up to b² = ¾a."""
 
@@ -71,38 +76,111 @@ def too_much_left_out(op: JacobianOperator, rtol: float) -> bool:
     return op.whole is not None and bool((left_out(op) > rtol / 8 * op.whole.least.reshape(-1)).any())
 
 
-def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: int, **options: Any) -> Measurement:
+def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: int, **given: Any) -> Measurement:
     """‖J‖₂ of every map of ``op.whole``, of which ``op`` is what is left; maps that this cannot certify run in full."""
     assert op.whole is not None
     started = time.perf_counter()
-    random = torch.randn(*op.batch_shape, *op.in_shape, generator=random_stream(seed, "guess"), dtype=op.dtype)
-    guess = golub_kahan(op, 1, max(rtol, _NEAR), confidence, seed, start=random.to(op.device), **options)
-    near = golub_kahan(op.whole, 1, _OF_ROOT * rtol**0.5, confidence, seed, _OWN_STEPS, start=guess.right)
-    assert near.right is not None
-    count = guess.products + near.products
-    for rough in _ROUGH:  # from the same start: one event covers both
-        rest = golub_kahan(Deflated(op, near.right), 1, max(rtol, rough), confidence, seed, **options)
-        count += rest.products
-        missing, most = left_out(op).reshape(op.batch_shape), (1 + rtol) * near.lower
-        upper = _upper(op, near, rest.upper + missing)
-        converged = upper <= most
-        if bool((converged | (_upper(op, near, rest.lower + missing) > most)).all()):  # a sharper b₀ would not help
-            break
-    m = replace(near, upper=upper, confidence=confidence, products=count, method="golub-kahan, deflated", notes=())
-    m = replace(m, converged=converged, seconds=time.perf_counter() - started)
-    return m if bool(converged.all()) else _in_full(op.whole, m, rtol, confidence, seed, started, **options)
+    start = op.guess
+    if start is None:
+        start = torch.randn(*op.batch_shape, *op.in_shape, generator=random_stream(seed, "guess"), dtype=op.dtype)
+    # Another seed: the certificate asks for a start that is independent of y.
+    options = {**given, "start": start.to(op.device), "verify": False}
+    guess = golub_kahan(op, 1, max(rtol, _NEAR), confidence, seed + 1, **options)
+    assert guess.right is not None
+    near = _Near.of(op.whole, guess.right, rtol)
+    missing, most = left_out(op).reshape(op.batch_shape), (1 + rtol) * near.lower
+    enough = near.enough(most) - missing
+    options = {**given, "stop_at": enough, "stop_below": enough, "verify": False}
+    rest = golub_kahan(Deflated(op, near.right), 1, rtol, confidence, seed, **options)
+    upper = near.upper(rest.upper + missing)
+    m = Measurement(
+        value=near.value,
+        lower=near.lower,
+        upper=upper,
+        confidence=confidence,
+        norm=2,
+        converged=upper <= most,
+        products=guess.products + near.products + rest.products,
+        method="golub-kahan, deflated",
+        dtype=op.dtype,
+        seconds=time.perf_counter() - started,
+        left=near.left,
+        right=near.right,
+        values=near.value[..., None],
+        residuals=near.residual[..., None],
+    )
+    return m if bool(m.converged.all()) else _in_full(op.whole, m, rtol, confidence, seed, started, **given)
 
 
-def _upper(op: JacobianOperator, near: Measurement, b: Tensor) -> Tensor:
-    """The bound of the theorem, with what rounding may do to a and r."""
-    assert op.whole is not None
-    assert near.residuals is not None
-    noise = absolute_noise(op.whole).reshape(op.batch_shape)
-    allowance = rounding_allowance(op.dtype, 4, op.blur)
-    _, high = widened(near.value, allowance, noise)
-    r = high * (near.residuals[..., 0] + 2 * (noise + allowance * high))
-    a, b = high**2, (b * (1 + allowance)) ** 2
-    return torch.sqrt((a + b) / 2 + torch.sqrt(((a - b) / 2) ** 2 + r**2)) * (1 + allowance)
+@dataclass(frozen=True)
+class _Near:
+    """A unit vector y, ``right``, and what is known of it, for every map.
+
+    Attributes:
+        value: |Jy| up to ``lost`` and rounding.
+        lower, high: both ends of |Jy|.
+        residual: how far Jᵀu is from |Jy| y, and J y from |Jy| u, at most, rounding apart.
+        rounding: by how much a product may be off, absolutely; ``allowance``: relatively.
+    """
+
+    left: Tensor
+    right: Tensor
+    value: Tensor
+    lower: Tensor
+    high: Tensor
+    residual: Tensor
+    lost: Tensor
+    rounding: Tensor
+    allowance: float
+    products: int
+
+    @classmethod
+    def of(cls, whole: JacobianOperator, y: Tensor, rtol: float) -> _Near:
+        """From steps of power iteration, until the residual is small enough.
+
+        The last y is one whose product with JᵀJ is known, so that one step takes two products. These need not be exact:
+        of |Jy| a twentieth of rtol may be missing, of Jᵀu a quarter of the residual.
+        """
+        batch, axes = whole.batch_shape, tuple(range(-len(whole.in_shape), 0))
+
+        def length(x: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(x, dim=axes, dtype=torch.float64)
+
+        def times(x: Tensor, number: Tensor) -> Tensor:
+            return x * number.to(x).reshape(*batch, *[1] * len(axes))
+
+        residual, least = _OF_ROOT * rtol**0.5, whole.least.expand(batch)
+        for step in range(1, _OWN_STEPS + 1):
+            y = times(y, 1 / length(y))
+            u, lost = whole.matvec_within(y, rtol / 20 * least)
+            value = length(u)
+            u = times(u, torch.where(value > 0, 1 / value, 0.0))
+            back, also_lost = whole.rmatvec_within(u, residual / 4 * least)
+            apart = length(back - times(y, value)).cpu() + lost + also_lost
+            if step == _OWN_STEPS or bool((apart <= residual * value.cpu()).all()):
+                break
+            y = back
+        value, noise = value.cpu(), absolute_noise(whole).reshape(batch)
+        allowance = rounding_allowance(whole.dtype, 4, whole.blur)
+        lower, high = widened(value, allowance, noise + lost)
+        rounding = 2 * (noise + allowance * high)
+        return cls(u, y, value, lower, high, apart, lost, rounding, allowance, 2 * step)
+
+    def upper(self, b: Tensor) -> Tensor:
+        """The bound of the theorem on ‖J‖ with this b."""
+        r = self.high * (self.residual + self.rounding) + (b - self.high).clamp_min(0.0) * self.lost
+        a, b = self.high**2, (b * (1 + self.allowance)) ** 2
+        return torch.sqrt((a + b) / 2 + torch.sqrt(((a - b) / 2) ** 2 + r**2)) * (1 + self.allowance)
+
+    def enough(self, most: Tensor) -> Tensor:
+        """The largest b with which that bound is at most ``most``, or 0; a little less for rounding.
+
+        λ is no less than the eigenvalues of the form with a, b² and r when (λ − a)(λ − b²) ≥ r² and λ > a.
+        """
+        room = (most / (1 + self.allowance)) ** 2
+        r, over = self.high * (self.residual + self.rounding), room - self.high**2
+        square = torch.where(over > 0, room - r**2 / over, 0.0)
+        return square.clamp_min(0.0).sqrt() / (1 + self.allowance) * (1 - 1e-9)
 
 
 def _in_full(

@@ -37,6 +37,8 @@ def golub_kahan(
     start: Tensor | None = None,
     progress: Callable[[int, float], None] | None = None,
     stop_at: Tensor | float | None = None,
+    stop_below: Tensor | float | None = None,
+    verify: bool = True,
 ) -> Measurement:
     r"""‖J‖₂ = σ₁ and the k largest singular triplets of every map, by Golub–Kahan–Lanczos from a random start.
 
@@ -73,6 +75,8 @@ def golub_kahan(
         progress: called after every step with the number of steps and the largest value so far.
         stop_at: a map whose value has reached this (one number, or one per map) needs to know no more: "is it at least
             L?" is answered long before the norm is certified. Its bounds are true, but it does not count as converged.
+        stop_below: likewise for a map whose upper end has come down to this: "is it at most L?".
+        verify: whether to make those last products; without them there is no lower end and there are no left vectors.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> matrix = torch.diag(torch.linspace(1, 2, 500, dtype=torch.float64))
@@ -81,7 +85,8 @@ def golub_kahan(
     (True, True)
     """
     if op.out_size < op.in_size and start is None:
-        turned = golub_kahan(op.adjoint, k, rtol, confidence, seed, max_steps, basis_limit, None, progress, stop_at)
+        rest = (max_steps, basis_limit, None, progress, stop_at, stop_below, verify)
+        turned = golub_kahan(op.adjoint, k, rtol, confidence, seed, *rest)
         return replace(turned, left=turned.right, right=turned.left)
     started = time.perf_counter()
     products = FlatProducts(op)
@@ -97,13 +102,13 @@ def golub_kahan(
         spare = _SPARE if op.dtype == torch.float32 or bool((results.noise > 0).any()) else 0.0
         failing = 1 - confidence
         certificate = _certificate(products, results, 1 - (1 - spare) * failing) if start is None else None
-        if isinstance(stop_at, Tensor) and stop_at.shape not in (torch.Size(()), op.batch_shape):
-            raise InvalidInput(f"stop_at is one number or one per map, got shape {tuple(stop_at.shape)}.")
         if stop_at is not None:
-            results.enough = torch.as_tensor(stop_at, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
+            results.enough = _per_map(op, stop_at, "stop_at")
+        if stop_below is not None:
+            results.little = _per_map(op, stop_below, "stop_below")
         _run(process, certificate, results, max_steps, limit, progress)
         del process
-        count = products.count + results.verify(generator)
+        count = products.count + (results.verify(generator) if verify else 0)
         again = results.limited & ~results.converged & (results.values[:, 0] < results.enough)
         if spare and bool(again.any()) and start is None and rtol >= results.least_rtol:
             each = 1 - (spare * failing) ** (1 / _REPEATS)
@@ -171,7 +176,11 @@ def _run(
         done = running
         if not last:
             reached = small.theta[:, 0] * process.products.scale >= results.enough[process.products.maps]
-            done = running & (m >= results.k) & (exhausted | reached | results.settled(small, certificate))
+            done = (
+                running
+                & (m >= results.k)
+                & (exhausted | reached | results.settled(small, certificate, process.products.maps))
+            )
         if bool(done.any()):
             results.record(process, small, certificate, done)
             running = running & ~done
@@ -206,6 +215,12 @@ def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limi
     if basis_limit < min(k + 2, op.in_size):
         raise InvalidInput(f"basis_limit={basis_limit} is too small for k={k}: allow at least {k + 2} vectors.")
     return min(basis_limit, op.in_size)
+
+
+def _per_map(op: JacobianOperator, number: Tensor | float, name: str) -> Tensor:
+    if isinstance(number, Tensor) and number.shape not in (torch.Size(()), op.batch_shape):
+        raise InvalidInput(f"{name} is one number or one per map, got shape {tuple(number.shape)}.")
+    return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
 
 
 def _random_start(op: JacobianOperator, generator: torch.Generator) -> Tensor:

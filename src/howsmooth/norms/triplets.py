@@ -29,7 +29,7 @@ class Triplets:
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
         self.upper = torch.full_like(self.lower, math.inf)
-        self.enough = torch.full_like(self.lower, math.inf)
+        self.enough, self.little = torch.full_like(self.lower, math.inf), torch.zeros_like(self.lower)
         self.accurate = torch.zeros(maps, dtype=torch.bool)
         self.limited = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
@@ -43,8 +43,8 @@ class Triplets:
     def least_rtol(self) -> float:
         return 4 * self.allowance
 
-    def settled(self, small: Projection, certificate: Certificate | None) -> Tensor:
-        """Whether a map has reached rtol, or all that rounding lets it reach."""
+    def settled(self, small: Projection, certificate: Certificate | None, maps: Tensor) -> Tensor:
+        """Whether each of ``maps`` has reached rtol, all that rounding lets it reach, or an upper end small enough."""
         top = small.theta[:, 0]
         rtol = max(self.rtol, self.least_rtol)
         if certificate is None:
@@ -53,7 +53,12 @@ class Triplets:
         accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
         lam = self._target(top, certificate.apart) ** 2
         excluded, limited = certificate.judge(lam, small)
-        return accurate & (excluded | limited)
+        settled = accurate & (excluded | limited)
+        if bool((self.little[maps] > 0).any()):
+            little = (self.little[maps] / self.scale[maps] - certificate.apart) / (1 + self.allowance)
+            possible = little > top * (1 + self.allowance)
+            settled |= possible & certificate.excludes(torch.where(possible, little, 2 * top + 1) ** 2, small)
+        return settled
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
         """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise).
