@@ -22,11 +22,13 @@ from howsmooth.certify import around
 
 TITLE = "Changed proofs"
 ROOM = "howsmooth.certify."
-ORDER = ("rows", "tilts", "ball", "together", "block_ball", "around")
+ORDER = ("rows", "tilts", "apart", "others", "ball", "together", "block_ball", "around")
 """The modules of a proof on a ball, each after those it builds on."""
 JUDGED: dict[str, dict[str, Term]] = {
     "rows": HEAD,
     "tilts": {**TILTS, **{name: HEAD[name] for name in ("high", "low", "drift", "query blocks")}},
+    "apart": {name: HEAD[name] for name in ("change",)},
+    "others": {name: HEAD[name] for name in ("mean of all others", "directed change", "key blocks")},
     "ball": {**HEAD, **{name: TILTS[name] for name in ("step 0: factor", "step 1: factor")}},
     "block_ball": BLOCK,
 }
@@ -36,6 +38,8 @@ SMALL = 1e-6
 """What a term may lose, or be, without being counted: the allowances for rounding are far below."""
 CHOICES = {
     ("tilts", "STEPS"): "any number of steps",
+    ("tilts", "_LEAST_SHARE"): "any ϑ",
+    ("apart", "_STEPS"): "any λ and μ",
     ("ball", "_POWERS"): "any weights of the keys",
     ("ball", "_SINKS"): "any number of sinks",
     ("ball", "_TWISTED"): "any size",
@@ -243,9 +247,9 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         "change is caught where a truth is above its term; it is not smaller where no term of any ball has lost more "
         f"than {SMALL:g} of itself, which leaves changes that make the proof looser, or concern rounding alone.",
         table(["module", "changes", *OUTCOMES], rows),
-        "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term. They "
-        "concern corrections of second order in the radius (products of two drifts, the slack of a drift, log E e^β beside "
-        "the largest tilt), which no truth needs in full; what rounding adds; exponents of weights that are free; and "
-        "alternatives that are not the least, of which a part is smaller.",
+        "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term. "
+        "They concern corrections of second order in the radius (products of two drifts, what a drift adds to a "
+        "spread, log E e^β beside the largest tilt), which no truth needs in full; what rounding adds; exponents of "
+        "weights that are free; and alternatives that are not the least, of which a part is smaller.",
         table(["where", "change", "smallest term"], left),
     ]
