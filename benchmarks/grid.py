@@ -22,6 +22,8 @@ certified 1e-3, building the operator included, times ours: power iteration by i
 closures (tracing counted) and ARPACK with closures (tracing counted); none of the three certifies anything. Power
 iteration is stopped at three times our seconds, or two seconds (">": it had not got there)."""
 
+_SHORT = 3.0
+"""Seconds below which peers, too, have the better of two rounds."""
 PEERS = ("power, jvp + vjp", "power, linearize + vjp", "ARPACK, linearize + vjp")
 
 
@@ -107,5 +109,9 @@ def ratios(name: str, case: Case) -> Ratios:
         PEERS[2]: lambda: arpack(FuncProducts.traced(f, x), x, x.numel()),
     }
     runs: dict[str, Run] = {}
-    certified = {key: seconds_of(lambda: runs.update({key: way()})) / ours for key, way in ways.items()}  # noqa: B023
+    certified: dict[str, float] = {}
+    for key, way in ways.items():
+        first = seconds_of(lambda: runs.update({key: way()}))  # noqa: B023
+        again = seconds_of(way) if first < _SHORT else first
+        certified[key] = min(first, again) / ours
     return Ratios(name, product, certified, frozenset(key for key, run in runs.items() if not run.reached))

@@ -249,7 +249,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         table(["module", "changes", *OUTCOMES], rows),
         "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term. "
         "They concern corrections of second order in the radius (products of two drifts, what a drift adds to a "
-        "spread, log E e^β beside the largest tilt), which no truth needs in full; what rounding adds; exponents of "
-        "weights that are free; and alternatives that are not the least, of which a part is smaller.",
+        "spread, log E e^β beside the largest tilt), for which no ball here is large enough; what rounding adds; "
+        "exponents of weights that are free; and alternatives that are not the least, of which a part is smaller.",
         table(["where", "change", "smallest term"], left),
     ]

@@ -50,7 +50,8 @@ class TokenBlocks(JacobianOperator):
         self.batch_shape = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
         self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        noise = torch.as_tensor(parent.noise) * max(1.0, n / mixing.chain) ** 0.5  # sums over all tokens, not by tiles
+        longer = max(1.0, n / max(1, mixing.chain))  # sums are over all tokens here, not by tiles
+        noise = torch.as_tensor(parent.noise) * longer**0.5
         self.noise = noise.reshape(-1, 1) if self.by_head else noise.reshape(())
 
     @torch.no_grad()
