@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import ComposedJacobian, mixing
+from howsmooth.jacobians import ComposedJacobian, attention_jacobian, mixing
 from howsmooth.jacobians.composed import (
     ClosedAttention,
     ClosedMap,
@@ -198,13 +198,50 @@ def test_blur_in_single_precision_covers_the_whole_error(depth: int) -> None:
     assert bool(m.converged)
 
 
-def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
-    """Tokens at 10⁶ ± 1 through a normalisation: float32 keeps one digit of what is left of them."""
-    norm = Tokenwise(read_norm(randomised(nn.LayerNorm(D))))
+def test_far_tokens_cost_no_digits_in_single_precision() -> None:
+    """At 10⁶ ± 1 float32 would keep one digit of what a normalisation leaves of them: activations are in float64."""
+    closed = Series(Tokenwise(read_norm(randomised(nn.LayerNorm(D)))), block()[0])
     x = (1e6 + tokens()).float()
-    J = composed_jacobian(Series(norm, block()[0]), x)
+    J, exact = composed_jacobian(closed, x), composed_jacobian(closed, x.double()).dense()
+    assert J.dtype == torch.float32
+    assert float(torch.linalg.matrix_norm(J.dense().double() - exact, 2)) <= J.blur * torch.linalg.matrix_norm(exact, 2)
+
+
+def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
+    """10⁶ − (10⁶ − 1) = 1: every product loses six digits."""
+    closed = Parallel(Tokenwise(Diagonal(1e6)), Tokenwise(Diagonal(1 - 1e6)))
+    J = composed_jacobian(Series(closed, block()[0]), tokens().float())
     assert J.dtype == torch.float64
     assert J.blur < 5e-5
+
+
+KINDS: dict[str, Callable[[], hs.SelfAttention]] = {
+    "softmax": lambda: hs.SelfAttention.random(D, heads=2, dtype=torch.float64),
+    "causal": lambda: hs.SelfAttention.random(D, heads=2, mask="causal", dtype=torch.float64),
+    "grouped": lambda: hs.SelfAttention.random(D, heads=2, kv_heads=1, dtype=torch.float64),
+    "softcap": lambda: hs.SelfAttention.random(D, heads=2, softcap=2.0, dtype=torch.float64),
+    "cosine": lambda: hs.CosineAttention.random(D, heads=2, dtype=torch.float64),
+    "sigmoid": lambda: hs.SigmoidAttention.random(D, heads=2, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("memory", [2**29, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rounded_operator_is_the_same_up_to_rounding(kind: str, memory: int) -> None:
+    attention = KINDS[kind]()
+    J = attention_jacobian(attention, tokens(), memory=memory)
+    rounded = J.rounded(torch.float32)
+    assert rounded.dtype == torch.float32
+    assert rounded.method == J.method
+    difference = torch.linalg.matrix_norm(rounded.dense().double() - J.dense(), 2)
+    assert 0 < difference <= 16 * torch.finfo(torch.float32).eps * torch.linalg.matrix_norm(J.dense(), 2)
+
+
+def test_weights_in_their_own_dtype_are_not_copied() -> None:
+    weight = torch.randn(5, D)
+    _, operator = Tokenwise(Affine(weight)).linearize(tokens(), 0)
+    [link] = operator.rounded(torch.float32).chain.links  # type: ignore[attr-defined]
+    assert link.weight is weight
 
 
 def test_attention_maps_share_the_memory() -> None:

@@ -64,6 +64,9 @@ class IdentityJacobian(JacobianOperator):
     def size(self) -> Tensor:
         return torch.ones(self.batch_shape, dtype=torch.float64)
 
+    def rounded(self, dtype: torch.dtype) -> IdentityJacobian:
+        return IdentityJacobian(self.in_shape, dtype, self.device, self.batch_shape)
+
     def subset(self, index: Tensor) -> IdentityJacobian:
         return IdentityJacobian(self.in_shape, self.dtype, self.device, index.shape)
 
@@ -99,6 +102,9 @@ class _Composed(JacobianOperator):
             noise = noise + torch.as_tensor(part.left_out, dtype=torch.float64).cpu()
             pairs.append((size, noise + relative * size))
         return pairs
+
+    def rounded(self, dtype: torch.dtype) -> JacobianOperator:
+        return type(self)([part.rounded(dtype) for part in self.parts])
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]

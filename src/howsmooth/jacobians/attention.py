@@ -215,6 +215,10 @@ class AttentionJacobian(JacobianOperator):
         part.norms = self.norms
         return part
 
+    def rounded(self, dtype: torch.dtype) -> AttentionJacobian:
+        chains, projection = tuple(chain.to(dtype) for chain in self.chains), self.projection.to(dtype)
+        return AttentionJacobian(self.mixing.rounded(dtype), chains, projection, self.batch_shape, None, self.path)
+
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
         chains, projection = tuple(chain.select(maps) for chain in self.chains), self.projection.select(index)

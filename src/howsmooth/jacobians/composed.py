@@ -8,14 +8,16 @@ token; weights of attention are kept while they fit the budget and recomputed ti
 **Rounding.** In float64 the bound that `howsmooth.jacobians.algebra` derives for every part is carried along: part l
 adds the relative error :math:`\nu_l|v_l|/|J_lv_l|` that it may make on a random vector v on its way through the map. In
 float32 that would be far above what happens (sizes of layers multiply, and attention's bound exceeds its errors a
-hundredfold), so there the error is measured: the same map runs in float64 beside it, part by part, with the same v, and
+hundredfold), so there the error is measured: the map runs in float64, what its Jacobian keeps is rounded part by part
+(:math:`\hat J_{32}`), and both go on with the same v,
 
 .. math:: \text{blur} = 4\,\frac{|\hat J_{32}v - \hat J_{64}v|}{|\hat J_{64}v|} + 32\,\mathrm{eps},
 
-which contains everything: rounded activations, weights, slopes and products. A random v is the hard case: its image is
-shorter than that of the vectors the solver ends with, by about :math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the
-way are as large. Where it exceeds `MOST_BLUR`, the whole is computed in float64. This is measured, not proved; tests
-compare it with the norm of the whole error on every listed architecture.
+which contains everything: rounded weights, slopes and products (activations are not rounded on the way). A random v is
+the hard case: its image is shorter than that of the vectors the solver ends with, by about
+:math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the way are as large. Where it exceeds `MOST_BLUR`, the whole is
+computed in float64. This is measured, not proved; tests compare it with the norm of the whole error on every listed
+architecture.
 """
 
 from __future__ import annotations
@@ -210,18 +212,18 @@ def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJac
 
 
 def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
-    """The Jacobian in float32, compared with the one in float64 on a random vector; that one is let go part by part."""
-    v = random_like(x, seed=3)
-    exact_x, exact_v, operators = x.double(), v.double(), []
+    """The one in float64 rounded to float32, and compared with it on a random vector; it is let go part by part."""
+    dtype, v = x.dtype, random_like(x, seed=3)
+    x, exact_v, operators = x.double(), v.double(), []
     for each in maps:
-        x, operator = each.linearize(x, _share(memory, each, maps), bounded=False)
-        exact_x, exact = each.linearize(exact_x, _share(memory, each, maps), bounded=False)
+        x, exact = each.linearize(x, 2 * _share(memory, each, maps), bounded=False)  # half of it when rounded
+        operator = exact.rounded(dtype)
         v, exact_v = operator.matvec(v), exact.matvec(exact_v)
         operators.append(operator)
         del exact
     lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x)
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(dtype).eps, x.to(dtype))
 
 
 def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:

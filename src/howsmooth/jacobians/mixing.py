@@ -68,6 +68,14 @@ class Tile:
         kept = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
         return sum(kept.values())
 
+    def rounded(self, dtype: torch.dtype) -> Tile:
+        """The same with its weights in another dtype."""
+        if self.weights is None or self.slopes is None:
+            return self
+        weights = self.weights.to(dtype)
+        slopes = weights if self.slopes is self.weights else self.slopes.to(dtype)
+        return replace(self, weights=weights, slopes=slopes)
+
     @property
     def queries(self) -> tuple[slice, slice]:
         return self.maps, self.rows
@@ -105,6 +113,12 @@ class Logits:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
         return logits if block is None else logits.add_(block)
+
+    def rounded(self, dtype: torch.dtype, kept: bool) -> Logits:
+        """Those of rounded queries and keys; ``kept`` says that no weight will be evaluated from them again."""
+        query, key = self.query.to(dtype), self.key.to(dtype)
+        eps = self.eps if kept else torch.finfo(dtype).eps
+        return replace(self, query=query, key=key, maps=replace(self.maps, like=query), eps=eps)
 
     def slope_of(self, tile: Tile) -> Tensor:
         """The slope 1 − tanh² of the soft-cap in a tile."""
@@ -178,6 +192,21 @@ class Mixing:
         if not bool(torch.isfinite(output).all()):
             raise InvalidInput("the attention logits overflow: pass float64 inputs and weights, or scale them down.")
         return replace(self, tiles=tuple(tiles), output=output, moments=moments)
+
+    def rounded(self, dtype: torch.dtype) -> Mixing:
+        """The same for products in another dtype, without moments and sizes; weights are kept where they were.
+
+        Outputs are taken from the rounded weights: a row must not move when all its values do.
+        """
+        names = ("query", "key", "value", "tops", "sums")
+        tensors = {name: getattr(self, name).to(dtype) for name in names}
+        kept = [tile.rounded(dtype) for tile in self.tiles]
+        logits = self.logits.rounded(dtype, kept=all(tile.weights is not None for tile in kept))
+        self = replace(self, **tensors, logits=logits, sizes=None)
+        seen = OutputSums(self.value, centred=self.softmax)
+        for tile in kept:
+            seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
+        return self.evaluated(kept, seen.output(), None)
 
     def without(self, gone: Tensor, memory: int) -> Mixing:
         """The same without some of the parts that ``sizes`` tells of; weights kept as ``memory`` allows."""

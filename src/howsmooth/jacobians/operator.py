@@ -127,6 +127,10 @@ class JacobianOperator(ABC):
         """
         return None
 
+    def rounded(self, dtype: torch.dtype) -> JacobianOperator:
+        """The same with all it holds rounded to another dtype, and no bound on that; itself where it knows no other."""
+        return self
+
     def lift_in(self, v: Tensor) -> Tensor:
         """Input vectors in the coordinates of the tokens (the identity unless the operator is reduced)."""
         return v
@@ -227,6 +231,9 @@ class MatrixOperator(JacobianOperator):
 
     def rmatvec(self, u: Tensor) -> Tensor:
         return (self.matrix.mT @ u.unsqueeze(-1)).squeeze(-1)
+
+    def rounded(self, dtype: torch.dtype) -> MatrixOperator:
+        return MatrixOperator(self.matrix.to(dtype))
 
     def subset(self, index: Tensor) -> MatrixOperator:
         return MatrixOperator(self.matrix.reshape(-1, *self.matrix.shape[-2:])[index])

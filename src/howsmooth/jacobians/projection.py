@@ -8,7 +8,7 @@ over heads; the head form keeps one map per head.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class Projection(ABC):
     def select(self, index: Tensor) -> Projection:
         """The projection for some items of the batch."""
 
+    def to(self, dtype: torch.dtype) -> Projection:
+        """The projection in another dtype."""
+        tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[type-var]
+
 
 @dataclass(frozen=True)
 class BlockProjection(Projection):
@@ -74,7 +79,7 @@ class BlockProjection(Projection):
         """The projection of a map, in its own dtype or another."""
         dtype = attention.dtype if dtype is None else dtype
         weights = [t.to(dtype) for t in (attention.query_weight, attention.key_weight, attention.value_weight)]
-        weight_in = torch.cat([weight.flatten(0, 1) for weight in weights]).mT.contiguous()
+        weight_in = torch.cat([weight.flatten(0, 1) for weight in weights]).mT  # a view: products take either order
         widths = tuple(weight.shape[1] for weight in weights)
         return cls(
             weight_in, attention.output_weight.to(dtype).flatten(0, 1), widths, attention.heads, attention.kv_heads

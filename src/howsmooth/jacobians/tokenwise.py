@@ -29,14 +29,17 @@ class Affine(TokenStage):
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         weight = self.weight.to(x)
-        return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x)), Matrix(weight)
+        return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x)), Matrix(
+            weight, self.weight
+        )
 
 
 @dataclass(frozen=True)
 class Matrix(TokenDerivative):
-    """dy = W dx."""
+    """dy = W dx; ``given`` is W in the dtype it came in, so that going back to that takes no memory."""
 
     weight: Tensor
+    given: Tensor | None = None
 
     def jvp(self, dx: Tensor) -> Tensor:
         return dx @ self.weight.mT
@@ -46,6 +49,10 @@ class Matrix(TokenDerivative):
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
+
+    def to(self, dtype: torch.dtype) -> TokenDerivative:
+        given = self.weight if self.given is None else self.given
+        return Matrix(given.to(dtype), given)
 
     def size(self) -> Tensor:
         return spectral_bound(self.weight)
@@ -194,13 +201,12 @@ class TokenwiseJacobian(JacobianOperator):
         self.batch_shape, self.in_shape = x.shape[:-2], x.shape[-2:]
         self.out_shape = torch.Size([x.shape[-2], out_width])
         self.dtype, self.device = x.dtype, x.device
-        widths = [link.weight.shape[1] for link in chain.links if isinstance(link, Matrix)]
-        terms = [spread_of_sum(width) / 4 for width in widths]  # as for the projections of attention
-        self._roundings = (sum(terms) + 2 * len(chain.links)) * torch.finfo(x.dtype).eps
 
     @property
     def noise(self) -> Tensor | float:  # type: ignore[override]
-        return self._roundings * self.size()
+        widths = [link.weight.shape[1] for link in self.chain.links if isinstance(link, Matrix)]
+        terms = [spread_of_sum(width) / 4 for width in widths]  # as for the projections of attention
+        return (sum(terms) + 2 * len(self.chain.links)) * torch.finfo(self.dtype).eps * self.size()
 
     def size(self) -> Tensor:
         size = torch.as_tensor(self.chain.size(), dtype=torch.float64).cpu()
@@ -215,6 +221,11 @@ class TokenwiseJacobian(JacobianOperator):
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
         return self.chain.vjp(u.to(self.dtype))
+
+    def rounded(self, dtype: torch.dtype) -> JacobianOperator:
+        child = copy.copy(self)
+        child.chain, child.dtype = self.chain.to(dtype), dtype
+        return child
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         if len(self.batch_shape) != 1:

@@ -28,6 +28,8 @@ from howsmooth.models.wiring import ClosedLayer, closed_layers, read_affine, rea
 from howsmooth.small import first_line, relative_error
 
 Function = Callable[[Tensor], Tensor]
+Heard = tuple[Function, Tensor, Tensor]
+"""A layer's own definition, the tokens it received from the model and what it made of them."""
 _SAME_DERIVATIVE = 1e-4
 """Largest relative difference between Jᵀu in closed form and by autograd, in single precision."""
 MOST_COMPARED = 2**28
@@ -71,30 +73,34 @@ class ClosedLayers:
 
     def get(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
         """Layer ``index``, which gave out ``output`` at x; ``function`` is its own definition."""
-        known = self._known.get(index)
-        if known is None:
-            self.operator(index, function, x, output, DEFAULT_MEMORY, bounded=False)
-            known = self._known[index]
+        if index not in self._known:
+            try:
+                self._known[index] = self._compared(index, function, x, output, x, DEFAULT_MEMORY, bounded=False)[0]
+            except HowsmoothError as error:
+                self._known[index] = first_line(error)
+        known = self._known[index]
         if isinstance(known, str):
             raise UnsupportedModel(known)
         return known
 
-    def operator(
-        self, index: int, function: Function, x: Tensor, output: Tensor, memory: int, bounded: bool
-    ) -> JacobianOperator | None:
-        """The Jacobian of layer ``index`` at x, by the forward pass that compares it; None when that has failed."""
-        known = self._known.get(index)
-        if isinstance(known, ClosedLayer):
-            return known.layer.linearize(x, memory, bounded)[1]
-        try:
-            self._known[index], operator = self._compared(index, function, x, output, memory, bounded)
-        except HowsmoothError as error:
-            self._known[index], operator = first_line(error), None
-        return operator
+    def linearize(
+        self, index: int, heard: Heard, x: Tensor, memory: int, bounded: bool
+    ) -> tuple[Tensor, JacobianOperator]:
+        """Layer ``index`` and its Jacobian at x; near the tokens it heard, the pass that compares it is this one."""
+        near = x.shape == heard[1].shape and relative_error(x, heard[1]) <= TOLERANCE
+        if index not in self._known and near:
+            try:
+                self._known[index], value, operator = self._compared(index, *heard, x, memory, bounded)
+            except HowsmoothError:
+                pass  # at the tokens themselves it may do, and if not, the reason is that which is found there
+            else:
+                return value, operator
+        return self.get(index, *heard).layer.linearize(x, memory, bounded)
 
     def _compared(
-        self, index: int, function: Function, x: Tensor, output: Tensor, memory: int, bounded: bool
-    ) -> tuple[ClosedLayer, JacobianOperator]:
+        self, index: int, function: Function, tokens: Tensor, output: Tensor, x: Tensor, memory: int, bounded: bool
+    ) -> tuple[ClosedLayer, Tensor, JacobianOperator]:
+        """Layer ``index`` with its value and Jacobian at x, compared with what the model made of its tokens."""
         attention = self.attention(index)
         worst = float("inf")
         for candidate in closed_layers(self.kind, self.modules[index], attention):
@@ -102,8 +108,8 @@ class ClosedLayers:
             error = relative_error(value, output.reshape(value.shape))
             if error <= TOLERANCE:
                 if attention.heads * len(x) ** 2 <= MOST_COMPARED:
-                    self._compare_once(index, operator, function, x)
-                return candidate, operator
+                    self._compare_once(index, operator, function, tokens)
+                return candidate, value, operator
             worst = min(worst, error)
         raise UnsupportedModel(
             f"the parts of layer {index} put together differ from its own output by a relative {worst:.1e}."
@@ -129,23 +135,15 @@ def _state(module: nn.Module) -> list[Any]:
 
 
 class ComparedLayer(ClosedMap):
-    """A layer in closed form, compared with the model by the same forward pass that makes its Jacobian.
-
-    At the tokens of the window its value is what the model gave out, so that the next layer meets its own tokens too.
-    """
+    """A layer in closed form, compared with the model by the same forward pass that makes its Jacobian."""
 
     attentions = 1
 
-    def __init__(self, layers: ClosedLayers, index: int, function: Function, x: Tensor, output: Tensor):
-        self.layers, self.index, self.given = layers, index, (function, x, output)
+    def __init__(self, layers: ClosedLayers, index: int, *heard: *Heard):
+        self.layers, self.index, self.heard = layers, index, heard
 
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
-        _, tokens, output = self.given
-        if x.dtype == tokens.dtype and torch.equal(x, tokens):
-            operator = self.layers.operator(self.index, *self.given, memory, bounded)
-            if operator is not None:
-                return output.reshape(*x.shape[:-1], -1), operator
-        return self.layers.get(self.index, *self.given).layer.linearize(x, memory, bounded)
+        return self.layers.linearize(self.index, self.heard, x, memory, bounded)
 
 
 def compare_derivative(name: str, operator: JacobianOperator, function: Function, x: Tensor) -> None:

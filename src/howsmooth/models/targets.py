@@ -33,7 +33,15 @@ from howsmooth.models.conventions import (
     no_such_layer,
 )
 from howsmooth.models.maps import read_attention
-from howsmooth.models.parts import ClosedLayers, ComparedLayer, ModelPart, closed_tail, compare_derivative, in_series
+from howsmooth.models.parts import (
+    ClosedLayers,
+    ComparedLayer,
+    Heard,
+    ModelPart,
+    closed_tail,
+    compare_derivative,
+    in_series,
+)
 from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
 from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
 from howsmooth.models.wiring import ClosedLayer
@@ -263,7 +271,7 @@ class Targets:
         """The attention blocks by layer: one walk through the model for all of them."""
         return {site.layer: site for site in attention_sites(self.model)}
 
-    def _heard(self, layer: int) -> tuple[Function, Tensor, Tensor]:
+    def _heard(self, layer: int) -> Heard:
         """A layer's own definition, the tokens it received and what it made of them."""
         module = self._layers[layer]
         return self._chain([module]), self._input(layer), self._outputs[module]
