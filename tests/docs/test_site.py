@@ -134,5 +134,6 @@ def test_search_works_from_disk(browser: Any, site: Path, word: str, page: str) 
         assert page.lower() in titles[0].lower()
         assert len(titles) >= 3
         seen.page.locator("ul.search li a").first.click()
+        seen.page.wait_for_load_state()  # a click returns once the other page has begun to arrive
         assert word.lower() in seen.text("article").lower()
         assert seen.complaints == []

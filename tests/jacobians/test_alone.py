@@ -58,12 +58,12 @@ def test_functions_are_measured_in_threads_as_alone() -> None:
     """Forward mode is one switch for all threads: at the same time, one in ten ended in an error."""
     torch.manual_seed(0)
     module = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    inputs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(8)]
+    inputs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(6)]
     fastpath = torch.backends.mha.get_fastpath_enabled()
     alone = [float(hs.measure(module, x)) for x in inputs]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda x: float(hs.measure(module, x)), inputs * 3))
-    assert together == pytest.approx(alone * 3, rel=1e-12)
+        together = list(pool.map(lambda x: float(hs.measure(module, x)), inputs * 2))
+    assert together == pytest.approx(alone * 2, rel=1e-12)
     assert torch.backends.mha.get_fastpath_enabled() == fastpath
 
 

@@ -22,10 +22,10 @@ TOLERANCE = 1e-11
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", cases.MASKS)
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_products_equal_autograd_on_a_third_of_the_grid(kind: str, mask: str) -> None:
+def test_products_equal_autograd_on_a_seventh_of_the_grid(kind: str, mask: str) -> None:
     """`make verify` goes through all of it."""
     maps = list(cases.grid(kind, mask))
-    found = compare(maps[:: 3 if len(maps) > 6 else 1])
+    found = compare(maps[:: 7 if len(maps) > 14 else 1])
     assert found.maps >= 2
     assert found.matvec < TOLERANCE
     assert found.rmatvec < TOLERANCE
