@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention.base import AttentionMap
-from howsmooth.jacobians import attention_jacobian, skipping
+from howsmooth.jacobians import attention_jacobian, sizing, skipping
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.sizing import sharp_moments, sized_mixing
@@ -62,12 +62,80 @@ def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded()
         assert plain.moments is not None
         assert sized.moments is not None
         sharp = sharp_moments(sized)
-        for name in ("key", "key_spread", "value", "value_spread", "sink"):
+        for name in ("key", "value", "value_spread", "sink"):
             torch.testing.assert_close(getattr(sized.moments, name), getattr(plain.moments, name))
+        torch.testing.assert_close(sharp.key_spread, plain.moments.key_spread)
         for name in ("lone_value", "lone_spread", "lone"):
             known, bound = getattr(plain.moments, name), getattr(sized.moments, name)
             torch.testing.assert_close(getattr(sharp, name), known)
             assert bool((bound >= known * (1 - 1e-6) - 1e-12).all())
+
+
+def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "_WEIGHTY", 0.0)
+    for attention in maps():
+        at = point(attention)
+        plain, sized = (way(attention, at, torch.float64, MEMORY) for way in (Mixing.at, sized_mixing))
+        assert plain.moments is not None
+        assert sized.moments is not None
+        torch.testing.assert_close(sized.moments.key_spread, plain.moments.key_spread)
+
+
+def key_spreads(attention: AttentionMap, x: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """The spreads of keys about their means, in float64 from all weights one by one, and as they come with sizes."""
+    at = Point.at(attention, x[None], dtype)
+    plain, sized = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
+    weights = torch.zeros(len(plain.query), len(x), len(x), dtype=torch.float64)
+    for tile in plain.tiles:
+        weights[tile.maps, tile.rows, tile.cols] = plain.weights_of(tile)[0]
+    apart = plain.key[:, None] - (weights @ plain.key)[:, :, None]  # (maps, queries, keys, width)
+    assert sized.moments is not None
+    return (weights * apart.square().sum(-1)).sum(-1).sqrt(), sized.moments.key_spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [None, "causal", hs.SlidingWindow(19)])
+@pytest.mark.parametrize("length", [0.3, 1.0, 10.0])
+def test_spreads_of_keys_are_never_too_small(
+    length: float, mask: str | hs.SlidingWindow | None, dtype: torch.dtype
+) -> None:
+    """Tiles that weigh little are bounded, not summed: with even weights, with sharp ones and with huge logits."""
+    looser = 0
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(4)]
+        x = length * torch.randn(16 * SIDE + 3, D, generator=generator, dtype=torch.float64)
+        truth, bound = key_spreads(hs.SelfAttention(*weights, heads=2, mask=mask), x, dtype)
+        assert bool((bound >= truth * (1 - 1e-6) - 1e-9).all())
+        looser += int((bound > 1.01 * truth + 1e-6).sum())
+    assert looser or isinstance(mask, hs.SlidingWindow)  # nineteen tokens lie in few tiles, none of them light
+
+
+def opposed() -> tuple[hs.SelfAttention, Tensor]:
+    """One tile of keys that every query looks at, and five light ones on the other side of the origin."""
+    x = torch.zeros(6 * SIDE, D, dtype=torch.float64)
+    x[:, 0], x[:SIDE, 0], x[:, 1] = -0.2, 1.0, 1.0
+    x[:, 2:] = 1e-3 * torch.randn(len(x), D - 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    query = torch.zeros(D, D, dtype=torch.float64)
+    query[0, 1] = 2.5
+    one = torch.eye(D, dtype=torch.float64)
+    return hs.SelfAttention(query, one, one, scale=1.0), x
+
+
+def test_the_bound_on_light_keys_cannot_be_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: with half of what is said of the keys that were not summed, spreads are too small."""
+    truth, bound = key_spreads(*opposed())
+    assert bool((bound >= truth).all())
+    assert bool((bound > 1.001 * truth).any())
+    whole = sizing._TileSums._sum_keys
+
+    def halved(self: sizing._TileSums, m: int, rows: slice, *rest: list[Tensor]) -> None:
+        whole(self, m, rows, *rest)  # type: ignore[arg-type]
+        self.seen.keys_apart[m, rows] /= 2
+
+    monkeypatch.setattr(sizing._TileSums, "_sum_keys", halved)
+    truth, bound = key_spreads(*opposed())
+    assert bool((bound < truth * (1 - 1e-3)).any())
 
 
 def dense_sizes(mixing: Mixing, out: Tensor, m: int, rows: slice, cols: slice) -> tuple[float, float, float]:
@@ -100,6 +168,37 @@ def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
             assert all(size <= float(b) * (1 + 1e-9) + 1e-12 for size, b in zip(exact, bound, strict=True))
             ratios += [float(b) / size for size, b in zip(exact, bound, strict=True) if size > 1e-6]
         assert sorted(ratios)[len(ratios) // 2] < 8
+
+
+def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
+    """The exact norms of all tiles in float64, divided by their sizes from a pass in float32, ``(tiles, 3)``."""
+    at = Point.at(attention, x[None], torch.float64)
+    exact, rough = (sized_mixing(attention, at, dtype, MEMORY) for dtype in (torch.float64, torch.float32))
+    sizes = rough.sizes
+    assert sizes is not None
+    norms = []
+    for m, i, j in sizes.places.T.tolist():
+        rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
+        norms.append(dense_sizes(exact, attention.output_weight[m % attention.heads], m, rows, cols))
+    least = 1e-30  # a weight that float32 rounds to zero
+    return torch.tensor(norms, dtype=torch.float64) / (skipping._OF_SUMS * sizes.sizes.T + least)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", hs.SlidingWindow(19)])
+@pytest.mark.parametrize("length", [0.3, 1.0, 4.0])
+def test_sizes_in_float32_are_never_too_small_and_half_of_them_would_be(
+    length: float, mask: str | hs.SlidingWindow | None
+) -> None:
+    """With even weights, sharp ones and huge logits; the second half is the negative control."""
+    shares = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(4)]
+        x = length * torch.randn(N, D, generator=generator, dtype=torch.float64)
+        shares.append(shares_of_sizes(hs.SelfAttention(*weights, heads=2, mask=mask), x))
+    largest = torch.cat(shares).amax(0)
+    assert bool((largest <= 1).all())
+    assert bool((2 * largest > 1).all())
 
 
 def test_tiles_cover_what_a_mask_leaves() -> None:

@@ -43,6 +43,11 @@ class MomentSums:
     """The sums Σ_j P_ij (v_j, |v_j|², 1, k_j, |k_j|²) and Σ_j P_ij² (v_j, |v_j|², 1), gathered tile by tile.
 
     Tokens are divided by the longest of their map, so that squares neither overflow nor underflow.
+
+    Attributes:
+        keys_apart: how long what is missing of Σ_j P_ij k_j is at most, ``(maps, n, 1)``: where not all keys were
+            summed, but to a vector h, and l is the rest, Σ_j P_ij |k_j − h|² = Σ_j P_ij |k_j|² − |h|² − 2h·l bounds the
+            square of the spread, which is least about the mean.
     """
 
     def __init__(self, key: Tensor, value: Tensor, centred: bool):
@@ -54,6 +59,7 @@ class MomentSums:
         self.sums = torch.zeros_like(self.summands)
         self.lone = torch.zeros_like(self.summands[..., : self.width + 2])
         self.columns = torch.zeros_like(value[..., 0])
+        self.keys_apart = torch.zeros_like(value[..., :1], dtype=torch.float64)
 
     def add(self, queries: tuple[slice, slice], keys: tuple[slice, slice], weights: Tensor) -> None:
         """Take in the weights of one tile."""
@@ -85,10 +91,11 @@ class MomentSums:
         far = centre.square().sum(-1, keepdim=True) * lone_total
         both = (lone_square.sqrt() + far.sqrt()).square()
         between = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
+        along = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
         longest_key, longest_value = self.longest_key.double(), self.longest_value.double()
         return Moments(
             root(key_square, longest_key),
-            root(about(key_square, key.square().sum(-1, keepdim=True) / total), longest_key),
+            root(about(key_square, along * (along - 2 * self.keys_apart) / total), longest_key),
             root(value_square, longest_value),
             root(about(value_square, value.square().sum(-1, keepdim=True) / total), longest_value),
             root(both, longest_value),

@@ -2,9 +2,11 @@ r"""Attention weights evaluated once, with the sizes of their tiles (`howsmooth.
 
 One pass over the logits gives all of it. In every tile the weights are taken relative to the largest logit of their
 own row there, :math:`w_{ij} = e^{s_{ij} - m_i}`, and summed with what is wanted of keys and values,
-:math:`\sum_j w_{ij}(v_j, |v_j|^2, 1, k_j, |k_j|^2, |v_jW_O|^2)`. When a band of queries is complete, one factor
+:math:`\sum_j w_{ij}(v_j, |v_j|^2, 1, |k_j|^2, |v_jW_O|^2)`. When a band of queries is complete, one factor
 :math:`e^{m_i - \mathrm{top}_i}/\mathrm{sum}_i` for each row of each tile makes weights of P of them, and is at the same
-time the largest weight p_i of that row. Squares of weights are nowhere needed: :math:`P_{ij}^2 \le p_iP_{ij}`.
+time the largest weight p_i of that row. Squares of weights are nowhere needed: :math:`P_{ij}^2 \le p_iP_{ij}`. Sums of
+the keys themselves, half of the work, are taken only of tiles that weigh something; of the others a bound is known,
+:math:`|\sum_j P_{ij}k_j| \le (\sum_j P_{ij}\sum_j P_{ij}|k_j|^2)^{1/2}` (`MomentSums.keys_apart`).
 
 With :math:`W_O^T = QR` the lengths of v W_O are those of v Rᵀ, and
 
@@ -28,6 +30,9 @@ from howsmooth.jacobians.mixing import TILE_COLS, Mixing, Tile
 from howsmooth.jacobians.moments import Moments, MomentSums
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.skipping import TileSizes, fine_side
+
+_WEIGHTY = 1 / 16
+"""Share of some row that a tile has at least when its keys are summed."""
 
 
 @torch.no_grad()
@@ -89,9 +94,9 @@ class _TileSums:
         longest = (self.seen.longest_value * size[:, None, None], self.seen.longest_key)
         self.units = torch.stack([each[:, 0, 0].double() for each in longest])
         through = (self.seen.summands[..., : self.width].double() @ self.triangle.mT).square().sum(-1, keepdim=True)
-        summands = torch.cat([self.seen.summands, through.to(mixing.value)], dim=-1)
-        missing = -summands.shape[1] % self.side
-        self.summands = torch.nn.functional.pad(summands, (0, 0, 0, missing)).unflatten(1, (-1, self.side))
+        values, keys, squares = self.seen.summands.tensor_split([self.width + 2, -1], dim=-1)
+        self.summands = self._in_parts(torch.cat([values, squares, through.to(mixing.value)], dim=-1))
+        self.keys = self._in_parts(keys)
         self.query = mixing.query.double().square().sum(-1)
         eps = torch.finfo(mixing.value.dtype).eps
         self.rounding = (4 * mixing.value.shape[1] ** 0.5 + 2 * self.width) * eps
@@ -113,7 +118,7 @@ class _TileSums:
         weights = self._room([(rows.stop - rows.start, count, self.side) for count in counts], kept)
         tops = torch.cat([self._relative(tile, out) for tile, out in zip(band, weights, strict=True)], dim=1)
         shape = (sum(counts), len(tops), self.summands.shape[-1])
-        sums, lone = (self.mixing.work.buffer(name, shape, self.summands) for name in ("sums", "lone"))
+        sums = self.mixing.work.buffer("sums", shape, self.summands)
         for out, part, weight in zip(sums.split(counts), parts, weights, strict=True):
             torch.bmm(weight.transpose(0, 1), self.summands[m, part : part + len(out)], out=out)
         if self.mixing.softmax:
@@ -126,15 +131,20 @@ class _TileSums:
             largest = factor
         else:
             factor, largest = torch.ones_like(tops), tops
-        sums *= factor.mT[..., None].to(sums)
-        torch.mul(sums, largest.mT[..., None].to(sums), out=lone)
-        self.seen.sums[m, rows] = sums[..., :-1].sum(0)
-        self.seen.lone[m, rows] = lone[..., : self.width + 2].sum(0)
+        # Products of small weights, nearly all below the least normal number, are only added up: storing them is slow.
+        shares = torch.stack([factor, factor * largest], dim=1).to(sums)
+        whole, lone = torch.bmm(shares, sums.transpose(0, 1)).unbind(1)
+        self.seen.sums[m, rows, : self.width + 2] = whole[:, : self.width + 2]
+        self.seen.sums[m, rows, -1] = whole[:, self.width + 2]
+        self.seen.lone[m, rows] = lone[:, : self.width + 2]
         factors = list(factor.to(sums).split(counts, dim=1))
         for tile, weight, each in zip(band, weights, factors, strict=True):
             columns = torch.bmm(each.mT[:, None], weight.transpose(0, 1)).flatten()
             self.seen.columns[m, tile.cols] += columns[: tile.cols.stop - tile.cols.start]
-        self._measure(m, rows, range(parts[0], parts[0] + len(sums)), sums, largest.mT)
+        squares = sums[..., self.width :].double() * factor.mT[..., None]
+        if self.mixing.softmax:
+            self._sum_keys(m, rows, parts, weights, factors, squares)
+        self._measure(m, rows, parts[0], sums[..., : self.width], squares, factor.mT, largest.mT)
         self.counts += counts
         return weights, factors
 
@@ -178,21 +188,50 @@ class _TileSums:
         out.copy_(logits).exp_()
         return top
 
-    def _measure(self, m: int, rows: slice, parts: range, sums: Tensor, largest: Tensor) -> None:
-        """The sizes of a band from its sums, ``(parts, rows, ·)``, and the largest weights, ``(parts, rows)``."""
-        mean, square, mass, _, key, through = sums.split(
-            [self.width, 1, 1, sums.shape[-1] - self.width - 4, 1, 1], dim=-1
-        )
-        square, mass, key, through = (t.squeeze(-1).double() for t in (square, mass, key, through))
-        total = mean.sum(0).double()
+    def _in_parts(self, tokens: Tensor) -> Tensor:
+        """Tokens as ``(maps, parts, side, ·)``, with zeros behind the last."""
+        return torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % self.side)).unflatten(1, (-1, self.side))
+
+    def _sum_keys(
+        self, m: int, rows: slice, parts: list[int], weights: list[Tensor], factors: list[Tensor], squares: Tensor
+    ) -> None:
+        """Sum the keys of weighty tiles, and bound what is missing of the sum."""
+        _, mass, key, _ = squares.unbind(-1)
+        weighty = mass.amax(1) >= _WEIGHTY
+        missing = [torch.where(weighty[:, None], 0.0, t).sum(0) for t in (mass, key)]
+        self.seen.keys_apart[m, rows, 0] = (missing[0] * missing[1]).sqrt()
+        total = self.seen.sums[m, rows, self.width + 2 : -1]
+        for part, weight, factor, chosen in zip(
+            parts, weights, factors, weighty.split([each.shape[1] for each in factors]), strict=True
+        ):
+            index = chosen.nonzero().flatten()
+            if len(index):
+                seen = torch.bmm(
+                    weight.transpose(0, 1).index_select(0, index), self.keys[m].index_select(0, part + index)
+                )
+                total += torch.einsum("irk,ri->rk", seen, factor[:, index])
+
+    def _measure(
+        self, m: int, rows: slice, first: int, mean: Tensor, squares: Tensor, factor: Tensor, largest: Tensor
+    ) -> None:
+        """The sizes of a band.
+
+        Args:
+            first: part of the band.
+            mean: sums with v, up to the ``factor``, ``(parts, rows, width)``.
+            squares: Σ_j P_ij (|v_j|², 1, |k_j|², |v_jW_O|²), ``(parts, rows, 4)``.
+            factor: of every row of every part, ``(parts, rows)``; ``largest``: its largest weight.
+        """
+        square, mass, key, through = squares.unbind(-1)
         if self.mixing.softmax:
             seen = mass.sum(0)[:, None]
-            output = total / seen.masked_fill(seen == 0, 1.0)
+            output = self.seen.sums[m, rows, : self.width].double() / seen.masked_fill(seen == 0, 1.0)
         else:
-            output = torch.zeros_like(total)
+            output = torch.zeros_like(self.seen.sums[m, rows, : self.width], dtype=torch.float64)
         turned = output @ self.triangle[m].mT
-        towards = (turned @ self.triangle[m]).to(sums)
-        middle = torch.bmm(mean.transpose(0, 1), towards[..., None]).squeeze(-1).mT.double()
+        towards = (turned @ self.triangle[m]).to(mean)
+        product = torch.mul(mean, towards, out=self.mixing.work.buffer("product", tuple(mean.shape), mean))
+        middle = product.sum(-1).double() * factor
         length = turned.square().sum(-1)
         far = length * mass
         blurred = through + far + 2 * (square * mass).sqrt() * towards.double().norm(dim=-1)
@@ -201,6 +240,6 @@ class _TileSums:
         in_key = (self.query[m, rows] * largest * apart).sum(1).sqrt() * self.units[0, m]
         in_value = (largest * mass).sum(1).sqrt()
         self.sizes.append(torch.stack([in_query, in_key, in_value]))
-        places = torch.tensor([[m], [rows.start // self.side], [0]]).expand(3, len(sums)).clone()
-        places[2] = torch.arange(parts.start, parts.stop)
+        places = torch.tensor([[m], [rows.start // self.side], [0]]).expand(3, len(mean)).clone()
+        places[2] = torch.arange(first, first + len(mean))
         self.places.append(places)
