@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
+from howsmooth import relative
 from howsmooth.attention import AttentionMap, CosineAttention, DenseBias, L2SelfAttention, SigmoidAttention
 from howsmooth.relative import value_at
 
@@ -78,6 +79,14 @@ def test_long_inputs_need_no_square_of_numbers() -> None:
     y = value_at(streamed, x, attention)
     assert y is not None
     assert torch.allclose(y, attention(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf, "fro", "token"])
+def test_lengths_in_parts_are_those_at_once(norm: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(3, 7, 5)
+    once = relative.size(x, norm, 2)
+    monkeypatch.setattr(relative, "_PART", 4)
+    torch.testing.assert_close(relative.size(x, norm, 2), once, rtol=1e-14, atol=0)
 
 
 def test_units_of_the_tokens_change_sigma_and_not_the_relative_condition() -> None:

@@ -26,6 +26,8 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind
 
 Whole = AttentionMap | Composite | None
+_PART = 2**16
+"""Coordinates of a map that are brought to float64 together."""
 
 
 def with_scale(result: Measurement, operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Measurement:
@@ -54,11 +56,13 @@ def size(tokens: Tensor, norm: NormKind, dims: int) -> Tensor:
     >>> [round(float(size(x, norm, 2)), 3) for norm in (2, 1, math.inf, "token")]
     [5.385, 9.0, 4.0, 5.0]
     """
-    tokens = tokens.detach().double()
+    tokens = tokens.detach()
     if norm == "token":
-        tokens = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
+        tokens = torch.linalg.vector_norm(tokens.double(), dim=-1, keepdim=True)
     order = {"token": math.inf, "fro": 2}.get(norm, norm) if isinstance(norm, str) else norm
-    return torch.linalg.vector_norm(tokens.flatten(-dims) if dims else tokens[..., None], ord=order, dim=-1)
+    flat = tokens.flatten(-dims) if dims else tokens[..., None]
+    parts = [torch.linalg.vector_norm(part.double(), ord=order, dim=-1) for part in flat.split(_PART, dim=-1)]
+    return torch.linalg.vector_norm(torch.stack(parts, dim=-1), ord=order, dim=-1)
 
 
 @torch.no_grad()

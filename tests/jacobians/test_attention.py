@@ -141,6 +141,8 @@ def test_reduced_coordinates_lift_back_to_tokens() -> None:
     v = torch.randn(2, 4, *reduced.in_shape, dtype=torch.float64)
     torch.testing.assert_close(reduced.lift_out(reduced.matvec(v)), plain.matvec(reduced.lift_in(v)))
     torch.testing.assert_close(reduced.lift_in(v).norm(), v.norm())
+    u = torch.randn(2, 4, *reduced.out_shape, dtype=torch.float64)
+    torch.testing.assert_close(reduced.lift_in(reduced.rmatvec(u)), plain.rmatvec(reduced.lift_out(u)))
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

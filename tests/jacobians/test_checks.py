@@ -62,6 +62,12 @@ def test_the_error_uses_the_name_given() -> None:
         checks.check_finite(torch.tensor([NAN]), "keys")
 
 
+def test_infinities_that_cancel_are_found_and_sums_that_overflow_are_no_infinities() -> None:
+    with pytest.raises(InvalidInput, match="2 NaN or infinite values, the first at index"):
+        checks.check_finite(torch.tensor([1.0, float("inf"), float("-inf")]), "keys")
+    checks.check_finite(torch.full((3,), torch.finfo(torch.float32).max), "keys")
+
+
 def test_a_point_may_have_fewer_axes_than_tokens() -> None:
     checks.check_point(torch.zeros(3))
     checks.check_point(torch.tensor(1.0))

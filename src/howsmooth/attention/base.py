@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,8 @@ from howsmooth.errors import InvalidInput
 
 Heads = tuple[Tensor, Tensor, Tensor]
 Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
+_NARROW = 256
+"""Up to so many columns of all projections together one product is faster than three."""
 
 
 class AttentionMap(nn.Module):
@@ -132,19 +135,22 @@ class AttentionMap(nn.Module):
         """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
         return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
 
-    def project_about(self, x: Tensor, centre: Tensor) -> Heads:
+    def project_about(self, moved: Tensor) -> Heads:
         """As `project`, less every constant on which no derivative depends, so that a far centre costs no digits.
 
         Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
-        the centre ``(batch, 1, d)``, biases left out, unless a stage or a soft-cap would notice.
+        a centre, biases left out, unless a stage or a soft-cap would notice.
+
+        Args:
+            moved: ``(batch, n + 1, d)``, tokens less their centre, and behind them the centre itself.
         """
-        together = self._project(torch.cat([x - centre, centre], dim=-2))  # weights are brought to the dtype once
+        together = self._project(moved)
         biases = (self.query_bias, self.key_bias, self.value_bias)
-        moved, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
+        heads, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
         free = (False, *self.free_of_constants)
         query, key, value = (
             t if left_out else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
-            for t, shift, bias, left_out in zip(moved, shifts, biases, free, strict=True)
+            for t, shift, bias, left_out in zip(heads, shifts, biases, free, strict=True)
         )
         return query, key, value
 
@@ -158,13 +164,16 @@ class AttentionMap(nn.Module):
         )
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
-        def heads_of(weight: Tensor, bias: Tensor | None) -> Tensor:
-            projected = x @ weight.to(x).flatten(0, 1).mT
-            projected = projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
-            projected = projected if bias is None else projected + bias[:, None]
-            return self.per_head(projected, dim=1)
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        flat, widths = [weight.to(x).flatten(0, 1) for weight in weights], [math.prod(w.shape[:2]) for w in weights]
+        narrow = sum(widths) <= _NARROW
+        projected = (x @ torch.cat(flat).mT).split(widths, dim=-1) if narrow else [x @ weight.mT for weight in flat]
 
-        query, key, value = map(heads_of, (self.query_weight, self.key_weight, self.value_weight), biases)
+        def heads_of(projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            heads = projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
+            return self.per_head(heads if bias is None else heads + bias[:, None], dim=1)
+
+        query, key, value = map(heads_of, projected, weights, biases)
         return query, key, value
 
     def per_head(self, tensor: Tensor, dim: int = 0) -> Tensor:

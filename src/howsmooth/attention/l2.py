@@ -73,11 +73,11 @@ class L2SelfAttention(AttentionMap):
         self.register_buffer("plain_value", value.reshape(heads, -1, value.shape[1]))
         self.tied, self.value_factor, self.temperature = key is None, value_factor, temperature
 
-    def project_about(self, x: Tensor, centre: Tensor) -> Heads:
+    def project_about(self, moved: Tensor) -> Heads:
         """Distances see no constant that queries and keys share."""
-        query, key, value = self._project(x - centre)
+        query, key, value = self._project(moved[..., :-1, :])
         if not self.tied:
-            query_shift, key_shift, _ = self.project(centre)
+            query_shift, key_shift, _ = self.project(moved[..., -1:, :])
             query = query + (query_shift - key_shift)
         return query, key, value
 

@@ -338,14 +338,14 @@ class Mixing:
 
         Rows of weights that sum to one leave that centre as it is; elsewhere the weights are gone through once more.
         """
-        wide = tokens.to(torch.float64 if tokens.device.type != "mps" else tokens.dtype)
+        wide = torch.float64 if tokens.device.type != "mps" else tokens.dtype
         whole = self.softmax and attention.terms.first_blind(tokens.shape[1], attention.heads) is None
         if whole and not attention.value_stages:
             weight, bias = attention.value_weight.to(wide), attention.value_bias
-            first = (wide[:, 0] @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
+            first = (tokens[:, 0].to(wide) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
             value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
-        value = attention.in_dtype(wide.dtype)._heads(wide)[2].flatten(0, 1).to(self.value)
+        value = attention.in_dtype(wide)._heads(tokens.to(wide))[2].flatten(0, 1).to(self.value)
         return self.jvp(None, None, value).to(wide)
 
     def column_sums(self) -> Tensor:

@@ -40,13 +40,15 @@ class Point:
     def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> Point:
         """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
         wide = dtype if x.device.type == "mps" else torch.float64
-        tokens = x.to(wide)
-        centre = tokens.mean(-2, keepdim=True)
-        raw = [projected.flatten(0, 1) for projected in attention.project_about(tokens, centre)]
+        moved = torch.cat([x, x[:, :1]], dim=-2).to(wide)  # one array for the tokens, and their centre behind them
+        tokens, last = moved[:, :-1], moved[:, -1:]
+        last.copy_(tokens.mean(-2, keepdim=True))
+        tokens.sub_(last)
+        raw = [projected.flatten(0, 1) for projected in attention.project_about(moved)]
         through = [Chain.through(stages, t) for stages, t in zip(attention.stages(*raw[:2]), raw, strict=True)]
         staged = [t for t, _ in through]
         sizes = [_largest_size(chain, t) for t, chain in through] if errors else []
-        bounds = _errors(attention, tokens - centre, centre, raw, staged, sizes) if errors else ()
+        bounds = _errors(attention, tokens, last, raw, staged, sizes) if errors else ()
         query, key, value = staged
         if attention.weighting == "softmax":
             value = value - value.mean(-2, keepdim=True)

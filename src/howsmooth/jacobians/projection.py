@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ class HeadProjection(Projection):
 
     With orthonormal bases Q_in of the span of a head's q, k, v weights and Q_out of the range of its output matrix, the
     map in reduced coordinates Q_outᵀ J Q_in has the singular values of J and vectors of a fraction of the length:
-    3k and k coordinates per token instead of d.
+    3k and k coordinates per token instead of d. As Q_in comes from a QR decomposition, the weights in its coordinates
+    are triangular: queries depend on the first k coordinates alone, keys on the first 2k.
     """
 
     weight_in: Tensor  # (maps, width, q + k + v)
@@ -154,11 +156,28 @@ class HeadProjection(Projection):
         )
 
     def into_heads(self, v: Tensor) -> Heads:
-        query, key, value = (v @ self.weight_in).split(self.widths, dim=-1)
+        if self.basis_in is None:
+            query, key, value = (v @ self.weight_in).split(self.widths, dim=-1)
+        else:
+            query, key, value = (v[..., : block.shape[1]] @ block for block in self._triangle())
         return query, key, value
 
     def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
-        return torch.cat([gquery, gkey, gvalue], dim=-1) @ self.weight_in.mT
+        if self.basis_in is None:
+            return torch.cat([gquery, gkey, gvalue], dim=-1) @ self.weight_in.mT
+        query, key, value = self._triangle()
+        back = gvalue @ value.mT
+        back[..., : key.shape[1]].add_(gkey @ key.mT)
+        back[..., : query.shape[1]].add_(gquery @ query.mT)
+        return back
+
+    def _triangle(self) -> Heads:
+        """The columns of the triangular weights that belong to queries, keys and values, less their zeros."""
+        ends = list(accumulate(self.widths))
+        query, key, value = (
+            self.weight_in[:, :end, end - width : end] for width, end in zip(self.widths, ends, strict=True)
+        )
+        return query, key, value
 
     def combine(self, mixed: Tensor) -> Tensor:
         return mixed @ self.weight_out

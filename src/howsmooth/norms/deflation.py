@@ -139,7 +139,7 @@ class _Near:
         """From steps of power iteration, until the residual is small enough.
 
         The last y is one whose product with JᵀJ is known, so that one step takes two products. These need not be exact:
-        of |Jy| a twentieth of rtol may be missing, of Jᵀu a quarter of the residual.
+        of |Jy| a tenth of rtol may be missing, of Jᵀu a quarter of the residual.
         """
         batch, axes = whole.batch_shape, tuple(range(-len(whole.in_shape), 0))
 
@@ -152,7 +152,7 @@ class _Near:
         residual, least = _OF_ROOT * rtol**0.5, whole.least.expand(batch)
         for step in range(1, _OWN_STEPS + 1):
             y = times(y, 1 / length(y))
-            u, lost = whole.matvec_within(y, rtol / 20 * least)
+            u, lost = whole.matvec_within(y, rtol / 10 * least)
             value = length(u)
             u = times(u, torch.where(value > 0, 1 / value, 0.0))
             back, also_lost = whole.rmatvec_within(u, residual / 4 * least)
