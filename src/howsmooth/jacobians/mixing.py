@@ -286,7 +286,10 @@ class Mixing:
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
-        gquery, gkey, gvalue = (torch.zeros_like(t) for t in (self.query, self.key, self.value))
+        # Contiguous, whatever heads are views of: batched products add to nothing else without a loop over maps.
+        gquery, gkey, gvalue = (
+            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (self.query, self.key, self.value)
+        )
         left, right = grad, self.value
         if self.softmax:
             left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
