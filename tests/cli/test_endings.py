@@ -170,7 +170,7 @@ def test_a_stop_during_a_finaliser_is_not_lost(
 
     def work(text: str) -> int:
         Finalised()
-        time.sleep(5)
+        time.sleep(0.5)
         return 2**20
 
     hook = sys.unraisablehook

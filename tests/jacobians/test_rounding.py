@@ -196,7 +196,7 @@ def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: False)
-    width, n = 64, 40
+    width, n = 64, 16
     generator = torch.Generator().manual_seed(0)
     shared = width * kv_heads // heads
     weights = [torch.randn(rows, width, generator=generator) / 8 for rows in (width, shared, shared, width)]
