@@ -31,6 +31,7 @@ from howsmooth.jacobians.composed import (
 from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Diagonal, Gate
 from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.wiring import read_norm
+from howsmooth.norms.golub_kahan import golub_kahan
 from howsmooth.testing import dense_jacobian
 
 N, D = 5, 6
@@ -235,6 +236,26 @@ def test_a_rounded_operator_is_the_same_up_to_rounding(kind: str, memory: int) -
     assert rounded.method == J.method
     difference = torch.linalg.matrix_norm(rounded.dense().double() - J.dense(), 2)
     assert 0 < difference <= 16 * torch.finfo(torch.float32).eps * torch.linalg.matrix_norm(J.dense(), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_measurement_starts_with_the_product_that_building_has_made(dtype: torch.dtype) -> None:
+    J = composed_jacobian(block()[0], tokens().to(dtype))
+    assert J.tried is not None
+    start, product = J.tried
+    assert torch.equal(product, J.matvec(start))
+    known, elsewhere = golub_kahan(J), golub_kahan(J, seed=1)
+    J.tried = None
+    anew = golub_kahan(J)
+    assert known.products == anew.products - 1
+    assert torch.equal(torch.stack([known.value, known.upper]), torch.stack([anew.value, anew.upper]))
+    J.tried = (start, 2 * product)  # would be seen where it is used, and is not where it is not
+    assert golub_kahan(J, max_steps=2).upper != golub_kahan(replaced(J), max_steps=2).upper
+    assert torch.equal(golub_kahan(J, seed=1).upper, elsewhere.upper)
+
+
+def replaced(J: ComposedJacobian) -> ComposedJacobian:
+    return ComposedJacobian(J.parts, J.blur, J.output)
 
 
 def test_weights_in_their_own_dtype_are_not_copied() -> None:

@@ -22,6 +22,7 @@ architecture.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -41,8 +42,9 @@ from howsmooth.jacobians.attention import (
     attention_jacobian,
     unbounded_jacobian,
 )
-from howsmooth.jacobians.checks import check_tokens, random_like
+from howsmooth.jacobians.checks import check_tokens
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.starts import random_start, start_stream
 from howsmooth.jacobians.tokenwise import TokenwiseJacobian
 
 _SAFETY = 4.0
@@ -163,9 +165,15 @@ class ComposedJacobian(Product):
 
     noise = 0.0
 
-    def __init__(self, parts: Sequence[JacobianOperator], blur: float, output: Tensor):
+    def __init__(
+        self,
+        parts: Sequence[JacobianOperator],
+        blur: float,
+        output: Tensor,
+        tried: tuple[Tensor, Tensor] | None = None,
+    ):
         super().__init__(parts)
-        self.blur, self.output = blur, output
+        self.blur, self.output, self.tried = blur, output, tried
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]
@@ -201,20 +209,22 @@ def composed_jacobian(f: ClosedMap, x: Tensor, memory: int = DEFAULT_MEMORY) -> 
 
 def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
     """The Jacobian in float64, with the error that every part may make on a random vector."""
-    operators, v, relative = [], random_like(x, seed=3), 0.0
+    operators, relative = [], 0.0
+    start = v = _start(x)
     for each in maps:
         x, operator = each.linearize(x, _share(memory, each, maps))
         before, v = v, operator.matvec(v)
         ratio = _length(before) / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
         relative += float((torch.as_tensor(operator.noise) * ratio.cpu()).max()) + operator.blur
         operators.append(operator)
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x)
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x, (start, v))
 
 
 def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
     """The one in float64 rounded to float32, and compared with it on a random vector; it is let go part by part."""
-    dtype, v = x.dtype, random_like(x, seed=3)
-    x, exact_v, operators = x.double(), v.double(), []
+    dtype, operators = x.dtype, []
+    start = v = _start(x)
+    x, exact_v = x.double(), v.double()
     for each in maps:
         x, exact = each.linearize(x, 2 * _share(memory, each, maps), bounded=False)  # half of it when rounded
         operator = exact.rounded(dtype)
@@ -223,7 +233,12 @@ def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> Compose
         del exact
     lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(dtype).eps, x.to(dtype))
+    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(dtype).eps, x.to(dtype), (start, v))
+
+
+def _start(x: Tensor) -> Tensor:
+    """The vector that a measurement at x starts from."""
+    return random_start(math.prod(x.shape[:-2]), math.prod(x.shape[-2:]), x, start_stream()).reshape(x.shape)
 
 
 def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:

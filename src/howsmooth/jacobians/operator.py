@@ -46,6 +46,8 @@ class JacobianOperator(ABC):
         whole: the same maps with nothing left out, where they are at hand.
         least: a lower bound on the norm of every map that came up on the way (float64, ``batch_shape``).
         guess: of the right singular vectors, which came up on the way (``batch_shape + in_shape``).
+        tried: a vector that measurements start from (`howsmooth.jacobians.starts`) and its product, where building the
+            operator has made it.
     """
 
     batch_shape: torch.Size
@@ -62,6 +64,7 @@ class JacobianOperator(ABC):
     whole: JacobianOperator | None = None
     least: Tensor = torch.zeros((), dtype=torch.float64)
     guess: Tensor | None = None
+    tried: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:

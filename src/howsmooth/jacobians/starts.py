@@ -1,4 +1,4 @@
-"""Where measurements start: whoever tries an operator on one vector may take this one, and its product is known then."""
+"""Where measurements start: who tries an operator on one vector may take this one, and its product is known then."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.starts import random_start, start_stream
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.certificate import Certificate, smallest_component
 from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.products import FlatProducts
 from howsmooth.norms.triplets import Triplets
-from howsmooth.small import random_stream
 
 BASIS_BYTES = 2**30
 _SPARE = 0.1  # share of the chance of failing that is kept for maps which rounding limits,
@@ -91,7 +91,7 @@ def golub_kahan(
     started = time.perf_counter()
     products = FlatProducts(op)
     limit = _check(op, k, rtol, max_steps, basis_limit)
-    generator = random_stream(seed, "golub-kahan start")
+    generator = start_stream(seed)
     smallest_component(op.in_size, confidence)  # refuses what is no probability
     with torch.no_grad():
         first = _random_start(op, generator) if start is None else _given_start(op, start)
@@ -136,7 +136,7 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
     op, count = results.op, 0
     largest = torch.zeros_like(results.upper)
     for i in range(_REPEATS):
-        generator = random_stream(seed, f"golub-kahan start {i + 1}")
+        generator = start_stream(seed, run=i + 1)
         products = FlatProducts(op, results.scale)
         products.keep(maps)
         process = Bidiagonalisation(products, _random_start(op, generator)[maps.to(op.device)], generator)
@@ -224,9 +224,7 @@ def _per_map(op: JacobianOperator, number: Tensor | float, name: str) -> Tensor:
 
 
 def _random_start(op: JacobianOperator, generator: torch.Generator) -> Tensor:
-    """Uniform on the sphere, one for each map, drawn on the CPU so that a seed means the same on every device."""
-    v = torch.randn(op.batch_size, op.in_size, generator=generator, dtype=op.dtype).to(op.device)
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64).to(v)
+    return random_start(op.batch_size, op.in_size, torch.empty((), dtype=op.dtype, device=op.device), generator)
 
 
 def _given_start(op: JacobianOperator, start: Tensor) -> Tensor:
