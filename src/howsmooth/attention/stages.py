@@ -160,7 +160,8 @@ class _UnitNormDerivative(TokenDerivative):
     gain: Tensor
 
     def _project(self, t: Tensor) -> Tensor:
-        return (t - self.unit * (self.unit * t).sum(-1, keepdim=True)) * self.inverse
+        along = (self.unit * t).sum(-1, keepdim=True)
+        return torch.addcmul(t, self.unit, along, value=-1) * self.inverse
 
     def jvp(self, dx: Tensor) -> Tensor:
         return self._project(dx) * self.gain

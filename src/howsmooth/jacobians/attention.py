@@ -197,10 +197,10 @@ class AttentionJacobian(JacobianOperator):
         """
         tokens = x.detach().reshape(-1, *x.shape[-2:])
         mixed = self.mixing.mixed_values(attention, tokens).unflatten(0, (-1, attention.heads)).to(self.dtype)
-        weight = attention.output_weight.to(mixed)
         if self.by_head:
+            weight = attention.output_weight.to(mixed)
             return (mixed @ weight).reshape(*self.batch_shape, *mixed.shape[-2:-1], weight.shape[-1])
-        out = mixed.transpose(1, 2).flatten(2) @ weight.flatten(0, 1)
+        out = self.projection.combine(mixed.flatten(0, 1))
         out = out if attention.output_bias is None else out + attention.output_bias.to(out)
         return out.reshape(*self.batch_shape, *out.shape[-2:])
 
