@@ -315,3 +315,14 @@ def test_without_the_last_product_there_is_no_lower_end() -> None:
     assert not bool(unverified.converged)
     torch.testing.assert_close(unverified.upper, m.upper)
     torch.testing.assert_close(unverified.right, m.right)
+
+
+@pytest.mark.parametrize(("share", "reached"), [(2.8e-4, True), (3.2e-4, True), (6e-4, False)])
+def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reached: bool) -> None:
+    """Both ends move by it, and the certificate stays above the value by as much; beyond, a note says so."""
+    op = MatrixOperator(torch.diag(torch.linspace(0, 1, 400, dtype=torch.float64) ** 2))
+    op.noise, op.scatter = share, 1e-3
+    m = golub_kahan(op)
+    assert bool(m.converged) is reached
+    assert any("limits the ends" in note for note in m.notes) is not reached
+    assert m.lower <= 1 <= m.upper

@@ -67,7 +67,7 @@ class Triplets:
         """
         rtol = max(self.rtol, self.least_rtol)
         wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
-        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + 2 * noise)
+        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + noise)
 
     def record(
         self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
@@ -127,6 +127,7 @@ class Triplets:
         batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
         lower, upper, crossed = uncrossed(self.lower, self.upper)
         converged = self.converged
+        noisy = 3 * self.noise > self.rtol * self.values[:, 0]  # then `_target` is out of reach
         return Measurement(
             value=self.values[:, 0].reshape(batch),
             lower=lower.reshape(batch),
@@ -142,5 +143,5 @@ class Triplets:
             right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
             values=self.values.reshape(*batch, self.k),
             residuals=self.residuals.reshape(*batch, self.k),
-            notes=notes + crossed + rounding_note(self.limited & ~converged, self.op.dtype),
+            notes=notes + crossed + rounding_note((self.limited | noisy) & ~converged, self.op.dtype),
         )
