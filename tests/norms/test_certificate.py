@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import beta as beta_distribution
+from torch import Tensor
 
 from evidence.spectra import families, orthogonal, with_spectrum
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
+from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.certificate import Certificate, Projection, kuczynski_wozniakowski1992, smallest_component
+from howsmooth.norms.products import FlatProducts
 from howsmooth.small import random_stream
 
 
-def christoffel_upper(alpha: np.ndarray, beta: np.ndarray, size: int, confidence: float) -> float:
-    """√λ* with Σ_{j≤m} p_j(λ*)² = 1/τ², by the three-term recurrence of the orthonormal polynomials of BᵀB."""
-    b = np.diag(alpha) + np.diag(beta[:-1], 1)
-    jacobi = b.T @ b
-    off = np.append(np.diag(jacobi, 1), alpha[-1] * beta[-1])
+def christoffel_upper(jacobi: np.ndarray, last: float, size: int, confidence: float, above: float = 1.0) -> float:
+    """√λ* where c² ≤ 1/Σ_{j≤m} p_j(λ)² equals τ², by the three-term recurrence of the orthonormal polynomials.
+
+    ``jacobi`` and the ``last`` entry beside it belong to the measure of the start, or to that measure times its
+    argument; c² is then the mass of the start times λ over ``above``.
+    """
+    off = np.append(np.diag(jacobi, 1), last)
     tau2 = beta_distribution.ppf(1 - confidence, 0.5, (size - 1) / 2)
 
     def kernel(lam: float) -> float:
         before, p, total = 0.0, 1.0, 1.0
-        for j in range(len(alpha)):
+        for j in range(len(jacobi)):
             before, p = p, ((lam - jacobi[j, j]) * p - (off[j - 1] * before if j else 0)) / off[j]
             total += p * p
-        return total
+        return total * (1.0 if above == 1.0 else lam / above)
 
     low = np.linalg.eigvalsh(jacobi)[-1]
-    high = jacobi[0, 0] + off[0] / math.sqrt(tau2)
+    high = max(jacobi[0, 0] + off[0] / math.sqrt(tau2), low) * (1 if above == 1.0 else 1 + above / tau2)
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if kernel(middle) < 1 / tau2 else (low, middle)
@@ -47,8 +53,87 @@ def test_equals_the_christoffel_bound_by_recurrence(steps: int, confidence: floa
     beta = 0.5 + torch.rand(4, steps, generator=generator, dtype=torch.float64)
     b = torch.diag_embed(alpha) + torch.diag_embed(beta[:, :-1], 1)
     upper = Certificate(4, 1000, confidence).tighten(Projection.of(b, beta[:, -1]))
-    expected = [christoffel_upper(a.numpy(), b.numpy(), 1000, confidence) for a, b in zip(alpha, beta, strict=True)]
+    last = alpha[:, -1] * beta[:, -1]
+    expected = [
+        christoffel_upper((b.T @ b).numpy(), float(end), 1000, confidence) for b, end in zip(b, last, strict=True)
+    ]
     np.testing.assert_allclose(upper, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.99])
+@pytest.mark.parametrize("steps", [1, 2, 5, 12])
+def test_halfway_it_is_the_christoffel_bound_of_the_measure_times_its_argument(steps: int, confidence: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    alpha = 0.5 + torch.rand(4, steps + 1, generator=generator, dtype=torch.float64)
+    beta = 0.5 + torch.rand(4, steps, generator=generator, dtype=torch.float64)
+    b = torch.diag_embed(alpha) + torch.diag_embed(beta, 1)
+    small = Projection.halfway(b, torch.zeros(4), steps + 1, torch.zeros(2, 4, steps + 1))
+    upper = Certificate(4, 1000, confidence).tighten(small)
+    above = b[:, :-1]
+    last = alpha[:, -1] * beta[:, -1]
+    expected = [
+        christoffel_upper((b @ b.T).numpy(), float(end), 1000, confidence, float(first) ** 2)
+        for b, end, first in zip(above, last, alpha[:, 0], strict=True)
+    ]
+    np.testing.assert_allclose(upper, expected, rtol=1e-9)
+
+
+def halfway_with_errors(size: int, steps: int, error: float, seed: int) -> tuple[Projection, Tensor, Tensor]:
+    """Half a step of a run whose vectors are all off: its projection, λ of the largest value, the start's part on it.
+
+    V is orthonormal, U need not be; what is missing in J V = U B̂ + α u eᵀ and Jᵀ U = V B̂ᵀ are the errors. They point
+    along the vectors that they can hide best.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    matrix = random(size, size)
+    left, sigma, right = torch.linalg.svd(matrix)
+    x, y = right[0], left[:, 0]
+    start = random(size)
+    start = torch.nn.functional.normalize(start - 0.9 * (start @ x) * x, dim=0)
+    process = Bidiagonalisation(FlatProducts(MatrixOperator(matrix)), start[None], generator)
+    for _ in range(steps):
+        process.step()
+    process.step_left()
+    u, v = process._left[0, : steps + 1].T, process._right[0, : steps + 1].T
+    b = process._b[0, : steps + 1, : steps + 1].clone()
+    v = v + error * torch.outer(x, random(steps + 1).sign()) + error * random(*v.shape) / size
+    orthonormal, triangle = torch.linalg.qr(v)
+    v = orthonormal * triangle.diagonal().sign()
+    u = torch.nn.functional.normalize(u + error * torch.outer(y, random(steps + 1).sign()), dim=0)
+    ahead, back = matrix @ v - u @ b, matrix.T @ u[:, :-1] - v @ b[:-1].T
+    drift = torch.stack([ahead.norm(dim=0), torch.cat([back.norm(dim=0), torch.zeros(1).double()])])[:, None]
+    skew = torch.linalg.matrix_norm(u.T @ u - torch.eye(steps + 1).double())
+    small = Projection.halfway(b[None], skew[None], 0, drift)
+    return small, sigma[0] ** 2, (v[:, 0] @ x).abs()
+
+
+def test_halfway_no_overlap_exceeds_its_bound_whatever_the_errors() -> None:
+    closest, without = 0.0, 0.0
+    for seed in range(400):
+        for error in (0.0, 1e-6, 1e-3, 3e-2):
+            small, lam, truth = halfway_with_errors(8, 2 + seed % 6, error, seed)
+            if float(lam) <= float(small.theta[0, 0]) ** 2:
+                continue
+            share, _ = Certificate(1, 8, 0.99).judge(lam[None], small)
+            tau = smallest_component(8, 0.99)
+            closest = max(closest, float(truth / (share[0] * tau)))
+            exact = replace(small, drift=torch.zeros_like(small.drift), skew=torch.zeros(1))
+            share, _ = Certificate(1, 8, 0.99).judge(lam[None], exact)
+            without = max(without, float(truth / (share[0] * tau)))
+    assert 0.99 < closest <= 1
+    assert without > 1.5  # what errors hide is needed
+
+
+def test_halfway_the_bound_falls_in_lambda() -> None:
+    for seed in range(20):
+        small, _, _ = halfway_with_errors(8, 5, 1e-3, seed)
+        lam = float(small.theta[0, 0]) ** 2 * torch.linspace(1.001, 30, 2000, dtype=torch.float64)
+        share, _ = Certificate(1, 8, 0.99).judge(lam[:, None], small)
+        assert (share[1:] <= share[:-1]).all()
 
 
 def test_smallest_component_is_the_quantile_of_random_unit_vectors() -> None:

@@ -69,6 +69,28 @@ def test_residuals_are_the_true_residuals() -> None:
     assert m.residuals.max() > 1e-10  # something was left to compare
 
 
+@pytest.mark.parametrize("options", [{}, {"basis_limit": 5}])
+def test_a_run_may_end_between_the_products_of_a_step(options: dict[str, int]) -> None:
+    halfway = 0
+    for seed in range(20):
+        matrix = gaussian(50, 50, seed=seed)
+        m = golub_kahan(MatrixOperator(matrix), rtol=1e-2, **options)  # type: ignore[arg-type]
+        assert m.left is not None
+        assert m.right is not None
+        assert m.residuals is not None
+        sigma = float(torch.linalg.svdvals(matrix)[0])
+        assert float(m.lower) <= sigma <= float(m.upper) <= 1.01 * float(m.lower)
+        assert bool(m.converged)
+        torch.testing.assert_close(matrix @ m.right, m.left * float(m), rtol=0, atol=1e-11)
+        residual = float((m.left @ matrix - float(m) * m.right).norm())
+        if m.products % 2 == 1:
+            assert math.isclose(residual, float(m.residuals), rel_tol=1e-6)
+        else:
+            halfway += 1
+            assert residual <= float(m.residuals) <= 30 * residual
+    assert 3 <= halfway <= 17
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("basis_limit", [3, 6, 15])
 def test_restarts_reach_the_same_value(basis_limit: int) -> None:
@@ -251,7 +273,7 @@ def test_float32_errors_stay_within_half_the_rounding_allowance() -> None:
 def test_progress_is_called_after_every_step() -> None:
     seen: list[tuple[int, float]] = []
     m = golub_kahan(MatrixOperator(gaussian(60, 60)), progress=lambda step, value: seen.append((step, value)))
-    assert [step for step, _ in seen] == list(range(1, m.products // 2 + 1))
+    assert [step for step, _ in seen] == list(range(1, m.products // 2 + 1))  # half a step counts as one
     assert all(a <= b <= float(m) * (1 + 1e-14) for (_, a), (_, b) in itertools.pairwise(seen))
 
 

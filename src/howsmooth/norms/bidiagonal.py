@@ -66,6 +66,11 @@ class Bidiagonalisation:
 
     def step(self) -> None:
         """One more vector in both bases: one product with J and one with Jᵀ."""
+        self.step_left()
+        self.step_right()
+
+    def step_left(self) -> None:
+        """The first half of a step: one product with J."""
         m = self.size
         if m == self._left.shape[1]:
             self._grow()
@@ -76,24 +81,36 @@ class Bidiagonalisation:
         elif m:
             u = u - torch.bmm(self._b[:, None, :m, m].to(u), self._left[:, :m]).squeeze(1)
         short = self._restarted or bool((quick_lengths(u) < _SHORT * self._scale).any())
-        u, alpha = self._orthonormal(u, self._left[:, : m if short else 0], side=0)
-        w = torch.addcmul(self.products.rmatvec(u), alpha.to(u)[:, None], v, value=-1)
-        w, beta = self._orthonormal(w, self._right[:, : m + 1], side=1)
+        self._left[:, m], self._b[:, m, m] = self._orthonormal(u, self._left[:, : m if short else 0], side=0)
         if self._follows_left:
             self._b[:, m - 1, m] = self.beta
-        self._b[:, m, m] = alpha
-        self._left[:, m], self._right[:, m + 1] = u, w
-        self.beta, self.size, self._follows_left = beta, m + 1, True
+
+    def step_right(self) -> None:
+        """The second half: one product with Jᵀ."""
+        m = self.size
+        u, v, alpha = self._left[:, m], self._right[:, m], self._b[:, m, m]
+        w = torch.addcmul(self.products.rmatvec(u), alpha.to(u)[:, None], v, value=-1)
+        self._right[:, m + 1], self.beta = self._orthonormal(w, self._right[:, : m + 1], side=1)
+        self.size, self._follows_left = m + 1, True
         self._made += 1
 
     def project(self) -> Projection:
         """The singular value decomposition of B."""
         return Projection.of(self._b[:, : self.size, : self.size], self.beta, self._made, self._drift[..., : self.size])
 
+    def project_halfway(self) -> Projection:
+        """That of B̂, between the two halves of a step."""
+        m = self.size + 1
+        left = self._left[:, :m]
+        skew = torch.bmm(left, left.mT).double().cpu() - torch.eye(m, dtype=torch.float64)
+        drift = self._drift[..., :m].clone()
+        drift[1, :, -1] = 0
+        return Projection.halfway(self._b[:, :m, :m], torch.linalg.matrix_norm(skew), self._made + 1, drift)
+
     def right_vectors(self, small: Projection, maps: Tensor, k: int) -> Tensor:
         """The k leading right Ritz vectors of the running maps chosen by the mask: ``(chosen, k, in_size)``."""
         chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the basis
-        return _combine(small.right[chosen, :, :k], self._right[chosen, : self.size])
+        return _combine(small.right[chosen, :, :k], self._right[chosen, : small.right.shape[1]])
 
     def refresh(self, maps: Tensor) -> None:
         """Where the space is invariant, go on from a random direction orthogonal to it."""

@@ -19,6 +19,18 @@ random v₁ is not orthogonal to the top singular vector: for v₁ uniform on th
 With τ² its δ-quantile, c ≥ τ with probability 1−δ, and then every λ with f(λ) < τ is excluded, after *every* step:
 one event covers all of them, so watching the bound and stopping when it is small enough costs nothing. [1]
 
+**Between the halves of a step.** After J v_{m+1} and before Jᵀu_{m+1} the roles are those of Jᵀ: with B̂ the first m
+rows of the next B, α its last diagonal entry, B̂ = P diag(θ) Qᵀ and now ρ_i = α Q_{m+1,i},
+
+    J V_{m+1} = U_m B̂ + α u_{m+1} e_{m+1}ᵀ,    Jᵀ U_m = V_{m+1} B̂ᵀ,    so    Pᵀt = ω w,
+
+where t = U_mᵀy and ω = ⟨u_{m+1}, y⟩ for the left singular vector y = Jx/√λ. For s = V h in the span of v₁ … v_m,
+⟨s, x⟩ = ⟨J s, y⟩/√λ = (B̂h)ᵀt/√λ, and PᵀB̂h = diag(θ)Qᵀh, so that
+
+    |⟨s, x⟩| ≤ |Σ_i (θ_i/√λ) (Qᵀh)_i w_i| / (1 + Σ_i w_i²)^{1/2}:
+
+Christoffel's inequality for the measure t dμ(t). One product decides here where a step has two.
+
 **After a restart.** Keeping p Ritz vectors keeps the filtered start s = π(JᵀJ)v₁/ν, π(λ) = Π_discarded (λ − θ_j²),
 which lies in their span; its component on x is c·π(λ)/ν with ν² = Σ_kept (Qᵀh)_i² π(θ_i²)². So λ is excluded when
 f(λ) < τ π(λ)/ν, and restarts multiply their factors. Both sides are monotone: excluded are the λ above one number.
@@ -50,6 +62,11 @@ Through a restart the overlap follows the exact rule up to χ(BᵀB)h, χ(t) = (
 
     ⟨s, x⟩ = (ν/π(λ)) ⟨s', x⟩ + error,    |error| ≤ σ‖E‖_F |r'| + ‖F‖_F |B r'|,
     r' = Q diag((1 − π(θ_i²)/π(λ))/(λ − θ_i²)) Qᵀh.
+
+Between the halves of a step the same substitution gives (λ − B̂B̂ᵀ) t = αω B̂e_{m+1} + B̂Eᵀy + σFᵀx and
+⟨s, x⟩ = ((B̂h)ᵀt + (E h, y))/σ. Put together, as h + B̂ᵀ(λ − B̂B̂ᵀ)⁻¹B̂h = λ(λ − B̂ᵀB̂)⁻¹h, the terms of E and F are
+σ yᵀE r + xᵀF B̂ r as before, with r = (λ − B̂ᵀB̂)⁻¹h, and |n| ≤ (θ₁‖E‖_F + σ‖F‖_F)/(λ − θ₁²). But left vectors are not
+kept orthonormal: 1 + κ ≥ |t|² + ω² with κ = ‖UᵀU − 1‖, which is measured, so that (1 + κ)^{1/2} + |n| stands before f.
 
 Every term decreases in λ: r and B r because (λ − BᵀB)⁻¹e₁ = Σ_k (BᵀB)^k e₁/λ^{k+1} has no negative entry (after a
 restart the second form of the bound, σ‖E‖_F |r| + ‖F‖_F |B r|, is used), r' because its factor is
@@ -108,7 +125,8 @@ class Projection:
     """The small problem B = P diag(θ) Qᵀ of every map; ``theta``, ``residuals``: (maps, m), the others (maps, m, m).
 
     ``products`` is the number of products that went into E, and as many into F; ``drift`` (2, maps, m) is the length of
-    what reorthogonalisation removed, beyond what B tells, from each left and from each right vector.
+    what reorthogonalisation removed, beyond what B tells, from each left and from each right vector. ``skew`` is None,
+    or κ = ‖UᵀU − 1‖ of every map where B is the B̂ between the halves of a step, with a row of zeros below it.
     """
 
     theta: Tensor
@@ -117,6 +135,12 @@ class Projection:
     residuals: Tensor
     products: int
     drift: Tensor
+    skew: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """|J v_i| of the right Ritz vectors: θ_i, or (θ_i² + ρ_i²)^{1/2} between the halves of a step."""
+        return self.theta if self.skew is None else torch.hypot(self.theta, self.residuals)
 
     @classmethod
     def of(cls, b: Tensor, beta: Tensor, products: int | None = None, drift: Tensor | None = None) -> Projection:
@@ -126,6 +150,14 @@ class Projection:
         made = b.shape[-1] if products is None else products
         drift = theta.new_zeros(2, *theta.shape) if drift is None else drift
         return cls(theta, left, right_t.mT, residuals, made, drift)
+
+    @classmethod
+    def halfway(cls, b: Tensor, skew: Tensor, products: int, drift: Tensor) -> Projection:
+        """Between the halves of a step, from the next triangular matrices ``(maps, m + 1, m + 1)``, α at their end."""
+        last, above = b[:, -1, -1], b.clone()
+        above[:, -1] = 0
+        left, theta, right_t = torch.linalg.svd(above)
+        return cls(theta, left, right_t.mT, last[:, None] * right_t[..., -1], products, drift, skew)
 
 
 class Certificate:
@@ -162,12 +194,15 @@ class Certificate:
 
     def excludes(self, lam: Tensor, small: Projection) -> Tensor:
         """Whether ``lam > θ₁²``, ``(…, maps)``, is excluded as an eigenvalue of JᵀJ on the event of this confidence."""
-        return self.judge(lam, small)[0]
+        return self.judge(lam, small)[0] < 1
 
     def judge(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
-        """Whether ``lam`` is excluded, and whether rounding alone decides so that more steps would not exclude it."""
+        """The largest overlap of start and singular vector in units of τ, below 1 where ``lam`` is excluded.
+
+        The second is whether rounding alone decides, so that more steps would not exclude ``lam``.
+        """
         seen, hidden = self._overlap(lam, small)
-        return seen + hidden < self.tau, seen <= hidden / 8
+        return (seen + hidden) / self.tau, seen <= hidden / 8
 
     def tighten(self, small: Projection) -> Tensor:
         """The best upper bound on σ₁ so far, this projection included; every bound holds on the same event."""
@@ -217,11 +252,16 @@ class Certificate:
         squares, overlaps = small.theta**2, self._overlaps(small)
         shape = 1 / (lam[..., None] - squares)
         w = small.theta * small.residuals * shape
-        seen = (overlaps * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
+        sigma, top = torch.sqrt(lam), small.theta[:, 0]
+        onto = overlaps if small.skew is None else overlaps * small.theta / sigma[..., None]
+        seen = (onto * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
-        error = PRODUCT_ROUNDING * self.eps * torch.sqrt(lam) + self.scatter * self.noise
+        error = PRODUCT_ROUNDING * self.eps * sigma + self.scatter * self.noise
         left, right = (math.sqrt(small.products) * error + drift.norm(dim=-1) for drift in small.drift)
-        seen = seen * (1 + (torch.sqrt(lam) * left + small.theta[:, 0] * right) * shape[..., 0])
+        if small.skew is None:
+            seen = seen * (1 + (sigma * left + top * right) * shape[..., 0])
+        else:
+            seen = seen * (torch.sqrt(1 + small.skew) + (top * left + sigma * right) * shape[..., 0])
         if self._cycles is None:
             r = torch.einsum("imn,...in->...im", small.right, overlaps * shape).abs()
             b_r = torch.einsum("imn,...in->...im", small.left, small.theta * overlaps * shape).abs()

@@ -48,6 +48,8 @@ def golub_kahan(
          probabilistic bound of `howsmooth.norms.certificate`;
     (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
 
+    Near the end (i) and (ii) are looked at between the two products of a step as well (k = 1).
+
     ``converged`` is exactly (i) and (ii), with both ends widened by `rounding_allowance` for the steps made and by the
     operator's own ``noise``. A map is done when it has converged, or when rounding alone keeps it from that. Such maps
     get four more runs from independent starts, which a tenth of 1 − confidence is kept for where there is rounding to
@@ -161,8 +163,20 @@ def _run(
     running = torch.ones(len(process.products.maps), dtype=torch.bool)  # of the maps still in the process
     value = 0.0
     for steps in range(1, max_steps + 1):
-        process.step()
         results.steps = steps
+        process.step_left()
+        near = process.size < _ALWAYS_CHECK and results.promising(process.products.maps[running])
+        if certificate is not None and near:
+            small = process.project_halfway()
+            done = running & results.settled(small, certificate, process.products.maps)
+            if bool(done.any()):
+                results.record(process, small, certificate, done)
+                running = running & ~done
+            if not bool(running.any()):
+                if progress is not None:
+                    progress(steps, max(value, float((small.values[:, 0] * process.products.scale).max())))
+                return
+        process.step_right()
         m, exhausted = process.size, process.beta == 0
         full, last = m == limit, steps == max_steps
         due = m <= _ALWAYS_CHECK or m % (m // 16) == 0 or full or last or bool((exhausted & running).any())

@@ -14,11 +14,14 @@ from howsmooth.norms.certificate import Certificate, Projection
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
 from howsmooth.norms.products import FlatProducts, absolute_noise, left_out, lengths, rounding_allowance, widened
 
+_PROMISING = 2.0  # times what may be open, by a guess that is not exact
+
 
 class Triplets:
     """The k leading singular triplets of every map of the batch, filled in as the maps finish.
 
     ``scale`` is that of the products (`FlatProducts.scale`): the process sees J/scale, everything here is J's own.
+    ``open`` says how far each map was from being certified after its last two steps (`Certificate.judge`).
     """
 
     def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool, scale: Tensor):
@@ -31,6 +34,7 @@ class Triplets:
         self.upper = torch.full_like(self.lower, math.inf)
         self.enough, self.little = torch.full_like(self.lower, math.inf), torch.zeros_like(self.lower)
         self.accurate = torch.zeros(maps, dtype=torch.bool)
+        self.open = torch.full((2, maps), math.inf, dtype=torch.float64)
         self.limited = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
         self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
@@ -45,20 +49,27 @@ class Triplets:
 
     def settled(self, small: Projection, certificate: Certificate | None, maps: Tensor) -> Tensor:
         """Whether each of ``maps`` has reached rtol, all that rounding lets it reach, or an upper end small enough."""
-        top = small.theta[:, 0]
+        top = small.values[:, 0]
         rtol = max(self.rtol, self.least_rtol)
         if certificate is None:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
         within = torch.maximum(rtol * top, 2 * certificate.noise)
-        accurate = (small.residuals[:, : self.k].abs() <= within[:, None]).all(-1)
-        lam = self._target(top, certificate.apart) ** 2
-        excluded, limited = certificate.judge(lam, small)
-        settled = accurate & (excluded | limited)
+        target = self._target(top, certificate.apart)
+        accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
+        open_share, limited = certificate.judge(target**2, small)
+        if small.skew is None:
+            self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
+        settled = accurate & ((open_share < 1) | limited)
         if bool((self.little[maps] > 0).any()):
             little = (self.little[maps] / self.scale[maps] - certificate.apart) / (1 + self.allowance)
             possible = little > top * (1 + self.allowance)
             settled |= possible & certificate.excludes(torch.where(possible, little, 2 * top + 1) ** 2, small)
         return settled
+
+    def promising(self, maps: Tensor) -> bool:
+        """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last."""
+        before, now = self.open[:, maps]
+        return self.k == 1 and bool((now * torch.sqrt(now / before) < _PROMISING).any())
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
         """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise).
@@ -72,16 +83,18 @@ class Triplets:
     def record(
         self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
     ) -> None:
-        where, top, k = process.products.maps[done], small.theta[done, 0], min(self.k, process.size)
+        where, k = process.products.maps[done], min(self.k, process.size)
         scale = self.scale[where]
-        self.values[where, :k] = small.theta[done, :k] * scale[:, None]
-        self.residuals[where, :k] = small.residuals[done, :k].abs() * scale[:, None]
+        self.values[where, :k] = small.values[done, :k] * scale[:, None]
+        largest = small.values[:, 0]
         if certificate is not None:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
-            upper = torch.maximum(certificate.tighten(small)[done], top) * (1 + self.allowance)
+            largest = torch.maximum(certificate.tighten(small), largest)
+            upper = largest[done] * (1 + self.allowance)
             self.upper[where] = upper * scale + self.noise[where] + self.left_out[where]
-            target = self._target(small.theta[:, 0], certificate.apart)
+            target = self._target(small.values[:, 0], certificate.apart)
             self.limited[where] = certificate.judge(target**2, small)[1][done]
+        self.residuals[where, :k] = _residuals(small, k, largest)[done] * scale[:, None]
         within = self.rtol * self.values[where, :1]
         self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
         self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
@@ -145,3 +158,13 @@ class Triplets:
             residuals=self.residuals.reshape(*batch, self.k),
             notes=notes + crossed + rounding_note((self.limited | noisy) & ~converged, self.op.dtype),
         )
+
+
+def _residuals(small: Projection, k: int, largest: Tensor) -> Tensor:
+    """‖Jᵀu_i − θ_i v_i‖ of the first k triplets, where no singular value exceeds ``largest``.
+
+    Between the halves of a step ρ = ‖J v − θu‖ is known. For u' = Jv/|Jv| it makes Jᵀu' − |Jv|v = (ρ/|Jv|) Jᵀu_{m+1}
+    less its part along v, as ⟨Jᵀu_{m+1}, v⟩ = ρ: at most ρσ₁/|Jv|.
+    """
+    residuals = small.residuals[:, :k].abs()
+    return residuals if small.skew is None else residuals * largest[:, None] / small.values[:, :k]
