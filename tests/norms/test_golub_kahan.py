@@ -339,6 +339,28 @@ def test_without_the_last_product_there_is_no_lower_end() -> None:
     torch.testing.assert_close(unverified.right, m.right)
 
 
+def test_a_blurred_map_takes_its_value_from_the_products_made() -> None:
+    """Their sum has the error of all of them, which a map that is blurred by more has to allow for anyway."""
+    matrix = with_spectrum(0.9 ** torch.arange(60).double(), 3, 300, 200, torch.Generator().manual_seed(0)).float()
+    last = []
+    for blur, noise in ((0.0, 0.0), (1e-8, 0.0), (1e-5, 0.0), (1e-5, 1e-9)):
+        op = MatrixOperator(matrix)
+        op.blur, op.noise = blur, noise
+        m = golub_kahan(op)
+        assert m.left is not None
+        assert m.right is not None
+        assert m.converged.all()
+        moved = (matrix.double() @ m.right.double().unsqueeze(-1)).squeeze(-1)
+        allowance = rounding_allowance(torch.float32, m.products)
+        torch.testing.assert_close(m.value, moved.norm(dim=-1), rtol=allowance / 4, atol=0)
+        torch.testing.assert_close(m.left.double(), moved / moved.norm(dim=-1, keepdim=True), rtol=0, atol=allowance)
+        sigma = torch.linalg.svdvals(matrix.double())[:, 0]
+        assert (m.lower <= sigma).all()
+        assert (sigma <= m.upper).all()
+        last.append(m.products - golub_kahan(op, verify=False).products)
+    assert last == [1, 1, 0, 1]
+
+
 @pytest.mark.parametrize(("share", "reached"), [(2.8e-4, True), (3.2e-4, True), (6e-4, False)])
 def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reached: bool) -> None:
     """Both ends move by it, and the certificate stays above the value by as much; beyond, a note says so."""

@@ -112,6 +112,11 @@ class Bidiagonalisation:
         chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the basis
         return _combine(small.right[chosen, :, :k], self._right[chosen, : small.right.shape[1]])
 
+    def images(self, small: Projection, maps: Tensor, k: int) -> Tensor:
+        """J v = U B q of those vectors, up to the errors of the products behind U: ``(chosen, k, out_size)``."""
+        chosen, m = slice(None) if bool(maps.all()) else maps, small.right.shape[1]
+        return _combine(self._b[chosen, :m, :m] @ small.right[chosen, :, :k], self._left[chosen, :m])
+
     def refresh(self, maps: Tensor) -> None:
         """Where the space is invariant, go on from a random direction orthogonal to it."""
         m = self.size

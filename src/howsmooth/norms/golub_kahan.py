@@ -57,7 +57,8 @@ def golub_kahan(
 
     The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
     ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
-    rounding did before.
+    rounding did before. Where the operator itself is blurred (`JacobianOperator.blur`) by more than all products can
+    have lost, as whole models are, J v = Σ q_j J v_j is put together from those made (k = 1).
 
     By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
     the first only: copies of a repeated singular value are invisible to a Krylov space. Where k exceeds the rank, the

@@ -38,10 +38,20 @@ class Triplets:
         self.limited = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
         self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
+        self.slip = torch.zeros_like(self.lower)
 
     @property
     def allowance(self) -> float:
         return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.blur)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether J v is taken from the products made: where J is blurred by more than all of them can have lost.
+
+        The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product: the allowance has it, noise has not.
+        """
+        lost = rounding_allowance(self.op.dtype, 2 * self.steps)
+        return self.k == 1 and lost <= 2 * self.op.blur and not bool((self.noise > 0).any())
 
     @property
     def least_rtol(self) -> float:
@@ -98,20 +108,24 @@ class Triplets:
         within = self.rtol * self.values[where, :1]
         self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
         self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
+        if self.reuses:
+            self.left[where.to(self.op.device), :k] = process.images(small, done, k)
+            self.slip[where] = (small.right[done, :, 0].abs() * small.drift[0, done]).sum(-1) * scale
 
     def verify(self, generator: torch.Generator) -> int:
         """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
-        products = FlatProducts(self.op, self.scale)
+        products, reuses = FlatProducts(self.op, self.scale), self.reuses
         for i in range(self.k):
             right = self.right[:, i]
-            moved = products.matvec(right)
+            moved = self.left[:, i].clone() if reuses else products.matvec(right)
             length, norm = lengths(right), lengths(moved)
             self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu() * self.scale
             inverse = torch.where(norm > 0, 1 / norm, 0.0)
             self.left[:, i] = moved * inverse.to(moved)[:, None]
             self._complete(i, moved, products, generator)
-        allowance = rounding_allowance(self.op.dtype, 1, self.op.blur)
-        self.lower, _ = widened(self.values[:, 0], allowance, self.noise + self.left_out)
+        allowance = self.allowance if reuses else rounding_allowance(self.op.dtype, 1, self.op.blur)
+        error = self.noise + self.left_out + (self.slip if reuses else 0.0)
+        self.lower, _ = widened(self.values[:, 0], allowance, error)
         return products.count
 
     def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:
