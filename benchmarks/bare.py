@@ -2,7 +2,7 @@
 
 Without the elementwise steps between them the results mean nothing; only the time does. `whole_batch` runs them as
 eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobians.mixing.Mixing` (hidden tiles left
-out), where one product feeds the next while it is in the cache. Outputs have their memory beforehand.
+out), where one product feeds the next while it is in the cache, in the order of memory that the operator has chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from howsmooth.attention.layout import add_product, arranged, times, together, zeros_arranged_as
 from howsmooth.jacobians import AttentionJacobian
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.projection import BlockProjection
@@ -50,9 +51,9 @@ def whole_batch(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor
 def in_tiles(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor, ...]]:
     """The same products tile by tile; dq kᵀ + q dkᵀ is one product of twice the width, as in `Mixing.jvp`."""
     dquery, dkey, dvalue = tangents
-    left = torch.cat([dquery, mixing.query], dim=-1)
-    right = torch.cat([mixing.key, dkey], dim=-1).mT
-    out, gquery, gkey, gvalue = (torch.empty_like(t) for t in (mixing.value, mixing.query, mixing.key, mixing.value))
+    left = together([mixing.query, dquery])
+    right = together([mixing.key, dkey]).mT
+    out, gquery, gkey, gvalue = (zeros_arranged_as(t) for t in (mixing.value, mixing.query, mixing.key, mixing.value))
     scratch = {tile.weights.shape: torch.empty_like(tile.weights) for tile in mixing.tiles if tile.weights is not None}
 
     def run() -> tuple[Tensor, ...]:
@@ -62,14 +63,15 @@ def in_tiles(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor, .
             assert tile.weights is not None
             moved = scratch[tile.weights.shape]
             torch.bmm(left[tile.queries], right[tile.maps, :, tile.cols], out=moved)
-            out[tile.queries].baddbmm_(moved, mixing.value[tile.keys]).baddbmm_(tile.weights, dvalue[tile.keys])
+            add_product(out[tile.queries], moved, mixing.value[tile.keys])
+            add_product(out[tile.queries], tile.weights, dvalue[tile.keys])
         for tile in mixing.tiles:
             assert tile.weights is not None
             moved, grad = scratch[tile.weights.shape], out[tile.queries]
             torch.bmm(grad, mixing.value[tile.keys].mT, out=moved)
-            gquery[tile.queries].baddbmm_(moved, mixing.key[tile.keys])
-            gkey[tile.keys].baddbmm_(moved.mT, mixing.query[tile.queries])
-            gvalue[tile.keys].baddbmm_(tile.weights.mT, grad)
+            add_product(gquery[tile.queries], moved, mixing.key[tile.keys])
+            add_product(gkey[tile.keys], moved.mT, mixing.query[tile.queries])
+            add_product(gvalue[tile.keys], tile.weights.mT, grad)
         return gquery, gkey, gvalue
 
     return run
@@ -81,14 +83,10 @@ def projections(operator: AttentionJacobian, v: Tensor) -> Callable[[], tuple[Te
     projection = operator.projection
     assert isinstance(projection, BlockProjection)
     into, out = projection.weight_in, projection.weight_out
-    tangents, mixed = v @ into, v @ out.mT
-    results = torch.empty_like(tangents), mixed @ out, torch.empty_like(mixed), torch.empty_like(v)
+    v = arranged(v)
+    tangents, mixed = times(v, into), times(v, out.mT)
 
     def run() -> tuple[Tensor, ...]:
-        torch.mm(v, into, out=results[0])
-        torch.mm(mixed, out, out=results[1])
-        torch.mm(v, out.mT, out=results[2])
-        torch.mm(tangents, into.mT, out=results[3])
-        return results
+        return times(v, into), times(mixed, out), times(v, out.mT), times(tangents, into.mT)
 
     return run

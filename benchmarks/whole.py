@@ -14,6 +14,7 @@ from benchmarks.peers import FuncProducts
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
 from benchmarks.worker import in_process
+from howsmooth.attention.layout import arranged, times
 from howsmooth.jacobians import AttentionJacobian, ComposedJacobian, JacobianOperator
 from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian
@@ -128,11 +129,5 @@ def bare_products(operator: JacobianOperator, v: Tensor) -> list[Callable[[], ob
 
 def both_ways(weight: Tensor, n: int) -> Callable[[], object]:
     """W v and Wᵀu of n tokens."""
-    v, u = torch.randn(n, weight.shape[1]), torch.randn(n, weight.shape[0])
-    forward, backward = torch.empty_like(u), torch.empty_like(v)
-
-    def run() -> None:
-        torch.mm(v, weight.mT, out=forward)
-        torch.mm(u, weight, out=backward)
-
-    return run
+    v, u = arranged(torch.randn(n, weight.shape[1])), arranged(torch.randn(n, weight.shape[0]))
+    return lambda: (times(v, weight.mT), times(u, weight))

@@ -28,7 +28,7 @@ from howsmooth.jacobians.composed import (
     Tokenwise,
     composed_jacobian,
 )
-from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Diagonal, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
 from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.wiring import read_norm
 from howsmooth.norms.golub_kahan import golub_kahan
@@ -50,7 +50,6 @@ def randomised(module: nn.Module) -> nn.Module:
 W = tokens(1, 2 * D, D)
 STAGES: dict[str, tuple[TokenStage, Callable[[Tensor], Tensor]]] = {
     "linear": (Affine(W, W[:, 0]), lambda x: x @ W.T + W[:, 0]),
-    "centre": (Centre(), lambda x: x - x.mean(-1, keepdim=True)),
     "scale": (Diagonal(W[0], W[1]), lambda x: x * W[0] + W[1]),
     "multiple": (Diagonal(0.3), lambda x: 0.3 * x),
     "rms": (UnitNorm.rms(D, 1e-3, W[0]), lambda x: W[0] * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()),

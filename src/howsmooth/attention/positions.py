@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.attention.layout import together, woven
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
 from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.checks import check_count, check_number, check_positive, check_weights, door
@@ -92,10 +93,8 @@ class _Turn(TokenDerivative):
         pairs = sin.shape[-1]
         turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.split(pairs, dim=-1)
-        both: tuple[Tensor, ...] = a * self.cos - b * sin, b * self.cos + a * sin
-        if self.interleaved:
-            both = (torch.stack(both, dim=-1).flatten(-2),)
-        return torch.cat([*both, rest], dim=-1)
+        both = a * self.cos - b * sin, b * self.cos + a * sin
+        return together([woven(*both) if self.interleaved else together(both), rest])
 
 
 class ALiBi(LogitBias):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from howsmooth.attention.layout import channels_first
 from howsmooth.checks import check_count, check_number, door
 from howsmooth.errors import InvalidInput
 
@@ -37,6 +38,11 @@ class TokenDerivative(ABC):
         """The derivative rounded to another dtype: a dataclass with its tensors in it."""
         tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
+
+    def channels_first(self) -> TokenDerivative:
+        """The same for tangents whose channels lie before their tokens (`howsmooth.attention.layout`)."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.dim() > 1}
+        return replace(self, **{name: channels_first(value) for name, value in tensors.items()}) if tensors else self  # type: ignore[type-var]
 
     @abstractmethod
     def size(self) -> Tensor | float:
@@ -84,6 +90,9 @@ class Chain(TokenDerivative):
 
     def to(self, dtype: torch.dtype) -> Chain:
         return Chain(tuple(link.to(dtype) for link in self.links))
+
+    def channels_first(self) -> Chain:
+        return Chain(tuple(link.channels_first() for link in self.links))
 
     def size(self) -> Tensor | float:
         return math.prod((link.size() for link in self.links), start=1.0)
@@ -144,23 +153,27 @@ class UnitNorm(TokenStage):
         check_count(width, "width", most=2**62)
         return cls(eps * width, width**0.5, gain)
 
-    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
+    def linearize(self, x: Tensor) -> tuple[Tensor, UnitNormDerivative]:
         inverse = (x.square().sum(-1, keepdim=True) + self.eps).rsqrt()
         unit = x * inverse
         gain = torch.full((), self.length, dtype=x.dtype, device=x.device)
         if self.gain is not None:
             gain = gain * self.gain.to(x)
-        return unit * gain, _UnitNormDerivative(unit, inverse, gain)
+        return unit * gain, UnitNormDerivative(unit, inverse, gain)
 
 
 @dataclass(frozen=True)
-class _UnitNormDerivative(TokenDerivative):
+class UnitNormDerivative(TokenDerivative):
+    """dy = g∘(dx − u (u·dx))/√(|x|² + ε), the gain being c·g; with ``centred`` u has mean 0 and dx loses its own."""
+
     unit: Tensor
     inverse: Tensor
     gain: Tensor
+    centred: bool = False
 
     def _project(self, t: Tensor) -> Tensor:
         along = (self.unit * t).sum(-1, keepdim=True)
+        t = t - t.mean(-1, keepdim=True) if self.centred else t
         return torch.addcmul(t, self.unit, along, value=-1) * self.inverse
 
     def jvp(self, dx: Tensor) -> Tensor:
@@ -170,10 +183,11 @@ class _UnitNormDerivative(TokenDerivative):
         return self._project(gy * self.gain)
 
     def select(self, index: Tensor) -> TokenDerivative:
-        return replace(self, unit=self.unit[index], inverse=self.inverse[index])
+        gain = self.gain[index] if self.gain.dim() == self.unit.dim() else self.gain
+        return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=gain)
 
     def size(self) -> Tensor:
-        return self.inverse * self.gain.abs().amax()
+        return self.inverse * self.gain.abs().amax(-1, keepdim=True)
 
 
 class HeadNorm(TokenStage):
@@ -200,7 +214,7 @@ class HeadNorm(TokenStage):
         unit = centred * inverse
         gain = width**0.5 * (x.new_ones(()) if self.gain is None else _of_heads(self.gain, x))
         shift = x.new_zeros(()) if self.shift is None else _of_heads(self.shift, x)
-        return unit * gain + shift, _HeadNormDerivative(unit, inverse, gain.expand_as(unit))
+        return unit * gain + shift, UnitNormDerivative(unit, inverse, gain.expand_as(unit), centred=True)
 
 
 def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
@@ -210,29 +224,6 @@ def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:
         return numbers
     numbers = numbers[:, None]
     return numbers.repeat(len(x) // len(numbers), 1, 1) if x.dim() == 3 else numbers
-
-
-@dataclass(frozen=True)
-class _HeadNormDerivative(TokenDerivative):
-    unit: Tensor
-    inverse: Tensor
-    gain: Tensor
-
-    def _project(self, t: Tensor) -> Tensor:
-        t = t - t.mean(-1, keepdim=True)
-        return (t - self.unit * (self.unit * t).sum(-1, keepdim=True)) * self.inverse
-
-    def jvp(self, dx: Tensor) -> Tensor:
-        return self._project(dx) * self.gain
-
-    def vjp(self, gy: Tensor) -> Tensor:
-        return self._project(gy * self.gain)
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=self.gain[index])
-
-    def size(self) -> Tensor:
-        return self.inverse * self.gain.abs().amax(-1, keepdim=True)
 
 
 class PlaceScale(TokenStage):

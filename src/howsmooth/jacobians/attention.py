@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap, Heads
+from howsmooth.attention.layout import pays
 from howsmooth.attention.stages import Chain
 from howsmooth.checks import check_finite, door
 from howsmooth.errors import InvalidInput
@@ -69,7 +71,6 @@ class AttentionJacobian(JacobianOperator):
         self.out_shape = torch.Size([n, projection.out_width])
         self.dtype, self.device = mixing.query.dtype, mixing.query.device
         self.method = "closed form, streamed" if mixing.streamed else "closed form"
-        self.blur = mixing.blur
         self.skipped = skipped
         if rounding is not None:
             self.noise = self._of_maps(rounding.along(path))
@@ -88,6 +89,10 @@ class AttentionJacobian(JacobianOperator):
         """A bound for each map from those of its heads, whose errors are stacked before the output projection."""
         parts = per_head.reshape(*self.batch_shape, -1)
         return parts.squeeze(-1) if self.by_head else torch.linalg.vector_norm(parts, dim=-1)
+
+    @cached_property
+    def blur(self) -> float:  # type: ignore[override]
+        return self.mixing.blur
 
     @property
     def by_head(self) -> bool:
@@ -217,7 +222,15 @@ class AttentionJacobian(JacobianOperator):
 
     def rounded(self, dtype: torch.dtype) -> AttentionJacobian:
         chains, projection = tuple(chain.to(dtype) for chain in self.chains), self.projection.to(dtype)
-        return AttentionJacobian(self.mixing.rounded(dtype), chains, projection, self.batch_shape, None, self.path)
+        mixing = self.mixing.rounded(dtype)
+        return AttentionJacobian(mixing, chains, projection, self.batch_shape, None, self.path).arranged()
+
+    def arranged(self) -> AttentionJacobian:
+        """The same with channels before tokens in memory, where that is faster (`howsmooth.attention.layout`)."""
+        if self.by_head or not pays(self.batch_shape + self.in_shape, self.dtype):
+            return self
+        mixing, chains = self.mixing.channels_first(), tuple(chain.channels_first() for chain in self.chains)
+        return AttentionJacobian(mixing, chains, self.projection, self.batch_shape, self.rounding, self.path)
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
@@ -358,7 +371,7 @@ def _operator(
         shape = torch.Size([*x.shape[:-2], attention.heads])
     else:
         projection, shape = BlockProjection.of(attention, dtype), x.shape[:-2]
-    whole = operator = AttentionJacobian(mixing, point.chains, projection, shape, None)
+    whole = operator = AttentionJacobian(mixing, point.chains, projection, shape, None).arranged()
     if skip:
         whole.norms = _path_norms(attention, point)
         operator = _thinned(whole, skip, memory)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.layout import arranged
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
@@ -173,7 +174,13 @@ class ComposedJacobian(Product):
         tried: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(parts)
-        self.blur, self.output, self.tried = blur, output, tried
+        self.blur, self.output, self.tried = blur, output.contiguous(), tried
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return super().matvec(arranged(v))
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return super().rmatvec(arranged(u))
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]
@@ -224,7 +231,7 @@ def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> Compose
     """The one in float64 rounded to float32, and compared with it on a random vector; it is let go part by part."""
     dtype, operators = x.dtype, []
     start = v = _start(x)
-    x, exact_v = x.double(), v.double()
+    x, v, exact_v = x.double(), arranged(v), v.double()
     for each in maps:
         x, exact = each.linearize(x, 2 * _share(memory, each, maps), bounded=False)  # half of it when rounded
         operator = exact.rounded(dtype)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.layout import add_product, channels_first, zeros_arranged_as
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.terms import Terms
 from howsmooth.errors import InvalidInput
@@ -193,6 +194,11 @@ class Mixing:
             raise InvalidInput("the attention logits overflow: pass float64 inputs and weights, or scale them down.")
         return replace(self, tiles=tuple(tiles), output=output, moments=moments)
 
+    def channels_first(self) -> Mixing:
+        """The same for tangents whose channels lie before their tokens (`howsmooth.attention.layout`)."""
+        query, key, value, output = map(channels_first, (self.query, self.key, self.value, self.output))
+        return replace(self, query=query, key=key, value=value, output=output)
+
     def rounded(self, dtype: torch.dtype) -> Mixing:
         """The same for products in another dtype, without moments and sizes; weights are kept where they were.
 
@@ -266,7 +272,7 @@ class Mixing:
 
     def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
         """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
-        dout = torch.zeros_like(self.output)
+        dout = zeros_arranged_as(self.output)
         score = dquery is not None and dkey is not None
         if dquery is not None and dkey is not None:
             left = self.work.joined("left", dquery, self.query)
@@ -277,19 +283,16 @@ class Mixing:
             rows = dout[tile.queries]
             if score:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
-                rows.baddbmm_(moved, self.value[tile.keys])
+                add_product(rows, moved, self.value[tile.keys])
                 if self.softmax:
                     row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
             if dvalue is not None:
-                rows.baddbmm_(weights, dvalue[tile.keys])
+                add_product(rows, weights, dvalue[tile.keys])
         return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
-        # Contiguous, whatever heads are views of: batched products add to nothing else without a loop over maps.
-        gquery, gkey, gvalue = (
-            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (self.query, self.key, self.value)
-        )
+        gquery, gkey, gvalue = (zeros_arranged_as(t) for t in (self.query, self.key, self.value))
         left, right = grad, self.value
         if self.softmax:
             left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
@@ -299,10 +302,10 @@ class Mixing:
             weights, slopes = self.weights_of(tile)
             if score:
                 moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
-                gquery[tile.queries].baddbmm_(moved, self.key[tile.keys])
-                gkey[tile.keys].baddbmm_(moved.mT, self.query[tile.queries])
+                add_product(gquery[tile.queries], moved, self.key[tile.keys])
+                add_product(gkey[tile.keys], moved.mT, self.query[tile.queries])
             if value:
-                gvalue[tile.keys].baddbmm_(weights.mT, grad[tile.queries])
+                add_product(gvalue[tile.keys], weights.mT, grad[tile.queries])
         return gquery, gkey, gvalue
 
     def select(self, index: Tensor) -> Mixing:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.layout import leads, side_by_side, times, together
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -88,20 +89,20 @@ class BlockProjection(Projection):
 
     def into_heads(self, v: Tensor) -> Heads:
         heads = list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
-        projected = (v @ self.weight_in).split([count * width for count, width in heads], dim=-1)
+        projected = times(v, self.weight_in).split([count * width for count, width in heads], dim=-1)
         query, key, value = (t.unflatten(-1, shape).transpose(1, 2) for t, shape in zip(projected, heads, strict=True))
         return query.flatten(0, 1), self._repeat(key), self._repeat(value)
 
     def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
         query = gquery.unflatten(0, (-1, self.heads))
         grads = (query, self._gather(gkey), self._gather(gvalue))
-        return torch.cat([grad.transpose(1, 2).flatten(2) for grad in grads], dim=-1) @ self.weight_in.mT
+        return times(together([side_by_side(grad) for grad in grads]), self.weight_in.mT)
 
     def combine(self, mixed: Tensor) -> Tensor:
-        return mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2) @ self.weight_out
+        return times(side_by_side(mixed.unflatten(0, (-1, self.heads))), self.weight_out)
 
     def distribute(self, u: Tensor) -> Tensor:
-        mixed = (u @ self.weight_out.mT).unflatten(-1, (self.heads, self.widths[2]))
+        mixed = times(u, self.weight_out.mT).unflatten(-1, (self.heads, self.widths[2]))
         return mixed.transpose(1, 2).flatten(0, 1)
 
     def maps_of(self, index: Tensor) -> Tensor:
@@ -112,12 +113,12 @@ class BlockProjection(Projection):
 
     def _repeat(self, shared: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
-        return (shared if group == 1 else shared.repeat_interleave(group, dim=1)).flatten(0, 1)
+        return (shared if group == 1 else shared.mT.repeat_interleave(group, dim=1).mT).flatten(0, 1)
 
     def _gather(self, grad: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
         grad = grad.unflatten(0, (-1, self.kv_heads, group))
-        return grad[:, :, 0] if group == 1 else grad.sum(2)
+        return grad[:, :, 0] if group == 1 else grad.mT.sum(2).mT if leads(grad) else grad.sum(2)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from howsmooth.attention.layout import leads, pays, times
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.operator import JacobianOperator
@@ -29,9 +30,8 @@ class Affine(TokenStage):
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         weight = self.weight.to(x)
-        return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x)), Matrix(
-            weight, self.weight
-        )
+        bias = None if self.bias is None else self.bias.to(x)
+        return torch.nn.functional.linear(x, weight, bias), Matrix(weight, self.weight)
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Matrix(TokenDerivative):
     given: Tensor | None = None
 
     def jvp(self, dx: Tensor) -> Tensor:
-        return dx @ self.weight.mT
+        return times(dx, self.weight.mT)
 
     def vjp(self, gy: Tensor) -> Tensor:
-        return gy @ self.weight
+        return times(gy, self.weight)
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
@@ -54,32 +54,11 @@ class Matrix(TokenDerivative):
         given = self.weight if self.given is None else self.given
         return Matrix(given.to(dtype), given)
 
-    def size(self) -> Tensor:
-        return spectral_bound(self.weight)
-
-
-class Centre(TokenStage):
-    """y = x − mean(x): the first half of LayerNorm."""
-
-    def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        return Centring().jvp(x), Centring()
-
-
-@dataclass(frozen=True)
-class Centring(TokenDerivative):
-    """dy = dx − mean(dx), its own transpose."""
-
-    def jvp(self, dx: Tensor) -> Tensor:
-        return dx - dx.mean(-1, keepdim=True)
-
-    def vjp(self, gy: Tensor) -> Tensor:
-        return self.jvp(gy)
-
-    def select(self, index: Tensor) -> TokenDerivative:
+    def channels_first(self) -> TokenDerivative:
         return self
 
-    def size(self) -> float:
-        return 1.0
+    def size(self) -> Tensor:
+        return spectral_bound(self.weight)
 
 
 class Diagonal(TokenStage):
@@ -163,8 +142,8 @@ class _Gated(TokenDerivative):
         return (dgate * self.of_gate).addcmul_(dup, self.of_up)
 
     def vjp(self, gy: Tensor) -> Tensor:
-        width = gy.shape[-1]
-        back = gy.new_empty(*gy.shape[:-1], 2 * width)
+        *batch, n, width = gy.shape
+        back = gy.new_empty(*batch, 2 * width, n).mT if leads(gy) else gy.new_empty(*batch, n, 2 * width)
         torch.mul(gy, self.of_gate, out=back[..., :width])
         torch.mul(gy, self.of_up, out=back[..., width:])
         return back
@@ -225,6 +204,8 @@ class TokenwiseJacobian(JacobianOperator):
     def rounded(self, dtype: torch.dtype) -> JacobianOperator:
         child = copy.copy(self)
         child.chain, child.dtype = self.chain.to(dtype), dtype
+        if pays(self.batch_shape + self.in_shape, dtype):
+            child.chain = child.chain.channels_first()
         return child
 
     def subset(self, index: Tensor) -> JacobianOperator | None:

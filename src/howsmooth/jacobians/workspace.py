@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from howsmooth.attention.layout import leads, together
+
 
 class Workspace(threading.local):
     """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
@@ -34,8 +36,10 @@ class Workspace(threading.local):
         return torch.bmm(left, right, out=self.buffer("tile", (*left.shape[:2], right.shape[2]), left))
 
     def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a and b side by side, valid until the next call with this name."""
-        return torch.cat([a, b], dim=-1, out=self.buffer(name, (*a.shape[:2], a.shape[2] + b.shape[2]), a))
+        """a and b side by side in the order of a, valid until the next call with this name."""
+        maps, n, width = *a.shape[:2], a.shape[2] + b.shape[2]
+        out = self.buffer(name, (maps, width, n), a).mT if leads(a) else self.buffer(name, (maps, n, width), a)
+        return together([a, b], out)
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""

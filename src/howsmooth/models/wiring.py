@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage, UnitNorm
+from howsmooth.attention.stages import TokenDerivative, TokenStage, UnitNorm
 from howsmooth.errors import UnsupportedModel
 from howsmooth.jacobians.composed import ClosedAttention, ClosedMap, Parallel, Series, Skip, Tokenwise
-from howsmooth.jacobians.tokenwise import Activation, Affine, Centre, Centring, Diagonal, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
 from howsmooth.models.conventions import submodule
 from howsmooth.small import relative_error
 
@@ -118,9 +118,8 @@ class Norm(TokenStage):
         self.unit, self.shift, self.centred = UnitNorm.rms(len(gain), eps, gain), shift, centred
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
-        y, derivative = self.unit.linearize(Centre()(x) if self.centred else x)
-        y = y if self.shift is None else y + self.shift.to(x)
-        return y, Chain((Centring(), derivative)) if self.centred else derivative
+        y, derivative = self.unit.linearize(x - x.mean(-1, keepdim=True) if self.centred else x)
+        return y if self.shift is None else y + self.shift.to(x), replace(derivative, centred=self.centred)
 
 
 def closed_layers(kind: str, layer: nn.Module, attention: AttentionMap) -> list[ClosedLayer]:

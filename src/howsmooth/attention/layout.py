@@ -1,0 +1,89 @@
+"""In which order tokens and channels lie in memory.
+
+For one input of few tokens in float32, a BLAS multiplies by weights up to a third faster when the product comes out
+channel by channel: Wᵀxᵀ, not x W. So do the batched products of attention, where the narrow matrix is then the first.
+What acts on single numbers keeps the order it gets, so that one arrangement at the beginning goes through a whole
+model. Shapes are ``(…, n, channels)`` all the time; only the time depends on the order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FEW_TOKENS = 256
+"""Up to here the order pays; beyond it the difference goes to nothing, and masked tiles are slower so."""
+
+
+def pays(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether channels before tokens are faster: for one input of few tokens; float64 is slower so."""
+    one = len(shape) >= 2 and math.prod(shape[:-2]) == 1
+    return one and shape[-2] <= FEW_TOKENS and dtype != torch.float64
+
+
+def arranged(x: Tensor) -> Tensor:
+    """x with its channels before its tokens in memory, where that pays.
+
+    >>> arranged(torch.ones(2, 3)).stride(), arranged(torch.ones(4, 2, 3)).stride()
+    ((1, 2), (6, 3, 1))
+    """
+    return channels_first(x) if pays(x.shape, x.dtype) else x
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """x with its channels before its tokens in memory."""
+    return x.mT.contiguous().mT
+
+
+def leads(x: Tensor) -> bool:
+    """Whether channels lie before tokens."""
+    return x.stride(-2) == 1
+
+
+def times(tokens: Tensor, matrix: Tensor) -> Tensor:
+    """tokens @ matrix, channel by channel where that pays.
+
+    >>> times(torch.ones(2, 3), torch.ones(3, 4)).stride()
+    (1, 2)
+    """
+    if not pays(tokens.shape, tokens.dtype):
+        return tokens @ matrix
+    n, width = tokens.shape[-2:]
+    return (matrix.mT @ tokens.reshape(n, width).mT).mT.reshape(*tokens.shape[:-1], matrix.shape[-1])
+
+
+def zeros_arranged_as(x: Tensor) -> Tensor:
+    """Zeros of the shape of x without gaps, whatever x is a view of: batched products add to nothing else at once."""
+    if leads(x):
+        return torch.zeros_like(x.mT, memory_format=torch.contiguous_format).mT
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right of every map, in the order that ``total`` has."""
+    if leads(total):
+        total.mT.baddbmm_(right.mT, left.mT)
+    else:
+        total.baddbmm_(left, right)
+
+
+def together(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The channels of several tensors one after the other, in the order of the first."""
+    if leads(parts[0]):
+        return torch.cat([part.mT for part in parts], dim=-2, out=None if out is None else out.mT).mT
+    return torch.cat(list(parts), dim=-1, out=out)
+
+
+def woven(a: Tensor, b: Tensor) -> Tensor:
+    """The channels of a and b in turn: a₀, b₀, a₁, b₁, …"""
+    if leads(a):
+        return torch.stack([a.mT, b.mT], dim=-2).flatten(-3, -2).mT
+    return torch.stack([a, b], dim=-1).flatten(-2)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """The channels of all heads of a token, ``(batch, heads, n, width)`` → ``(batch, n, heads · width)``."""
+    return heads.mT.flatten(1, 2).mT if leads(heads) else heads.transpose(1, 2).flatten(2)
