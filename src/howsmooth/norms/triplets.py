@@ -66,11 +66,14 @@ class Triplets:
         within = torch.maximum(rtol * top, 2 * certificate.noise)
         target = self._target(top, certificate.apart)
         accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
+        asked = bool((self.little[maps] > 0).any())
+        if not (asked or bool(accurate.any())):
+            return accurate
         open_share, limited = certificate.judge(target**2, small)
         if small.skew is None:
             self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
         settled = accurate & ((open_share < 1) | limited)
-        if bool((self.little[maps] > 0).any()):
+        if asked:
             little = (self.little[maps] / self.scale[maps] - certificate.apart) / (1 + self.allowance)
             possible = little > top * (1 + self.allowance)
             settled |= possible & certificate.excludes(torch.where(possible, little, 2 * top + 1) ** 2, small)
