@@ -13,6 +13,7 @@ from howsmooth.attention.layout import (
     add_product,
     arranged,
     channels_first,
+    in_order,
     leads,
     side_by_side,
     times,
@@ -49,6 +50,7 @@ def test_every_function_of_tokens_and_channels(order) -> None:  # type: ignore[n
     torch.testing.assert_close(times(a, matrix), a @ matrix)
     heads = a[None]
     assert torch.equal(side_by_side(heads), heads.transpose(1, 2).flatten(2))
+    assert torch.equal(in_order(a, lambda t: t.repeat_interleave(2, dim=0)), a.repeat_interleave(2, dim=0))
     total = zeros_arranged_as(a)
     assert leads(total) == leads(a)
     assert (total == 0).all()
@@ -87,3 +89,10 @@ def test_products_with_a_block_do_not_depend_on_the_order(kind: str, n: int, mon
     assert float((ahead - plain.matvec(v)).norm()) <= 1e-6 * size * float(v.norm())
     assert float((back - plain.rmatvec(u)).norm()) <= 1e-6 * size * float(u.norm())
     assert abs(float((u * ahead).sum() - (v * back).sum())) <= 1e-6 * size * float(u.norm() * v.norm())
+
+
+@pytest.mark.parametrize("shape", [(FEW_TOKENS + 1, 24), (2, 5, 24)])
+def test_many_tokens_and_batches_keep_their_order_all_the_way(shape: tuple[int, ...]) -> None:
+    J = attention_jacobian(hs.SelfAttention.random(24, heads=4, kv_heads=2), random(*shape))
+    assert not any(leads(t) for t in J._tangents(random(*shape, seed=1)))
+    assert J.matvec(random(*shape)).is_contiguous()

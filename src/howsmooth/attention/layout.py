@@ -9,7 +9,7 @@ model. Shapes are ``(…, n, channels)`` all the time; only the time depends on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ def leads(x: Tensor) -> bool:
     return x.stride(-2) == 1
 
 
+def in_order(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function that treats tokens and channels alike, in the order that x has."""
+    return function(x.mT).mT if leads(x) else function(x)
+
+
 def times(tokens: Tensor, matrix: Tensor) -> Tensor:
     """tokens @ matrix, channel by channel where that pays.
 
@@ -57,9 +62,7 @@ def times(tokens: Tensor, matrix: Tensor) -> Tensor:
 
 def zeros_arranged_as(x: Tensor) -> Tensor:
     """Zeros of the shape of x without gaps, whatever x is a view of: batched products add to nothing else at once."""
-    if leads(x):
-        return torch.zeros_like(x.mT, memory_format=torch.contiguous_format).mT
-    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return in_order(x, lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.layout import leads, side_by_side, times, together
+from howsmooth.attention.layout import in_order, side_by_side, times, together
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -113,12 +113,14 @@ class BlockProjection(Projection):
 
     def _repeat(self, shared: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
-        return (shared if group == 1 else shared.mT.repeat_interleave(group, dim=1).mT).flatten(0, 1)
+        if group > 1:
+            shared = in_order(shared, lambda t: t.repeat_interleave(group, dim=1))
+        return shared.flatten(0, 1)
 
     def _gather(self, grad: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
         grad = grad.unflatten(0, (-1, self.kv_heads, group))
-        return grad[:, :, 0] if group == 1 else grad.mT.sum(2).mT if leads(grad) else grad.sum(2)
+        return grad[:, :, 0] if group == 1 else in_order(grad, lambda t: t.sum(2))
 
 
 @dataclass(frozen=True)
