@@ -5,8 +5,10 @@ until a thick restart puts a diagonal block and one full column in front [1, 2].
 
 Reorthogonalising V alone is enough: J V = U B holds by construction, so an orthonormal V makes BᵀB the Rayleigh
 quotient of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the
-shorter vectors. After a restart, which mixes the left vectors, or where α is small, U is reorthogonalised too. What
-reorthogonalisation removes from a vector is the error of the relations above; it is added up for the certificate.
+shorter vectors. After a restart, which mixes the left vectors, or where α is small, U is reorthogonalised too, and from
+then on where more than rounding has to be taken away from a right vector: maps with a null space, as every
+normalisation has one, make B so ill-conditioned that U is lost within twenty steps. What reorthogonalisation removes
+from a vector is the error of the relations above; it is added up for the certificate.
 
 A small β is no proof that the space is exhausted: rounding may hide a direction. The process goes on along whatever is
 left, be it rounding, and only a β of nothing at all ends it; the certificate decides when that is enough.
@@ -31,6 +33,7 @@ from howsmooth.norms.products import FlatProducts, not_finite, quick_lengths
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
 _SHORT = 0.1  # of the map's size: below this, a left vector may have lost its orthogonality
+_LOST = 16.0  # in eps of the map's size: above this, what is taken away from a right vector says that the left ones have
 
 
 class Bidiagonalisation:
@@ -62,7 +65,7 @@ class Bidiagonalisation:
         self._scale = torch.zeros(len(start), dtype=torch.float64)
         self._drift = torch.zeros(2, *self._b.shape[:2], dtype=torch.float64)  # what was removed from each u and v
         self._follows_left = False  # whether J v_m meets the left basis in its last vector only
-        self._restarted = False
+        self._both = False  # whether left vectors are to be reorthogonalised too
 
     def step(self) -> None:
         """One more vector in both bases: one product with J and one with Jᵀ."""
@@ -80,7 +83,7 @@ class Bidiagonalisation:
             u = torch.addcmul(u, self.beta.to(u)[:, None], self._left[:, m - 1], value=-1)
         elif m:
             u = u - torch.bmm(self._b[:, None, :m, m].to(u), self._left[:, :m]).squeeze(1)
-        short = self._restarted or bool((quick_lengths(u) < _SHORT * self._scale).any())
+        short = self._both or bool((quick_lengths(u) < _SHORT * self._scale).any())
         self._left[:, m], self._b[:, m, m] = self._orthonormal(u, self._left[:, : m if short else 0], side=0)
         if self._follows_left:
             self._b[:, m - 1, m] = self.beta
@@ -132,7 +135,7 @@ class Bidiagonalisation:
         self._b.zero_()
         self._b[:, :keep, :keep] = torch.diag_embed(small.theta[:, :keep])
         self._b[:, :keep, keep] = small.residuals[:, :keep]
-        self.size, self._follows_left, self._restarted = keep, False, True
+        self.size, self._follows_left, self._both = keep, False, True
         self._made += keep  # the rotation rounds like one more product each
         self._drift[..., 0] = self._drift.norm(dim=-1)  # a rotation keeps the sum of the squares
         self._drift[..., 1:] = 0
@@ -155,6 +158,8 @@ class Bidiagonalisation:
             floor = _NOTHING * torch.finfo(x.dtype).eps * self._scale
             unit, length, removed = _orthonormalise(x, length, basis, floor)
         self._drift[side, :, self.size] = removed
+        lost = _LOST * torch.finfo(x.dtype).eps * self._scale
+        self._both |= side == 1 and bool((removed > lost).any())
         return unit, length
 
     def _grow(self) -> None:
