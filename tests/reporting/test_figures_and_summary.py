@@ -16,6 +16,7 @@ from rich.console import Console
 import howsmooth as hs
 from howsmooth.figures import save_figure
 from howsmooth.growth.laws import rounded_up
+from howsmooth.models.random_models import RANDOM_TWIN
 from howsmooth.reporting import groups, headline, summary, write_figures, write_report
 from howsmooth.reporting.figures import distances_figure, growth_figure, heads_figure, layers_figure
 from howsmooth.reporting.findings import distances, growths
@@ -131,6 +132,14 @@ def test_summary_labels_a_coarse_model_and_counts_what_did_not_converge(scan: Me
     assert f"minilm [{COARSE}]" in said.splitlines()[0]
     assert f"of minilm [{COARSE}] is the roughest" in said
     assert "156 of 780 cells did not reach the accuracy asked for." in said
+
+
+def test_summary_counts_what_did_not_converge_beside_the_model_too(scan: Measured) -> None:
+    """Otherwise a scan with a reference would end with 1 and not say why."""
+    twins = [row | {"model": row["model"] + RANDOM_TWIN, "converged": row["length"] != 128} for row in scan.rows]
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(summary([*scan.rows, *twins]))
+    assert "156 of 780 cells of the random weights did not reach the accuracy asked for." in console.export_text()
 
 
 @contextmanager

@@ -53,8 +53,10 @@ def _of_group(group: Group) -> list[RenderableType]:
         parts.append(_shown(f"{distance.name} / σ: median {median_ratio}, at most {largest}"))
     if missing := findings.gaps(group):
         parts.append(Text(missing, style="bold"))
-    if missed := findings.not_converged(group):
-        parts.append(Text(f"{missed} of {len(group.rows)} cells did not reach the accuracy asked for.", style="bold"))
+    for measured, of in ((group, ""), (group.reference, " of the random weights")):
+        if measured is not None and (missed := findings.not_converged(measured)):
+            said = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
+            parts.append(Text(said, style="bold"))
     return [*parts, Text("")]
 
 
