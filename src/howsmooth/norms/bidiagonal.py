@@ -33,7 +33,7 @@ from howsmooth.norms.products import FlatProducts, not_finite, quick_lengths
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
 _SHORT = 0.1  # of the map's size: below this, a left vector may have lost its orthogonality
-_LOST = 16.0  # in eps of the map's size: above this, what is taken away from a right vector says that the left ones have
+_LOST = 16.0  # in eps of the map's size: when more is taken away from a right vector, the left ones have lost theirs
 
 
 class Bidiagonalisation:
