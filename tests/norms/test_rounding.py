@@ -15,6 +15,7 @@ from evidence.spectra import with_spectrum
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, golub_kahan, inf_norm, one_norm, operator_norm
+from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.products import FlatProducts, absolute_noise
 
 ORDS: list[float | str] = [2, 1, math.inf, "fro"]
@@ -348,3 +349,24 @@ def test_a_null_space_does_not_cost_the_certificate(null: int, dtype: torch.dtyp
     assert m.products < 80
     assert (m.lower <= 1.357 * (1 + 1e-6)).all()
     assert (m.upper >= 1.357 * (1 - 1e-6)).all()
+
+
+def test_what_was_taken_away_covers_the_images_of_vectors_after_restarts_too() -> None:
+    """J v = U B q misses what reorthogonalisation took from the left vectors, which a restart mixes."""
+    values = torch.cat([torch.linspace(1.357, 1.2, 20), torch.linspace(1.05, 0.95, 275), torch.zeros(5)])
+    matrix = with_spectrum(values.double(), 1, 300, 300, torch.Generator().manual_seed(0)).float()
+    start, generator = gaussian(1, 300, dtype=torch.float32), torch.Generator().manual_seed(1)
+    process = Bidiagonalisation(FlatProducts(MatrixOperator(matrix)), start / start.norm(), generator)
+    running, eps = torch.ones(1, dtype=torch.bool), torch.finfo(torch.float32).eps
+    for _ in range(60):
+        process.step()
+        small = process.project()
+        right, images = (
+            vectors(small, running, process.size).double() for vectors in (process.right_vectors, process.images)
+        )
+        error = right @ matrix.double().mT / process.products.scale - images
+        taken = small.drift[0].norm(dim=-1)
+        assert float(error.norm(dim=-1).max()) <= float(taken) + 8 * eps
+        if process.size == 40:
+            process.restart(small, 20)
+    assert float(taken) > 16 * eps  # of a left basis that was lost

@@ -113,7 +113,7 @@ class Triplets:
         self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
         if self.reuses:
             self.left[where.to(self.op.device), :k] = process.images(small, done, k)
-            self.slip[where] = (small.right[done, :, 0].abs() * small.drift[0, done]).sum(-1) * scale
+            self.slip[where] = small.drift[0, done].norm(dim=-1) * scale  # of Σ q_j e_j, |q| = 1, after restarts too
 
     def verify(self, generator: torch.Generator) -> int:
         """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
