@@ -3,16 +3,17 @@
 Without the elementwise steps between them the results mean nothing; only the time does. `whole_batch` runs them as
 eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobians.mixing.Mixing` (hidden tiles left
 out), where one product feeds the next while it is in the cache, in the order of memory that the operator has chosen.
+Outputs have their memory beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention.layout import add_product, arranged, times, together, zeros_arranged_as
+from howsmooth.attention.layout import add_product, arranged, leads, times, together, zeros_arranged_as
 from howsmooth.jacobians import AttentionJacobian
 from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.projection import BlockProjection
@@ -84,9 +85,17 @@ def projections(operator: AttentionJacobian, v: Tensor) -> Callable[[], tuple[Te
     assert isinstance(projection, BlockProjection)
     into, out = projection.weight_in, projection.weight_out
     v = arranged(v)
-    tangents, mixed = times(v, into), times(v, out.mT)
+    pairs = (v, into), (times(v, out.mT), out), (v, out.mT), (times(v, into), into.mT)
+    return all_of([prepared(tokens, matrix) for tokens, matrix in pairs])
 
-    def run() -> tuple[Tensor, ...]:
-        return times(v, into), times(mixed, out), times(v, out.mT), times(tangents, into.mT)
 
-    return run
+def prepared(tokens: Tensor, matrix: Tensor) -> Callable[[], Tensor]:
+    """tokens @ matrix in the order of the tokens (`howsmooth.attention.layout.times`)."""
+    left, right = (matrix.mT, tokens.mT) if leads(tokens) else (tokens, matrix)
+    memory = left @ right
+    return lambda: torch.mm(left, right, out=memory)
+
+
+def all_of(products: Sequence[Callable[[], Tensor]]) -> Callable[[], tuple[Tensor, ...]]:
+    """One product after the other."""
+    return lambda: tuple(product() for product in products)

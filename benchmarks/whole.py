@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from benchmarks.bare import in_tiles, projections
+from benchmarks.bare import all_of, in_tiles, prepared, projections
 from benchmarks.peers import FuncProducts
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
 from benchmarks.worker import in_process
-from howsmooth.attention.layout import arranged, times
+from howsmooth.attention.layout import arranged
 from howsmooth.jacobians import AttentionJacobian, ComposedJacobian, JacobianOperator
 from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian
@@ -130,4 +130,4 @@ def bare_products(operator: JacobianOperator, v: Tensor) -> list[Callable[[], ob
 def both_ways(weight: Tensor, n: int) -> Callable[[], object]:
     """W v and Wᵀu of n tokens."""
     v, u = arranged(torch.randn(n, weight.shape[1])), arranged(torch.randn(n, weight.shape[0]))
-    return lambda: (times(v, weight.mT), times(u, weight))
+    return all_of([prepared(v, weight.mT), prepared(u, weight)])
