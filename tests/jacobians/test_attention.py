@@ -10,8 +10,7 @@ import howsmooth as hs
 from evidence import attention_cases as cases
 from evidence.jacobian_grid import compare
 from howsmooth.attention import AttentionMap
-from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians import mixing as mixing_module
+from howsmooth.jacobians import attention_jacobian, tiles
 from howsmooth.small import relative_error
 from howsmooth.testing import by_columns, by_rows, dense_jacobian
 from howsmooth.testing import dense_jacobian as autograd_jacobian
@@ -52,10 +51,10 @@ SAMPLE = [
 @pytest.mark.parametrize("tiling", ["kept", "streamed", "small tiles", "small tiles, streamed"])
 def test_every_way_of_tiling_gives_the_same_jacobian(case: tuple, tiling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiling.startswith("small"):
-        monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
-        monkeypatch.setattr(mixing_module, "TILE_COLS", 3)
-        monkeypatch.setattr(mixing_module, "TILE_SIZE", 24)
-        monkeypatch.setattr(mixing_module, "BAND_SIZE", 20 if tiling.endswith("streamed") else 2**23)
+        monkeypatch.setattr(tiles, "TILE_ROWS", 8)
+        monkeypatch.setattr(tiles, "TILE_COLS", 3)
+        monkeypatch.setattr(tiles, "TILE_SIZE", 24)
+        monkeypatch.setattr(tiles, "BAND_SIZE", 20 if tiling.endswith("streamed") else 2**23)
     attention, x = cases.build(*case), cases.tokens()
     memory = 0 if tiling.endswith("streamed") else 2**29
     operator = attention_jacobian(attention, x, memory=memory)
@@ -66,8 +65,8 @@ def test_every_way_of_tiling_gives_the_same_jacobian(case: tuple, tiling: str, m
 
 
 def test_memory_budget_keeps_what_fits_and_recomputes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
-    monkeypatch.setattr(mixing_module, "TILE_SIZE", 1)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_SIZE", 1)
     attention, x = cases.build("dot_product", "causal", 4, 2, "rotary", True, "plain"), cases.tokens()
     operator = attention_jacobian(attention, x, memory=200)
     kept = [tile.weights is not None for tile in operator.mixing.tiles]
@@ -164,8 +163,8 @@ def _mix(attention: AttentionMap, weights: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_subset_of_a_batch_is_the_operator_of_the_subset(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing_module, "TILE_ROWS", 8)
-    monkeypatch.setattr(mixing_module, "TILE_SIZE", 24 * 3)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 8)
+    monkeypatch.setattr(tiles, "TILE_SIZE", 24 * 3)
     attention = cases.build("dot_product", "causal", 4, 2, "rotary", True, "rms qk-norm")
     operator = attention_jacobian(attention, cases.tokens(3), per_head=per_head, reduced=per_head)
     dense = operator.dense().reshape(-1, operator.out_size, operator.in_size)

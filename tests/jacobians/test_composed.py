@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import ComposedJacobian, attention_jacobian, mixing
+from howsmooth.jacobians import ComposedJacobian, attention_jacobian, tiles
 from howsmooth.jacobians.composed import (
     ClosedAttention,
     ClosedMap,
@@ -159,7 +159,7 @@ def test_memory_of_a_layer_grows_with_the_tokens_and_not_with_their_square(
 ) -> None:
     """Building and products together; a negative control keeps the weights."""
     for name, size in {"TILE_ROWS": 64, "TILE_COLS": 64, "TILE_SIZE": 2**12, "BAND_SIZE": 2**12}.items():
-        monkeypatch.setattr(mixing, name, size)
+        monkeypatch.setattr(tiles, name, size)
     closed, _ = block()
     most = []
     for n in (256, 1024):

@@ -9,8 +9,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention as closed_form
-from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians import mixing as tiles
+from howsmooth.jacobians import attention_jacobian, tiles
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.rounding import Noise
 from howsmooth.jacobians.rounding import spectral_bound as spectral

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import attention as attention_module
-from howsmooth.jacobians import attention_jacobian, skipping
+from howsmooth.jacobians import attention_jacobian, skipping, thinning
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms import operator_norm
 
@@ -74,7 +73,7 @@ def test_tiles_are_left_out_and_counted() -> None:
 def test_less_is_left_out_where_little_more_is_left_then(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, x = case(12.0, "causal")
     careful = attention_jacobian(attention, x, skip=0.5)
-    monkeypatch.setattr(attention_module, "_LOWER", ())
+    monkeypatch.setattr(thinning, "_LOWER", ())
     greedy = attention_jacobian(attention, x, skip=0.5)
     missing_of = [float(torch.as_tensor(op.left_out)) for op in (careful, greedy)]
     left = [sum(tile.size for tile in op.mixing.tiles) for op in (careful, greedy)]

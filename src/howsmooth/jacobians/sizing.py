@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.base import AttentionMap
-from howsmooth.jacobians.mixing import TILE_COLS, Mixing, Tile
+from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.moments import Moments, MomentSums
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.skipping import TileSizes, fine_side
+from howsmooth.jacobians.tiles import TILE_COLS, Tile
 
 _WEIGHTY = 1 / 16
 """Share of some row that a tile has at least when its keys are summed."""

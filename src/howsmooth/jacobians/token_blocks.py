@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.jacobians.attention import AttentionJacobian
-from howsmooth.jacobians.mixing import Tile
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.tiles import Tile
 
 
 class TokenBlocks(JacobianOperator):

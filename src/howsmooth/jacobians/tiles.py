@@ -1,0 +1,152 @@
+"""Attention weights cut into blocks of queries and keys, and the logits behind each block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.terms import Terms
+from howsmooth.jacobians.workspace import Workspace
+
+TILE_ROWS = 1024
+TILE_COLS = 1024
+TILE_SIZE = 2**21
+"""Most entries of a tile, over all its maps: enough for the matrix products to run at full speed, little enough for the
+arrays of a tile to stay in the cache between the steps that touch them."""
+BAND_SIZE = 2**23
+"""Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
+MASKED_SHARE = 4
+"""Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One block of queries and keys for a run of maps, with its weights when they are kept."""
+
+    maps: slice
+    rows: slice
+    cols: slice
+    weights: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(span.stop - span.start for span in (self.maps, self.rows, self.cols))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights and slopes that are kept."""
+        kept = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
+        return sum(kept.values())
+
+    def rounded(self, dtype: torch.dtype) -> Tile:
+        """The same with its weights in another dtype."""
+        if self.weights is None or self.slopes is None:
+            return self
+        weights = self.weights.to(dtype)
+        slopes = weights if self.slopes is self.weights else self.slopes.to(dtype)
+        return replace(self, weights=weights, slopes=slopes)
+
+    @property
+    def queries(self) -> tuple[slice, slice]:
+        return self.maps, self.rows
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        return self.maps, self.cols
+
+
+@dataclass(frozen=True)
+class Logits:
+    """S = cap(q kᵀ) + biases, tile by tile.
+
+    Attributes:
+        eps: of the dtype in which the logits of all weights were evaluated.
+    """
+
+    query: Tensor
+    key: Tensor
+    maps: Maps
+    terms: Terms
+    softcap: float | None
+    eps: float
+
+    @classmethod
+    def between(cls, query: Tensor, key: Tensor, attention: AttentionMap) -> Logits:
+        maps = Maps.every(len(query) // attention.heads, attention.heads, query.shape[1], query)
+        return cls(query, key, maps, attention.terms, attention.softcap, torch.finfo(query.dtype).eps)
+
+    def of(self, tile: Tile, work: Workspace | None = None) -> Tensor:
+        """The logits of a tile; in the memory of ``work``, valid until its next product, where that is given."""
+        multiply = torch.bmm if work is None else work.product
+        logits = multiply(self.query[tile.queries], self.key[tile.keys].mT)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
+        return logits if block is None else logits.add_(block)
+
+    def rounded(self, dtype: torch.dtype, kept: bool) -> Logits:
+        """Those of rounded queries and keys; ``kept`` says that no weight will be evaluated from them again."""
+        query, key = self.query.to(dtype), self.key.to(dtype)
+        eps = self.eps if kept else torch.finfo(dtype).eps
+        return replace(self, query=query, key=key, maps=replace(self.maps, like=query), eps=eps)
+
+    def slope_of(self, tile: Tile) -> Tensor:
+        """The slope 1 − tanh² of the soft-cap in a tile."""
+        assert self.softcap is not None
+        capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
+        return 1 - capped.square_()
+
+
+def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:
+    """The tiles of each block of queries, hidden ones left out.
+
+    >>> from howsmooth.attention.terms import Terms
+    >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
+    [[(5, 5)]]
+    """
+    most = tile_size(device)
+    side = max(1, math.isqrt(most // TILE_SIZE))
+    rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if terms else side * TILE_ROWS, n)
+    cols = side * TILE_COLS
+    group = max(1, most // (rows * min(cols, n)))
+    for first in range(0, maps, group):
+        together = slice(first, min(first + group, maps))
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            low, high = terms.key_range(start, stop, n)
+            edges = [low, *range(low + cols, high, cols), high]
+            yield [
+                Tile(together, slice(start, stop), slice(left, right))
+                for left, right in pairwise(edges)
+                if left < right
+            ]
+
+
+def narrow(band: list[Tile]) -> bool:
+    """Whether the logits of a band may be held at once."""
+    return sum(tile.size for tile in band) <= BAND_SIZE
+
+
+def tile_size(device: torch.device) -> int:
+    """Most entries of a tile: what a cache holds on a CPU; elsewhere a sixty-fourth of the free memory in numbers.
+
+    A tile takes about four arrays of its size, so that they stay within a quarter of what is free in float32.
+
+    >>> tile_size(torch.device("cpu")) == TILE_SIZE
+    True
+    """
+    if device.type in ("cpu", "meta"):
+        return TILE_SIZE
+    try:
+        free = int(torch.get_device_module(device).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device that does not tell
+        return TILE_SIZE
+    return max(TILE_SIZE, free // 64)
