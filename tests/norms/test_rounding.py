@@ -13,10 +13,10 @@ from evidence.near_identity import GAPS, NearIdentity, coverage, residual_blocks
 from evidence.rounding_grid import CANCELLATION, SIZES, VALUE_SIZES, attention_tally, matrix_tally, merged
 from evidence.spectra import with_spectrum
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.operator import MatrixOperator
+from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, golub_kahan, inf_norm, one_norm, operator_norm
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.products import FlatProducts, absolute_noise
+from howsmooth.norms.products import FlatProducts, absolute_noise, overlaps
 
 ORDS: list[float | str] = [2, 1, math.inf, "fro"]
 
@@ -48,6 +48,19 @@ class Hiding(MatrixOperator):
 
     def subset(self, index: Tensor) -> None:  # type: ignore[override]
         return None
+
+
+class Diagonal(JacobianOperator):
+    """One map that multiplies coordinate by coordinate."""
+
+    def __init__(self, entries: Tensor):
+        self.entries, self.dtype, self.device = entries, entries.dtype, entries.device
+        self.batch_shape, self.in_shape, self.out_shape = torch.Size((1,)), entries.shape, entries.shape
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return v * self.entries
+
+    rmatvec = matvec
 
 
 class Perturbed(MatrixOperator):
@@ -370,3 +383,29 @@ def test_what_was_taken_away_covers_the_images_of_vectors_after_restarts_too() -
         if process.size == 40:
             process.restart(small, 20)
     assert float(taken) > 16 * eps  # of a left basis that was lost
+
+
+def test_overlaps_of_long_vectors_are_exact_to_the_last_digits_where_parts_of_their_sum_are_large() -> None:
+    """As those of attention with a sink are: half of the sum takes away what the other half has brought."""
+    size, eps = 2**20, torch.finfo(torch.float32).eps
+    a, b = (torch.rand(1, 3, size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    b[..., size // 2 :] *= -1
+    a, b = (torch.nn.functional.normalize(t, dim=-1) for t in (a, b))
+    exact = torch.bmm(a.double(), b.double().mT)
+    assert float((overlaps(a, b) - exact).abs().max()) <= eps
+    assert torch.equal(overlaps(a.double(), b.double()), overlaps(b.double(), a.double()).mT)
+
+
+def test_bases_of_long_vectors_stay_orthonormal() -> None:
+    """Along a smooth start and its images, whose overlaps are sums of large parts."""
+    size, steps = 2**19, 8
+    places = torch.linspace(0, 1, size, dtype=torch.float64)
+    start = torch.nn.functional.normalize(1 + places, dim=0).float()[None]
+    op = Diagonal((1 + places).float())
+    process = Bidiagonalisation(FlatProducts(op), start, torch.Generator().manual_seed(0))
+    process._both = True
+    for _ in range(steps):
+        process.step()
+    for basis in (process._left[:, :steps], process._right[:, :steps]):
+        skew = torch.bmm(basis.double(), basis.double().mT) - torch.eye(steps, dtype=torch.float64)
+        assert float(skew.abs().max()) <= 4 * torch.finfo(torch.float32).eps

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.norms.certificate import Projection
-from howsmooth.norms.products import FlatProducts, not_finite, quick_lengths
+from howsmooth.norms.products import FlatProducts, not_finite, overlaps, quick_lengths
 
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
@@ -105,7 +105,7 @@ class Bidiagonalisation:
         """That of B̂, between the two halves of a step."""
         m = self.size + 1
         left = self._left[:, :m]
-        skew = torch.bmm(left, left.mT).double().cpu() - torch.eye(m, dtype=torch.float64)
+        skew = overlaps(left, left).cpu() - torch.eye(m, dtype=torch.float64)
         drift = self._drift[..., :m].clone()
         drift[1, :, -1] = 0
         return Projection.halfway(self._b[:, :m, :m], torch.linalg.matrix_norm(skew), self._made + 1, drift)
@@ -202,8 +202,8 @@ def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> 
     """
     removed = torch.zeros_like(length)
     for _ in range(4 if basis.shape[1] else 0):
-        shares = torch.bmm(basis, x.unsqueeze(-1))
-        x = x - torch.bmm(shares.mT, basis).squeeze(1)
+        shares = overlaps(basis, x.unsqueeze(1))
+        x = x - torch.bmm(shares.mT.to(x), basis).squeeze(1)
         before, length = length, quick_lengths(x)
         removed = removed + quick_lengths(shares.squeeze(-1))
         if bool(((length >= 0.7 * before) | (length <= floor)).all()):
