@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ class LayeredModel:
             tensor: Tensor = file.get_tensor(stored)
         if not tensor.is_floating_point():
             raise UnsupportedModel(f"{name} is stored as {tensor.dtype}: write it out in floating point first.")
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor if dtype is None else _apart(tensor.shape, dtype).copy_(tensor)
 
     def _fill_rest(self) -> None:
         """What no layer holds: norms and projections in memory, tables in their files, and what is computed."""
@@ -241,3 +242,11 @@ class _Table(nn.Module):
 
 def _pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return hidden
+
+
+def _apart(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory that goes back to the system with its tensor: layer after layer would leave holes in that of malloc."""
+    size = shape.numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap(-1, size, access=ACCESS_COPY), dtype=dtype).reshape(shape)
