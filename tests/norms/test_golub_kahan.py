@@ -14,6 +14,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.bidiagonal import Bidiagonalisation
+from howsmooth.norms.certificate import Certificate
 from howsmooth.norms.products import FlatProducts, rounding_allowance
 
 
@@ -370,3 +371,22 @@ def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reache
     assert bool(m.converged) is reached
     assert any("limits the ends" in note for note in m.notes) is not reached
     assert m.lower <= 1 <= m.upper
+
+
+def test_an_upper_end_small_enough_may_come_between_two_products_but_not_before_the_first_step() -> None:
+    """Half of a first step knows nothing: the start is not in the span that its certificate speaks of."""
+    matrix = with_spectrum(0.8 ** torch.arange(40).double(), 50, 60, 60, torch.Generator().manual_seed(0))
+    sigma, counts = torch.linalg.svdvals(matrix)[:, 0], set()
+    for each, truth in zip(matrix, sigma, strict=True):
+        for share in (1.01, 1.3, 3.0, 1e6):
+            m = golub_kahan(MatrixOperator(each), stop_below=share * truth, verify=False)
+            assert truth * (1 - 1e-12) <= m.upper <= share * truth
+            counts.add(m.products)
+    assert min(counts) == 2
+    assert any(count % 2 for count in counts)
+    process = Bidiagonalisation(
+        FlatProducts(MatrixOperator(matrix)), torch.ones(50, 60).double() / 60**0.5, torch.Generator()
+    )
+    process.step_left()
+    with pytest.raises(AssertionError):
+        Certificate(50, 60, 0.99).tighten(process.project_halfway())

@@ -250,6 +250,7 @@ class Certificate:
     def _overlap(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
         """How much of the start can lie on the singular vector of λ: what the run leaves open, what rounding hides."""
         squares, overlaps = small.theta**2, self._overlaps(small)
+        assert small.skew is None or self._start.shape[-1] < squares.shape[-1]  # s in the span of v₁ … v_m
         shape = 1 / (lam[..., None] - squares)
         w = small.theta * small.residuals * shape
         sigma, top = torch.sqrt(lam), small.theta[:, 0]

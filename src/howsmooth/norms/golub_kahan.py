@@ -166,7 +166,7 @@ def _run(
     for steps in range(1, max_steps + 1):
         results.steps = steps
         process.step_left()
-        near = process.size < _ALWAYS_CHECK and results.promising(process.products.maps[running])
+        near = 0 < process.size < _ALWAYS_CHECK and results.promising(process.products.maps[running])
         if certificate is not None and near:
             small = process.project_halfway()
             done = running & results.settled(small, certificate, process.products.maps)

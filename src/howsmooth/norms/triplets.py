@@ -80,9 +80,13 @@ class Triplets:
         return settled
 
     def promising(self, maps: Tensor) -> bool:
-        """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last."""
+        """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last.
+
+        It always may where an upper end below some number is all that is asked for.
+        """
         before, now = self.open[:, maps]
-        return self.k == 1 and bool((now * torch.sqrt(now / before) < _PROMISING).any())
+        near = (now * torch.sqrt(now / before) < _PROMISING) | (self.little[maps] > 0)
+        return self.k == 1 and bool(near.any())
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
         """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise).
