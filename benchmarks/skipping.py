@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ TEXT = """A head to a certified 1e-3 in float32, exactly and with tiles of 128 �
 together may be a fifth of the norm: a few products of the whole and a rough certificate of what is left are then
 enough. First heads of SmolLM2 that read Alice, in the coordinates of their own subspaces: some that leave out most, and
 some that cannot leave out much or are not told apart from their second singular value. How many can is in the next
-table, of all heads of every third layer. Then one causal head of width 64 that looks at its own neighbourhood and at
-the first token, where so little is left out that both ends move by it."""
+table, of all heads of every third layer. Both ways take turns: seconds are the least of three rounds, the ratio
+is the median of theirs. Then one causal head of width 64 that looks at its own neighbourhood and at the first token,
+where so little is left out that both ends move by it."""
 
-SKIP, LITTLE = 0.2, 1e-4
+SKIP, LITTLE, ROUNDS = 0.2, 1e-4, 3
 CHOSEN = ((5, 0), (13, 0), (19, 6), (25, 8), (27, 4))
 """Layers and heads of SmolLM2."""
 
@@ -38,13 +40,14 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
         name = f"layer {layer}, head {h}"
         report(f"{name}, n = {n}")
         attention, x = one_head(text.attention(layer), h), text.tokens(layer)
-        exact, truth = timed(attention, x)
-        taken, m = timed(attention, x, SKIP)
+        rounds = [(timed(attention, x), timed(attention, x, SKIP)) for _ in range(ROUNDS)]
+        ratio = median(exact / taken for (exact, _), (taken, _) in rounds)
+        (exact, truth), (taken, m) = (min(each, key=lambda pair: pair[0]) for each in zip(*rounds, strict=True))
         contains = bool(m.lower <= truth.value) and bool(truth.value <= m.upper)
-        times = [f"{exact:.1f}", f"{taken:.1f}", f"{exact / taken:.1f}×", f"{truth.products}"]
+        times = [f"{exact:.1f}", f"{taken:.1f}", f"{ratio:.1f}×", f"{truth.products}"]
         rows.append([name, *times, *_said(m, contains)])
         if bool(m.converged) and contains:
-            ratios.append(exact / taken)
+            ratios.append(ratio)
     best = max(ratios, default=0.0)
     section.tables.append(Table(["head", "all tiles, s", "ours, s", "ratio", "products", *_COLUMNS], rows))
     claim = f"a trained head (SmolLM2, n = {n:,}) to a certified 1e-3: faster with tiles left out"
