@@ -13,7 +13,7 @@ from evidence.fuzz_commands import Case, Playground, draw_case, playground
 from howsmooth.cli.endings import CODES
 from howsmooth.errors import InvalidInput
 
-SAMPLE = range(0, 1500, 38)
+SAMPLE = range(0, 1500, 60)
 MEASURE = import_module("howsmooth.cli.measure")
 
 
