@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # No byte-compilation: quicker, and pip interrupted during it leaves packages that look installed but lack scripts.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
-PYTEST := $(BIN)/python -m pytest -n 2
+# Workers begin with one half each and take over from each other: what a module makes once is made by one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup browser demo test quick bench verify lint docs clean

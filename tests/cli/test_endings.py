@@ -19,6 +19,7 @@ from howsmooth.cli.train import described
 from howsmooth.training import Status
 from tests.cli.command import Command
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
 MEASURE, TRAIN = Command("measure"), Command("train")
 MEASURING, TRAINING = (import_module(f"howsmooth.cli.{name}") for name in ("measure", "train"))
 BACKTRACE = (
@@ -44,6 +45,17 @@ def test_an_error_that_nobody_foresaw_has_a_code_of_its_own_and_one_line(monkeyp
     (line,) = done.stderr.splitlines()
     assert line.startswith("howsmooth: unexpected RuntimeError: expected a tensor (")
     assert len(line) < 200
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def test_what_is_no_exception_does_not_end_as_a_result_that_did_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = failing(monkeypatch, Panic("index out of bounds\nstack backtrace: …"))
+    assert done.exit_code == 70
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("howsmooth: unexpected Panic: index out of bounds (")
 
 
 def test_lines_of_errors_are_cut_to_a_screenful(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +182,8 @@ def test_a_stop_during_a_finaliser_is_not_lost(
 
     def work(text: str) -> int:
         Finalised()
-        time.sleep(0.5)
+        for _ in range(1000):  # until the stop is given again, from another thread
+            time.sleep(0.01)
         return 2**20
 
     hook = sys.unraisablehook

@@ -236,6 +236,7 @@ def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_signals")
 def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
     code = "from howsmooth.cli import app; app()"
     command = [
@@ -257,12 +258,11 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(root)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell begin without it
     )
     while not Path("s.sqlite").is_file() or not _kept():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     (line,) = said.splitlines()
     assert (

@@ -136,16 +136,15 @@ def test_the_line_of_progress_says_it_all() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_signals")
 def test_control_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     options = [*TINY, "--steps", 100_000, "--save-every", 100_000, "--report-every", 10, "--out", "run"]
     command = [sys.executable, "-c", PROGRAM, "train", str(text), *map(str, options)]
-    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=default,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     rows = tmp_path / "run" / "metrics.jsonl"
@@ -153,7 +152,7 @@ def test_control_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> No
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     step = Checkpoint.load(tmp_path / "run" / "checkpoint.safetensors").step
     assert process.returncode == 130
     assert said == (

@@ -53,7 +53,7 @@ def test_a_full_disk_is_said_in_one_line_and_the_scan_goes_on_later(
 
 def test_control_c_keeps_every_finished_batch(folder: Path, tmp_path: Path, whole: Content) -> None:
     out = tmp_path / "scan.sqlite"
-    process = start(folder, out, SIZE)
+    process = start(folder, out, SIZE, held=True)
     lines, _ = disturb(process, signal.SIGINT, delay=0.4)
     assert process.returncode == 130
     kept = contents(out)

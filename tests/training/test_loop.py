@@ -66,7 +66,6 @@ def start(folder: Path, settings: Settings, *more: str, most_bytes: int | None =
     """A run in a process of its own that prints the number of every step."""
 
     def limit() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         if most_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
@@ -149,6 +148,7 @@ def test_training_leaves_the_random_numbers_of_others_alone_and_depends_on_none(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_signals")
 def test_a_killed_an_interrupted_and_an_undisturbed_run_are_the_same(tmp_path: Path) -> None:
     # Warm-started norms, dropout and the curriculum all carry something from step to step.
     settings = replace(TINY, attention="contractive-2", blocks="pre-norm", lengths="curriculum", dropout=0.1)
@@ -157,12 +157,12 @@ def test_a_killed_an_interrupted_and_an_undisturbed_run_are_the_same(tmp_path: P
     process = start(killed, settings, "slowly")
     wait_for(process, 17)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert Checkpoint.load(killed / CHECKPOINT).step >= 10  # at most the steps since the last one are lost
     process = start(killed, settings, "slowly")
     wait_for(process, 25)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     step = Checkpoint.load(killed / CHECKPOINT).step
     assert 25 <= step < 40
@@ -177,7 +177,7 @@ def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> No
     finish(whole, TINY)
     size = (whole / CHECKPOINT).stat().st_size
     process = start(folder, TINY, most_bytes=size // 2)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 2
     (line,) = said.splitlines()
     assert "cannot write" in line
@@ -187,6 +187,7 @@ def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> No
     assert content(folder) == content(whole)
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_a_second_control_c_stops_at_once_and_the_first_saves(tmp_path: Path) -> None:
     def press(status: Status) -> None:
         if status.step == 10:

@@ -74,6 +74,7 @@ class OneLineErrors(TyperGroup):
     ) -> NoReturn:
         args = list(sys.argv[1:] if args is None else args)
         said = False
+        _remarks.clear()
         with _stoppable():
             try:
                 code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
@@ -81,16 +82,28 @@ class OneLineErrors(TyperGroup):
                 code = INTERRUPTED
             except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
                 code, said = UNREAD if ended.code == 1 else ended.code, True
-            except Exception as error:
+            except BaseException as error:  # the panics of libraries written in Rust are no `Exception`
                 if "--debug" in args:
                     for line in "".join(traceback.format_exception(error)).splitlines():
                         _to_stderr(printable(line))
+                _remarks.clear()
                 code = _report(error, args)
+        for message in _remarks:
+            complain(message)
         if code == INTERRUPTED:
             if not said:
                 complain(stop_word())
             code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
         sys.exit(code if isinstance(code, int) else 0)
+
+
+_remarks: list[str] = []
+"""Lines for the end of a command that is not refused."""
+
+
+def remark(message: str) -> None:
+    """A line on stderr once the command has answered; one that is refused says why, and nothing else."""
+    _remarks.append(message)
 
 
 _stopped_by: int | None = None
@@ -163,7 +176,7 @@ def _heard() -> Iterator[None]:
             again.cancel()
 
 
-def _report(error: Exception, args: Sequence[str]) -> int:
+def _report(error: BaseException, args: Sequence[str]) -> int:
     """Say in one line what is wrong, and give the code for it."""
     message = _fault_of_the_request(error, args)
     if message is None:
@@ -175,7 +188,7 @@ def _report(error: Exception, args: Sequence[str]) -> int:
     return USER_ERROR
 
 
-def _fault_of_the_request(error: Exception, args: Sequence[str]) -> str | None:
+def _fault_of_the_request(error: BaseException, args: Sequence[str]) -> str | None:
     """What was wrong with the request; None where it was not the request."""
     if hasattr(error, "format_message"):  # what typer raises for a wrong option or argument
         return str(error.format_message())
@@ -190,7 +203,7 @@ def _fault_of_the_request(error: Exception, args: Sequence[str]) -> str | None:
     return names[0] if names and isinstance(error, ValueError) else None
 
 
-def _too_large(error: Exception) -> str | None:
+def _too_large(error: BaseException) -> str | None:
     """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
     said = str(error)
     if out_of_memory(error):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import torch
-import typer
 from torch import Tensor
 from typer import Argument, Option
 
@@ -29,6 +28,7 @@ from howsmooth.attention import (
 )
 from howsmooth.checks import check_device, check_memory, shown
 from howsmooth.cli.console import MOST_SEED
+from howsmooth.cli.endings import remark
 from howsmooth.cli.options import Device
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
@@ -387,7 +387,7 @@ def _from_model(request: Request, settings: Settings) -> Site:
     if request.input is not None:
         x, origin = _stored_tokens(request, dtype)
     if random_name(request.source) in PRESETS:
-        typer.echo(f"howsmooth: note: {_CHANGED.format(random_name(request.source))}.", err=True)
+        remark(f"note: {_CHANGED.format(random_name(request.source))}.")
     name, model = f"{request.source}, layer {layer}", opened.model
     seen = None if request.input is not None else (lambda length: at(length)[1])
     return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
