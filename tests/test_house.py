@@ -14,7 +14,7 @@ from tests import house
 
 ROOMS = (
     # What every room borrows.
-    *("errors", "extras", "kinds", "checks", "small", "notebook", "sealed", "engines"),
+    *("errors", "guarantee", "extras", "kinds", "checks", "small", "notebook", "sealed", "engines"),
     # From a map to a number.
     *("attention", "jacobians", "norms", "relative", "measuring", "explaining", "weights"),
     # Where maps and inputs come from, and what is known about them.

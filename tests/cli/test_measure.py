@@ -266,13 +266,13 @@ def test_help_and_version_of_the_app() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_signals")
 def test_interruption_is_one_line_and_130() -> None:
     """SIGINT reaches a real process half a second into work that takes minutes."""
     script = (
         "import os, signal, sys, threading\n"
         "from howsmooth.cli import main\n"
         "sys.argv[1:] = 'measure random --width 512 --heads 8 --length 8192 --rtol 1e-6'.split()\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell begin without it
         "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "main()\n"
     )

@@ -124,6 +124,10 @@ def test_random_names_a_model_everywhere_and_says_so_where_it_named_a_block() ->
     assert "a block of its sizes is random[like=llama]" in Command("measure").refusal("random:llama", "--no-causal")
 
 
+def test_a_refusal_has_no_note_beside_it() -> None:
+    assert "the device 'x' cannot be used" in Command("worst-case").refusal("random:gpt2", "--device", "x")
+
+
 def test_a_witness_for_the_block_that_had_a_models_name_is_found_again() -> None:
     (cell,) = answer("worst-case", "random[like=bert-base]", "--width", 12, "--lengths", 3, "--radius", 1, *QUICK)[
         "cells"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 
+import howsmooth as hs
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import Guarantee
+from howsmooth.jacobians.algebra import IdentityJacobian
+from howsmooth.jacobians.composed import ClosedAttention, Parallel, Skip
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import Measurement, frobenius_norm, golub_kahan, operator_norm
 
@@ -75,3 +80,30 @@ def test_float_of_a_batch_is_refused_with_advice() -> None:
     assert float(example()) == pytest.approx(3.2141)
     with pytest.raises(InvalidInput, match=r"\.value\.max"):
         float(operator_norm(MatrixOperator(torch.eye(4).expand(2, 4, 4))))
+
+
+@pytest.mark.parametrize(
+    ("f", "known"),
+    [
+        (hs.SelfAttention.random(8, heads=2), Guarantee.PROVED),
+        (lambda x: x.sin(), Guarantee.MEASURED),
+        (Parallel(Skip(), ClosedAttention(hs.SelfAttention.random(8, heads=2))), Guarantee.MEASURED),
+    ],
+)
+@pytest.mark.parametrize("norm", [2, 1, "fro", "token"])
+def test_a_result_says_whether_rounding_is_bounded_or_was_measured(f: Any, known: Guarantee, norm: Any) -> None:
+    m = hs.measure(f, torch.randn(5, 8), norm=norm)
+    assert (m.rounding, m.lower_holds) == (known, known)
+    measured = known is Guarantee.MEASURED
+    assert ("up to measured rounding" in repr(m)) == ("up to measured rounding" in m._repr_html_()) == measured
+    assert ("always" in repr(m).split(",")[0]) != measured
+    assert m.to_dict()["lower_holds"] == known.name.lower()
+    assert m.to_dict()["upper_holds"] == ("measured" if measured else "proved" if m.confidence == 1 else "probable")
+
+
+def test_sums_products_and_adjoints_of_measured_rounding_are_measured() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    function, bounded = hs.jacobian(torch.sin, x), IdentityJacobian.like(x)
+    assert bounded.rounding_known is Guarantee.PROVED
+    for op in (function + bounded, bounded @ function, function.adjoint):
+        assert op.rounding_known is Guarantee.MEASURED

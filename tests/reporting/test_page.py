@@ -170,6 +170,21 @@ def test_dark_follows_the_system_and_the_button(browser: Any, report: Path) -> N
         assert seen.page.evaluate(paper) == light
 
 
+def test_nothing_moves_for_readers_who_want_no_motion(browser: Any, report: Path) -> None:
+    moving = """() => [...document.querySelectorAll("*")].map((node) => getComputedStyle(node)).filter((style) =>
+      style.scrollBehavior !== "auto" || parseFloat(style.transitionDuration) || style.animationName !== "none"
+    ).length"""
+    with visit(browser, report) as seen:
+        assert seen.page.evaluate(moving) == 0
+        seen.page.locator("#table tbody tr").nth(3).click()
+        assert seen.page.evaluate("document.getAnimations().length") == 0
+        assert seen.page.evaluate("document.getElementById('heads').getBoundingClientRect().top") == pytest.approx(
+            0, abs=1
+        )
+    with visit(browser, report, reduced_motion="no-preference") as seen:
+        assert seen.page.evaluate(moving) == 1  # the page scrolls smoothly, and nothing else moves
+
+
 CONTRAST = """() => {
   const linear = (x) => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
   const light = (c) => .2126 * linear(c[0] / 255) + .7152 * linear(c[1] / 255) + .0722 * linear(c[2] / 255);

@@ -158,12 +158,11 @@ def lower_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
     >>> lower_bound(m), upper_bound(m)
     ('≥ 1.9999 always', '≤ 2.0001 always')
     """
-    return f"≥ {written(float(m.lower[index]), ROUND_FLOOR, 5)} always"
+    return f"≥ {written(float(m.lower[index]), ROUND_FLOOR, 5)} {m.lower_holds.said()}"
 
 
 def upper_bound(m: Measurement, index: tuple[int, ...] = ()) -> str:
     """The upper end of one map in words, rounded up so that it stays true."""
     if m.confidence == 0 or not isfinite(float(m.upper[index])):
         return "none"
-    chance = "always" if m.confidence == 1 else f"with {100 * m.confidence:.6g} %"
-    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {chance}"
+    return f"≤ {written(float(m.upper[index]), ROUND_CEILING, 5)} {m.upper_holds.said(m.confidence)}"

@@ -79,8 +79,8 @@ def demo(
         out.print(summary(scanned))
         out.print(
             "σ is the local Lipschitz constant: how far the output moves, at most, per small move of the input. Layers "
-            "and heads count from 0. Every lower end is always true, every upper end with probability 99 %; bounds are "
-            "proved."
+            "and heads count from 0. Lower ends are true always and upper ends with probability 99 %, in layers and "
+            "models up to measured rounding; bounds are proved."
         )
         out.print(f"\nStore: {store}", markup=False, soft_wrap=True)
         out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")

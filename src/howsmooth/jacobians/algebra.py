@@ -27,6 +27,7 @@ from torch import Tensor
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import weakest
 from howsmooth.jacobians.operator import JacobianOperator
 
 _OF_ONE_PRODUCT = 2.0
@@ -90,6 +91,7 @@ class _Composed(JacobianOperator):
         self.dtype = min((part.dtype for part in self.parts), key=lambda dtype: dtype.itemsize)
         methods = dict.fromkeys(part.method for part in self.parts)
         self.method = "closed form, streamed" if "closed form, streamed" in methods else " and ".join(methods)
+        self.rounding_known = weakest(*(part.rounding_known for part in self.parts))
         self.notes = tuple(dict.fromkeys(note for part in self.parts for note in part.notes))
 
     def _errors(self) -> list[tuple[Tensor, Tensor]]:

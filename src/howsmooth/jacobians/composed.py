@@ -16,7 +16,8 @@ hundredfold), so there the error is measured: the map runs in float64, what its 
 which contains everything: rounded weights, slopes and products (activations are not rounded on the way). A random v is
 the hard case: its image is shorter than that of the vectors the solver ends with, by about
 :math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the way are as large. Where it exceeds `MOST_BLUR`, the whole is
-computed in float64. This is measured, not proved; tests compare it with the norm of the whole error on every listed
+computed in float64. This is measured, not proved (``rounding_known``), and so is what float64 carries along, on one
+random vector; tests compare it with the norm of the whole error on every listed
 architecture.
 """
 
@@ -35,6 +36,7 @@ from howsmooth.attention.layout import arranged
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import Guarantee
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.attention import (
@@ -174,6 +176,7 @@ class ComposedJacobian(Product):
         tried: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(parts)
+        self.rounding_known = Guarantee.MEASURED
         self.blur, self.output, self.tried = blur, output.contiguous(), tried
 
     def matvec(self, v: Tensor) -> Tensor:

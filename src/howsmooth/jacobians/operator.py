@@ -20,6 +20,7 @@ from torch import Tensor
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import Guarantee
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -39,6 +40,7 @@ class JacobianOperator(ABC):
         noise: an absolute bound, one number per map or one for all (float64), on ‖(computed J) v − J v‖ and on
             ‖(computed Jᵀ) u − Jᵀu‖ for unit vectors, beyond a few eps·‖J‖: what cancellation inside the map leaves
             behind. No singular value of the computed operator is further than this from the true one.
+        rounding_known: whether ``blur`` and ``noise`` are bounds (PROVED) or were measured on a vector (MEASURED).
         scatter: the share of ``noise`` that can lie along a direction fixed beforehand: 1 when nothing is known of it,
             N^{-½} for sums of many roundings, which point nowhere in particular.
         left_out: an absolute bound, one number per map or one for all (float64), on the norm of what was left out of
@@ -59,6 +61,7 @@ class JacobianOperator(ABC):
     notes: tuple[str, ...] = ()
     blur: float = 0.0
     noise: Tensor | float = 0.0
+    rounding_known: Guarantee = Guarantee.PROVED
     scatter: float = 1.0
     left_out: Tensor | float = 0.0
     whole: JacobianOperator | None = None
@@ -252,6 +255,7 @@ class _Adjoint(JacobianOperator):
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
         self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
         self.noise, self.scatter, self.left_out = parent.noise, parent.scatter, parent.left_out
+        self.rounding_known = parent.rounding_known
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

@@ -55,6 +55,7 @@ class Deflated(JacobianOperator):
         self.batch_shape, self.in_shape, self.out_shape = op.batch_shape, op.in_shape, op.out_shape
         self.dtype, self.device, self.method = op.dtype, op.device, op.method
         self.blur, self.noise, self.scatter = op.blur, op.noise, op.scatter
+        self.rounding_known = op.rounding_known
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.op.matvec(self._without(v))
@@ -108,6 +109,7 @@ def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: in
         right=near.right,
         values=near.value[..., None],
         residuals=near.residual[..., None],
+        rounding=op.rounding_known,
     )
     return m if bool(m.converged.all()) else _in_full(op.whole, m, rtol, confidence, seed, started, **given)
 

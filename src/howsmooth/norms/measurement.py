@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import Guarantee, weakest
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.notebook import card
 from howsmooth.small import rounded
@@ -21,15 +22,17 @@ _SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "�
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurement:
-    """A norm of every map of a batch, with bounds.
+    """A norm of every map of a batch, with ends.
 
     The tensors are float64 of the operator's batch shape (0-dimensional for a single map).
 
     Attributes:
         value: the estimate.
-        lower: a bound on the true norm from below, always true.
-        upper: a bound from above, true with probability ``confidence``. Both include an allowance for rounding, see
+        lower: the end from below; no chance is involved.
+        upper: the end from above, true with probability ``confidence``. Both include an allowance for rounding, see
             `rounding_allowance`.
+        rounding: whether that allowance is a bound (PROVED: attention and matrices) or was measured (MEASURED: layers,
+            models and functions); `lower_holds` and `upper_holds` say what follows for the ends.
         confidence: probability with which ``upper`` holds, for each map by itself; 1.0 when no chance is involved and
             0.0 when there is no upper bound. The chance lies in the solver's own random start, not in the operator.
         norm: 2, 1, ``math.inf``, ``"fro"`` or ``"token"``.
@@ -74,6 +77,7 @@ class Measurement:
     residuals: Tensor | None = None
     notes: tuple[str, ...] = ()
     scale: Tensor | None = None
+    rounding: Guarantee = Guarantee.PROVED
 
     def __post_init__(self) -> None:
         if not bool((self.lower <= self.upper).all()):
@@ -81,6 +85,16 @@ class Measurement:
                 "The lower end of this measurement is above its upper end, or one of them is not a number: "
                 "measure again, in float64."
             )
+
+    @property
+    def lower_holds(self) -> Guarantee:
+        """What stands behind the lower end."""
+        return self.rounding
+
+    @property
+    def upper_holds(self) -> Guarantee:
+        """What stands behind the upper end."""
+        return weakest(self.rounding, Guarantee.PROVED if self.confidence == 1 else Guarantee.PROBABLE)
 
     @property
     def relative(self) -> Tensor | None:
@@ -111,6 +125,8 @@ class Measurement:
             "values": _plain(self.values),
             "residuals": _plain(self.residuals),
             "notes": list(self.notes),
+            "lower_holds": self.lower_holds.name.lower(),
+            "upper_holds": self.upper_holds.name.lower(),
             "relative": _plain(self.relative),
         }
         if vectors:
@@ -120,18 +136,19 @@ class Measurement:
     def __repr__(self) -> str:
         symbol, count = _SYMBOLS[self.norm], self.value.numel()
         how = f"{self.products} products, {self.method} {str(self.dtype).removeprefix('torch.')}"
-        above = " always" if self.confidence == 1 else f" with probability {100 * self.confidence:.6g} %"
+        below, above = self.lower_holds.said(), self.upper_holds.said(self.confidence)
+        above = above.replace("with ", "with probability ", 1)
         if count == 1:
-            low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} always"
-            high = f"≤ {rounded(float(self.upper), ROUND_CEILING)}{above}" if self.confidence else "no upper bound"
+            low = f"≥ {rounded(float(self.lower), ROUND_FLOOR)} {below}"
+            high = f"≤ {rounded(float(self.upper), ROUND_CEILING)} {above}" if self.confidence else "no upper bound"
             state = "converged" if bool(self.converged) else "not converged"
             value = rounded(float(self.value), ROUND_HALF_EVEN, 4)
             return f"{symbol} = {value} ({low}, {high}; {state}, {how}){self._compared()}"
         low, high = (rounded(float(x), ROUND_HALF_EVEN, 4) for x in (self.value.min(), self.value.max()))
         ratio = float(torch.where(self.upper > 0, self.upper / self.lower, torch.ones_like(self.upper)).max())
-        gap = f"each ≥ lower always, ≤ upper{above}, upper/lower at most {rounded(ratio, ROUND_CEILING)}"
+        gap = f"each ≥ lower {below}, ≤ upper {above}, upper/lower at most {rounded(ratio, ROUND_CEILING)}"
         if not self.confidence:
-            gap = "each ≥ lower always, no upper bound"
+            gap = f"each ≥ lower {below}, no upper bound"
         state = f"{int(self.converged.sum())}/{count} converged"
         return f"{symbol} of {count} maps = {low} … {high} ({gap}; {state}, {how}){self._compared()}"
 
@@ -181,7 +198,17 @@ def measurement_between(
     converged = upper <= (1.0 + rtol) * lower  # a float: tensors take no huge whole numbers
     if confidence == 1:
         notes += rounding_note(~converged, op.dtype)
-    return Measurement(value, lower, upper, confidence, converged=converged, dtype=op.dtype, notes=notes, **facts)
+    return Measurement(
+        value,
+        lower,
+        upper,
+        confidence,
+        converged=converged,
+        dtype=op.dtype,
+        notes=notes,
+        rounding=op.rounding_known,
+        **facts,
+    )
 
 
 def rounding_note(limited: Tensor, dtype: torch.dtype) -> tuple[str, ...]:

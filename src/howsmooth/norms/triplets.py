@@ -177,6 +177,7 @@ class Triplets:
             right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
             values=self.values.reshape(*batch, self.k),
             residuals=self.residuals.reshape(*batch, self.k),
+            rounding=self.op.rounding_known,
             notes=notes + crossed + rounding_note((self.limited | noisy) & ~converged, self.op.dtype),
         )
 

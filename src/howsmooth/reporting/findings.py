@@ -13,6 +13,7 @@ from typing import Any
 
 from howsmooth.checks import door
 from howsmooth.growth import PowerLaw, fit_power_law, growth
+from howsmooth.guarantee import Guarantee
 from howsmooth.reporting.source import Cell, Group, Row, cell_of
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
@@ -107,13 +108,22 @@ def token_name(group: Group, row: Row) -> str:
     return f"the token “{readable(tokens)[position].strip()}” at position {position}"
 
 
+def rounding_of(what: str) -> Guarantee:
+    """Whether the rounding in cells of a kind is bounded, as in heads and blocks of attention, or was measured.
+
+    >>> rounding_of("head").name, rounding_of("layer").name
+    ('PROVED', 'MEASURED')
+    """
+    return Guarantee.PROVED if what in ("head", "attention") else Guarantee.MEASURED
+
+
 def ends(row: Mapping[str, Any]) -> str:
     """The certified ends of a cell in words, rounded so that they stay true."""
     lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
-    said = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} always"]
+    rounding = rounding_of(row.get("what", "head"))
+    said = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} {rounding.said()}"]
     if upper is not None and isfinite(upper) and chance:
-        held = "always" if chance == 1 else f"with {100 * chance:.6g} %"
-        said.append(f"≤ {rounded(upper, ROUND_CEILING)} {held}")
+        said.append(f"≤ {rounded(upper, ROUND_CEILING)} {rounding.said(chance)}")
     return ", ".join(said)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from howsmooth.reporting.findings import KINDS, bounds_of, growth_sentences, growths, headline, methods
+from howsmooth.reporting.findings import KINDS, bounds_of, growth_sentences, growths, headline, methods, rounding_of
 from howsmooth.reporting.source import Group, Row
 from howsmooth.reporting.tokens import readable
 from howsmooth.small import rounded
@@ -112,6 +112,7 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "text": group.text,
         "headline": headline(group),
         "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
+        "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
         "length": group.main_length(group.kinds[0]),
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},

@@ -11,6 +11,7 @@ import torch
 
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.guarantee import Guarantee
 from howsmooth.norms import Measurement
 from howsmooth.sets import Embeddings
 from howsmooth.worstcase.ascent import MILESTONES, Ascent, Climb, Peak
@@ -126,6 +127,7 @@ class Search:
             method=_UNMEASURED,
             dtype=torch.float64,
             seconds=time.perf_counter() - self.began,
+            rounding=Guarantee.MEASURED,
         )
 
     def _witness(self, climb: Climb, peak: Peak, measurement: Measurement, stopped: Stopped) -> Witness:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from howsmooth.checks import check_count, check_fields, check_finite, check_number, check_one_of, check_tensor
 from howsmooth.errors import InvalidInput
+from howsmooth.guarantee import Guarantee
 from howsmooth.norms import Measurement
 from howsmooth.sealed import Damaged, opened, read_json, sealed
 
@@ -27,6 +28,9 @@ _TENSORS = {"x", "history", "ids", "left", "right"}
 _STORY = {"value", "head", "over", "start", "seed", "steps", "seconds", "stopped", "source", "norm", "measurement"}
 _MEASUREMENT = {"norm", "value", "lower", "upper", "confidence", "converged", "products", "method", "dtype", "seconds"}
 _MEASUREMENT |= {"values", "residuals", "notes"}
+_HOLDS = {"lower_holds", "upper_holds"}
+"""Written since results say what stands behind their ends; where they are missing nothing is taken for proved."""
+_GUARANTEES = {each.name.lower(): each for each in Guarantee}
 _Witness = TypeVar("_Witness")
 
 
@@ -84,7 +88,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Measurement:
-    _same_names(plain if isinstance(plain, dict) else (), _MEASUREMENT)
+    _same_names(set(plain if isinstance(plain, dict) else ()) - _HOLDS, _MEASUREMENT)
     if _norm(plain["norm"]) != norm:
         raise InvalidInput("the measurement is of another norm")
     value, lower = (_tensor(plain[name], name) for name in ("value", "lower"))
@@ -117,6 +121,7 @@ def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Meas
         values=values,
         residuals=residuals,
         notes=tuple(plain["notes"]),
+        rounding=_GUARANTEES[check_one_of(plain.get("lower_holds", "measured"), _GUARANTEES, "lower_holds")],
     )
 
 

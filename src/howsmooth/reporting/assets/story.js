@@ -85,15 +85,20 @@ function splitBar(row) {
 
 const badge = (group) => (group.precision ? el("span", { class: `badge${group.coarse ? " coarse" : ""}`, text: group.precision }) : null);
 
-const upperEnd = (row) =>
+// "always", or that rounding was measured, behind the probability of an end that has one.
+const held = (group, row, confidence) =>
+  confidence === 1 ? group.rounding[row.what]
+    : `with ${100 * confidence} %${group.rounding[row.what] === "always" ? "" : `, ${group.rounding[row.what]}`}`;
+
+const upperEnd = (group, row) =>
   row.upper === null || !row.confidence ? null
-    : `≤ ${written(row.upper, "up", 5)} ${row.confidence === 1 ? "always" : `with ${100 * row.confidence} %`}`;
+    : `≤ ${written(row.upper, "up", 5)} ${held(group, row, row.confidence)}`;
 
 // The story of one cell: how rough, how sure, how it compares, and why.
 function story(group, row) {
   const peers = roughest(group, row.what, row.length);
   const rank = peers.findIndex((peer) => peer.key === row.key) + 1;
-  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)} always`, upperEnd(row)];
+  const ends = [row.lower === null ? null : `≥ ${written(row.lower, "down", 5)} ${held(group, row, 1)}`, upperEnd(group, row)];
   const facts = [
     ["rank", peers.length > 1 ? `${ordinal(rank)} of ${peers.length}` : null],
     ["against the median", peers.length > 1 ? `${written(row.value / median(peers.map((p) => p.value)), "near", 3)} times` : null],
