@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import linecache
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import graph_module
 
 import howsmooth as hs
@@ -101,3 +104,38 @@ def test_full_precision_keeps_name_and_result() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert product(torch.eye(2)).dtype == torch.float32
     assert (product.__name__, product.__doc__) == ("product", "A product.")
+
+
+DOORS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "measure": lambda f, x: hs.measure(f, x).value,
+    "measure_heads": lambda f, x: hs.measure_heads(f, x).value,
+    "explain": lambda f, x: hs.explain(f, x).total.value,
+    "certify": lambda f, x: hs.certify(f, x).upper,
+    "certify, heads": lambda f, x: hs.certify(f, x, radius=0.01, per_head=True).upper,
+    "certify, ball": lambda f, x: hs.certify(f, x, radius=0.01).upper,
+    "table": lambda f, x: [row.value for row in hs.bounds.table(f, x=x).rows],
+    "worst_case": lambda f, x: hs.worst_case(f, 3, radius=1.0, starts=2, steps=2).value,
+}
+
+
+@contextmanager
+def default(what: torch.dtype | str) -> Iterator[None]:
+    """Torch with another default dtype, or another default device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(what if isinstance(what, torch.dtype) else before)
+    try:
+        with torch.device(what if isinstance(what, str) else "cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("what", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow), "meta"])
+def test_numbers_do_not_depend_on_the_defaults_of_torch(what: torch.dtype | str, door: str) -> None:
+    attention = hs.SelfAttention.random(4, heads=2, mask="causal", rotary=hs.Rotary.standard(2))
+    x = torch.randn(2, 4)
+    usual = DOORS[door](attention, x)
+    with default(what):
+        found = DOORS[door](attention, x)
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(usual))

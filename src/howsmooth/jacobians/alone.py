@@ -68,7 +68,10 @@ def without_sources() -> Iterator[None]:
 
 
 def full_precision(call: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes in the dtypes of its tensors, also when the caller is under ``torch.autocast``."""
+    """A function that computes in the dtypes of its tensors, also when the caller is under ``torch.autocast``.
+
+    Where torch's default device is meta, whose tensors hold no numbers, its own tensors are made on the CPU.
+    """
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,6 +79,8 @@ def full_precision(call: Callable[P, R]) -> Callable[P, R]:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type == "meta":
+                stack.enter_context(torch.device("cpu"))
             return call(*args, **kwargs)
 
     return wrapped

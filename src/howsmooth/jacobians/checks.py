@@ -67,6 +67,18 @@ def check_takes_one(f: Callable[..., Any]) -> None:
         raise InvalidInput(f"f must take one tensor: {error}.") from None
     if isinstance(f, nn.Module) and any(map(is_lazy, (*f.parameters(), *f.buffers()))):
         raise InvalidInput("f has weights that are not initialised: call it once before.")
+    quantised = [part for part in f.modules() if _is_quantised(part)] if isinstance(f, nn.Module) else []
+    if quantised:
+        raise NotDifferentiable(
+            f"f holds quantised layers ({type(quantised[0]).__module__}.{type(quantised[0]).__name__}), which compute "
+            "without derivatives: measure the model before it is quantised, or one with weights rounded and stored in "
+            "floating point."
+        )
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own kernels for whole numbers; what only imitates them has derivatives."""
+    return type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"))
 
 
 def evaluate(f: Callable[[Tensor], Any], x: Tensor) -> Tensor:
@@ -128,7 +140,7 @@ def check_reads_items_alone(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor)
         alone = f(x[:1]).detach()
     except Exception:
         return
-    if alone.shape == (1, *y.shape[1:]) and relative_error(alone, y[:1].detach()) > SAME_VALUE:
+    if alone.shape == (1, *y.shape[1:]) and not relative_error(alone, y[:1].detach()) <= SAME_VALUE:
         raise mixing_error()
 
 

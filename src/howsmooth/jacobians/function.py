@@ -3,9 +3,10 @@
 Reverse mode, Jᵀu, is one recorded autograd graph, walked again for each product. Forward mode, Jv, takes the first of
 these that works and that agrees with reverse mode:
 
-1. ``torch.func linearize``: f traced once into the graph of v ↦ Jv; no product runs f again.
-2. ``torch.func jvp``: when f cannot be traced (branches on values) or the trace is wrong (some in-place writes);
-   every product runs f.
+1. ``torch.func linearize``: f traced once into the graph of v ↦ Jv (`howsmooth.jacobians.tracing`); no product runs f
+   again.
+2. ``torch.func jvp``: when f cannot be traced (branches on values, writes into tensors from outside) or the trace does
+   not reproduce its derivative; every product runs f.
 3. ``double backward``: when an operation has no forward mode. Jᵀu is linear in u, so Jv is the gradient of
    ⟨Jᵀu, v⟩ in u [1]_; the graph is recorded once.
 4. ``dense rows``: when that graph cannot be differentiated again (``torch.cdist``): J itself, row by row, if f has at
@@ -28,13 +29,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, linearize, vmap
+from torch.func import functional_call, jvp, vmap
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, NotDifferentiable
+from howsmooth.guarantee import Guarantee
 from howsmooth.jacobians import checks
-from howsmooth.jacobians.alone import exact_autograd, without_sources
+from howsmooth.jacobians.alone import exact_autograd
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.quotients import moves_otherwise
+from howsmooth.jacobians.tracing import Map, linearized
 from howsmooth.small import first_line
 
 _MOST_DENSE_ROWS = 4096
@@ -48,8 +52,6 @@ _VANISHES = 1e3
 could agree on. What f computes on its way to values near zero is taken to be of size one."""
 _BLUR = 32
 """Rounding inside f, whose operations nobody knows, in units of eps: whole layers of language models show up to 15."""
-
-Map = Callable[[Tensor], Tensor]
 
 
 class DerivativeWarning(UserWarning):
@@ -104,6 +106,9 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
             why = "f is constant or piecewise constant there, as round is."
             _doubt(notes, f"the Jacobian of f is exactly zero at x: {why}")
         push, noise = _forward_products(call, point, tape, u, pulled, notes)
+        if pulled.any() and moves_otherwise(call, point, push.one):
+            why = "f has a kink at x, or a part of f is detached from x, leaves torch or runs in a kernel without one."
+            _doubt(notes, f"f moves otherwise than its derivative says: {why}")
     return FunctionJacobian(point, tape, push, tuple(notes), noise)
 
 
@@ -122,6 +127,7 @@ class FunctionJacobian(JacobianOperator):
         self.in_shape, self.out_shape = x.shape[batch_axes:], y.shape[batch_axes:]
         self.dtype, self.device = x.dtype, x.device
         self.blur, self.noise = _BLUR * torch.finfo(x.dtype).eps, noise
+        self.rounding_known = Guarantee.MEASURED
         self.method, self.notes = push.name, notes
         self._push, self._pull = push, tape.products
 
@@ -323,16 +329,11 @@ def _relative_length(image: Tensor, vector: Tensor) -> float:
 
 
 def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -> _Products | None:
-    """``torch.func.linearize``, if the graph reproduces Jv, also when used again.
-
-    The check is needed: the tracer takes a buffer that f writes into for a constant, and silently returns wrong
-    products (torch 2.13, ``out = zeros(...); out[1:] += x * x; out.mul_(out)``).
-    """
+    """`linearized`, if the graph reproduces Jv, also when used again."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # f has run before; what is left is the tracer's talk about its own graph
-            with without_sources():
-                _, push = linearize(call, x)
+            push = linearized(call, x)
             first = push(v)
             kept = first.clone()
             second = push(checks.random_like(v, seed=2))
@@ -341,8 +342,9 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
         notes.append(f"f cannot be linearized once: {first_line(error, kind=True)}")
         return None
     shared = first.data_ptr() == second.data_ptr()
-    if shared or max(checks.relative_error(kept, jv), checks.relative_error(again, jv)) > _SAME_TRACE:
-        notes.append("f cannot be linearized once: the trace does not reproduce f's derivative (in-place writes in f).")
+    same = all(checks.relative_error(product, jv) <= _SAME_TRACE for product in (kept, again))  # NaN is not
+    if shared or not same:
+        notes.append("f cannot be linearized once: the trace does not reproduce f's derivative.")
         return None
 
     def one(v: Tensor) -> Tensor:
