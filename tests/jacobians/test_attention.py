@@ -67,12 +67,14 @@ def test_every_way_of_tiling_gives_the_same_jacobian(case: tuple, tiling: str, m
 def test_memory_budget_keeps_what_fits_and_recomputes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ROWS", 8)
     monkeypatch.setattr(tiles, "TILE_SIZE", 1)
-    attention, x = cases.build("dot_product", "causal", 4, 2, "rotary", True, "plain"), cases.tokens()
-    operator = attention_jacobian(attention, x, memory=200)
+    attention = cases.build("dot_product", "causal", 4, 2, "rotary", True, "plain")
+    x = cases.tokens(10).flatten(0, 1)  # enough for more weights than tokens
+    beside = attention_jacobian(attention, x, memory=0).mixing.beside
+    operator = attention_jacobian(attention, x, memory=2000 + beside)
     kept = [tile.weights is not None for tile in operator.mixing.tiles]
     assert any(kept)
     assert not all(kept)
-    assert sum(tile.weights.nbytes for tile in operator.mixing.tiles if tile.weights is not None) <= 200
+    assert sum(tile.weights.nbytes for tile in operator.mixing.tiles if tile.weights is not None) <= 2000
     assert relative_error(operator.dense(), autograd_jacobian(attention, x)) < TOLERANCE
 
 
@@ -288,3 +290,32 @@ def test_scipy_operator_has_the_same_singular_value() -> None:
     assert found == pytest.approx(float(torch.linalg.matrix_norm(operator.dense(), ord=2)), rel=1e-10)
     with pytest.raises(hs.InvalidInput, match="one map"):
         hs.jacobian(hs.SelfAttention.random(8), torch.randn(2, 6, 8)).to_scipy()
+
+
+@pytest.mark.parametrize("memory", [0, 2**18])
+def test_recomputed_weights_are_as_exact_as_kept_ones_and_need_no_float64(memory: int) -> None:
+    attention = hs.SelfAttention.random(64, heads=1, mask="causal")
+    x = torch.randn(600, 64, generator=torch.Generator().manual_seed(0))
+    kept, streamed = attention_jacobian(attention, x), attention_jacobian(attention, x, memory=memory)
+    assert streamed.mixing.streamed
+    assert streamed.dtype == kept.dtype == torch.float32
+    torch.testing.assert_close(torch.as_tensor(streamed.noise), torch.as_tensor(kept.noise), rtol=1e-6, atol=0)
+    exact, v = attention_jacobian(attention, x.double()), torch.randn(600, 64)
+    for product in ("matvec", "rmatvec"):
+        off = getattr(streamed, product)(v).double() - getattr(exact, product)(v.double())
+        assert float(off.norm()) <= float(streamed.noise) * float(v.norm())
+
+
+def test_weights_of_large_maps_lie_in_pieces_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = hs.SelfAttention.random(8, heads=1, mask="causal"), torch.randn(700, 8)
+    monkeypatch.setattr(tiles, "TILE_ROWS", 256)
+    apart = attention_jacobian(attention, x)
+    monkeypatch.setattr(tiles, "_PIECE", 2**19)
+    together = attention_jacobian(attention, x)
+    counts = []
+    for operator in (apart, together):
+        weights = [tile.weights for tile in operator.mixing.tiles]
+        counts.append(len({each.untyped_storage().data_ptr() for each in weights if each is not None}))
+    assert counts[1] < counts[0] == len(apart.mixing.tiles)
+    v = torch.randn(700, 8)
+    assert torch.equal(together.matvec(v), apart.matvec(v))

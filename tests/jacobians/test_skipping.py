@@ -58,6 +58,27 @@ def test_what_is_missing_is_within_the_bound(mask: str | None, skip: float, per_
             assert bool((apart <= torch.as_tensor(op.along(path).left_out) + 1e-12).all())
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_products_of_a_subset_are_as_partial_as_those_of_all(per_head: bool) -> None:
+    attention, x = case(12.0, "causal")
+    x = x if per_head else torch.stack([x, x.flip(0), x.roll(8, 0)])
+    whole = attention_jacobian(attention, x, per_head=per_head, skip=1e-2).whole
+    assert whole is not None
+    index = torch.tensor([1]) if per_head else torch.tensor([0, 2])
+    part = whole.subset(index)
+    v, u = (torch.randn(*whole.batch_shape, *shape).double() for shape in (whole.in_shape, whole.out_shape))
+    most = torch.full(whole.batch_shape, 0.05, dtype=torch.float64)
+    for name, vector in (("matvec", v), ("rmatvec", u)):
+        of_all, lost = getattr(whole, f"{name}_within")(vector, most)
+        of_part, also_lost = getattr(part, f"{name}_within")(vector[index], most[index])
+        assert bool((also_lost > 0).all()), "nothing was spared"
+        torch.testing.assert_close(also_lost, lost[index])
+        torch.testing.assert_close(of_part, of_all[index])
+        apart = torch.linalg.vector_norm(of_part - getattr(part, name)(vector[index]), dim=(-2, -1))
+        assert bool((apart > 0).all())
+        assert bool((apart <= also_lost).all())
+
+
 def test_tiles_are_left_out_and_counted() -> None:
     attention, x = case(12.0, "causal")
     op = attention_jacobian(attention, x, skip=1e-2)
@@ -94,6 +115,21 @@ def test_the_bound_is_not_far_from_what_is_missing() -> None:
     exact, op = attention_jacobian(attention, x), attention_jacobian(attention, x, skip=0.5)
     gone, bound = float(missing(op, exact)), float(torch.as_tensor(op.left_out))
     assert 0 < gone <= bound <= 300 * gone
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 3], [0, 1, 2, 3]])
+def test_the_bound_is_attained_where_all_weights_are_equal(rows: list[int]) -> None:
+    """Queries and keys of zero: what goes with a tile is its weights times the values, and of rank one."""
+    zero, one = torch.zeros(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    attention, x = hs.SelfAttention(zero, zero, one, one), torch.randn(16, 2, dtype=torch.float64)
+    whole = attention_jacobian(attention, x, skip=0.9).whole
+    assert whole is not None
+    assert whole.mixing.sizes is not None
+    gone = torch.zeros(whole.mixing.sizes.sizes.shape[1], dtype=torch.bool)
+    gone[rows] = True
+    thin = whole.without(gone, 2**20)
+    bound, lost = float(torch.as_tensor(thin.left_out)), float(missing(thin, attention_jacobian(attention, x)))
+    assert 0.99 * bound < lost < bound
 
 
 @pytest.mark.slow

@@ -26,13 +26,15 @@ from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Proj
 from howsmooth.jacobians.rounding import Noise, WeightNorms
 from howsmooth.jacobians.sizing import sharp_moments, sized_mixing
 from howsmooth.jacobians.thinning import path_norms, thinned
+from howsmooth.jacobians.workspace import give_back
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.token_blocks import TokenBlocks
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
-"""Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile."""
+"""Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile, and what that
+needs beside them (`Mixing.beside`) is taken from it."""
 MOST_BLUR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
 MOST_NOISE = 3e-4
@@ -237,6 +239,7 @@ class AttentionJacobian(JacobianOperator):
         mixing = self.mixing.select(maps)
         part = AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
         part.whole = None if self.whole is None else self.whole.subset(index)
+        part.norms = None if self.norms is None else self.norms[:, maps.cpu()]
         part.least = self.least.reshape(-1)[index.cpu()] if self.least.dim() else self.least
         part.guess = None if self.guess is None else self.guess.reshape(-1, *self.in_shape)[index]
         return part
@@ -333,6 +336,8 @@ def attention_jacobian(
             f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
             f"{operator.blur:.1g}: scale the input or the weights down."
         )
+    if operator.mixing.streamed:
+        give_back()
     return operator
 
 

@@ -33,7 +33,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.point import Point
 from howsmooth.jacobians.skipping import LeftOut, TileSizes
-from howsmooth.jacobians.tiles import Logits, Tile, bands, narrow
+from howsmooth.jacobians.tiles import Logits, Room, Tile, bands, narrow
 from howsmooth.jacobians.workspace import Workspace
 
 
@@ -63,39 +63,39 @@ class Mixing:
     def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
-        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products. Without
-        ``moments`` nothing is kept by which rounding could be bounded.
+        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
+        weights that are recomputed in every product too. Without ``moments`` nothing is kept by which rounding could be
+        bounded.
         """
-        self, exact = cls.unevaluated(attention, point, dtype)
-        softmax, key, value = self.softmax, self.key, self.value
+        self = cls.unevaluated(attention, point, dtype)
+        softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
         kept: list[Tile] = []
         maps, n, _ = key.shape
-        for band in bands(maps, n, self.logits.terms, key.device):
-            held = [exact.of(tile) for tile in band] if narrow(band) else None  # otherwise they are computed twice
+        every = list(bands(maps, n, logits.terms, key.device))
+        numbers = sum(tile.size for band in every for tile in band)
+        if numbers * value.element_size() > memory:
+            memory -= self.beside
+        room = Room(memory, numbers, value)
+        for band in every:
+            held = [logits.of(tile) for tile in band] if narrow(band) else None  # otherwise they are computed twice
             if softmax and band:
                 rows = band[0].queries
-                self.tops[rows] = _top(held or map(exact.of, band))
-                self.sums[rows] = _sum(held or map(exact.of, band), self.tops[rows])
-            for tile, logit in zip(band, held or map(exact.of, band), strict=True):
-                weights, slopes = self._from_logits(tile, logit, exact)
+                self.tops[rows] = _top(held or map(logits.of, band))
+                self.sums[rows] = _sum(held or map(logits.of, band), self.tops[rows])
+            for tile, logit in zip(band, held or map(logits.of, band), strict=True):
+                weights, slopes = self._from_logits(tile, logit)
                 seen.add(tile.queries, tile.keys, weights)
-                whole = replace(tile, weights=weights, slopes=slopes)
-                if whole.nbytes <= memory:
-                    memory, tile = memory - whole.nbytes, whole
-                kept.append(tile)
-        if all(tile.weights is not None for tile in kept):
-            self = replace(self, logits=replace(self.logits, eps=exact.eps))
+                kept.append(room.held(tile, weights, slopes))
         return self.evaluated(kept, seen.output(), seen.moments())
 
     @classmethod
-    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> tuple[Mixing, Logits]:
-        """No tiles and outputs yet, for products in this dtype, and the logits in the dtype of the point."""
-        exact = Logits.between(point.query, point.key, attention)
+    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> Mixing:
+        """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
         query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
-        logits, softmax = Logits.between(query, key, attention), attention.weighting == "softmax"
-        return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared()), exact
+        logits, softmax = Logits.between(point.query, point.key, attention), attention.weighting == "softmax"
+        return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared())
 
     def evaluated(self, tiles: Sequence[Tile], output: Tensor, moments: Moments | None) -> Mixing:
         """The same with its tiles and outputs, once all weights have been evaluated."""
@@ -175,6 +175,12 @@ class Mixing:
         return max(in_row, in_column)
 
     @property
+    def beside(self) -> int:
+        """Bytes that products hold beside weights where these are recomputed: logits' own tokens, and tangents."""
+        wide = 0 if self.logits.query is self.query else self.logits.query.nbytes + self.logits.key.nbytes
+        return wide + 2 * (self.query.nbytes + self.key.nbytes)
+
+    @property
     def streamed(self) -> bool:
         """Whether some weights are recomputed in every product."""
         return any(tile.weights is None for tile in self.tiles)
@@ -237,6 +243,7 @@ class Mixing:
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
         moments = None if self.moments is None else self.moments.select(index)
+        sizes = None if self.sizes is None else self.sizes.select(index)
         left_out = None if self.left_out is None else self.left_out.select(index)
         return replace(
             self,
@@ -244,7 +251,7 @@ class Mixing:
             tiles=tuple(tiles),
             logits=logits,
             moments=moments,
-            sizes=None,
+            sizes=sizes,
             left_out=left_out,
         )
 
@@ -277,7 +284,7 @@ class Mixing:
             total[tile.queries].add_(torch.special.entr(self.weights_of(tile)[0]).sum(-1))
         return total.mean(-1)
 
-    def _from_logits(self, tile: Tile, logits: Tensor, source: Logits) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and slopes of a tile; uses up ``logits``."""
         if self.softmax:
             rest = logits.sub_(self.tops[tile.queries]).to(self.query.dtype)
@@ -285,14 +292,14 @@ class Mixing:
         else:
             weights = logits.sigmoid_().to(self.query.dtype)
             slopes = weights - weights.square()
-        if source.softcap is not None:
-            slopes = slopes * source.slope_of(tile).to(self.query.dtype)
+        if self.logits.softcap is not None:
+            slopes = slopes * self.logits.slope_of(tile).to(self.query.dtype)
         return weights, slopes
 
     def weights_of(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Weights and slopes of a tile, as they are kept or recomputed."""
         if tile.weights is None or tile.slopes is None:
-            return self._from_logits(tile, self.logits.of(tile), self.logits)
+            return self._from_logits(tile, self.logits.of(tile))
         return tile.weights, tile.slopes
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+_AT_ONCE = 2**11
+"""Queries whose moments are taken at once."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -73,10 +76,17 @@ class MomentSums:
         return value / (total.masked_fill(total == 0, 1.0) if self.centred else 1.0) * self.longest_value
 
     def moments(self) -> Moments:
-        """What the sums amount to."""
+        """What the sums amount to; of some queries at a time, because their sums take four times the memory here."""
+        n = self.sums.shape[1]
+        parts = [self._moments(slice(start, start + _AT_ONCE)) for start in range(0, n, _AT_ONCE)]
+        every = [*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)), self.columns.amax(-1).double()]
+        return Moments(*every)
+
+    def _moments(self, rows: slice) -> tuple[Tensor, ...]:
+        """The moments of some queries, in the order of `Moments`."""
         split = [self.width, 1, 1, self.summands.shape[-1] - self.width - 3, 1]
-        value, value_square, total, key, key_square = self.sums.double().split(split, dim=-1)
-        lone, lone_square, lone_total = self.lone.double().split(split[:3], dim=-1)
+        value, value_square, total, key, key_square = self.sums[:, rows].double().split(split, dim=-1)
+        lone, lone_square, lone_total = self.lone[:, rows].double().split(split[:3], dim=-1)
         rounding = 4 * self.sums.shape[1] ** 0.5 * torch.finfo(self.sums.dtype).eps
         total = total.masked_fill(total == 0, 1.0)
 
@@ -93,15 +103,14 @@ class MomentSums:
         between = lone_square - 2 * (centre * lone).sum(-1, keepdim=True) + far
         along = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
         longest_key, longest_value = self.longest_key.double(), self.longest_value.double()
-        return Moments(
+        return (
             root(key_square, longest_key),
-            root(about(key_square, along * (along - 2 * self.keys_apart) / total), longest_key),
+            root(about(key_square, along * (along - 2 * self.keys_apart[:, rows]) / total), longest_key),
             root(value_square, longest_value),
             root(about(value_square, value.square().sum(-1, keepdim=True) / total), longest_value),
             root(both, longest_value),
             root(torch.minimum(between.clamp_min(0.0) + rounding * both, both), longest_value),
             root(lone_total),
-            self.columns.amax(-1).double(),
         )
 
 

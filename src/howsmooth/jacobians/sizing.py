@@ -38,12 +38,8 @@ _WEIGHTY = 1 / 16
 
 @torch.no_grad()
 def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> Mixing:
-    """As `Mixing.at`, with the sizes of all tiles that may be left out (`Mixing.without`).
-
-    Weights that are not kept are recomputed from logits in the dtype of the point: few are, so that they may be sharp.
-    """
-    mixing, exact = Mixing.unevaluated(attention, point, dtype)
-    mixing = replace(mixing, logits=exact)
+    """As `Mixing.at`, with the sizes of all tiles that may be left out (`Mixing.without`)."""
+    mixing = Mixing.unevaluated(attention, point, dtype)
     sums = _TileSums(mixing, attention.output_weight)
     tiles: list[Tile] = []
     for band in _bands(mixing, sums.side):

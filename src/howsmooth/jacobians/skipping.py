@@ -87,6 +87,14 @@ class TileSizes:
         """A mask of the tiles, cut into those that lie in one tile of the products."""
         return mask.split(self.counts)
 
+    def select(self, index: Tensor) -> TileSizes:
+        """Those of some maps, at ``index`` (increasing), which are counted anew."""
+        index = index.cpu()
+        kept = torch.isin(self.places[0], index)
+        places = torch.stack([torch.searchsorted(index, self.places[0, kept]), *self.places[1:, kept]])
+        counts = tuple(count for count, here in zip(self.counts, self.by_tile(kept), strict=True) if bool(here.any()))
+        return TileSizes(places, self.sizes[:, kept], self.side, counts)
+
     def least(self, norms: Tensor, budget: Tensor) -> Tensor:
         """The tiles of every map, least first, that stay within its budget together; norms: N_q, N_k, N_v."""
         gone = torch.zeros(self.sizes.shape[1], dtype=torch.bool)

@@ -22,6 +22,8 @@ TILE_SIZE = 2**21
 arrays of a tile to stay in the cache between the steps that touch them."""
 BAND_SIZE = 2**23
 """Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
+_PIECE = 2**26
+"""Bytes of a piece of memory for weights: enough to be the system's own, which gets it back when it is let go."""
 MASKED_SHARE = 4
 """Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
@@ -103,6 +105,36 @@ class Logits:
         assert self.softcap is not None
         capped = torch.bmm(self.query[tile.queries], self.key[tile.keys].mT).div_(self.softcap).tanh_()
         return 1 - capped.square_()
+
+
+class Room:
+    """Memory for the weights that are kept, up to so many bytes.
+
+    Weights of a large map lie in pieces of many tiles. Tile by tile they would lie between the arrays of their own
+    making, and leave holes where those were: an eighth of the memory of one head of 20,000 tokens.
+    """
+
+    def __init__(self, memory: int, numbers: int, like: Tensor):
+        self.left, self.like = memory, like
+        self.pieces = numbers * like.element_size() > _PIECE
+        self.free = like.new_empty(0)
+
+    def held(self, tile: Tile, weights: Tensor, slopes: Tensor) -> Tile:
+        """The tile with its weights and slopes, or itself where there is no room for them."""
+        whole = replace(tile, weights=weights, slopes=slopes)
+        if whole.nbytes > self.left:
+            return tile
+        self.left -= whole.nbytes
+        if not self.pieces:
+            return whole
+        kept = self._moved(weights)
+        return replace(tile, weights=kept, slopes=kept if slopes is weights else self._moved(slopes))
+
+    def _moved(self, array: Tensor) -> Tensor:
+        if array.numel() > self.free.numel():
+            self.free = self.like.new_empty(max(_PIECE // self.like.element_size(), array.numel()))
+        place, self.free = self.free.split([array.numel(), self.free.numel() - array.numel()])
+        return place.view(array.shape).copy_(array)
 
 
 def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 import threading
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -49,3 +51,11 @@ class Workspace(threading.local):
             with torch.inference_mode(False):  # or nobody outside that mode could use it again
                 self.buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
         return self.buffers[key][:size].view(shape)
+
+
+def give_back() -> None:
+    """Give memory that the C library holds free back to the system, where it can: what large maps leave behind."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, not of musl
+        if trim is not None:
+            trim(0)
