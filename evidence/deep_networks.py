@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +131,10 @@ def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
 
 
 def true_remainders(parts: tuple[Part, ...], start: Tensor, there: Tensor) -> list[Tensor]:
-    """What Taylor's formula at ``start`` leaves of every part that is not linear, when the network is at ``there``."""
+    """What Taylor's formula at ``start`` leaves of every part that is not linear, when the network is at ``there``.
+
+    Tokens are ``(…, n, d)``.
+    """
     found: list[Tensor] = []
 
     def through(parts: tuple[Part, ...], here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,23 +143,27 @@ def true_remainders(parts: tuple[Part, ...], start: Tensor, there: Tensor) -> li
                 case ResidualPart(branch):
                     left, right = through(branch, here, there)
                     here, there = here + left, there + right
-                case LinearPart(weight, bias):
-                    shift = 0.0 if bias is None else bias
-                    here, there = here @ weight.mT + shift, there @ weight.mT + shift
-                case PoolPart(pool):
-                    here, there = (t.mean(0)[None] if pool == "mean" else t[:1] for t in (here, there))
-                case _:
+                case AttentionPart() | DividePart() | BendPart():
                     f = _function(part)
-                    value, slope = torch.func.jvp(f, (here,), (there - here,))
+                    value, slope = torch.autograd.functional.jvp(f, here, there - here)
                     found.append(f(there) - value - slope)
+                    here, there = _after(part, here), _after(part, there)
+                case _:
                     here, there = _after(part, here), _after(part, there)
         return here, there
 
-    through(parts, start, there)
+    through(parts, start.expand_as(there).clone(), there)
     return found
 
 
-def _function(part: Part):  # type: ignore[no-untyped-def]
+def forward(parts: tuple[Part, ...], x: Tensor) -> Tensor:
+    """The tokens that come out of parts, ``(…, n, d)``."""
+    for part in parts:
+        x = x + forward(part.branch, x) if isinstance(part, ResidualPart) else _after(part, x)
+    return x
+
+
+def _function(part: Part) -> Callable[[Tensor], Tensor]:
     """The map whose remainder a source holds: heads before they are put together."""
     match part:
         case DividePart(eps):
@@ -166,12 +173,20 @@ def _function(part: Part):  # type: ignore[no-untyped-def]
         case AttentionPart(attention):
 
             def heads(x: Tensor) -> Tensor:
-                query, key, value = attention._heads(x[None])
-                return (attention._weights(query, key) @ value)[0].transpose(0, 1).flatten(1)
+                query, key, value = attention._heads(x.reshape(-1, *x.shape[-2:]))
+                mixed = attention._weights(query, key) @ value
+                return mixed.transpose(1, 2).flatten(2).reshape(*x.shape[:-1], -1)
 
             return heads
     raise AssertionError(part)
 
 
 def _after(part: Part, x: Tensor) -> Tensor:
-    return part.map(x) if isinstance(part, AttentionPart) else _function(part)(x)
+    match part:
+        case LinearPart(weight, bias):
+            return x @ weight.mT + (0.0 if bias is None else bias)
+        case PoolPart(pool):
+            return x.mean(-2, keepdim=True) if pool == "mean" else x[..., :1, :]
+        case AttentionPart(attention):
+            return attention(x)
+    return _function(part)(x)

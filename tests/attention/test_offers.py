@@ -233,3 +233,47 @@ def test_padding_belongs_to_a_call_and_not_to_the_map() -> None:
     assert float(hs.measure(layer, x[:4], rtol=1e-8)) == pytest.approx(
         float(torch.linalg.matrix_norm(exact, 2)), rel=1e-7
     )
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: output)
+    return module
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    module.forward = module.forward  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("change", [hooked, replaced])
+@pytest.mark.parametrize("name", ["torch", "l2", "map"])
+@pytest.mark.parametrize("door", DOORS)
+def test_what_may_be_changed_from_outside_is_refused(door: str, name: str, change: Callable[..., nn.Module]) -> None:
+    """A hook may do anything to the output, which the closed form does not know."""
+    plain = hs.SelfAttention.random(D, HEADS, dtype=torch.float64) if name == "map" else CLOSED[name]().double().eval()
+    x = torch.randn(N, D, dtype=torch.float64)
+    DOORS[door](plain, x)
+    with pytest.raises(InvalidInput, match="has forward hooks or a forward replaced from outside"):
+        DOORS[door](change(plain), x)
+
+
+def test_a_hook_inside_a_layer_is_seen() -> None:
+    layer = hs.SelfAttention.random(D, HEADS, qk_norm="rms")
+    hooked(layer.query_stages[0])
+    with pytest.raises(InvalidInput, match="forward hooks"):
+        hs.measure(layer, torch.randn(N, D))
+
+
+def test_a_subclass_of_a_layer_with_a_forward_of_its_own_is_a_function() -> None:
+    class Doubled(hs.nn.L2Attention):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * super().forward(x)[0]
+
+    layer, x = Doubled(D, HEADS).double().eval(), torch.randn(N, D, dtype=torch.float64)
+    exact = torch.autograd.functional.jacobian(layer, x).reshape(N * D, N * D)
+    assert float(hs.measure(layer, x, rtol=1e-8)) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-7)
+
+
+def test_a_compiled_layer_is_the_layer() -> None:
+    layer, x = nn.MultiheadAttention(D, HEADS, batch_first=True).eval(), torch.randn(N, D)
+    assert float(hs.measure(torch.compile(layer, backend="eager"), x)) == float(hs.measure(layer, x))

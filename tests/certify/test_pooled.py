@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from evidence.juries import ROUNDING
+from evidence.pooled_terms import POOLS
 from howsmooth.certify.pooled import Expansion, Functionals, PooledAttention
 
 N, D, HEADS, OUT = 4, 3, 2, 5
@@ -109,3 +111,23 @@ def test_saturation_at_the_input_only_is_caught(monkeypatch: pytest.MonkeyPatch)
 def test_saturated_heads_have_almost_no_remainder() -> None:
     pooled, tokens = pool(0, lead=40.0)
     assert float(along(pooled, torch.ones(OUT, dtype=torch.float64), tokens).remainder(0.5)) < 1e-6
+
+
+NEAR = {
+    ("two tokens, 0.5 by 0.01", "variance"): 0.98,
+    ("two tokens, 0.2 by 0.01", "growth"): 0.98,
+    ("two tokens, 0.2 by 0.01", "curvature"): 0.98,
+    ("two tokens, 0.1 by 0.01", "third derivative"): 0.67,
+    ("two tokens whose values move", "third derivative"): 0.98,
+    ("two tokens whose values move", "remainder"): 0.98,
+    ("two tokens of the largest skew whose values move across", "third derivative"): 0.9,
+    ("drawn, steep", "reach"): 0.98,
+}
+"""How close the truth comes to a term, at least: one that falls below this share of itself is caught."""
+
+
+@pytest.mark.parametrize(("label", "name"), NEAR)
+def test_no_move_passes_a_term_and_the_closest_comes_near_it(label: str, name: str) -> None:
+    shares = POOLS[label].example(label).shares()
+    assert NEAR[label, name] <= shares[name]
+    assert max(shares.values()) <= 1 + ROUNDING

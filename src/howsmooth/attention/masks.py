@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, door, shown
+from howsmooth.checks import Count, check_readable, door, shown
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -273,6 +273,7 @@ class DenseBias(LogitBias):
         super().__init__()
         if not isinstance(bias, Tensor):
             raise InvalidInput(f"a mask must be a torch.Tensor, got {shown(bias)}.")
+        check_readable(bias, "the mask")
         if bias.dim() not in (2, 3, 4) or bias.shape[-1] != bias.shape[-2]:
             raise InvalidInput(
                 f"a mask has shape (n, n), (heads, n, n) or (batch, heads, n, n), got {tuple(bias.shape)}."

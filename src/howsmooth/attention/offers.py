@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from howsmooth.attention.base import AttentionMap
@@ -9,6 +11,7 @@ from howsmooth.attention.composite import Composite
 from howsmooth.attention.dot_product import SelfAttention
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.small import foreign_hooks
 
 
 @door
@@ -16,8 +19,9 @@ def map_of(f: object, n: float | None = None) -> nn.Module | None:
     """The map x ↦ f(x) of one sequence without padding, in closed form or at least with a ``kind``; None without one.
 
     A module says what it computes by a method ``attention_map(n)``: the layers of `howsmooth.nn` have it. A wrapper
-    (a residual, a normalisation before it) is another function, and offers nothing unless it says so itself. In
-    training mode with dropout f is no fixed map, and is refused.
+    (a residual, a normalisation before it) is another function, and offers nothing unless it says so itself; so is a
+    subclass with a forward of its own. A module that `torch.compile` has wrapped is what it was. In training mode with
+    dropout f is no fixed map, and with hooks it is another one than its weights say: both are refused.
 
     Args:
         f: anything.
@@ -27,15 +31,43 @@ def map_of(f: object, n: float | None = None) -> nn.Module | None:
     >>> type(map_of(L2Attention(8, num_heads=2))).__name__, map_of(nn.Linear(8, 8))
     ('L2SelfAttention', None)
     """
+    f = getattr(f, "_orig_mod", f) if isinstance(f, nn.Module) else f
     if isinstance(f, AttentionMap | Composite):
+        _check_unchanged(f, f.modules())
         return f
+    if isinstance(f, nn.Module) and _overrides_call(type(f)):
+        return None
     if isinstance(f, nn.MultiheadAttention):
-        if type(f).forward is not nn.MultiheadAttention.forward:
-            return None
+        _check_unchanged(f, [f])  # it calls none of its parts
         check_no_dropout(f, f.dropout)
         return SelfAttention.from_torch(f)
-    offer = getattr(f, "attention_map", None) if isinstance(f, nn.Module) else None
-    return offer(int(n) if n is not None and n < float("inf") else None) if callable(offer) else None
+    offer = getattr(f, "attention_map", None)
+    if not isinstance(f, nn.Module) or not callable(offer):
+        return None
+    _check_unchanged(f, f.modules())
+    return offer(int(n) if n is not None and n < float("inf") else None)
+
+
+def _check_unchanged(f: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Refuse a module whose output is not what its weights say, because somebody hears it and may change it."""
+    if any("forward" in vars(part) or foreign_hooks(part) for part in parts):
+        call = "module(x, x, x)[0]" if isinstance(f, nn.MultiheadAttention) else "module(x)"
+        raise InvalidInput(
+            f"this {type(f).__name__} has forward hooks or a forward replaced from outside, which may change what it "
+            f"computes: remove them, or measure it as a function, hs.measure(lambda x: {call}, x)."
+        )
+
+
+def _overrides_call(kind: type[nn.Module]) -> bool:
+    """Whether a subclass has a call of its own, and no ``attention_map`` that was written with or after it."""
+    if issubclass(kind, nn.MultiheadAttention):
+        return kind.forward is not nn.MultiheadAttention.forward
+    for cls in kind.__mro__:
+        if {"attention_map", "attached_map"} & vars(cls).keys():
+            return False
+        if {"forward", "__call__"} & vars(cls).keys():
+            return True
+    return False
 
 
 def as_attention(f: object, n: float | None = None) -> AttentionMap | None:

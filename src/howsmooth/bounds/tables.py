@@ -20,6 +20,7 @@ from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound, evaluated
 from howsmooth.bounds.settings import Setting, setting
 from howsmooth.checks import Positive, Seed, door
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.alone import full_precision
 from howsmooth.measuring import measure, measure_heads
 from howsmooth.norms import Measurement
 from howsmooth.norms.measurement import NormKind
@@ -195,6 +196,7 @@ class Table(Sequence[Row]):
 
 
 @door
+@full_precision
 def table(
     attention: nn.Module,
     *,

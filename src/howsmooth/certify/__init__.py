@@ -12,15 +12,23 @@ from time import perf_counter
 from typing import overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap
+from howsmooth.certify.agreement import check_network, in_double, left_alone, read_folded, read_map
 from howsmooth.certify.around import enclose_block_around, enclose_heads_around, move_radii
 from howsmooth.certify.at_point import enclose_block, enclose_heads
 from howsmooth.certify.constants import certified_constants
 from howsmooth.certify.deep import Linearised, certified_margins, check_cost
 from howsmooth.certify.network import PatchTransformer
-from howsmooth.certify.parts import CentredNorm, Residual, SelfAttend, SequenceClassifier, read_network
+from howsmooth.certify.parts import (
+    CentredNorm,
+    Residual,
+    SelfAttend,
+    SequenceClassifier,
+    read_network,
+    unchanged_attention,
+)
 from howsmooth.certify.results import Certificate, Robustness
 from howsmooth.certify.robustness import Classifier, Neighbourhood
 from howsmooth.checks import (
@@ -33,7 +41,6 @@ from howsmooth.checks import (
     door,
 )
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.jacobians import as_attention
 from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.checks import check_tokens
 
@@ -77,6 +84,7 @@ def certify(
 ) -> Certificate: ...
 @door
 @full_precision
+@torch.inference_mode(False)
 @torch.no_grad()
 def certify(
     f: Callable[[Tensor], Tensor],
@@ -132,7 +140,7 @@ def certify(
         return _robustness(f, x, label, norm, start)
     if isinstance(f, PatchTransformer | SequenceClassifier):
         raise InvalidInput("a network is certified for a class: pass its label.")
-    attention = as_attention(f)
+    attention = unchanged_attention(f, "f", x.shape[-2] if x.dim() > 1 else None)
     if attention is None:
         raise UnsupportedModel(
             f"certify takes an attention map, a PatchTransformer or a SequenceClassifier, not {type(f).__name__}."
@@ -140,6 +148,8 @@ def certify(
     check_tokens(x)
     if x.dim() != 2:
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    assert isinstance(f, nn.Module)
+    attention = read_map(f, x, radius)
     return certify_tokens(attention, x, radius=radius, ball=ball, tokens=tokens, per_head=per_head)
 
 
@@ -183,7 +193,9 @@ def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> 
         raise UnsupportedModel(
             f"{type(f).__name__} has no certificate for a class: a PatchTransformer and a SequenceClassifier have."
         )
-    return certify_patches(f.folded(), f.patches(x.double()), label, norm, start)
+    if x.dim() > 2:
+        raise InvalidInput(f"one image is certified at a time, got {tuple(x.shape[:-2])} of them.")
+    return certify_patches(read_folded(f, x), f.patches(x.double()), label, norm, start)
 
 
 def certify_patches(
@@ -205,6 +217,7 @@ def certify_patches(
     return Robustness(label, predicted, radius, limiting, perf_counter() - start)
 
 
+@left_alone()
 def certify_sequence(
     network: SequenceClassifier,
     x: Tensor,
@@ -220,20 +233,24 @@ def certify_sequence(
     check_one_of(ball, BALLS, "ball")
     if x.dim() != 1 + x.is_floating_point():
         raise InvalidInput(f"tokens (n, d) or their numbers (n,) are certified, got shape {tuple(x.shape)}.")
-    vectors = network.embed(x)
-    hidden = network.placed(vectors).double()
+    double = in_double(network)
+    at = x.double() if x.is_floating_point() else x
+    hidden = double.placed(double.embed(at))
     moved = _moving_tokens(len(hidden), tokens)
-    parts = read_network(network, len(hidden))
+    parts = read_network(double, len(hidden))
     check_cost(parts, hidden.shape[0], hidden.shape[1], len(moved))
     lines = Linearised(parts, hidden, moved, together=ball == "frobenius")
     classes, predicted = len(lines.logits), int(lines.logits.argmax())
     if label >= classes:
         raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")
-    notes = ["computed in float64"] if vectors.dtype != torch.float64 else []
+    held = x if x.is_floating_point() else network.embedding.weight  # type: ignore[union-attr]
+    notes = ["computed in float64"] if held.dtype != torch.float64 else []
     if predicted != label:
+        check_network(double, at, parts, lines.logits, lines.rounding(), 0.0)
         notes.append(f"the class of this input is {predicted}, not {label}: no radius keeps it")
         return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, tuple(notes))
     radius, limiting = lines.radius(label, norm=norm)
+    check_network(double, at, parts, lines.logits, lines.rounding(), radius)
     if radius == 0:
         notes.append("vacuous: rounding alone may change the class")
     return Robustness(label, predicted, radius, limiting, perf_counter() - start, tuple(notes))

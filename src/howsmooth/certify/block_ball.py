@@ -113,8 +113,8 @@ class Side:
 
     @property
     def start(self) -> Tensor:
-        """To begin powers with, ``(b, d)``."""
-        return torch.ones(len(self.rows), self.rows.shape[-1])
+        """To begin powers with, ``(b, d)``, in float32 as they are taken."""
+        return torch.ones(len(self.rows), self.rows.shape[-1], dtype=torch.float32)
 
 
 def row_by_row(left: Side, right: Side) -> Tensor:

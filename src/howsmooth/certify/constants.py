@@ -18,6 +18,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.paths import Paths, paths
 from howsmooth.certify.around import move_radii, upper_ends
 from howsmooth.certify.at_point import enclose_heads
+from howsmooth.certify.parts import check_attention_unchanged
 from howsmooth.checks import NotNegative, check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.alone import full_precision
@@ -53,6 +54,7 @@ def certified_constants(
     check_tokens(x)
     if x.dim() != 2:
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
+    check_attention_unchanged(attention, "attention")
     x, moves = x.double(), move_radii(len(x), radius, tokens)
     with torch.no_grad():
         here = enclose_heads(attention, x)

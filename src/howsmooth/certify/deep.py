@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.rounding import gamma
+from howsmooth.certify.agreement import check_network, in_double, left_alone
 from howsmooth.certify.attention_remainder import attend
 from howsmooth.certify.parts import (
     AttentionPart,
@@ -33,6 +34,7 @@ from howsmooth.certify.remainders import Remainder, bend, divide
 from howsmooth.certify.stream import Stream, length
 from howsmooth.checks import NotNegative, door
 from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.alone import full_precision
 
 _STEPS = 40
 _FINENESS = 1e-3
@@ -82,9 +84,22 @@ class Linearised:
 
         In the 1-norm a ball lies in the Euclidean one of its radius, in the ∞-norm in that of √b times it.
         """
+        adjoints = [slope[0, label] - slope[0] for slope in self.stream.slopes]
+        return self.logits[label] - self.logits - self._lost(adjoints, moves, norm)
+
+    @torch.no_grad()
+    def rounding(self) -> Tensor:
+        """How far logits computed in float64 may be from those in exact arithmetic, at most, ``(classes,)``.
+
+        It is the share of rounding in `margins`, for single logits: the bound on their moves when nothing moves.
+        """
+        moves = self.logits.new_zeros(self.stream.slopes[0].shape[2])
+        return self._lost([slope[0] for slope in self.stream.slopes], moves, norm=2)
+
+    def _lost(self, adjoints: Sequence[Tensor], moves: Tensor, norm: float) -> Tensor:
+        """By how much numbers can fall whose derivatives are given for every source, ``(numbers, m, b)`` each."""
         inner = self.stream.slopes[0].shape[-1] ** 0.5 if norm == torch.inf else 1.0
         reach = torch.cat([moves.new_ones(1), inner * moves])
-        adjoints = [slope[0, label] - slope[0] for slope in self.stream.slopes]  # (classes, m, b)
         dual = {2: 2, 1: torch.inf, torch.inf: 1}[norm]
         first = torch.linalg.vector_norm(adjoints[0], ord=dual, dim=-1) if norm != 2 else length(adjoints[0])
         lost = first @ moves
@@ -94,8 +109,7 @@ class Linearised:
             lost = lost + _worst(adjoint, lower, upper, lengths)
             reach = torch.cat([reach, lengths])
         noise = 2 * (self.stream.drift + gamma(8) * self.stream.size) @ reach
-        lost = lost * (1 + gamma(2**14)) + noise
-        return self.logits[label] - self.logits - lost
+        return lost * (1 + gamma(2**14)) + noise
 
     def radius(self, label: int, norm: float = 2) -> tuple[float, int]:
         """The largest radius found within which the class stays, and the class that limits it."""
@@ -120,6 +134,8 @@ class Linearised:
 
 
 @door
+@full_precision
+@left_alone()
 def certified_margins(
     network: SequenceClassifier, x: Tensor, label: int, radius: NotNegative, tokens: Sequence[int] | None = None
 ) -> Tensor:
@@ -140,9 +156,12 @@ def certified_margins(
     """
     if any(p.dtype != torch.float64 for p in network.parameters()):
         raise InvalidInput("margins are certified in float64: call .double() on the network first.")
+    x = x.double() if x.is_floating_point() else x
     hidden = network.placed(network.embed(x))
     moving = range(len(hidden)) if tokens is None else tokens
-    lines = Linearised(read_network(network, len(hidden)), hidden, moving, together=True)
+    parts = read_network(network, len(hidden))
+    lines = Linearised(parts, hidden, moving, together=True)
+    check_network(in_double(network), x.detach(), parts, lines.logits, lines.rounding(), radius)
     return lines.margins(label, hidden.new_full((1,), radius))
 
 

@@ -24,7 +24,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.weights import read_tensors
 
 _ATTENTION, _MLP = "transformer.layers.0.0.fn.", "transformer.layers.0.1.fn."
-_MAPS = {
+MAPS = {
     "patch": "to_patch_embedding.1",
     "first_norm": f"{_ATTENTION}norm",
     "query": f"{_ATTENTION}fn.to_q",
@@ -37,6 +37,7 @@ _MAPS = {
     "last_norm": "mlp_head.0",
     "classes": "mlp_head.1",
 }
+"""The affine maps of the network → their names in the `vit_pytorch` layout."""
 _UNBIASED = ("query", "key", "value")
 
 
@@ -87,7 +88,7 @@ class PatchTransformer(nn.Module):
             check_positive(deviation, "deviation"),
         )
         known = {"cls_token", "pos_embedding"}
-        for name, prefix in _MAPS.items():
+        for name, prefix in MAPS.items():
             weight, bias = f"{prefix}.weight", f"{prefix}.bias"
             missing = [key for key in (weight, bias) if key not in tensors and not (key == bias and name in _UNBIASED)]
             if missing:
@@ -189,7 +190,7 @@ class _Fold:
 
     def __init__(self, net: PatchTransformer, read: object):
         assert callable(read)
-        maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in _MAPS}
+        maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in MAPS}
         (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
         centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
         inner = patch @ centre + patch_offset

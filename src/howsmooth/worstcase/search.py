@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.checks import Count, Positive, Seed, Size, door
 from howsmooth.engines import Engine
+from howsmooth.jacobians.alone import full_precision
 from howsmooth.notebook import search_bar
 from howsmooth.sets import InputSet, TokenSet
 from howsmooth.worstcase.one_search import Search
@@ -22,6 +23,7 @@ from howsmooth.worstcase.witness import Witness
 
 
 @door
+@full_precision
 def worst_case(
     f: Callable[[Tensor], Any],
     n: Count | None = None,

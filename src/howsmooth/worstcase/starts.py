@@ -195,9 +195,9 @@ def random_starts(f: object, over: InputSet, n: int, d: int, count: int, seed: i
         z = _random(kind, generator, n, over.rank(d), planes)
         size = 1.0
         if kind == "nearer the centre":
-            size = 10 ** (-1.5 * float(torch.rand((), generator=generator)))
+            size = 10 ** (-1.5 * float(torch.rand((), generator=generator, dtype=torch.float32)))
         if isinstance(over, Everywhere):
-            size *= unit * 4 ** (2 * float(torch.rand((), generator=generator)) - 0.5)
+            size *= unit * 4 ** (2 * float(torch.rand((), generator=generator, dtype=torch.float32)) - 0.5)
         if over.body == "all tokens":
             z /= z.norm()
         starts.append(Start(f"random {i}, {kind}", over.at(over.restrict_(size * z)), exact=False))
