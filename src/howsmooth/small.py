@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from decimal import ROUND_HALF_EVEN, Context, Decimal
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,6 +108,21 @@ def relative_error(value: Tensor, reference: Tensor, offset: Tensor | None = Non
     size = reference if offset is None else reference - offset
     error, scale = (float(torch.linalg.vector_norm(difference)) for difference in (value - reference, size))
     return 0.0 if error == 0 else error / scale if scale else math.inf
+
+
+def foreign_hooks(module: nn.Module) -> int:
+    """How many forward hooks, which may change what a module gives out, come neither from here nor from transformers.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(2, 2)
+    >>> _ = layer.register_forward_pre_hook(print)
+    >>> foreign_hooks(layer)
+    1
+    """
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    plain = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    homes = [getattr(hook, "__module__", "").partition(".")[0] for hook in plain]
+    return sum(home not in ("howsmooth", "transformers") for home in homes)
 
 
 def random_stream(seed: int, purpose: str) -> torch.Generator:

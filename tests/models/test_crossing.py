@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import CrossAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models import capture_cross
+from howsmooth.models import capture, capture_cross
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import _T5, _WHISPER, TINY, WORDS, D
 
@@ -92,5 +92,43 @@ def test_what_has_no_cross_attention_is_refused() -> None:
     padded = {**inputs, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0]])}
     with pytest.raises(InvalidInput, match="captured without padding"):
         capture_cross(model, padded)
+    with pytest.raises(InvalidInput, match=r"captured without padding \(decoder_attention_mask\)"):
+        capture_cross(model, {**inputs, "decoder_attention_mask": torch.tensor([[0, 1, 1, 1, 1]])})
     with pytest.raises(InvalidInput, match=r"the other sequence has shape \(3, 4\), but must be \(tokens, 7\)"):
         CrossAttention(torch.eye(4), torch.ones(4, 7), torch.ones(4, 7)).in_decoder(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_encoder_and_decoder_are_cut_to_their_own_real_tokens(side: str) -> None:
+    model, _ = build("bart")
+    model = model.float()
+    texts = {"input_ids": torch.randint(3, WORDS, (1, 6)), "decoder_input_ids": torch.randint(3, WORDS, (1, 6))}
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0]])
+    for name in ("attention_mask", "decoder_attention_mask"):
+        padded_part = "decoder" if name.startswith("decoder") else "encoder"
+        for s in capture(model, {**texts, name: mask}):
+            assert len(s.x) == (4 if s.name.startswith(padded_part) else 6)
+            kept = mask[0].bool() if s.name.startswith(padded_part) else torch.ones(6, dtype=torch.bool)
+            own = _own_norm(model, s.name, {**texts, name: mask}, kept)
+            assert float(hs.measure(s.attention, s.x)) == pytest.approx(own, rel=1e-4)
+
+
+def _own_norm(model: Any, path: str, inputs: dict[str, Tensor], kept: Tensor) -> float:
+    """‖J‖ of the model's own block in its real tokens, by autograd."""
+    heard: dict[str, Any] = {}
+    block = model.get_submodule(path)
+    hook = block.register_forward_pre_hook(
+        lambda module, args, kwargs: heard.update(args=args, kwargs=kwargs), with_kwargs=True
+    )
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(**inputs, use_cache=False)
+    hook.remove()
+    kwargs = {key: value for key, value in heard["kwargs"].items() if key != "past_key_values"}
+    everything = (heard["args"] or (kwargs.pop("hidden_states"),))[0]
+
+    def function(real: Tensor) -> Tensor:
+        tokens = everything[0].index_put((kept.nonzero().flatten(),), real)
+        return block(tokens[None], *heard["args"][1:], **kwargs)[0][0][kept]
+
+    return float(torch.linalg.matrix_norm(dense_jacobian(function, everything[0][kept]), 2))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +86,67 @@ def test_an_adapter_is_merged() -> None:
     assert values(scan) == values(hs.scan(adapted.merge_and_unload(), WORDS, lengths=8))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_that_are_switched_off_are_left_out(merged: bool) -> None:
+    adapted = _adapted(gpt2())
+    if merged:
+        adapted.merge_adapter()
+    adapted.base_model.disable_adapter_layers()
+    expected = values(hs.scan(gpt2(), WORDS, lengths=8))
+    assert values(hs.scan(adapted, WORDS, lengths=8)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_in_single_precision_whatever_the_weights_are_in() -> None:
+    rounded = _adapted(gpt2().to(torch.bfloat16))
+    exact = _adapted(gpt2().to(torch.bfloat16)).to(torch.float32)
+    held = held_model(rounded)
+    assert held.sha256 == held_model(exact.merge_and_unload()).sha256
+    assert held.precision.startswith("bfloat16")
+
+
+@pytest.mark.slow
+def test_layers_that_adapters_replace_are_refused_where_they_are_switched_off() -> None:
+    adapted = _adapted(gpt2(), modules_to_save=["ln_f"])
+    adapted.base_model.disable_adapter_layers()
+    with pytest.raises(hs.InvalidInput, match="unload them first"):
+        held_model(adapted)
+
+
+def _adapted(model: GPT2LMHeadModel, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(1)
+    wanted = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, wanted)
+
+
+def test_parts_that_are_compiled_are_the_parts() -> None:
+    expected = held_model(gpt2()).sha256
+    region, one, forward = gpt2(), gpt2(), gpt2()
+    region.transformer.h[1] = torch.compile(region.transformer.h[1], backend="eager")
+    one.transformer.h[0].attn.c_attn = torch.compile(one.transformer.h[0].attn.c_attn, backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")
+    assert [held_model(each).sha256 for each in (region, one, forward)] == [expected] * 3
+    scanned = hs.scan(forward, WORDS, lengths=8)
+    assert values(scanned) == values(hs.scan(gpt2(), WORDS, lengths=8))
+
+
+def test_a_forward_from_outside_is_refused() -> None:
+    model = gpt2()
+    model.transformer.h[0].mlp.forward = lambda x: 2 * x
+    with pytest.raises(hs.UnsupportedModel, match="a GPT2MLP of the model has a forward that was put in from outside"):
+        held_model(model)
+
+
+def test_hooks_that_are_left_out_are_said() -> None:
+    model = gpt2()
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)  # hooks of transformers, which change nothing
+    assert not any("hooks" in note for note in held_model(model).notes)
+    model.transformer.h[0].attn.register_forward_hook(lambda module, args, output: (2 * output[0], *output[1:]))
+    assert "forward hooks of the model are left out (1), with all they change in it" in held_model(model).notes
+
+
 def test_what_cannot_be_scanned_is_refused() -> None:
     with pytest.raises(hs.UnsupportedModel, match="a model of transformers"):
         hs.scan(torch.nn.Linear(3, 3), WORDS)
@@ -94,3 +158,17 @@ def test_what_cannot_be_scanned_is_refused() -> None:
         empty = gpt2()
     with pytest.raises(hs.InvalidInput, match=r"on the meta device: load them before measuring.*LayeredModel"):
         hs.scan(empty, WORDS)
+
+
+@pytest.mark.slow
+def test_another_module_is_refused_before_anything_of_transformers_is_loaded() -> None:
+    code = (
+        "import os, sys, torch, howsmooth as hs\n"
+        "before = dict(os.environ)\n"
+        "try:\n    hs.scan(torch.nn.Linear(8, 8), 'some words', lengths=4)\n"
+        "except hs.UnsupportedModel:\n    pass\n"
+        "heavy = {'torch._inductor', 'transformers.modeling_utils', 'transformers.pipelines'} & set(sys.modules)\n"
+        "print(heavy or '', {name for name in os.environ if os.environ[name] != before.get(name)} or '')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [], done.stdout

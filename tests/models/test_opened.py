@@ -87,6 +87,15 @@ def test_windows_are_different_ordered_and_inside_the_text(
     assert starts[-1] <= spare
 
 
+def test_windows_do_not_depend_on_the_default_dtype() -> None:
+    usual = spread_starts(10**6, 8, 4, seed=1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert spread_starts(10**6, 8, 4, seed=1) == usual
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", RANDOM_NAMES)
 def test_random_models_are_the_same_in_every_call_and_have_the_asked_size(name: str) -> None:
     state = torch.get_rng_state()

@@ -11,6 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.jacobians import ComposedJacobian, FunctionJacobian
 from howsmooth.jacobians.composed import ClosedAttention
+from howsmooth.jacobians.function import DerivativeWarning
 from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, open_model
 from howsmooth.models import parts as parts_module
 from howsmooth.models.self_check import random_inputs
@@ -75,6 +76,24 @@ def test_every_part_of_a_layer_equals_dense_autograd(name: str, what: str) -> No
     assert isinstance(J, ComposedJacobian)
     expected = dense_jacobian(f.function, x)  # type: ignore[union-attr]
     torch.testing.assert_close(J.dense(), expected, rtol=1e-4, atol=1e-5 * norm(expected))
+
+
+EXPERTS = {"deepseek_v2": False, "deepseek_v3": False, "gpt_oss": True, "llama4_text": True, "qwen3_moe": False}
+"""Mixtures of experts, and whether their MLP returns the scores of its router beside the tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_the_residual_beside_experts_is_tokens_plus_attention_by_autograd(name: str, layer: int) -> None:
+    targets = tiny_targets(name)
+    f, x = targets.get("residual", layer)
+    module, mlp = targets._layers[layer], targets._mlps[layer]
+    assert mlp is not None
+    assert isinstance(mlp[-1](x[None]), tuple) == EXPERTS[name]
+    attention = TINY[name].function(targets.model, layer, targets.inputs)
+    expected = dense_jacobian(lambda h: h + attention(module.input_layernorm(h[None])[0]), x)
+    assert float(hs.measure(f, x)) == pytest.approx(norm(expected), rel=1e-6)  # norms compute in float32
 
 
 @pytest.mark.slow
@@ -155,7 +174,8 @@ def test_parts_with_another_derivative_fall_back(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module, "forward", halved)
     f, x = targets.get("layer", 0)
-    J = hs.jacobian(f, x)
+    with pytest.warns(DerivativeWarning, match="moves otherwise"):
+        J = hs.jacobian(f, x)
     assert isinstance(J, FunctionJacobian)
     assert "differs from autograd's by a relative" in J.notes[0]
 

@@ -105,6 +105,17 @@ def test_padding_changes_nothing(kind: str, side: str) -> None:
         assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
+def test_masks_that_do_not_say_which_tokens_are_real_are_refused() -> None:
+    model, inputs = TINY["bert"].build(), TINY["bert"].inputs(4)
+    with pytest.raises(InvalidInput, match="leaves no token to read"):
+        capture(model, {**inputs, "attention_mask": torch.zeros(1, 4, dtype=torch.long)})
+    sound, samples = TINY["wav2vec2"].build(), TINY["wav2vec2"].inputs(6)
+    mask = torch.ones(samples["input_values"].shape, dtype=torch.long)
+    mask[:, 40:] = 0
+    with pytest.raises(InvalidInput, match="attention_mask has 70 places"):
+        capture(sound, {**samples, "attention_mask": mask})
+
+
 @pytest.mark.parametrize("kind", ["bert", "gemma2", "mpnet", "t5", "wav2vec2"])
 def test_model_is_left_as_it_was(kind: str) -> None:
     model = TINY[kind].build().float().train()

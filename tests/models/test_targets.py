@@ -145,6 +145,16 @@ def test_measured_value_equals_dense_autograd(what: str) -> None:
     assert float(hs.measure(f, x, rtol=1e-5)) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_model_ends_before_the_head_that_it_was_opened_with() -> None:
+    """OPT's head does not call the body by its own name."""
+    plain = open_model("random:opt[layers=1,width=16]")
+    window = opened_at("random:opt[layers=1,width=16]")[1]
+    with_head = open_model("random:opt[layers=1,width=16]", head=True)
+    (f, x), (g, y) = (Targets(model, window).get("model") for model in (plain, with_head))
+    assert torch.equal(x, y)
+    assert torch.equal(f(x), g(y))
+
+
 def test_later_tokens_do_not_leak_through_a_causal_model() -> None:
     opened, window = opened_at("random:gpt2[width=32]", length=9)
     f, x = target(opened, "model", None, window)

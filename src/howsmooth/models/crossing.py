@@ -13,7 +13,6 @@ from howsmooth.attention import CrossAttention
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.alone import alone
-from howsmooth.models.running import RealTokens
 from howsmooth.models.sites import TOLERANCE, check_request
 from howsmooth.models.unlisted import FoundCross, find_every
 from howsmooth.small import relative_error
@@ -68,8 +67,11 @@ def capture_cross(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[
     torch.Size([])
     """
     check_request(model, inputs)
-    if RealTokens.of(inputs).keep is not None:
-        raise InvalidInput("cross-attention is captured without padding: cut the input to its real tokens.")
+    padded = [
+        name for name in ("attention_mask", "decoder_attention_mask") if not bool(inputs.get(name, torch.ones(1)).all())
+    ]
+    if padded:
+        raise InvalidInput(f"cross-attention is captured without padding ({padded[0]}): cut the input to real tokens.")
     crossings = [found for found in find_every(model, inputs) if isinstance(found, FoundCross)]
     if not crossings:
         raise UnsupportedModel(

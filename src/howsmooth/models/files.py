@@ -22,6 +22,7 @@ from howsmooth.models.checkpoint import weight_files as files_in
 from howsmooth.models.match import Match
 from howsmooth.models.named import NAMED
 from howsmooth.models.sizes import check_counts, check_memory, check_size, read_config
+from howsmooth.models.tokenizing import without_panic
 from howsmooth.small import file_digest, first_line, out_of_memory, printable
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **where, **_LOADING)
     model, report = loaded
     _match(report).judge(model, model)
-    return model, transformers.AutoTokenizer.from_pretrained(path.parent, **where)
+    return model, without_panic(lambda: transformers.AutoTokenizer.from_pretrained(path.parent, **where))
 
 
 def _match(report: Mapping[str, Any]) -> Match:
@@ -291,7 +292,9 @@ def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = N
         return None
     try:
         kind: Any = getattr(transformers, _PROCESSORS[reads])
-        processor = kind.from_pretrained(source, trust_remote_code=False, **(revision or {}))
+        processor = without_panic(lambda: kind.from_pretrained(source, trust_remote_code=False, **(revision or {})))
+    except HowsmoothError:
+        raise
     except (OSError, ValueError, ImportError):
         return None
     # Without files transformers makes up a tokenizer that knows special tokens only.

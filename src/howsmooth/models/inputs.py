@@ -15,6 +15,7 @@ from howsmooth.models.alone import alone
 from howsmooth.models.conventions import attention_site, attention_sites
 from howsmooth.models.opened import longest
 from howsmooth.models.running import record_calls
+from howsmooth.models.tokenizing import token_ids, token_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +83,7 @@ def attention_inputs(
         )
     if len(ids) > most:
         raise InvalidInput(f"{len(ids)} tokens were asked, but this {type(model).__name__} takes at most {most}.")
-    tokens = [str(i) for i in ids] if tokenizer is None else list(tokenizer.convert_ids_to_tokens(ids))
+    tokens = [str(i) for i in ids] if tokenizer is None else token_names(tokenizer, ids)
     batch = torch.tensor([ids])
     calls = record_calls(model, sites, {"input_ids": batch})
     return AttentionInputs(tokens, batch, {layer: call.hidden.detach() for layer, call in calls.items()})
@@ -95,7 +96,7 @@ def _token_ids(
         if tokenizer is None:
             raise InvalidInput("a text needs a tokenizer: pass the model's, or pass token ids instead of text.")
         cut = {} if length is None else {"truncation": True, "max_length": length}
-        ids = list(tokenizer(text, verbose=False, **cut)["input_ids"])
+        ids = token_ids(tokenizer, text, verbose=False, **cut)
     else:
         batch = torch.as_tensor(text)
         if batch.dim() == 2 and len(batch) == 1:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_DECODER = "decoder_"
+"""How the inputs of a decoder are named beside those of its encoder."""
+
+
 @dataclass(frozen=True)
 class Call:
     """What an attention block was called with: the tokens it saw, ``(batch, n, d)``, and everything else."""
@@ -149,6 +153,8 @@ class RealTokens:
         """What ``attention_mask`` and ``position_ids`` say."""
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
         keep = None if mask is None or mask.dim() != 2 or bool(mask.bool().all()) else mask[0].bool()
+        if keep is not None and not bool(keep.any()):
+            raise InvalidInput("attention_mask leaves no token to read: give at least one that is no padding.")
         if places is None and keep is not None:
             places = torch.arange(len(keep), device=keep.device)[None]
         if places is None or places.dim() != 2:
@@ -156,3 +162,22 @@ class RealTokens:
         positions = places[0] if keep is None else places[0][keep]
         usual = torch.equal(positions, torch.arange(len(positions), device=positions.device))
         return cls(keep, None if usual else positions)
+
+    @classmethod
+    def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> RealTokens:
+        """Of the text that a module of the model reads: a decoder beside an encoder has inputs of its own."""
+        if getattr(model.config, "is_encoder_decoder", False) and module in set(model.get_decoder().modules()):
+            of_decoder = {name: value for name, value in inputs.items() if name.startswith(_DECODER)}
+            return cls.of({name.removeprefix(_DECODER): value for name, value in of_decoder.items()})
+        return cls.of(inputs)
+
+    def cut(self, tokens: Tensor, name: str) -> Tensor:
+        """The real ones of tokens ``(1, n, d)`` that the module ``name`` reads or gives out."""
+        if self.keep is None:
+            return tokens
+        if len(self.keep) != tokens.shape[1]:
+            raise InvalidInput(
+                f"attention_mask has {len(self.keep)} places, but {name} reads {tokens.shape[1]} tokens, so that it "
+                "does not say which of them are padding: cut the input to what is real, and leave the mask out."
+            )
+        return tokens[:, self.keep]

@@ -80,9 +80,11 @@ def capture(
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
         captured = _capture_by_name(model, inputs, sites, to_the_end=wanted is None)
     else:
-        keep = RealTokens.of(inputs).keep
         listened = enumerate(find_attention(model, inputs))
-        captured = {number: _compared(model, number, *attention, keep) for number, attention in listened}
+        captured = {
+            number: _compared(model, number, *attention, RealTokens.read_by(attention.call.module, model, inputs))
+            for number, attention in listened
+        }
         for layer in wanted or ():
             if layer not in captured:
                 raise no_such_layer(model, layer, len(captured))
@@ -115,7 +117,7 @@ def _capture_by_name(
         site = of_output[projection]
         x, call = tokens.pop(site.block), calls.pop(site.owner, None)
         attention = read_attention(model, site, real.positions)
-        captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real.keep)
+        captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real)
         if not to_the_end and len(captured) == len(sites):
             raise _Heard
 
@@ -134,17 +136,16 @@ def _compared(
     x: Tensor,
     output: Tensor,
     call: AttentionCall | None,
-    keep: Tensor | None,
+    real: RealTokens,
 ) -> CapturedSite:
     """The site, once the map has reproduced the output and, where the socket was heard, every part on the way to it."""
-    if keep is not None:
-        x, output = x[:, keep], output[:, keep]
+    x, output = (real.cut(tokens, name) for tokens in (x, output))
     with torch.no_grad():
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
             ours: tuple[Tensor, ...] = (*staged(attention, x), attention.weights(x))
-            theirs: tuple[Tensor, ...] = call.kept(keep)
+            theirs: tuple[Tensor, ...] = call.kept(real.keep)
             if isinstance(attention, ComposedAttention):  # the order of the coordinates of queries and keys is its own
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
             stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")

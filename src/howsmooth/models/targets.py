@@ -213,11 +213,17 @@ class Targets:
             with self._hearing(), reference_mode(self.model):
                 run(self.model, self.inputs)
 
+    @cached_property
+    def _bodies(self) -> list[nn.Module]:
+        """The model without its head, and models inside it that hold its layers: OPT's head calls only the latter."""
+        models = [module for module in self.model.base_model.modules() if hasattr(module, "base_model_prefix")]
+        return [module for module in models if self._layers[-1] in module.modules()]
+
     @contextmanager
     def _hearing(self) -> Iterator[None]:
         """Keeps what the layers and their MLPs are called with and give out while the model runs."""
         modules = [*self._layers, *(module for mlp in self._mlps if mlp for module in mlp)]
-        last, base = self._layers[-1], self.model.base_model
+        last = self._layers[-1]
 
         def on_entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._calls[module] = Call.of(args, kwargs)
@@ -233,7 +239,7 @@ class Targets:
                 self._tail.append((module, args[0], output))
 
         hooks = [module.register_forward_pre_hook(on_entry, with_kwargs=True) for module in modules]
-        hooks += [module.register_forward_hook(on_exit) for module in [*modules, base]]
+        hooks += [module.register_forward_hook(on_exit) for module in [*modules, *self._bodies]]
         inside = {module for layer in self._layers for module in layer.modules()}
         leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
         hooks += [module.register_forward_hook(after) for module in leaves]
@@ -339,7 +345,7 @@ class Targets:
             if norm_last:
                 hook = mlp[0].register_forward_pre_hook(lambda module, args: heard.append(args[0]))
             else:
-                hook = mlp[-1].register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+                hook = mlp[-1].register_forward_hook(lambda module, args, output: _silenced(output))
             with listening([hook]):
                 output = run_layer(x)
             return heard[0].reshape(x.shape) if norm_last else output
@@ -359,8 +365,10 @@ class Targets:
 
     def _whole(self, what: str) -> tuple[Function, Tensor]:
         """All layers and what follows them, found by following the tensor from the last layer to the answer."""
-        hidden = self._outputs.get(self.model.base_model, first_tensor(self._answer))
+        hidden = next((self._outputs[body] for body in self._bodies if body in self._outputs), None)
         wanted = hidden if what == "model" else self._answer.get("logits")
+        if wanted is None and what == "model":
+            raise UnsupportedModel(f"{type(self.model).__name__} does not call its body: open it with head=False.")
         if wanted is None:
             raise InvalidInput("this model has no head that gives logits: open it with head=True, or measure 'model'.")
         tensor, tail = self._outputs[self._layers[-1]], list[nn.Module]()
@@ -385,6 +393,13 @@ class Targets:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def _silenced(output: Any) -> Any:
+    """The output of an MLP with zeros for its tokens; what else it returns (the scores of a router) is kept."""
+    if isinstance(output, tuple):
+        return (_silenced(output[0]), *output[1:])
+    return torch.zeros_like(output)
 
 
 def _mlp(layer: nn.Module) -> list[nn.Module] | None:

@@ -78,7 +78,6 @@ def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Fou
     waiting: list[AttentionCall] = []
     names = {module: name for name, module in model.named_modules()}
     attentions: list[FoundAttention | FoundCross] = []
-    real = RealTokens.of(inputs)
 
     def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
         if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
@@ -89,6 +88,7 @@ def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Fou
         if waiting and one.x.shape == waiting[0].output.shape and torch.equal(one.x, waiting[0].output):
             call = waiting.pop()
             name = names[call.module]
+            real = RealTokens.read_by(call.module, model, inputs)
             x, other, attention = _rebuild(model, name, call, linears, one, real)
             if isinstance(attention, CrossAttention):
                 attentions.append(FoundCross(name, attention, x, other, y, call))

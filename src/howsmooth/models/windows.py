@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.random_models import SPECIAL
+from howsmooth.models.tokenizing import token_ids, token_names, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ class Tokens:
         if tokenizer is None:
             self.ids, self.before, self.after = byte_ids(text), list[int](), list[int]()
         else:
-            self.ids = list(tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
+            self.ids = token_ids(tokenizer, text, verbose=False, add_special_tokens=False)
             self.before, self.after = _special_tokens(tokenizer)
 
     def __len__(self) -> int:
@@ -103,7 +104,7 @@ def spread_starts(total: int, inside: int, count: int, seed: int | None) -> list
     [0, 25, 50, 75]
     """
     generator = torch.Generator().manual_seed(seed or 0)
-    within = torch.zeros(count) if seed is None else torch.rand(count, generator=generator)
+    within = torch.zeros(count) if seed is None else torch.rand(count, generator=generator, dtype=torch.float32)
     within[0] = 0.0
     starts = [int((i + float(u)) * total / count) for i, u in enumerate(within)]
     # From the end backwards: a window has room for itself and starts before the next one.
@@ -124,16 +125,16 @@ def words(ids: Sequence[int], tokenizer: Any) -> list[str]:
     if tokenizer is None:
         letters = {byte + SPECIAL: chr(byte) for byte in (9, 10, *range(32, 127))}
         return [letters.get(i, f"<{i - SPECIAL:02x}>" if i >= SPECIAL else f"<{i}>") for i in ids]
-    raw = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+    raw = token_names(tokenizer, list(ids))
     if any("Ġ" in token or "Ċ" in token for token in raw):  # bytes written as letters (GPT-2 and descendants)
-        return [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]
+        return token_texts(tokenizer, list(ids))
     return [token.replace("▁", " ") for token in raw]
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
+    plain = token_ids(tokenizer, "a", add_special_tokens=False)
+    whole = token_ids(tokenizer, "a")
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
