@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
+from howsmooth.sealed import resumed
 
 TITLE = "What does a damaged file do?"
 TRIALS = 600
+_WINDOWS = 8
 SECONDS = 60
 """After which a file that is being read counts as a hang."""
 OUTCOMES = ("refused", "same", "different", "crash")
@@ -155,10 +159,47 @@ def _is_copy(path: Path) -> bool:
     return path.parent.name != "sound"
 
 
+def _windows(path: Path) -> Any:
+    """What a run of ``quantise`` has of its windows, those that are missing found anew."""
+    from howsmooth.rounding.store import each_window, run_name
+
+    def find(window: int) -> dict[str, torch.Tensor]:
+        return {"products": torch.arange(4.0) + window, "count": torch.tensor(window)}
+
+    found = each_window(path, run_name({"model": "a"}), _WINDOWS, find)
+    return [{name: tensor.tolist() for name, tensor in one.items()} for one in found]
+
+
+def _make_windows(folder: Path) -> Path:
+    _windows(folder / "quantise.sqlite")
+    return folder / "quantise.sqlite"
+
+
+_RUN = {"network": "a" * 64, "images": "b" * 64, "norm": "2"}
+
+
+def _make_radii(folder: Path) -> Path:
+    with resumed(folder / "radii.jsonl", _RUN) as kept:
+        for image in range(_WINDOWS):
+            kept.add({"image": image, "radius": 0.125 + image / 7})
+    return folder / "radii.jsonl"
+
+
+def _read_radii(path: Path) -> Any:
+    """The images of a file that ``certify --resume`` goes on with, those that are missing done anew."""
+    with resumed(path, _RUN) as kept:
+        known = {row["image"]: row for row in kept.rows}
+        for image in set(range(_WINDOWS)) - set(known):
+            kept.add({"image": image, "radius": 0.125 + image / 7})
+        return sorted(json.dumps(row, sort_keys=True) for row in kept.rows)
+
+
 KINDS = {
     "store": Kind("store, read", _make_store, _read_store),
     "store-resumed": Kind("store, a scan goes on in it", _make_store, _go_on),
     "store-salvaged": Kind("store, salvaged", _make_store, _salvage),
+    "windows": Kind("store of quantise, a run goes on in it", _make_windows, _windows),
+    "radii": Kind("file of certify --resume, a run goes on in it", _make_radii, _read_radii),
 }
 """Every kind of file that is read; others are added here."""
 

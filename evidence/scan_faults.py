@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"w{i}" for i in range(60)]
 TEXT = "text.txt"
 KILLS = 20
+HELD = 0.8
+"""The share of its work after which a scan waits for its input to end, so that no signal comes too late."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,13 @@ def contents(out: Path) -> dict[tuple[Any, ...], tuple[Any, ...]]:
     }
 
 
-def start(folder: Path, out: Path, size: Size, most_bytes: int | None = None) -> subprocess.Popen[str]:
-    """The scan in a process of its own, which prints a line before every batch and may write files up to a size."""
+def start(
+    folder: Path, out: Path, size: Size, most_bytes: int | None = None, held: bool = False
+) -> subprocess.Popen[str]:
+    """The scan in a process of its own, which prints a line before every batch and may write files up to a size.
+
+    One that is held cannot end before its input does.
+    """
 
     def limit() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell begin without it
@@ -124,6 +131,7 @@ def start(folder: Path, out: Path, size: Size, most_bytes: int | None = None) ->
 
     command = [sys.executable, "-m", "evidence.scan_faults", folder, out, size.lengths, str(size.windows), size.what]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["stdin"] = subprocess.PIPE if held else subprocess.DEVNULL
     return subprocess.Popen(command, cwd=ROOT, preexec_fn=limit, **pipes)
 
 
@@ -144,7 +152,7 @@ def kill_repeatedly(folder: Path, out: Path, size: Size, kills: int, longest: fl
     draw, story = random.Random(seed), Story()
     before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for _ in range(kills):
-        lines, _ = disturb(start(folder, out, size), signal.SIGKILL, draw.uniform(0.0, longest))
+        lines, _ = disturb(start(folder, out, size, held=True), signal.SIGKILL, draw.uniform(0.0, longest))
         story.begun += lines
         now = contents(out)
         story.lost += len(before.keys() - now.keys())
@@ -193,8 +201,12 @@ def _main(folder: str, out: str, lengths: str, windows: str, what: str) -> int:
     """Run the scan, print what begins, and say in one line why it ended early."""
     from howsmooth.errors import HowsmoothError
 
+    def show(now: Progress) -> None:
+        print(now.label, flush=True)
+        if now.work >= HELD:
+            sys.stdin.read()
+
     try:
-        show = lambda now: print(now.label, flush=True)  # noqa: E731
         _scan(Path(folder), Path(out), Size(lengths, int(windows), what), show)
     except HowsmoothError as error:
         print(error, file=sys.stderr)

@@ -1,9 +1,7 @@
-"""Whole runs: rows that are what the library finds, stores that go on, exports that engines can read."""
+"""Whole runs: rows that are what the library finds, and stores that go on."""
 
 from __future__ import annotations
 
-import ast
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,7 @@ import torch
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.rounding import parse_formats, quantising
-from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.answers import answers
-from howsmooth.rounding.exports import EXPORTS, check_engine
 from howsmooth.rounding.quantising import quantise
 from howsmooth.rounding.running import Reader
 from howsmooth.rounding.scores import sampled_scores
@@ -172,79 +168,3 @@ def test_bad_requests_are_one_sentence(options: dict, said: str) -> None:
     with pytest.raises(InvalidInput, match=said) as error:
         quantise(TINY, **{**QUICK, **options})
     assert "\n" not in str(error.value)
-
-
-def chosen(names: str, choice: list[list[list[int]]]) -> Allocation:
-    return Allocation(tuple(parse_formats(names)), torch.tensor(choice), 6.0, 0.1)
-
-
-def test_vllm_gets_one_dtype_and_the_layers_to_skip() -> None:
-    made = chosen("fp8_e4m3,bf16", [[[1, 1], [1, 1]], [[0, 0], [0, 0]], [[1, 1], [1, 1]]])
-    assert EXPORTS["vllm"](made, "org/model") == (
-        "vllm serve org/model --kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers 0 2"
-    )
-    exact = chosen("fp8_e4m3,bf16", [[[1], [1]]])
-    assert EXPORTS["vllm"](exact, "m") == "vllm serve m --kv-cache-dtype auto"
-
-
-def test_modelopt_gets_a_quantiser_for_every_layer_and_part() -> None:
-    made = chosen("nvfp4,fp8_e4m3,bf16", [[[2], [1]], [[0], [2]]])
-    read = ast.literal_eval(EXPORTS["modelopt"](made, "m"))
-    assert read["quant_cfg"] == [
-        {"quantizer_name": "*", "enable": False},
-        {
-            "quantizer_name": "*layers.1.*k_bmm_quantizer",
-            "cfg": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
-            "enable": True,
-        },
-        {"quantizer_name": "*layers.0.*v_bmm_quantizer", "cfg": {"num_bits": (4, 3)}, "enable": True},
-    ]
-
-
-def test_model_optimizer_enables_what_the_export_names() -> None:
-    """With the engine itself, on a CPU; its nvfp4 needs a GPU."""
-    engine = pytest.importorskip("modelopt.torch.quantization", reason="needs nvidia-modelopt")
-    made = chosen("fp8_e4m3,int4,bf16", [[[0, 0], [2, 2]], [[1, 1], [0, 0]]])
-    opened = open_model(TINY, head=True)
-    ids = torch.arange(3, 11)[None]
-    settings = ast.literal_eval(EXPORTS["modelopt"](made, "m"))
-    rounding = engine.quantize(opened.model, settings, lambda model: model(input_ids=ids))
-    enabled = {
-        name: module.num_bits
-        for name, module in rounding.named_modules()
-        if type(module).__name__ == "TensorQuantizer" and module.is_enabled
-    }
-    place = "model.layers.{}.self_attn.{}_bmm_quantizer".format
-    assert enabled == {place(0, "k"): (4, 3), place(1, "k"): 4, place(1, "v"): (4, 3)}
-
-
-def test_llama_cpp_gets_one_type_for_keys_and_one_for_values() -> None:
-    made = chosen("int8,int4[asymmetric]", [[[0], [1]], [[0], [1]]])
-    assert EXPORTS["llama.cpp"](made, "m").endswith("--cache-type-k q8_0 --cache-type-v q4_1")
-
-
-def test_json_gets_everything() -> None:
-    made = chosen("int8,int4", [[[0, 1], [1, 1]]])
-    assert json.loads(EXPORTS["json"](made, "m"))["layers"] == [
-        {"layer": 0, "key": ["int8", "int4"], "value": ["int4", "int4"]}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("engine", "formats", "per", "said"),
-    [
-        ("vllm", "int4,bf16", "layer", "vllm has no int4"),
-        ("vllm", "fp8_e4m3,bf16", "part", "vllm takes formats per layer, not per part"),
-        ("vllm", "fp8_e4m3,fp8_e5m2", "layer", "one quantised format"),
-        ("vllm", "fp8_e4m3,fp8_e4m3[per=token]", "layer", "one quantised format"),
-        ("vllm", "fp8_e4m3,bf16[first=4]", "layer", "leave first and rotary out of bf16"),
-        ("modelopt", "int8[rotary=before]", "part", "keys after rotary positions"),
-        ("llama.cpp", "int8,int4", "layer", "per model, not per layer"),
-        ("llama.cpp", "int3", "model", "llama.cpp has no int3"),
-        ("modelopt", "int8", "head", "not per head"),
-        ("tensorrt", "int8", "part", "choose from vllm, modelopt, llama.cpp, json"),
-    ],
-)
-def test_what_an_engine_cannot_take_is_refused(engine: str, formats: str, per: str, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        check_engine(engine, parse_formats(formats), per)

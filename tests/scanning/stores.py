@@ -16,6 +16,8 @@ WITH_CHECKSUMS = OLDER.with_name("checksums.sqlite")
 """The same of the version after it, before the relative condition."""
 BEFORE = OLDER.with_name("before.sqlite")
 """Written by version 0.1.0, with what it exported in a JSON file of the same name."""
+SHARDED = OLDER.with_name("sharded.sqlite")
+"""Shard 1/2 of a scan of two heads, written by the version whose shards had no checksum."""
 TOKENS = ["[CLS]", "it's", '"<script>"', "☃"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 
 from evidence.scan_faults import contents
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.scanning import Settings, Store, StoreError, merge
+from howsmooth.scanning import Settings, Store, StoreError, merge, salvage
 from howsmooth.scanning import scan as run_scan
 from howsmooth.scanning.plan import Batch
 from howsmooth.scanning.shards import Shard, note_shard, parse_shard, read_shards
 from tests.cli.command import Command
-from tests.scanning.stores import IDENTITY, TOKENS, batch, change, kept, numbers
+from tests.scanning.stores import IDENTITY, SHARDED, TOKENS, batch, change, kept, numbers
 
 ASKED: dict[str, Any] = {"lengths": [6, 8], "windows": 3, "what": "head,attention"}
 MERGE = Command("merge")
@@ -32,11 +33,10 @@ def store(path: Path, *heads: int, window: int = 0, value: float = 2.0, **change
 
 def shard(path: Path, number: int, count: int, *heads: int, cells: int | None = None) -> Path:
     """The same, as a part of a scan."""
-    store(path, *heads)
     with Store.writing(path) as made:
         part = Shard(number, count, IDENTITY.model_sha256, IDENTITY.text_sha256, "plan", len(heads))
-        note_shard(made, part if cells is None else replace(part, cells=cells))
-    return path
+        note_shard(made, made.begin(IDENTITY), part if cells is None else replace(part, cells=cells))
+    return store(path, *heads)
 
 
 @pytest.mark.slow
@@ -100,7 +100,15 @@ def _refusals() -> dict[str, tuple[Any, str]]:
         "other settings": (lambda tmp: two(tmp, settings=Settings(rtol=0.5)), "with another settings"),
         "another version": (lambda tmp: two(tmp, howsmooth="0.0.9"), "with another version of howsmooth"),
         "another precision": (lambda tmp: two(tmp, precision="4 bits"), "with another precision"),
-        "the same store twice": (lambda tmp: [store(tmp / "1", 0)] * 2, "is also store"),
+        "the same store twice": (lambda tmp: [store(tmp / "1", 0)] * 2, r"/1 is given twice: name each store once"),
+        "the same store by another name": (
+            lambda tmp: [store(tmp / "1", 0), _link(tmp)],
+            "/1 and .*/2 are one file: name each",
+        ),
+        "a shard that says that it is the whole": (
+            lambda tmp: [_changed(tmp, "count = 1")],
+            "is shard 1/1 is not what was",
+        ),
         "no store": (lambda tmp: [store(tmp / "1", 0), tmp / "none"], "there is no store"),
         "a missing shard": (
             lambda tmp: [shard(tmp / "1", 1, 3, 0), shard(tmp / "3", 3, 3, 2)],
@@ -110,6 +118,17 @@ def _refusals() -> dict[str, tuple[Any, str]]:
         "an unfinished shard": (lambda tmp: [shard(tmp / "1", 1, 1, 0, cells=9)], "has 1 of its 9 cells"),
         "a damaged store": (lambda tmp: [_damaged(store(tmp / "1", 0))], "is damaged"),
     }
+
+
+def _link(folder: Path) -> Path:
+    (folder / "2").symlink_to(folder / "1")
+    return folder / "2"
+
+
+def _changed(folder: Path, to: str) -> Path:
+    path = shard(folder / "1", 1, 2, 0, 1)
+    change(path, f"UPDATE shards SET {to}")
+    return path
 
 
 def _damaged(path: Path) -> Path:
@@ -149,6 +168,64 @@ def test_another_shard_in_the_same_store_is_refused(folder: Path, text: Path, tm
     with pytest.raises(StoreError, match=r"holds shard 1/2 of another plan, not shard 2/2 .* a store of its own"):
         run_scan(str(folder), text, lengths=6, out=out, shard="2/2")
     assert len(run_scan(str(folder), text, lengths=6, out=out, shard="1/2")) == len(contents(out))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *(f"UPDATE shards SET {to}" for to in ("count = 1", "number = 2", "plan = 'p'", "cells = 1", "checksum = 0")),
+        "DELETE FROM shards",
+        "DROP TABLE shards",
+        "INSERT INTO shards SELECT scan + 1, number, count, plan, cells, checksum FROM shards",
+    ],
+)
+def test_the_note_of_a_shard_is_what_was_written_or_refused(tmp_path: Path, statement: str) -> None:
+    path = shard(tmp_path / "1", 1, 2, 0, 1)
+    change(path, statement)
+    for opened in (Store.reading, Store.writing):
+        with pytest.raises(StoreError, match="is damaged"), opened(path):
+            pass
+
+
+def test_a_shard_without_a_checksum_is_read_and_gets_one(tmp_path: Path) -> None:
+    path = tmp_path / "1"
+    shutil.copyfile(SHARDED, path)
+    noted = read_shards(path)
+    assert [(str(part), part.plan, part.cells, part.there) for part in noted] == [("1/2", "plan", 2, 2)]
+    with pytest.raises(StoreError, match=r"shard 2/2 of .* is not among the stores"):
+        merge([path], tmp_path / "all")
+    with Store.writing(path) as made:
+        made.check()
+    assert read_shards(path) == noted
+    change(path, "UPDATE shards SET count = 1")
+    with pytest.raises(StoreError, match="the note that scan 1 is shard 1/1 is not what was written"):
+        merge([path], tmp_path / "all")
+
+
+@pytest.mark.parametrize("made", [lambda path: shard(path, 1, 2, 0, 1), lambda path: shutil.copyfile(SHARDED, path)])
+def test_what_is_salvaged_of_a_shard_is_still_a_shard(tmp_path: Path, made: Any) -> None:
+    path = made(tmp_path / "1")
+    change(path, "UPDATE cells SET value = 17 WHERE head = 0")
+    assert "1 of 2 cells are whole" in str(salvage(path, tmp_path / "2"))
+    (noted,) = read_shards(tmp_path / "2")
+    assert (str(noted), noted.cells, noted.there) == ("1/2", 2, 1)
+    with pytest.raises(StoreError, match="has 1 of its 2 cells"):
+        merge([tmp_path / "2"], tmp_path / "all")
+
+
+def test_a_store_is_of_one_shard_or_of_the_whole(folder: Path, text: Path, tmp_path: Path) -> None:
+    part, whole = tmp_path / "1.sqlite", tmp_path / "whole.sqlite"
+    run_scan(str(folder), text, lengths=6, out=part, shard="1/3")
+    before = contents(part)
+    with pytest.raises(StoreError, match="holds shard 1/3 of this scan, not the whole: choose another --out"):
+        run_scan(str(folder), text, lengths=6, out=part)
+    assert contents(part) == before
+    run_scan(str(folder), text, lengths=6, out=whole)
+    with pytest.raises(StoreError, match="that are of no shard, not those of shard 1/3"):
+        run_scan(str(folder), text, lengths=6, out=whole, shard="1/3")
+    run_scan(str(folder), text, lengths=6, out=part, resume=False)
+    assert read_shards(part) == []
+    assert contents(part) == contents(whole)
 
 
 @pytest.mark.parametrize("said", ["", "0/4", "5/4", "1", "1/0", "-1/4", "a/b", "1/2/3", "1/99999999"])

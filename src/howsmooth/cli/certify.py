@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from enum import Enum
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
+from howsmooth import __version__
 from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
 from howsmooth.certify.at_point import expected_block_seconds, expected_seconds
 from howsmooth.certify.block_ball import expected_change_seconds
@@ -24,7 +26,8 @@ from howsmooth.cli.sources import Request, Settings, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.reporting.certificates import write_certificates
 from howsmooth.reporting.sections import check_section_path
-from howsmooth.small import file_digest, unwritable
+from howsmooth.sealed import resumed
+from howsmooth.small import file_digest
 from howsmooth.weights import read_tensors
 from howsmooth.worstcase.attacks import minimal_norm_attack
 
@@ -157,47 +160,23 @@ def _images(
     if not len(right):
         raise InvalidInput(f"none of the {len(labels)} images in {path} is classified correctly: nothing to certify.")
     run = {"network": file_digest(Path(request.source)), "images": file_digest(path), "norm": norm, "attack": attack}
-    rows = {} if resume is None else _finished(resume, run)
-    left = torch.tensor([i for i in right.tolist() if i not in rows], dtype=torch.int64)
-    nearest: list[float | None] = [None] * len(left)
-    with step_progress(len(left) + attack) as begin:
-        if attack and len(left):
-            begin("attack")
-            distances = minimal_norm_attack(net, pictures[left], labels[left]).distance
-            nearest = [d if d < float("inf") else None for d in distances.tolist()]
-        for index, distance in zip(left.tolist(), nearest, strict=True):
-            begin(f"image {index}")
-            proof = certify_patches(folded, patches[index], int(labels[index]), _NORMS[norm])
-            rows[index] = {"image": index} | proof.to_dict() | {"attacked": distance}
-            if resume is not None:
-                _keep(resume, rows[index])
+    run |= {"heads": settings.heads, "howsmooth": __version__}
+    with nullcontext() if resume is None else resumed(resume, run) as kept:
+        rows = {} if kept is None else {row["image"]: row for row in kept.rows}
+        left = torch.tensor([i for i in right.tolist() if i not in rows], dtype=torch.int64)
+        nearest: list[float | None] = [None] * len(left)
+        with step_progress(len(left) + attack) as begin:
+            if attack and len(left):
+                begin("attack")
+                distances = minimal_norm_attack(net, pictures[left], labels[left]).distance
+                nearest = [d if d < float("inf") else None for d in distances.tolist()]
+            for index, distance in zip(left.tolist(), nearest, strict=True):
+                begin(f"image {index}")
+                proof = certify_patches(folded, patches[index], int(labels[index]), _NORMS[norm])
+                rows[index] = {"image": index} | proof.to_dict() | {"attacked": distance}
+                if kept is not None:
+                    kept.add(rows[index])
     return [rows[index] for index in right.tolist()]
-
-
-def _finished(path: Path, run: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The images that a file of an earlier run holds; it begins with what the run was, a line each."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a line that was cut short is done again
-        kept = [json.loads(line) for line in lines]
-    except FileNotFoundError:
-        kept = []
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path} cannot be resumed: it holds no images of an earlier run.") from error
-    if not kept:
-        try:
-            path.write_text(json.dumps(run) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise unwritable(path, error) from error
-    elif kept[0] != run:
-        raise InvalidInput(f"{path} belongs to another network, norm or file of images: give --resume another name.")
-    else:
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return {row["image"]: row for row in kept[1:]}
-
-
-def _keep(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:

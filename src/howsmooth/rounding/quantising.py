@@ -55,7 +55,11 @@ class Check:
     @property
     def error(self) -> float:
         """Its standard error over windows."""
-        return float(torch.tensor(self.damage).double().std() / len(self.damage) ** 0.5) if len(self.damage) > 1 else 0
+        return (
+            float(torch.tensor(self.damage, dtype=torch.float64).std() / len(self.damage) ** 0.5)
+            if len(self.damage) > 1
+            else 0
+        )
 
     @property
     def perplexity(self) -> float | None:

@@ -1,7 +1,7 @@
 """What was found of each window, kept in one SQLite file as soon as it is known.
 
 A run is named by the hash of what decides its numbers: the weights, the text, the settings and the version. Each window
-is one row of tensors with the sha256 of its bytes; a row that is there is not computed again.
+is one row of tensors with the sha256 of its run, its number and its bytes; a row that is there is not computed again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.small import unwritable
+from howsmooth.small import first_line, unwritable
 
 _APPLICATION = 0x68736D71  # "hsmq"
+_VERSION = 1
+"""The user_version of stores that are written and read; those of version 0 have no checksum of where a row belongs."""
 _TABLE = """CREATE TABLE windows (run TEXT NOT NULL, window INTEGER NOT NULL, content BLOB NOT NULL,
     sha256 TEXT NOT NULL, PRIMARY KEY (run, window))"""
 MEMORY = ":memory:"
@@ -43,8 +45,9 @@ def each_window(
     [{'number': tensor(0)}, {'number': tensor(1)}]
     """
     with WindowStore.of(path, run, resume) as store:
-        while missing := sorted(set(range(count)) - store.kept()):
-            store.add(missing[0], find(missing[0]))
+        for window in range(count):
+            if window not in store.kept():
+                store.add(window, find(window))
         return [store.read(window) for window in range(count)]
 
 
@@ -83,7 +86,8 @@ class WindowStore:
                 yield store
         except sqlite3.Error as error:
             raise InvalidInput(
-                f"the store {path} cannot be used ({error}): another run may be writing to it; name another with --out."
+                f"the store {path} cannot be used ({first_line(error)}): another run may be writing to it; name "
+                "another with --out."
             ) from error
 
     def kept(self) -> set[int]:
@@ -96,17 +100,17 @@ class WindowStore:
         with self.connection:
             self.connection.execute(
                 "INSERT OR REPLACE INTO windows VALUES (?, ?, ?, ?)",
-                (self.run, window, content, hashlib.sha256(content).hexdigest()),
+                (self.run, window, content, self._seal(window, content)),
             )
 
     def read(self, window: int) -> Tensors:
         """What was kept of a window, or an error when it is not what was written."""
-        content, digest = self.connection.execute(
+        found = self.connection.execute(
             "SELECT content, sha256 FROM windows WHERE run = ? AND window = ?", (self.run, window)
         ).fetchone()
         try:
-            if hashlib.sha256(content).hexdigest() == digest:
-                return load(content)
+            if found is not None and self._seal(window, found[0]) == found[1]:
+                return load(found[0])
         except (SafetensorError, TypeError):
             pass
         raise InvalidInput(
@@ -114,13 +118,28 @@ class WindowStore:
             "--no-resume."
         )
 
+    def _seal(self, window: int, content: bytes) -> str:
+        """The checksum of a row: of what it is as well as of what it holds."""
+        return hashlib.sha256(f"{self.run} {window}\n".encode() + content).hexdigest()
+
 
 def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
+    try:
+        whole = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)
+    except UnicodeDecodeError:  # SQLite quotes definitions that it cannot read
+        whole = False
+    if not whole:
+        raise sqlite3.DatabaseError("the file is damaged")
     with connection:
         known = connection.execute("PRAGMA application_id").fetchone()[0]
         tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
         if not tables and known in (0, _APPLICATION):
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
         elif known != _APPLICATION:
             raise InvalidInput(f"{path} is not a store of howsmooth quantise: name another with --out.")
+        elif version != _VERSION:
+            other = "later" if version > _VERSION else "earlier"
+            raise InvalidInput(f"{path} was written by a {other} version of howsmooth: name another with --out.")

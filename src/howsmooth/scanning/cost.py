@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -205,7 +204,11 @@ def _cut_short(window: Window, length: int) -> Window:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """The most memory that this process has had; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

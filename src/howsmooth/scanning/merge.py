@@ -16,7 +16,7 @@ from typing import Any
 
 from howsmooth.checks import door
 from howsmooth.errors import InvalidInput
-from howsmooth.scanning.connections import connect_writer, explained
+from howsmooth.scanning.connections import connect_writer, explained, identity
 from howsmooth.scanning.rows import Row, named
 from howsmooth.scanning.schema import COLUMNS
 from howsmooth.scanning.shards import Shard, read_shards
@@ -67,7 +67,7 @@ def merge(stores: Sequence[Path | str], out: Path | str, *, partial: bool = Fals
     inputs, out = [Path(one) for one in stores], Path(out)
     if not inputs:
         raise InvalidInput("which stores? Name those to join.")
-    distinct_files(read=[], written=[("store", one) for one in inputs])
+    _check_once(inputs)
     distinct_files(read=[("the store", one) for one in inputs], written=[("--out", out)])
     if out.exists():
         raise StoreError(f"{out} is there already: remove it, or name another file for the joined store.")
@@ -172,6 +172,17 @@ class _Joined:
         query = f"SELECT {columns} FROM cells WHERE {where}"
         values = self.db.execute(query, (*map_key, row["length"], row["window"])).fetchone()
         return dict(zip(names, values, strict=True))
+
+
+def _check_once(paths: Sequence[Path]) -> None:
+    """Refuse a store that is given twice, by one name or by two."""
+    seen: dict[tuple[int, int] | None, Path] = {}
+    for path in paths:
+        file = identity(path)
+        if file is not None and file in seen:
+            twice = f"{path} is given twice" if seen[file] == path else f"{seen[file]} and {path} are one file"
+            raise InvalidInput(f"{twice}: name each store once.")
+        seen[file] = path
 
 
 def _check_shards(paths: Sequence[Path]) -> None:

@@ -11,7 +11,7 @@ from sys import intern
 from typing import Any
 
 from howsmooth.scanning.connections import StoreError, check_pages, explained
-from howsmooth.scanning.schema import COLUMNS, checksum, fault, has
+from howsmooth.scanning.schema import COLUMNS, WITH_SHARDS, checksum, fault, has
 from howsmooth.small import printable
 
 Row = dict[str, Any]
@@ -114,9 +114,27 @@ class Reader:
                 raise self._error("a cell belongs to no scan")
             count, tally = there[scan]
             there[scan] = (count + 1, tally ^ sum_)
+        for scan, *_, sum_ in self.verified("shards", extra=("checksum",)) if self.version >= WITH_SHARDS else ():
+            if scan not in there:
+                raise self._error("the note of a shard belongs to no scan")
+            there[scan] = (there[scan][0], there[scan][1] ^ sum_)
         for scan, (count, tally) in counted.items():
-            if there[scan] != (count, tally):
+            if there[scan][0] == count and there[scan][1] != tally:
+                raise self._error(f"scan {scan} has lost a cell, or the note of which shard it is, for another one")
+            if there[scan][0] != count:
                 raise self._error(f"of scan {scan} there are {there[scan][0]} cells, not the {count} that were written")
+
+    def shards(self) -> dict[int, tuple[int, int, str, int]]:
+        """Scan → which part of it the store is: number, count, digest of the plan, and cells; none for whole scans."""
+        if self.version >= WITH_SHARDS:
+            return {values[0]: values[1:] for values in self.verified("shards")}
+        with explained(self.path, reading=True):
+            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'shards'").fetchone():
+                return {}
+            columns = "model_sha256, text_sha256, number, count, plan, cells"
+            noted = {row[:2]: row[2:] for row in self._db.execute(f"SELECT {columns} FROM shards")}
+        keys = {row["id"]: (row["model_sha256"], row["text_sha256"]) for row in self._scans()}
+        return {scan: noted[key] for scan, key in keys.items() if key in noted}
 
     def check_rows(self, scan: int) -> None:
         """Raise `StoreError` unless every cell and window of a scan is what was written."""
@@ -208,6 +226,8 @@ def named(table: str, values: Sequence[Any]) -> str:
         _, what, layer, head, length, window = said
         places = [f"layer {layer}"] * (values[2] is not None) + [f"head {head}"] * (values[3] is not None)
         return f"the {what} at {', '.join([*places, f'n = {length}', f'window {window}'])}"
+    if table == "shards":
+        return f"the note that scan {said[0]} is shard {said[1]}/{said[2]}"
     return f"window {said[2]} of {said[1]} tokens of scan {said[0]}" if table == "windows" else f"scan {said[0]}"
 
 

@@ -121,9 +121,9 @@ def scan(
     beside = twin_of(model) if reference == "random" else None
     with Store.writing(MEMORY if out is None else out) as store:
         number = store.begin(identity, resume)
-        if this_shard is not None:
-            note_shard(store, this_shard.of(plan, identity.model_sha256, identity.text_sha256))
-            plan = this_shard.part(plan)
+        part = None if this_shard is None else this_shard.of(plan, identity.model_sha256, identity.text_sha256)
+        note_shard(store, number, part)
+        plan = plan if part is None else part.part(plan)
         at_hand = ready.at_hand
         tell = progress or scan_bar() or (lambda now: None)
         failures: tuple[str, ...] = ()

@@ -14,8 +14,8 @@ from typing import Any
 from howsmooth.checks import door
 from howsmooth.scanning.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scanning.rows import Reader, Row, named
-from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, has, objects
-from howsmooth.scanning.store import put, update_scan
+from howsmooth.scanning.schema import APPLICATION_ID, COLUMNS, VERSION, WITH_SHARDS, has, objects
+from howsmooth.scanning.store import put, put_shard, update_scan
 from howsmooth.small import distinct_files
 
 _WIDEST_GAP = 1_000_000
@@ -89,7 +89,7 @@ def _opened(copy: Path) -> sqlite3.Connection:
         columns = "".join(str(sql) for (sql,) in db.execute("SELECT sql FROM sqlite_master"))
         version = 0
         if "checksum" in columns or db.execute("PRAGMA user_version").fetchone()[0]:
-            version = VERSION if '"relative"' in columns or not columns else 1
+            version = VERSION if '"plan"' in columns or not columns else 2 if '"relative"' in columns else 1
         db.execute(f"PRAGMA user_version = {version}")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         for kind, name, _, sql in objects(version):
@@ -134,7 +134,7 @@ class Pieces:
             try:
                 for values in self._reader.verified(table, "WHERE rowid = ?", (number,), extra):
                     row = dict(zip([*COLUMNS[table], *extra], values, strict=True))
-                    yield row if table == "scans" else row | self._contents(values)
+                    yield row | self._contents(values) if table == "cells" else row
             except StoreError:
                 self.dropped.append(self._words(table, number))
 
@@ -148,6 +148,17 @@ class Pieces:
             self.dropped.append(f"the shares of tokens of {named('cells', values)}")
             return {"input_energy": None}
         return {}
+
+    def shards(self) -> dict[int, tuple[int, int, str, int]]:
+        """Scan → which part of it the store is, where that can be read."""
+        if self.version >= WITH_SHARDS:
+            columns = list(COLUMNS["shards"])
+            return {row["scan"]: tuple(row[name] for name in columns[1:]) for row in self.rows("shards")}
+        try:
+            return self._reader.shards()
+        except (StoreError, sqlite3.Error):
+            self.dropped.append("the note of which shard it is")
+            return {}
 
     def window(self, key: tuple[int, int, int]) -> Row | None:
         """The window with a key, where it is whole."""
@@ -209,6 +220,9 @@ def _copied(pieces: Pieces, new: sqlite3.Connection, into: Path) -> Salvaged:
         if windows[key] is not None and (sum_ := put(new, "cells", row)):
             about[row["scan"]]["cells"] += 1
             about[row["scan"]]["tally"] ^= sum_
+    for scan, values in pieces.shards().items():
+        if scan in about:
+            about[scan]["tally"] ^= put_shard(new, scan, values)
     for row in about.values():
         update_scan(new, row)
     kept = sum(row["cells"] for row in about.values())

@@ -1,9 +1,9 @@
 """The tables of a store, version by version, and the checksums that tell its rows from others.
 
 Every row carries 64 bits of BLAKE2b over its columns, written as JSON: a number that was changed by anything but a scan
-is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, so that a cell
-that has vanished is missed. The shares of tokens, most of a store, have a checksum of their own, and a row is proved
-without them.
+is found when it is read. A scan also counts its cells and keeps the exclusive or of their checksums, and of that of the
+note which shard of a scan it is, so that a cell or a note that has vanished is missed. The shares of tokens, most of a
+store, have a checksum of their own, and a row is proved without them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any
 
 APPLICATION_ID = 0x68736D31  # "hsm1"
-VERSION = 2
+VERSION = 3
 """The user_version of stores that are written. Those of version 0 have no checksums, those of version 1 no relative
-condition; both can be read."""
+condition, those of version 2 no checksum of the shard that they are; all can be read."""
 PLACE = {
     "what": "TEXT NOT NULL",
     "layer": "INTEGER",
@@ -53,15 +53,28 @@ COLUMNS: dict[str, dict[str, str]] = {
     },
     "windows": {**dict.fromkeys(["scan", "length", "window", "start"], "INTEGER NOT NULL"), "tokens": "TEXT NOT NULL"},
     "cells": _PROVED | {"energy_sum": "INTEGER"},
+    "shards": {
+        "scan": "INTEGER PRIMARY KEY",
+        **dict.fromkeys(["number", "count"], "INTEGER NOT NULL"),
+        "plan": "TEXT NOT NULL",
+        "cells": "INTEGER NOT NULL",
+    },
 }
 """Table → the columns under its checksum, in that order."""
 ADDED: dict[str, dict[str, int]] = {
     "scans": {"pending": 1, "cells": 1, "tally": 1},
     "windows": {},
     "cells": {"energy_sum": 1, "relative": 2},
+    "shards": {},
 }
 """Table → columns that came later, beside the checksum of version 1, with the first version that has them."""
-TABLES = tuple(COLUMNS)
+WITH_SHARDS = 3
+"""The first version whose shards stand among the tables with checksums."""
+
+
+def tables(version: int) -> tuple[str, ...]:
+    """The tables that every store of a version has."""
+    return tuple(name for name in COLUMNS if name != "shards" or version >= WITH_SHARDS)
 
 
 def has(version: int, table: str, column: str) -> bool:
@@ -78,6 +91,10 @@ _INDEX = "CREATE UNIQUE INDEX cell ON cells (scan, what, ifnull(layer, -1), ifnu
 """NULL differs from NULL in a key, so that missing layers and heads are written as -1 there."""
 
 
+_SHARDS = f"""CREATE TABLE shards ({_typed(COLUMNS["shards"])}, checksum INTEGER NOT NULL,
+    FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE);"""
+
+
 def _with_checksums(version: int) -> str:
     return f"""
 CREATE TABLE scans ({_typed(COLUMNS["scans"])}, checksum INTEGER NOT NULL,
@@ -88,6 +105,7 @@ CREATE TABLE cells (checksum INTEGER NOT NULL, {_typed(COLUMNS["cells"], version
     FOREIGN KEY (scan) REFERENCES scans ON DELETE CASCADE,
     FOREIGN KEY (scan, length, window) REFERENCES windows);
 {_INDEX}
+{_SHARDS if version >= WITH_SHARDS else ""}
 """
 
 
@@ -107,8 +125,7 @@ CREATE TABLE cells (
     FOREIGN KEY (scan, length, window) REFERENCES windows);
 {_INDEX}
 """,
-    1: _with_checksums(1),
-    2: _with_checksums(2),
+    **{version: _with_checksums(version) for version in range(1, VERSION + 1)},
 }
 
 
@@ -126,7 +143,7 @@ def version_of(db: sqlite3.Connection) -> int | None:
         return None
     kept = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
     # Tables of others are left alone; views and triggers could do anything, and so could an index on a table of ours.
-    foreign = [one for one in kept - objects(version) if one[2] in TABLES or one[0] not in ("table", "index")]
+    foreign = [one for one in kept - objects(version) if one[2] in tables(version) or one[0] not in ("table", "index")]
     return version if objects(version) <= kept and not foreign else None
 
 

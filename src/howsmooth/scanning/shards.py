@@ -19,10 +19,6 @@ from howsmooth.scanning.plan import Batch
 from howsmooth.scanning.store import Store, StoreError
 from howsmooth.scanning.units import split
 
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS shards (model_sha256 TEXT NOT NULL, text_sha256 TEXT NOT NULL, number INTEGER NOT NULL,"
-    " count INTEGER NOT NULL, plan TEXT NOT NULL, cells INTEGER NOT NULL, PRIMARY KEY (model_sha256, text_sha256))"
-)
 _MOST = 1_000_000
 
 
@@ -102,17 +98,24 @@ def _of_slurm() -> Shard:
     return Shard(number, count)
 
 
-def note_shard(store: Store, shard: Shard) -> None:
-    """Write into a store of which part it is; another one there is refused."""
+def note_shard(store: Store, scan: int, shard: Shard | None) -> None:
+    """Write into a store of which part of a scan it is, None for the whole; another one there is refused."""
     with store._transaction():
-        store._db.execute(_TABLE)
-        key = (shard.model_sha256, shard.text_sha256)
-        query = "SELECT number, count, plan FROM shards WHERE model_sha256 = ? AND text_sha256 = ?"
-        there = store._db.execute(query, key).fetchone()
-        if there is None:
-            values = (*key, shard.number, shard.count, shard.plan, shard.cells)
-            store._db.execute("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?)", values)
-        elif there != (shard.number, shard.count, shard.plan):
+        there = store.shards().get(scan)
+        if shard is None:
+            if there is not None:
+                raise StoreError(
+                    f"{store.path} holds shard {there[0]}/{there[1]} of this scan, not the whole: choose another "
+                    "--out, or --no-resume to measure the whole anew."
+                )
+        elif there is None:
+            if store._scan(scan)["cells"]:
+                raise StoreError(
+                    f"{store.path} holds cells of this scan that are of no shard, not those of shard {shard}: give "
+                    "every shard a store of its own."
+                )
+            store.note_shard(scan, (shard.number, shard.count, shard.plan, shard.cells))
+        elif there[:3] != (shard.number, shard.count, shard.plan):
             other = "" if there[:2] == (shard.number, shard.count) else f" {there[0]}/{there[1]}"
             raise StoreError(
                 f"{store.path} holds shard{other} of another plan, not shard {shard} of this scan: give every shard a "
@@ -123,9 +126,8 @@ def note_shard(store: Store, shard: Shard) -> None:
 def read_shards(path: Path) -> list[Shard]:
     """Of which parts a store is; none for a store that was not made from shards."""
     with Store.reading(path) as store:
-        tables = {row[0] for row in store._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if "shards" not in tables:
-            return []
-        counted = {(row["model_sha256"], row["text_sha256"]): row["cells"] for row in store._scans()}
-        rows = store._db.execute("SELECT number, count, model_sha256, text_sha256, plan, cells FROM shards").fetchall()
-        return [replace(Shard(*row), there=counted.get((row[2], row[3]), 0)) for row in rows]
+        of = {row["id"]: row for row in store._scans()}
+        return [
+            Shard(number, count, of[scan]["model_sha256"], of[scan]["text_sha256"], plan, cells, of[scan]["cells"] or 0)
+            for scan, (number, count, plan, cells) in store.shards().items()
+        ]

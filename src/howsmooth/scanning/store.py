@@ -21,7 +21,7 @@ from howsmooth.scanning import connections
 from howsmooth.scanning.connections import MEMORY, StoreError, check_pages, explained
 from howsmooth.scanning.plan import Cell, Settings
 from howsmooth.scanning.rows import Reader, Row
-from howsmooth.scanning.schema import COLUMNS, VERSION, checksum, create, summed
+from howsmooth.scanning.schema import COLUMNS, VERSION, WITH_SHARDS, checksum, create, summed, tables
 
 __all__ = ["MEMORY", "Identity", "Store", "StoreError"]
 _KEY = ("model_sha256", "text_sha256")
@@ -162,6 +162,12 @@ class Store(Reader):
             self.check_whole()
             self.rows()
 
+    def note_shard(self, scan: int, values: tuple[int, int, str, int]) -> None:
+        """Write of which part of a scan the cells are; within a transaction."""
+        about = self._scan(scan)
+        about["tally"] ^= put_shard(self._db, scan, values)
+        self._update(about)
+
     def _scan(self, number: int) -> Row:
         return next(row for row in self._scans() if row["id"] == number)
 
@@ -194,11 +200,13 @@ class Store(Reader):
         if self.version == VERSION:
             return
         self.check_whole()
-        scans, windows = self._scans(), list(self.verified("windows"))
+        scans, windows, shards = self._scans(), list(self.verified("windows")), self.shards()
         self._db.execute("PRAGMA foreign_keys = OFF")
         self._db.execute("PRAGMA legacy_alter_table = ON")  # references stay with the name, not with the old table
         with self._transaction():
-            for table in COLUMNS:
+            if self.version < WITH_SHARDS:
+                self._db.execute("DROP TABLE IF EXISTS shards")
+            for table in tables(self.version):
                 self._db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
             self._db.execute("DROP INDEX cell")
             for statement in create().split(";"):
@@ -215,7 +223,9 @@ class Store(Reader):
                 of_scan["cells"] += 1
             for row in about.values():
                 put(self._db, "scans", row | {"settings": row["written"]})
-            for table in COLUMNS:
+            for scan, values in shards.items():
+                self.note_shard(scan, values)
+            for table in tables(self.version):
                 self._db.execute(f"DROP TABLE old_{table}")
         self._db.execute("PRAGMA legacy_alter_table = OFF")
         self._db.execute("PRAGMA foreign_keys = ON")
@@ -238,6 +248,11 @@ def update_scan(db: sqlite3.Connection, row: Row) -> None:
     """Write what a scan counts anew, with its checksum."""
     counted = "pending = :pending, cells = :cells, tally = :tally, checksum = :checksum"
     db.execute(f"UPDATE scans SET {counted} WHERE id = :id", summed("scans", row))
+
+
+def put_shard(db: sqlite3.Connection, scan: int, values: tuple[int, int, str, int]) -> int:
+    """Write which part of a scan the cells are: number, count, digest of the plan, cells; its checksum."""
+    return put(db, "shards", dict(zip(COLUMNS["shards"], (scan, *values), strict=True))) or 0
 
 
 def put(db: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int | None:
