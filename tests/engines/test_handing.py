@@ -184,3 +184,19 @@ def test_a_script_whose_work_is_not_under_main_is_told_so_at_once(tmp_path: Path
 def test_what_a_worker_needs_imports_no_torch() -> None:
     code = "import sys, howsmooth.engines.answers, howsmooth.engines.processes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+def test_a_driver_that_is_killed_leaves_nothing_on_the_screen(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import os, signal\n"
+        "from howsmooth.engines import Processes\n"
+        "if __name__ == '__main__':\n"
+        "    pool = Processes(1, threads=1)\n"
+        "    pool.submit(abs, -1).result()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-9, "", "")

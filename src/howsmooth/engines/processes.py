@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from typing import Any
@@ -41,6 +42,7 @@ class Processes(Executor):
             raise EngineError("a worker of multiprocessing cannot start processes of its own: pass an executor.")
         self.load = Load(jobs)
         self._threads = threads or max(1, _threads_here() // jobs)
+        _track_quietly()
         self._spawning = multiprocessing.get_context("spawn")
         self._begun = self._spawning.Event()
         self._pools: list[ProcessPoolExecutor | None] = [None] * jobs
@@ -75,6 +77,25 @@ class Processes(Executor):
             pool = ProcessPoolExecutor(1, mp_context=self._spawning, initializer=_begin, initargs=asked)
             self._pools[worker] = pool
         return pool
+
+
+def _track_quietly() -> None:
+    """Start what frees the semaphores of a driver that is killed, without its warning that it had to.
+
+    It is a process of Python's own that outlives the driver, and takes its warning filters from the environment.
+    """
+    if os.name != "posix":  # semaphores have no names there
+        return
+    usual = os.environ.get("PYTHONWARNINGS")
+    filters = ",".join(filter(None, [usual, "ignore::UserWarning:multiprocessing.resource_tracker"]))
+    os.environ["PYTHONWARNINGS"] = filters
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if usual is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = usual
 
 
 def _begin(threads: int, begun: Event) -> None:
