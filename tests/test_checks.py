@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import howsmooth as hs
 from howsmooth import checks
 from howsmooth.checks import Count, Positive, Probability, Seed, WrongCall, door
 from howsmooth.errors import HowsmoothError, InvalidInput
@@ -209,3 +211,40 @@ def test_kinds_are_told_from_annotations() -> None:
     assert not fits(1, bool)
     assert in_words(Mapping[str, int] | None) == "a dictionary or None"
     assert in_words(nn.Module) == "a module of torch"
+
+
+with warnings.catch_warnings():  # torch says that they are young
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hs.certify(NESTED, torch.ones(3, 4)),
+        lambda: hs.measure(NESTED, torch.ones(3, 4)),
+        lambda: hs.SlidingWindow(NESTED),
+        lambda: hs.DenseBias(NESTED),
+        lambda: hs.Scan.open(NESTED),
+        lambda: hs.SelfAttention.random(4, seed=NESTED),
+        lambda: hs.scan("random:gpt2", "words", lengths=NESTED),
+        lambda: hs.bounds.table(hs.SelfAttention.random(4), radius=NESTED),
+    ],
+)
+def test_a_nested_tensor_is_named_wherever_it_is_given(call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidInput, match="nested tensor"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hs.Scan.open("\ud800"),
+        lambda: hs.scan("random:gpt2[layers=1,width=8,heads=2]", "some words", lengths=4, out="\ud800"),
+        lambda: hs.scanning.merge(["\ud800"], "all.sqlite"),
+        lambda: hs.scanning.merge(["one.sqlite"], "\ud800"),
+    ],
+)
+def test_half_a_letter_is_in_no_name_of_a_file(call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidInput, match=r"must be .*path.*, got .*ud800"):
+        call()

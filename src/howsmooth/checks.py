@@ -375,6 +375,8 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
 def shown(value: object) -> str:
     """What was given, in a few words: text from elsewhere may be long, and tensors many lines."""
     if isinstance(value, Tensor):
+        if value.is_nested:  # of some there is no shape to ask for
+            return "a nested tensor"
         return f"a tensor of shape {tuple(value.shape)}"
     if not isinstance(value, str | int | float | complex | bytes | None):
         return f"a {type(value).__name__}" if callable(value) or len(_text(value)) > _SHOWN else _text(value)

@@ -145,6 +145,8 @@ def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
     """Whether a value can be gone through and, where it is a list, whether each of it fits."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
+    if isinstance(value, Tensor) and value.is_nested:
+        return False
     if isinstance(value, Tensor | np.ndarray):
         numbers = all(one in (int, float, Any, Ellipsis) or get_origin(one) in (Annotated, Sequence) for one in inner)
         if not inner or 0 in value.shape or value.ndim == 0:
@@ -162,8 +164,11 @@ def _is_path_kind(kind: Any) -> bool:
 
 
 def _can_be_a_file(path: str | bytes) -> bool:
-    """No file system takes an empty name, a NUL in it, or more than 255 bytes between two strokes."""
-    name = os.fsencode(path)
+    """No file system takes an empty name, a NUL in it, half a letter, or more than 255 bytes between two strokes."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
     return 0 < len(name) < 4096 and b"\0" not in name and max(map(len, name.split(b"/"))) <= 255
 
 

@@ -105,6 +105,22 @@ def test_a_scan_can_write_its_report_when_only_its_room_was_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_the_package_needs_no_module_that_windows_lacks() -> None:
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "for name in ('fcntl', 'grp', 'posix_ipc', 'pty', 'pwd', 'resource', 'syslog', 'termios', 'tty'):\n"
+        "    sys.modules[name] = None\n"
+        "import howsmooth as hs\n"
+        "for module in pkgutil.walk_packages(hs.__path__, 'howsmooth.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "assert callable(hs.scan) and hs.scanning.cost.peak_bytes() == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("load", "threads"), [(0.2, None), (1.0, 7), (5.4, 3), (40.0, 1)])
 def test_torch_takes_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch, load: float, threads: int | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
