@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from evidence.juries import Example, Modules
 from evidence.moved_heads import (
     At,
     Case,
@@ -56,11 +57,11 @@ CASES: dict[str, Case] = {
     "rare token without value": rare(),
 }
 """Maps and balls; in each some term is close to the truth."""
-QUICK = {name: CASES[name] for name in ("own tilt of a rare far token", "equal tokens")}
+QUICK = {
+    name: CASES[name] for name in ("own tilt of a rare far token", "keys' tilt of a rare far token", "equal tokens")
+}
 """Some of them, for tests."""
 SEARCH = Search()
-ROUNDING = 1e-9
-"""By how much a truth in float64 may pass a bound that it attains."""
 DIRECTIONS = 12
 """In which vectors of two coordinates are compared."""
 
@@ -334,3 +335,16 @@ def _rest(proof: Proof, first: int) -> Tensor:
 
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+def examples(terms: dict[str, Term], cases: dict[str, Case] = CASES) -> list[Example]:
+    """Terms of every case, with the largest truths that a search meets."""
+    return [_example(label, case, terms) for label, case in cases.items()]
+
+
+def _example(label: str, case: Case, terms: dict[str, Term]) -> Example:
+    def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
+        proof = Proof(case, modules["certify.around"], modules["certify.block_ball"])
+        return ((name, term.bound(proof)) for name, term in terms.items())
+
+    return Example(label, proved, {name: term.worst(case, SEARCH) for name, term in terms.items()})

@@ -1,229 +1,134 @@
-"""Single changes to the proofs on balls, and whether a comparison of their terms with the truth notices them."""
+"""Single changes to proofs, and whether a comparison of their terms with the truth notices them."""
 
 from __future__ import annotations
 
-import ast
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
-from torch import Tensor
-
-from evidence.ball_terms import BLOCK, CASES, HEAD, ROUNDING, SEARCH, TILTS, Proof, Term, proof_of
-from evidence.moved_heads import Case, against
+from evidence import answer_terms, ball_terms, certificate_terms, curved_terms, network_terms, pooled_terms
+from evidence.ball_terms import BLOCK, CASES, HEAD, TILTS
+from evidence.changes import Mutant, mutants
+from evidence.juries import OUTCOMES, SMALL, Example, Jury, Verdict
 from evidence.tables import table
-from howsmooth.certify import around
 
 TITLE = "Changed proofs"
-ROOM = "howsmooth.certify."
-ORDER = ("rows", "tilts", "apart", "others", "ball", "together", "block_ball", "around")
-"""The modules of a proof on a ball, each after those it builds on."""
-JUDGED: dict[str, dict[str, Term]] = {
-    "rows": HEAD,
-    "tilts": {**TILTS, **{name: HEAD[name] for name in ("high", "low", "drift", "query blocks")}},
-    "apart": {name: HEAD[name] for name in ("change",)},
-    "others": {name: HEAD[name] for name in ("mean of all others", "directed change", "key blocks")},
-    "ball": {**HEAD, **{name: TILTS[name] for name in ("step 0: factor", "step 1: factor")}},
-    "block_ball": BLOCK,
+_OWN = ("high", "low", "drift", "query blocks")
+_OTHERS = ("mean of all others", "directed change", "key blocks")
+JUDGED: dict[str, Callable[[], list[Example]]] = {
+    "certify.rows": lambda: ball_terms.examples(HEAD),
+    "certify.tilts": lambda: ball_terms.examples({**TILTS, **{name: HEAD[name] for name in _OWN}}),
+    "certify.apart": lambda: ball_terms.examples({"change": HEAD["change"]}),
+    "certify.others": lambda: ball_terms.examples({name: HEAD[name] for name in _OTHERS}),
+    "certify.ball": lambda: ball_terms.examples(
+        {**HEAD, **{f"step {k}: factor": TILTS[f"step {k}: factor"] for k in (0, 1)}}
+    ),
+    "certify.block_ball": lambda: ball_terms.examples(BLOCK),
+    "certify.remainders": lambda: network_terms.examples("single"),
+    "certify.attention_remainder": lambda: network_terms.examples("attention"),
+    "certify.deep": lambda: network_terms.examples("margins"),
+    "certify.curved": curved_terms.examples,
+    "certify.pooled": pooled_terms.pools,
+    "certify.relaxation": pooled_terms.boxes,
+    "rounding.answers": answer_terms.examples,
+    "norms.certificate": certificate_terms.examples,
 }
-"""The modules that are changed, and the terms that are compared."""
-OUTCOMES = ("caught", "any proves", "not smaller", "smaller")
-SMALL = 1e-6
-"""What a term may lose, or be, without being counted: the allowances for rounding are far below."""
+"""The modules that are changed, and the examples that are compared."""
 CHOICES = {
-    ("tilts", "STEPS"): "any number of steps",
-    ("tilts", "_LEAST_SHARE"): "any ϑ",
-    ("apart", "_STEPS"): "any λ and μ",
-    ("ball", "_POWERS"): "any weights of the keys",
-    ("ball", "_SINKS"): "any number of sinks",
-    ("ball", "_TWISTED"): "any size",
-    ("ball", "_key_weights"): "any weights of the keys up to 1",
-    ("ball", "_bounded"): "any weights θ",
-    ("block_ball", "_SINKS"): "any number of sinks",
-    ("block_ball", "_STEPS"): "any weights a",
-    ("block_ball", "_SHARP"): "any weights a",
-    ("block_ball", "sizes"): "any weights a",
-    ("block_ball", "row_by_row"): "any weights a",
-    ("block_ball", "over_keys"): "any weights a",
-    ("block_ball", "_parts"): "any weights a",
-    ("block_ball", "_quick"): "any guesses of what is then proved",
-    ("block_ball", "shares"): "any guesses of what is then proved",
+    ("certify.tilts", "STEPS"): "any number of steps",
+    ("certify.tilts", "_LEAST_SHARE"): "any ϑ",
+    ("certify.apart", "_STEPS"): "any λ and μ",
+    ("certify.ball", "_POWERS"): "any weights of the keys",
+    ("certify.ball", "_SINKS"): "any number of sinks",
+    ("certify.ball", "_TWISTED"): "any size",
+    ("certify.ball", "_bounded"): "any weights θ",
+    ("certify.block_ball", "_SINKS"): "any number of sinks",
+    ("certify.block_ball", "_STEPS"): "any weights a",
+    ("certify.block_ball", "_SHARP"): "any weights a",
+    ("certify.block_ball", "sizes"): "any weights a",
+    ("certify.block_ball", "row_by_row"): "any weights a",
+    ("certify.block_ball", "over_keys"): "any weights a",
+    ("certify.block_ball", "_parts"): "any weights a",
+    ("certify.block_ball", "_quick"): "any guesses of what is then proved",
+    ("certify.block_ball", "shares"): "any guesses of what is then proved",
+    ("certify.deep", "_STEPS"): "any radius at which margins are positive",
+    ("certify.deep", "_FINENESS"): "any radius at which margins are positive",
+    ("certify.deep", "(_FARTHEST, _FAR)"): "any radius at which margins are positive",
+    ("certify.deep", "radius"): "any radius at which margins are positive",
+    ("certify.deep", "LARGEST"): "memory, no bound",
+    ("certify.deep", "check_cost"): "memory, no bound",
+    ("certify.deep", "_cost"): "memory, no bound",
+    ("certify.pooled", "_PIECES"): "any number of pieces",
+    ("certify.relaxation", "_STEEPEST"): "any t",
+    ("certify.relaxation", "_LEAST"): "any m",
+    ("certify.relaxation", "towards"): "any guess of where it is to be tight",
+    ("norms.certificate", "(SECTIONS, ROUNDS)"): "any sections",
+    ("norms.certificate", "PRODUCT_ROUNDING"): "what products are taken to lose, measured elsewhere",
 }
 """Where every number gives a proof: what is chosen is only how good it is."""
-_BINDING = {("block_ball", "row_by_row", "`-best` without its sign"), ("ball", "_key_weights", "`1.0` → `2.0`")}
-"""What is no choice there."""
-SWAPS = {"minimum": "maximum", "amin": "amax", "fmin": "fmax", "clamp_min": "clamp_max", "min": "max"}
-SWAPS |= {new: old for old, new in SWAPS.items()}
-_PLACES = {
-    *("amax", "amin", "argsort", "cat", "cumsum", "expand", "flatten", "full", "gamma", "gather", "index_copy"),
-    *("mean", "movedim", "norm", "ones", "pad", "permute", "range", "repeat_interleave", "scatter", "softmax"),
-    *("stack", "sum", "transpose", "unflatten", "view", "zeros"),
+FRAGMENTS = {
+    ("certify.attention_remainder", "moves", "`logits - torch.einsum"): "any shift of a row",
+    ("certify.curved", "bound", "`value.value[:, None] - self.mean"): "any centre of the values",
+    ("certify.relaxation", "of", "near."): "any guess of where it is to be tight",
+    ("certify.relaxation", "of", "price + share * away"): "any guess of where it is to be tight",
+    ("certify.relaxation", "of", "away.sqrt()"): "any t",
+    ("certify.relaxation", "of", "`start - (lower + upper) / 2`"): "any s",
+    ("certify.relaxation", "of", "`lower + upper`"): "any s",
 }
-"""Calls whose numbers are axes, shapes or roundings."""
+"""The same of single expressions."""
+_BINDING = {("certify.block_ball", "row_by_row", "`-best` without its sign")}
+"""What is no choice there."""
+_SECOND = "second order in the moves, or an alternative that is not the least"
+WHY = {
+    ("certify.remainders", "bend"): "rounding",
+    ("certify.remainders", "numbers", "noise"): "rounding",
+    (
+        "certify.remainders",
+        "numbers",
+        "2.3",
+    ): "slopes of an activation differ by 1.26 at most, and no remainder attains it",
+    ("certify.attention_remainder", "attend"): "rounding",
+    ("certify.attention_remainder", "numbers"): "rounding",
+    ("certify.deep", "_lost"): "rounding",
+    ("certify.curved", "logit_moves"): "rounding",
+    ("certify.curved", "of"): "rounding",
+    ("certify.pooled", "remainder"): "the last of the pieces weigh a five-hundredth",
+    ("certify.pooled", "third"): "variances between those that examples attain",
+    ("certify.relaxation", "_parabola"): "another parabola above ReLU: a steeper one, or with any m",
+    ("certify.relaxation", "of"): "any t, s, guess, or line above ReLU",
+    ("norms.certificate", "_overlap", "hidden"): "rounding",
+    ("norms.certificate", "_overlap"): "second order: errors times what a run leaves open",
+}
+"""Why a change that makes a term smaller may pass; the first that fits, and `_SECOND` elsewhere."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change to one module, in a function or a constant of it."""
-
-    module: str
-    place: str
-    what: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a mutant.
-
-    ``outcome`` is "caught" (some truth is above the changed term, or nothing is computed at all), "any proves" (what is
-    changed is a choice of which each gives a proof; not tried), "not smaller" (no term of any case is smaller than
-    before: the proof is as good or looser) or "smaller".
-    """
-
-    mutant: Mutant
-    outcome: str
-    by: str
-
-
-@cache
-def source_of(module: str) -> str:
-    return Path(around.__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-
-
-def mutants(module: str, place: str | None = None) -> Iterator[Mutant]:
-    """Every number halved and doubled, every sum a difference and back, every summand left out, every least a most.
-
-    Of the whole module, or of one place in it.
-    """
-    tree = ast.parse(source_of(module))
-    places, skipped = _places(tree), _skipped(tree)
-    for node in list(ast.walk(tree)):
-        if id(node) in skipped or place not in (None, places.get(id(node))):
-            continue
-        for kind in range(3):
-            as_it_was = dict(vars(node))
-            what = _change(node, kind)
-            if what is not None:
-                yield Mutant(module, places.get(id(node), ""), what, ast.unparse(tree))
-            vars(node).update(as_it_was)
-
-
-def _places(tree: ast.Module) -> dict[int, str]:
-    """In which function or constant every node stands."""
-    found: dict[int, str] = {}
-    for node in ast.walk(tree):  # from the outside in, so that the innermost is kept
-        name = node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
-        if isinstance(node, ast.Assign) and node in tree.body:
-            name = ast.unparse(node.targets[0])
-        if name:
-            found.update({id(inner): name for inner in ast.walk(node)})
-    return found
-
-
-def _skipped(tree: ast.AST) -> set[int]:
-    """Numbers that are places, and not sizes."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        parts: list[ast.AST] = []
-        if isinstance(node, ast.Subscript):
-            parts = [node.slice]
-        elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-            parts = [k.value for k in node.keywords if str(k.arg).startswith(("dim", "keepdim"))]
-            parts += node.args if name in _PLACES else []
-        inner = (inner for part in parts for inner in ast.walk(part))
-        found |= {id(number) for number in inner if isinstance(number, ast.Constant | ast.UnaryOp)}
-    return found
-
-
-def _change(node: ast.AST, kind: int) -> str | None:
-    """Changes a node in place and says how; None where there is no change of this kind."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value and kind < 2:
-        old, node.value = node.value, node.value * (0.5, 2)[kind]
-        return f"`{old}` → `{node.value}`"
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and kind == 0:
-        node.op = ast.UAdd()
-        return f"`-{ast.unparse(node.operand)}` without its sign"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        was = ast.unparse(node)
-        if kind == 0:
-            node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
-            return f"`{was}` → `{ast.unparse(node)}`"
-        kept, lost = (node.left, node.right) if kind == 1 else (node.right, node.left)
-        if isinstance(kept, ast.Constant) or isinstance(lost, ast.Constant):
-            return None
-        node.op, node.left, node.right = ast.Mult(), ast.Constant(1), kept
-        return f"`{was}` → `{ast.unparse(kept)}`"
-    named = "attr" if isinstance(node, ast.Attribute) else "id" if isinstance(node, ast.Name) else None
-    if named is not None and kind == 0 and getattr(node, named) in SWAPS:
-        old, was = getattr(node, named), ast.unparse(node)
-        setattr(node, named, SWAPS[old])
-        return f"`{was}` → `{SWAPS[old]}`"
-    return None
-
-
-@contextmanager
-def altered(mutant: Mutant) -> Iterator[dict[str, ModuleType]]:
-    """The modules of a proof, one of them changed and those that build on it with it."""
-    before = {name: import_module(ROOM + name) for name in ORDER}
-    made: dict[str, ModuleType] = {}
-    try:
-        for name in ORDER[ORDER.index(mutant.module) :]:
-            made[name] = sys.modules[ROOM + name] = ModuleType(ROOM + name)
-            source = mutant.source if name == mutant.module else source_of(name)
-            exec(compile(source, f"<changed {name}>", "exec"), made[name].__dict__)
-        yield {**before, **made}
-    finally:
-        sys.modules.update({ROOM + name: module for name, module in before.items()})
-
-
-class Jury:
-    """Cases with the largest truths that a search met, found once, to judge many mutants by."""
-
-    def __init__(self, terms: dict[str, Term], cases: dict[str, Case]):
-        self.terms, self.cases, self.caught = terms, cases, Counter(dict.fromkeys(cases, 0))
-        self.known: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
-        for label, case in cases.items():
-            for name, term in terms.items():
-                self.known[label, name] = term.proved(proof_of(case)), term.worst(case, SEARCH)
-
-    def verdict(self, mutant: Mutant) -> Verdict:
-        """Cases that caught most so far go first."""
-        smaller, least = "", 1 - SMALL
-        here = mutant.module, mutant.place
-        if here in CHOICES and (*here, mutant.what) not in _BINDING:
-            return Verdict(mutant, "any proves", CHOICES[here])
-        try:
-            with altered(mutant) as modules:
-                for label, _ in self.caught.most_common():
-                    proof = Proof(self.cases[label], modules["around"], modules["block_ball"])
-                    for name, term in self.terms.items():
-                        (bound, worst), changed = self.known[label, name], term.proved(proof)
-                        if bool((against(worst, changed) > 1 + ROUNDING).any()):
-                            self.caught[label] += 1
-                            return Verdict(mutant, "caught", f"{name} ({label})")
-                        counted = (bound > SMALL) & bound.isfinite()
-                        left = float((changed / bound)[counted].min()) if bool(counted.any()) else 1.0
-                        if left < least:
-                            smaller, least = f"{name} ({label}): {left:.2g} of it", left
-        except Exception as error:  # whatever it is, nothing is proved
-            return Verdict(mutant, "caught", type(error).__name__)
-        return Verdict(mutant, "smaller" if smaller else "not smaller", smaller)
-
-
-def verdicts(module: str, every: int = 1, cases: dict[str, Case] = CASES) -> Iterator[Verdict]:
+def verdicts(module: str, every: int = 1) -> Iterator[Verdict]:
     """Of every mutant of a module, or of some."""
-    jury = Jury(JUDGED[module], cases)
+    jury = Jury(JUDGED[module]())
     for number, mutant in enumerate(mutants(module)):
         if number % every == 0:
-            yield jury.verdict(mutant)
+            yield judged(jury, mutant)
+
+
+def judged(jury: Jury, mutant: Mutant) -> Verdict:
+    """The verdict of a jury, unless what is changed is a choice."""
+    here = mutant.module, mutant.place
+    if here in CHOICES and (*here, mutant.what) not in _BINDING:
+        return Verdict(mutant, "any proves", CHOICES[here])
+    for (module, place, fragment), choice in FRAGMENTS.items():
+        if (module, place) == here and fragment in mutant.what:
+            return Verdict(mutant, "any proves", choice)
+    return jury.verdict(mutant)
+
+
+def why(mutant: Mutant) -> str:
+    """Why a change that makes a term smaller may pass."""
+    here = mutant.module, mutant.place
+    fits = (
+        reason
+        for (module, place, *fragment), reason in WHY.items()
+        if (module, place) == here and all(text in mutant.what for text in fragment)
+    )
+    return next(fits, _SECOND)
 
 
 def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
@@ -234,22 +139,33 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         found[module] = list(verdicts(module))
     rows = [[module, len(some), *(Counter(v.outcome for v in some)[name] for name in OUTCOMES)]
             for module, some in found.items()]  # fmt: skip
+    every = [v for some in found.values() for v in some]
     left = [
-        [f"`{v.mutant.module}.{v.mutant.place}`", v.mutant.what, v.by]
-        for some in found.values()
-        for v in some
+        [f"`{v.mutant.module}.{v.mutant.place}`", v.mutant.what, v.by, why(v.mutant)]
+        for v in every
         if v.outcome == "smaller"
     ]
+    free = Counter((v.mutant.module, v.by) for v in every if v.outcome == "any proves")
     return [
-        "One change at a time to the modules that prove bounds on balls: every number halved and doubled, every sum a "
+        "One change at a time to the modules that prove bounds: every number halved and doubled, every sum a "
         "difference and back, every summand left out, every least a most. On small maps the terms of the changed proof "
-        f"are compared with the largest true change of their own part that a search meets ({len(CASES)} balls). A "
-        "change is caught where a truth is above its term; it is not smaller where no term of any ball has lost more "
-        f"than {SMALL:g} of itself, which leaves changes that make the proof looser, or concern rounding alone.",
+        "are compared with the largest truth of their own part that a search meets: changes of Jacobians on "
+        f"{len(CASES)} balls, remainders of Taylor's formula and margins of networks, derivatives of heads that are "
+        "not linear, third derivatives, ReLU itself, outputs of heads whose caches are rounded, and norms of maps "
+        "whose starts are as unlucky as their confidence allows. A change is caught where a truth is above its term, "
+        "or nothing is computed any more; it is not smaller where no term of any example has lost more than "
+        f"{SMALL:g} of itself, which leaves changes that make the proof looser, or concern rounding alone.",
         table(["module", "changes", *OUTCOMES], rows),
-        "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term. "
-        "They concern corrections of second order in the radius (products of two drifts, what a drift adds to a "
-        "spread, log E e^β beside the largest tilt), for which no ball here is large enough; what rounding adds; "
-        "exponents of weights that are free; and alternatives that are not the least, of which a part is smaller.",
-        table(["where", "change", "smallest term"], left),
+        "What is rounding has tests of its own, in which it counts: the Jacobian of a head in 50 digits where "
+        "queries cancel (`tests/certify/test_gram.py`), Cholesky's factorisation with every product rounded by itself "
+        "(`tests/certify/test_proved_norm.py`), margins of networks in rational numbers where large numbers cancel "
+        "(`tests/certify/test_deep.py`), and bounds where float64 loses most "
+        "([Bounds at an input under rounding](point-rounding.md)).",
+        "Choices of which each gives a proof, and how many changes concern them; they are not tried.",
+        table(["module", "choice", "changes"], [[*where, count] for where, count in free.items()]),
+        "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term, "
+        "and why. Corrections of second order in the radius are products of two drifts, what a drift adds to a "
+        "spread, log E e^β beside the largest tilt, errors times what a run leaves open: no example here is large "
+        "enough for them. An alternative that is not the least may have a part that is smaller.",
+        table(["where", "change", "smallest term", "why it may"], left),
     ]

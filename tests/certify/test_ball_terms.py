@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evidence.ball_terms import HEAD, QUICK, ROUNDING, closest
+from evidence.ball_terms import HEAD, QUICK, closest
+from evidence.juries import ROUNDING
 from evidence.moved_heads import Search
 
 SHARES = {

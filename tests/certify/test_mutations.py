@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
-from evidence.ball_terms import BLOCK, CASES, TILTS, Proof, Term
-from evidence.mutations import Jury, Mutant, altered, mutants, source_of
+from evidence import answer_terms, curved_terms, network_terms, pooled_terms
+from evidence.ball_terms import BLOCK, CASES, TILTS, Proof, examples
+from evidence.changes import Mutant, altered, mutants, source_of
+from evidence.juries import Example, Jury, Modules
+from evidence.mutations import CHOICES, FRAGMENTS, JUDGED, WHY, judged
 from howsmooth.certify import around
 
 
-def halved(module: str, place: str, what: str) -> list[Mutant]:
-    """The mutants of a function that halve a number."""
-    return [mutant for mutant in mutants(module, place) if mutant.what == what]
+def changed(module: str, place: str, what: str, source: str = "") -> list[Mutant]:
+    """The mutants of a function with this change, and with this text in what becomes of the module."""
+    return [mutant for mutant in mutants(module, place) if mutant.what == what and source in mutant.source]
 
 
-def outcomes(found: list[Mutant], terms: dict[str, Term], *cases: str) -> list[str]:
-    jury = Jury(terms, {name: CASES[name] for name in cases})
+def outcomes(found: list[Mutant], *given: Example) -> list[str]:
+    jury = Jury(given)
     return [jury.verdict(mutant).outcome for mutant in found]
 
 
@@ -30,22 +36,85 @@ def outcomes(found: list[Mutant], terms: dict[str, Term], *cases: str) -> list[s
     ],
 )
 def test_half_of_a_path_of_heads_together_is_caught(place: str, term: str, case: str) -> None:
-    found = halved("block_ball", place, "`2` → `1.0`")
-    assert outcomes(found, {term: BLOCK[term]}, case) == ["caught"]
+    found = changed("certify.block_ball", place, "`2` → `1.0`")
+    assert outcomes(found, *examples({term: BLOCK[term]}, {case: CASES[case]})) == ["caught"]
 
 
 def test_half_of_the_hadamard_form_is_caught() -> None:
-    found = halved("tilts", "own_step", "`0.5` → `0.25`")
-    wrong = [m for m in found if "0.25 * (twisted" in m.source]
-    assert outcomes(wrong, {"step 0: factor": TILTS["step 0: factor"]}, "drawn 50") == ["caught"]
+    wrong = changed("certify.tilts", "own_step", "`0.5` → `0.25`", "0.25 * (twisted")
+    given = examples({"step 0: factor": TILTS["step 0: factor"]}, {"drawn 50": CASES["drawn 50"]})
+    assert outcomes(wrong, *given) == ["caught"]
+
+
+@pytest.mark.parametrize(
+    ("module", "place", "what", "source", "example"),
+    [
+        (
+            "certify.remainders",
+            "numbers",
+            "`0.5` → `0.25`",
+            "0.25 * moved.square()",
+            network_terms.SINGLE["gelu at 0 by 0.01"],
+        ),
+        ("certify.remainders", "numbers", "`3` → `6`", "", network_terms.SINGLE["division, tight across"]),
+        ("certify.deep", "_lost", "`0.5` → `0.25`", "", network_terms.SINGLE["corner of a cube"]),
+        (
+            "certify.attention_remainder",
+            "_second_order",
+            "`0.5` → `0.25`",
+            "0.25 * farthest",
+            network_terms.HEADS["rare far tokens in two directions"],
+        ),
+        ("certify.curved", "of", "`2` → `4`", "flat ** 4", curved_terms.BALLS["soft-cap, tokens far apart, keys"]),
+        ("certify.curved", "_derivatives", "`2` → `1.0`", "1.0 / 3 ** 0.5", curved_terms.BALLS["rms 1 by 0.05"]),
+        ("certify.pooled", "_SKEW", "`6` → `12`", "", pooled_terms.POOLS["two tokens whose values move"]),
+        ("certify.relaxation", "_parabola", "`4` → `8`", "", pooled_terms.Box(-1.0, 1.0, -2.0, 0.8, 0.0)),
+        (
+            "rounding.answers",
+            "of_keys",
+            "`2` → `4`",
+            "torch.tanh(half / 4)",
+            answer_terms.WINDOWS["two tokens, 0.5 by 0.001"],
+        ),
+    ],
+)
+def test_half_of_a_term_is_caught(
+    module: str,
+    place: str,
+    what: str,
+    source: str,
+    example: network_terms.Ball | curved_terms.Ball | pooled_terms.Pool | pooled_terms.Box | answer_terms.Window,
+) -> None:
+    assert outcomes(changed(module, place, what, source), example.example("one")) == ["caught"]
 
 
 def test_proofs_as_they_are_pass_and_come_back_after_a_change() -> None:
-    here = ast.unparse(ast.parse(source_of("tilts")))
-    names = ("step 0: factor", "high, own tilt")
-    assert outcomes([Mutant("tilts", "", "nothing", here)], {name: TILTS[name] for name in names}, "drawn 50") == [
-        "not smaller"
-    ]
-    with altered(Mutant("tilts", "", "nothing", here)) as modules:
-        assert modules["around"] is not around
+    here = Mutant("certify.tilts", "", "nothing", ast.unparse(ast.parse(source_of("certify.tilts"))))
+    terms = {name: TILTS[name] for name in ("step 0: factor", "high, own tilt")}
+    assert outcomes([here], *examples(terms, {"drawn 50": CASES["drawn 50"]})) == ["not smaller"]
+    with altered(here) as modules:
+        assert modules["certify.around"] is not around
     assert Proof(CASES["drawn 50"]).around is around
+
+
+def test_a_jury_refuses_an_example_on_which_the_proof_as_it_is_fails() -> None:
+    def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
+        yield "bound", torch.ones(1)
+
+    with pytest.raises(AssertionError, match="the proof as it is fails"):
+        Jury([Example("one", proved, {"bound": 2 * torch.ones(1)})])
+
+
+def test_choices_are_not_tried() -> None:
+    free = changed("certify.pooled", "_PIECES", "`16` → `32`")
+    assert [judged(Jury([]), mutant).outcome for mutant in free] == ["any proves"]
+    shifts = [mutant for mutant in mutants("certify.attention_remainder", "moves") if "`logits - torch" in mutant.what]
+    assert {judged(Jury([]), mutant).by for mutant in shifts} == {"any shift of a row"}
+
+
+@pytest.mark.slow
+def test_choices_and_reasons_stand_in_modules_that_are_judged() -> None:
+    assert {module for module, *_ in (*CHOICES, *FRAGMENTS, *WHY)} <= set(JUDGED)
+    assert [(module, place) for module, place, *_ in WHY if not any(mutants(module, place))] == []
+    assert all(any(mutants(module, place)) for module, place in CHOICES)
+    assert all(any(text in m.what for m in mutants(module, place)) for module, place, text in FRAGMENTS)

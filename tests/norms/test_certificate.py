@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import beta as beta_distribution
-from torch import Tensor
 
+from evidence.certificate_terms import examples, halfway_with_errors
+from evidence.juries import ROUNDING
 from evidence.spectra import families, orthogonal, with_spectrum
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
-from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.certificate import Certificate, Projection, kuczynski_wozniakowski1992, smallest_component
-from howsmooth.norms.products import FlatProducts
 from howsmooth.small import random_stream
 
 
@@ -78,39 +77,6 @@ def test_halfway_it_is_the_christoffel_bound_of_the_measure_times_its_argument(s
     np.testing.assert_allclose(upper, expected, rtol=1e-9)
 
 
-def halfway_with_errors(size: int, steps: int, error: float, seed: int) -> tuple[Projection, Tensor, Tensor]:
-    """Half a step of a run whose vectors are all off: its projection, λ of the largest value, the start's part on it.
-
-    V is orthonormal, U need not be; what is missing in J V = U B̂ + α u eᵀ and Jᵀ U = V B̂ᵀ are the errors. They point
-    along the vectors that they can hide best.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    matrix = random(size, size)
-    left, sigma, right = torch.linalg.svd(matrix)
-    x, y = right[0], left[:, 0]
-    start = random(size)
-    start = torch.nn.functional.normalize(start - 0.9 * (start @ x) * x, dim=0)
-    process = Bidiagonalisation(FlatProducts(MatrixOperator(matrix)), start[None], generator)
-    for _ in range(steps):
-        process.step()
-    process.step_left()
-    u, v = process._left[0, : steps + 1].T, process._right[0, : steps + 1].T
-    b = process._b[0, : steps + 1, : steps + 1].clone()
-    v = v + error * torch.outer(x, random(steps + 1).sign()) + error * random(*v.shape) / size
-    orthonormal, triangle = torch.linalg.qr(v)
-    v = orthonormal * triangle.diagonal().sign()
-    u = torch.nn.functional.normalize(u + error * torch.outer(y, random(steps + 1).sign()), dim=0)
-    ahead, back = matrix @ v - u @ b, matrix.T @ u[:, :-1] - v @ b[:-1].T
-    drift = torch.stack([ahead.norm(dim=0), torch.cat([back.norm(dim=0), torch.zeros(1).double()])])[:, None]
-    skew = torch.linalg.matrix_norm(u.T @ u - torch.eye(steps + 1).double())
-    small = Projection.halfway(b[None], skew[None], 0, drift)
-    return small, sigma[0] ** 2, (v[:, 0] @ x).abs()
-
-
 def test_halfway_no_overlap_exceeds_its_bound_whatever_the_errors() -> None:
     closest, without = 0.0, 0.0
     for seed in range(400):
@@ -126,6 +92,13 @@ def test_halfway_no_overlap_exceeds_its_bound_whatever_the_errors() -> None:
             without = max(without, float(truth / (share[0] * tau)))
     assert 0.99 < closest <= 1
     assert without > 1.5  # what errors hide is needed
+
+
+def test_no_start_with_the_component_that_is_promised_leads_to_an_end_below_the_norm() -> None:
+    """Runs of all lengths, with restarts and with errors; the exact distribution of that component."""
+    for example in examples():
+        shares = example.shares()
+        assert 0.99 < max(shares.values()) <= 1 + ROUNDING, example.label
 
 
 def test_halfway_the_bound_falls_in_lambda() -> None:

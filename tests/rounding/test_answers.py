@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from evidence.answer_terms import WINDOWS, examples
+from evidence.juries import ROUNDING
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.answers import _Reach, answers_at
@@ -146,3 +148,26 @@ def test_other_kinds_of_attention_are_refused() -> None:
     sigmoid = hs.SigmoidAttention(*torch.eye(4).repeat(4, 1, 1), heads=2)
     with pytest.raises(DoesNotApply, match="not for sigmoid attention"):
         answers_at(sigmoid, torch.randn(3, 4), parse_formats("int8"))
+
+
+@pytest.mark.parametrize(
+    ("label", "form"),
+    [
+        ("two tokens, 0.5 by 0.001", "path form"),
+        ("two tokens, 0.5 by 0.001", "tanh form"),
+        ("two tokens, 0.5 by 1", "spread"),
+        ("two tokens, 0.5 by 1", "values, each query"),
+        ("one token for all", "norm of the weights"),
+    ],
+)
+def test_two_tokens_attain_every_form(label: str, form: str) -> None:
+    assert 0.98 <= WINDOWS[label].example(label).shares()[form] <= 1 + ROUNDING
+
+
+def test_the_path_form_grows_as_weights_do() -> None:
+    """A rare token whose key gains: far more than its deviation at the start says."""
+    assert 0.55 <= WINDOWS["two tokens, 0.01 by 2"].example("").shares()["path form"] <= 1
+
+
+def test_no_error_of_keys_or_values_passes_a_bound() -> None:
+    assert max(max(example.shares().values()) for example in examples()) <= 1 + ROUNDING
