@@ -7,15 +7,19 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import distributions, metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.conftest import REPOSITORY, SCREEN, TERMINAL
 from tests.reporting.browsing import visit
 
 HOME = "tests/reporting/browsing.py"
+CONSTRAINTS = REPOSITORY / "constraints.txt"
 WIDTHS = """() => ["serif", "sans-serif", "system-ui", "monospace"].map((family) => ["i", "W"].map((letter) => {
   const word = document.body.appendChild(document.createElement("span"));
   word.style.font = `16px ${family}`; word.textContent = letter.repeat(20);
@@ -88,3 +92,14 @@ def test_a_browser_moves_nothing_and_has_one_font(browser: Any, tmp_path: Path) 
         assert seen.page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
         if sys.platform == "linux":  # elsewhere browsers do not ask fontconfig
             assert len({width for family in seen.page.evaluate(WIDTHS) for width in family}) == 1
+
+
+def test_every_pinned_package_installs_on_the_first_python_3_11() -> None:
+    pinned = [Requirement(line) for line in CONSTRAINTS.read_text("utf-8").splitlines() if line and line[0] != "#"]
+    asked = {name: metadata(name).get("Requires-Python") for name in {each.name for each in pinned} & installed()}
+    assert len(asked) > 50
+    assert {name: wish for name, wish in asked.items() if wish and not SpecifierSet(wish).contains("3.11.0")} == {}
+
+
+def installed() -> set[str]:
+    return {each.metadata["Name"].lower() for each in distributions()}
