@@ -15,7 +15,7 @@ import traceback
 from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -153,27 +153,38 @@ def _heard() -> Iterator[None]:
     """Give a stop again that came while Python ran a finaliser or the callback of a weak reference.
 
     What these raise goes to `sys.unraisablehook` and the work goes on, so the command would neither stop nor be quiet.
-    The new stop comes from another thread, a moment later: in the hook itself it would be lost as the first was.
+    The new stop comes from another thread, a moment later and after the hook has returned: in the hook itself it would
+    be lost as the first was.
     """
     usual = sys.unraisablehook
-    waiting: list[threading.Timer] = []
+    over = threading.Event()
 
     def hook(lost: Any) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            threading.Thread(target=stop_again, daemon=True).start()
+        else:
             usual(lost)
-            return
-        again = threading.Timer(_AGAIN, interrupt_main, (_stopped_by or signal.SIGINT,))
-        again.daemon = True
-        waiting.append(again)
-        again.start()
+
+    def stop_again() -> None:
+        while not over.wait(_AGAIN):
+            if not _runs_in_main_thread(hook.__code__):
+                interrupt_main(_stopped_by or signal.SIGINT)
+                return
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
         sys.unraisablehook = usual
-        for again in waiting:
-            again.cancel()
+        over.set()
+
+
+def _runs_in_main_thread(code: CodeType) -> bool:
+    """Whether the main thread is in a call of the function with this code."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _report(error: BaseException, args: Sequence[str]) -> int:
