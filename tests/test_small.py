@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -161,6 +162,25 @@ def test_what_is_no_lock_is_left_as_it_is(file: Path, tmp_path: Path, planted: s
         pass
     assert file.read_text() == "mine"
     assert path.is_dir() or path.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="locks are the system's own there")
+@pytest.mark.parametrize("missing", [errno.ENOSYS, errno.ENOLCK])
+def test_without_locks_nothing_is_written_and_nothing_left(
+    tmp_path: Path, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(missing, os.strerror(missing))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match="its file system has no locks"), exclusive(tmp_path / "x.lock"):
+        pass
+    said = r"cannot write to .* \(its file system has no locks\): choose another --out"
+    with pytest.raises(StoreError, match=said), only_writer(tmp_path / "scan.sqlite"):
+        pass
+    with pytest.raises(InvalidInput, match="its file system has no locks"), locked(tmp_path / "training"):
+        pass
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

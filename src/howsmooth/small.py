@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and the first line of a hel
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, direction marks, halves of pairs, line separators
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _NO_ROOM = re.compile(
     r"(can't|cannot) allocate memory|not enough memory|out of memory|failed to allocate|invalid buffer size|"
     r"DefaultCPUAllocator|bad_alloc",
@@ -225,18 +226,24 @@ def exclusive(path: Path) -> Iterator[None]:
     Raises:
         Busy: somebody else holds it.
         InvalidInput: there is a link, a folder or a file with content, which is no lock.
-        OSError: none can be made there.
+        OSError: none can be made there, or the file system has no locks: a file that only marks one would outlive a
+            process that is killed, and stop every later one.
     """
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size)):
         raise InvalidInput(f"{path} is in the way: it is no lock of howsmooth, so remove it, or take another name.")
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         raise Busy(f"{path} is held by another process: wait until it ends.") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, "its file system has no locks") from error
     try:
         yield
     finally:
