@@ -168,7 +168,7 @@ def _heard() -> Iterator[None]:
     def stop_again() -> None:
         while not over.wait(_AGAIN):
             if not _runs_in_main_thread(hook.__code__):
-                interrupt_main(_stopped_by or signal.SIGINT)
+                interrupt_main(signal.SIGINT if _stopped_by is None else signal.Signals(_stopped_by))
                 return
 
     sys.unraisablehook = hook
