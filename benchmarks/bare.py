@@ -1,9 +1,9 @@
 """The physical limit: the eight n × n × k matrix products of one JᵀJ product of attention, and nothing else.
 
 Without the elementwise steps between them the results mean nothing; only the time does. `whole_batch` runs them as
-eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobians.mixing.Mixing` (hidden tiles left
-out), where one product feeds the next while it is in the cache, in the order of memory that the operator has chosen.
-Outputs have their memory beforehand.
+eight batched products over all heads, `in_tiles` in the tiles of `howsmooth.jacobians.softmax_products.Mixing` (hidden
+tiles left out), where one product feeds the next while it is in the cache, in the order of memory that the operator has
+chosen. Outputs have their memory beforehand.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.attention.layout import add_product, arranged, leads, times, together, zeros_arranged_as
+from howsmooth.attention.memory_layout import add_product, arranged, leads, times, together, zeros_arranged_as
 from howsmooth.jacobians import AttentionJacobian
-from howsmooth.jacobians.mixing import Mixing
 from howsmooth.jacobians.projection import BlockProjection
+from howsmooth.jacobians.softmax_products import Mixing
 
 Tangents = tuple[Tensor, Tensor, Tensor]
 
@@ -90,7 +90,7 @@ def projections(operator: AttentionJacobian, v: Tensor) -> Callable[[], tuple[Te
 
 
 def prepared(tokens: Tensor, matrix: Tensor) -> Callable[[], Tensor]:
-    """tokens @ matrix in the order of the tokens (`howsmooth.attention.layout.times`)."""
+    """tokens @ matrix in the order of the tokens (`howsmooth.attention.memory_layout.times`)."""
     left, right = (matrix.mT, tokens.mT) if leads(tokens) else (tokens, matrix)
     memory = left @ right
     return lambda: torch.mm(left, right, out=memory)

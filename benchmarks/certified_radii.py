@@ -17,10 +17,11 @@ from benchmarks.report import Section, Table, Target
 from evidence.certificates import IMAGES, NETWORK
 from evidence.real_heads import shared_folder
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.certify import PatchTransformer, certify_patches
-from howsmooth.certify.robustness import Classifier
-from howsmooth.certify.rows import largest_mean
-from howsmooth.worstcase.attacks import minimal_norm_attack
+from howsmooth.certificates import PatchTransformer
+from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.certify_any import certify_patches
+from howsmooth.certificates.classifier.robust_radius import Classifier
+from howsmooth.search.attacks import minimal_norm_attack
 
 TEXT = """Within which Euclidean distance an image keeps its class, for the network published with DeepT on the first
 test images it classifies correctly. *Intervals*: every logit, weight, hidden value and margin by its two ends.

@@ -21,11 +21,11 @@ from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
 from howsmooth.engines import Load, Processes, hand_over
 from howsmooth.models import open_model
-from howsmooth.scanning import Cell, Settings, Store, merge, scan
-from howsmooth.scanning.plan import Batch
-from howsmooth.scanning.shards import Shard
-from howsmooth.scanning.store import Identity
-from howsmooth.scanning.units import split
+from howsmooth.scans import Cell, Settings, Store, merge, scan
+from howsmooth.scans.plan import Batch
+from howsmooth.scans.scan_store import Identity
+from howsmooth.scans.shards import Shard
+from howsmooth.scans.units import split
 
 TEXT = """All heads of all-MiniLM-L6-v2 on windows of Alice in Wonderland, by this process and by two workers in turns,
 one thread of torch in each, the least of several rounds. The workers run and have the model open; how long that took is

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from benchmarks.report import Section, Table, Target
 from howsmooth.models import alice, open_model
 from howsmooth.rounding import parse_formats
-from howsmooth.rounding.caches import PARTS
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.scores import sampled_scores
+from howsmooth.rounding.kv_cache import PARTS
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.sensitivity import sampled_scores
 
 TEXT = """KL of the next token for rounding each layer × key–value head × keys or values × 4 formats by itself.
 *Predicted*: one forward and 24 backward passes score all of them. *Direct*: a forward pass for each, with its KL; the

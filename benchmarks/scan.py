@@ -13,7 +13,7 @@ from benchmarks.peers import FuncProducts, Run, power_iteration
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import seconds_of
 from howsmooth.models import OpenModel, Targets, alice, open_model
-from howsmooth.scanning import scan
+from howsmooth.scans import scan
 
 TEXT = """All 72 heads of all-MiniLM-L6-v2 on one window of Alice in Wonderland, in float32; the model is open before
 the clock starts. `hs.scan` cuts the text, runs the model, checks every attention block against the model's own output,

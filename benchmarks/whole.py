@@ -14,7 +14,7 @@ from benchmarks.peers import FuncProducts
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
 from benchmarks.worker import in_process
-from howsmooth.attention.layout import arranged
+from howsmooth.attention.memory_layout import arranged
 from howsmooth.jacobians import AttentionJacobian, ComposedJacobian, JacobianOperator
 from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian

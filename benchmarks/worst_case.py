@@ -14,7 +14,7 @@ from torch import Tensor
 import howsmooth as hs
 from benchmarks.cases import Case, TokenMap, block_function, random_case
 from benchmarks.report import Section, Table, Target
-from howsmooth.worstcase import Ball
+from howsmooth.search import Ball
 
 TEXT = """Seconds until ‖J(X)‖ of one random head of width 64 has a given value, tokens in the ball of radius 8, in
 float64. Every peer is Adam with a step back into the ball, from the same random input as ours, without the theorems'

@@ -1,4 +1,4 @@
-"""What rounded keys and values do to outputs, beside the bounds on it: of `howsmooth.rounding.answers`."""
+"""What rounded keys and values do to outputs, beside the bounds on it: of `howsmooth.rounding.output_error`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import howsmooth as hs
 from evidence.juries import Example, Modules, agreement
 from howsmooth.attention.masks import HIDDEN
 from howsmooth.rounding import parse_formats
-from howsmooth.rounding.caches import Cache
+from howsmooth.rounding.kv_cache import Cache
 
 DRAWS = 12
 
@@ -61,7 +61,7 @@ class Window:
         output = self.weights @ self.values
 
         def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-            reach = modules["rounding.answers"]._Reach.of(self.cache, self.weights, self.values, output)
+            reach = modules["rounding.output_error"]._Reach.of(self.cache, self.weights, self.values, output)
             yield "spread", reach.spread
             yield "diameter", reach.diameter
             yield "norm of the weights", reach.norm
@@ -144,7 +144,7 @@ def _answers() -> Example:
     changes, predicted = (torch.stack(some).unflatten(0, (2, len(formats))) for some in (actual, first))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        found = modules["rounding.answers"].answers_at(attention, x, formats)
+        found = modules["rounding.output_error"].answers_at(attention, x, formats)
         yield "change", agreement(found.actual, changes)
         yield "first order", agreement(found.predicted, predicted)
         yield "size", agreement(found.size, _mean(exact.norm(dim=-1)))

@@ -1,7 +1,7 @@
 """Every term of the proofs on balls, each beside the quantity that it claims to bound.
 
-`howsmooth.certify.ball` for one head, `howsmooth.certify.tilts` for its rows of weights and
-`howsmooth.certify.block_ball` for heads together.
+`howsmooth.certificates.ball.head_ball` for one head, `howsmooth.certificates.ball.weight_perturbation` for its rows of
+weights and `howsmooth.certificates.ball.block_ball` for heads together.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from evidence.moved_heads import (
     sink,
     size,
 )
-from howsmooth.certify import around, block_ball
-from howsmooth.certify.ball import HeadBall
-from howsmooth.certify.block_ball import BlockBall
-from howsmooth.certify.tilts import STEPS
+from howsmooth.certificates.ball import block_ball, on_ball
+from howsmooth.certificates.ball.block_ball import BlockBall
+from howsmooth.certificates.ball.head_ball import HeadBall
+from howsmooth.certificates.ball.weight_perturbation import STEPS
 
 CASES: dict[str, Case] = {
     **{f"drawn {seed}": drawn(seed) for seed in (0, 2, 4, 5, 7, 9, 12, 13, 15, 16, 17, 20, 25, 29, 32, 43, 45, 48, 50)},
@@ -71,7 +71,7 @@ class Proof:
     """What the code proves of a case; ``around`` and ``block_ball`` are its modules, or altered ones."""
 
     case: Case
-    around: ModuleType = around
+    around: ModuleType = on_ball
     block_ball: ModuleType = block_ball
 
     @cached_property
@@ -252,7 +252,7 @@ TILTS = {
     "step 0: factor, drift known": Term(_known_drift, lambda m: size(turned(m, 0))),
     **{name: term for number in range(STEPS + 1) for name, term in _step(number).items()},
 }
-"""Of `howsmooth.certify.tilts`."""
+"""Of `howsmooth.certificates.ball.weight_perturbation`."""
 
 HEAD = {
     "high": Term(lambda p: p.ball.high - p.weights, lambda m: m.shift),
@@ -306,7 +306,7 @@ HEAD = {
     "change": Term(lambda p: p.ball.change(), lambda m: pairs(m.jacobian_change)),
     "rows": Term(lambda p: p.ball.rows(), lambda m: pairs(m.jacobian)),
 }
-"""Of `howsmooth.certify.ball`."""
+"""Of `howsmooth.certificates.ball.head_ball`."""
 
 BLOCK = {
     "queries": Term(lambda p: p.block._queries(), lambda m: size(m.query_change.sum(1))),
@@ -322,7 +322,7 @@ BLOCK = {
     ),
     "change": Term(lambda p: _number(p.block.change()), lambda m: pairs(m.jacobian_change.sum(1))),
 }
-"""Of `howsmooth.certify.block_ball`, where heads count together."""
+"""Of `howsmooth.certificates.ball.block_ball`, where heads count together."""
 
 
 def _seen(m: Moved, entries: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def examples(terms: dict[str, Term], cases: dict[str, Case] = CASES) -> list[Exa
 
 def _example(label: str, case: Case, terms: dict[str, Term]) -> Example:
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        proof = Proof(case, modules["certify.around"], modules["certify.block_ball"])
+        proof = Proof(case, modules["certificates.ball.on_ball"], modules["certificates.ball.block_ball"])
         return ((name, term.bound(proof)) for name, term in terms.items())
 
     return Example(label, proved, {name: term.worst(case, SEARCH) for name, term in terms.items()})

@@ -1,6 +1,6 @@
 """Upper ends of Golub–Kahan runs whose starts are as unlucky as their confidence allows, beside the norms themselves.
 
-Of `howsmooth.norms.certificate`. On the event |⟨start, x⟩| ≥ τ nothing is left to chance: a start with just this
+Of `howsmooth.norms.lanczos_bound`. On the event |⟨start, x⟩| ≥ τ nothing is left to chance: a start with just this
 component on the top singular vector x must never lead to an end below the norm.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from evidence.juries import Example, Modules, agreement
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.certificate import Projection, smallest_component
-from howsmooth.norms.products import FlatProducts
+from howsmooth.norms.counted_products import FlatProducts
+from howsmooth.norms.lanczos_bound import Projection, smallest_component
 
 SIZE, MAPS, CONFIDENCE = 8, 40, 0.99
 LIMIT, KEPT, STEPS = 5, 3, 9
@@ -144,7 +144,7 @@ def _runs(restarts: bool) -> Example:
         return torch.where(norms - floor > SETTLED, upper - floor, 0.0)
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        module = modules["norms.certificate"]
+        module = modules["norms.lanczos_bound"]
         for number, event in enumerate(events):
             # On its own, and after all restarts before it.
             certificate = module.Certificate(MAPS, SIZE, CONFIDENCE)
@@ -178,7 +178,7 @@ def _errors(halfway: bool) -> Example:
             cases.append((size, small, lam[None], overlap / smallest_component(size, CONFIDENCE)))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        module, found, noisy = modules["norms.certificate"], [], []
+        module, found, noisy = modules["norms.lanczos_bound"], [], []
         for size, given, lam, _ in cases:
             small = given if halfway else module.Projection.of(**given)
             found.append(module.Certificate(1, size, CONFIDENCE).judge(lam, small)[0])
@@ -204,7 +204,7 @@ def _quantiles() -> Example:
         known = float(2 / mpmath.sqrt(1 - epsilon))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        module = modules["norms.certificate"]
+        module = modules["norms.lanczos_bound"]
         taus = [module.smallest_component(size, confidence) for size, confidence in (*cases, (1, 0.5))]
         yield "inverse of the smallest component", 1 / torch.tensor(taus, dtype=torch.float64)
         apriori = module.kuczynski_wozniakowski1992(2.0, steps=50, size=100, confidence=0.99)

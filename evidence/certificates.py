@@ -17,11 +17,12 @@ from evidence import attention_cases
 from evidence.real_heads import shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.certify import PatchTransformer, certify_patches, certify_tokens
-from howsmooth.certify.around import enclose_heads_around, move_radii
-from howsmooth.certify.at_point import enclose_heads
+from howsmooth.certificates import PatchTransformer
+from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
+from howsmooth.certificates.certify_any import certify_patches, certify_tokens
+from howsmooth.certificates.point.enclosure import enclose_heads
 from howsmooth.models import alice, attention_inputs, from_transformers, load
-from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
+from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 TITLE = "Certificates under attack"
 NETWORK, IMAGES = "weights/deept_mnist_vit.safetensors", "data/mnist-test-1000.safetensors"
@@ -114,7 +115,7 @@ def ball_attacks(seeds: range, steps: int = 12, starts: int = 2) -> Tally:
 
 
 CURVED = ("l2", "sigmoid", "cosine", "soft-cap", "rms q/k-norm", "sigmoid with soft-cap")
-"""Kinds whose balls are certified by `howsmooth.certify.curved`."""
+"""Kinds whose balls are certified by `howsmooth.certificates.ball.nonlinear_ball`."""
 
 
 def draw_curved(kind: str, seed: int) -> tuple[AttentionMap, Tensor, float]:

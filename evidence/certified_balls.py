@@ -11,12 +11,12 @@ from torch import Tensor
 from evidence.tables import FOLDER, table
 from evidence.worst_case_real import window
 from howsmooth.attention import AttentionMap
-from howsmooth.certify import certify_tokens
-from howsmooth.certify.around import enclose_heads_around, move_radii
-from howsmooth.certify.at_point import enclose_heads
-from howsmooth.figures import certificate_ratios, save_figure
+from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
+from howsmooth.certificates.certify_any import certify_tokens
+from howsmooth.certificates.point.enclosure import enclose_heads
 from howsmooth.models import Targets, alice, attention_inputs, from_transformers, load, open_model
-from howsmooth.worstcase import Neighbourhood, worst_case
+from howsmooth.reports.figures import certificate_ratios, save_figure
+from howsmooth.search import Neighbourhood, worst_case
 
 TITLE = "Certified balls"
 LAYERS: dict[str, Sequence[int]] = {"minilm": range(6), "smollm2": (3, 17, 28)}

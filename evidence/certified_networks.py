@@ -13,7 +13,8 @@ from evidence.certificates import IMAGES, NETWORK
 from evidence.deep_networks import attacked, draw_network
 from evidence.real_heads import shared_folder
 from evidence.tables import table
-from howsmooth.certify import PatchTransformer, certify_patches
+from howsmooth.certificates import PatchTransformer
+from howsmooth.certificates.certify_any import certify_patches
 
 TITLE = "Certified networks"
 PUBLISHED = {2: "0.1906", 1: "0.668", torch.inf: "0.0192"}

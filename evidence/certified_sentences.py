@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from evidence.interval_bounds import interval_radius
 from evidence.sentences import NORMS, Sentences, accuracy, sentences, train
 from evidence.tables import table
-from howsmooth.certify import SequenceClassifier
-from howsmooth.certify.deep import Linearised
-from howsmooth.certify.parts import read_network
-from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
+from howsmooth.certificates import SequenceClassifier
+from howsmooth.certificates.network.margins import Linearised
+from howsmooth.certificates.network.parts_ir import read_network
+from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 TITLE = "Certified sentences"
 SENTENCES, SHORTEST, LENGTH = 10, 6, 12

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evidence.certificates import IMAGES
 from evidence.real_heads import shared_folder
 from evidence.tables import table
-from howsmooth.certify import CentredNorm, Residual, SelfAttend, SequenceClassifier, certified_margins
+from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier, certified_margins
 from howsmooth.nn import ContractiveL2Attention, ContractiveMLP
 
 TITLE = "Training with a certificate"

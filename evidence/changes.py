@@ -16,15 +16,26 @@ import howsmooth
 
 ROOM = "howsmooth."
 CHAINS = (
-    tuple(
-        f"certify.{name}" for name in ("rows", "tilts", "apart", "others", "ball", "together", "block_ball", "around")
+    (
+        "certificates.ball.weight_boxes",
+        "certificates.ball.weight_perturbation",
+        "certificates.ball.norm_of_partitioned_sum",
+        "certificates.ball.leave_one_out",
+        "certificates.ball.head_ball",
+        "certificates.ball.norm_of_head_sum",
+        "certificates.ball.block_ball",
+        "certificates.ball.on_ball",
     ),
-    ("certify.remainders", "certify.attention_remainder", "certify.deep"),
-    ("certify.curved",),
-    ("certify.relaxation",),
-    ("certify.pooled",),
-    ("rounding.answers",),
-    ("norms.certificate",),
+    (
+        "certificates.network.taylor_remainders",
+        "certificates.network.attention_remainder",
+        "certificates.network.margins",
+    ),
+    ("certificates.ball.nonlinear_ball",),
+    ("certificates.classifier.relu_relaxation",),
+    ("certificates.classifier.cls_token",),
+    ("rounding.output_error",),
+    ("norms.lanczos_bound",),
 )
 """The modules of a proof, each after those it builds on."""
 SWAPS = {"minimum": "maximum", "amin": "amax", "fmin": "fmax", "clamp_min": "clamp_max", "min": "max"}

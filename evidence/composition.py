@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.tables import table
 from howsmooth.bounds.composition import Stack
-from howsmooth.bounds.stacks import measured_variances, stack
+from howsmooth.bounds.model_stack import measured_variances, stack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,6 +1,6 @@
 """Every term of the proof for heads that are not linear on a ball, beside what moved inputs do to it.
 
-Of `howsmooth.certify.curved`: q/k-norms, soft-caps, sigmoids, distances.
+Of `howsmooth.certificates.ball.nonlinear_ball`: q/k-norms, soft-caps, sigmoids, distances.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Ball:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        ball = modules["certify.curved"].CurvedBall(self.attention, self.x, self.moves)
+        ball = modules["certificates.ball.nonlinear_ball"].CurvedBall(self.attention, self.x, self.moves)
         for name in NAMES:
             feature = getattr(ball, name)
             yield f"derivative of the {name}", feature.first

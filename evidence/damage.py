@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from evidence.tables import table
+from howsmooth._util.checksummed import resumed
 from howsmooth.errors import HowsmoothError
-from howsmooth.sealed import resumed
 
 TITLE = "What does a damaged file do?"
 TRIALS = 600
@@ -124,7 +124,7 @@ def _make_store(folder: Path) -> Path:
 
 def _read_store(path: Path) -> Any:
     """Rows, tokens and shares as a report reads them, to the last bit."""
-    from howsmooth.scanning import Scan
+    from howsmooth.scans import Scan
 
     scan = Scan.open(path)
     shares = scan.energies.several(list(scan.energies))  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def _go_on(path: Path) -> Any:
 
 def _salvage(path: Path) -> Any:
     """Whether all that is salvaged was written: the store that was sound has more, never other rows."""
-    from howsmooth.scanning import Scan, salvage
+    from howsmooth.scans import Scan, salvage
 
     new = path.with_name(f"{path.stem}.salvaged.sqlite")
     try:
@@ -161,7 +161,7 @@ def _is_copy(path: Path) -> bool:
 
 def _windows(path: Path) -> Any:
     """What a run of ``quantise`` has of its windows, those that are missing found anew."""
-    from howsmooth.rounding.store import each_window, run_name
+    from howsmooth.rounding.window_store import each_window, run_name
 
     def find(window: int) -> dict[str, torch.Tensor]:
         return {"products": torch.arange(4.0) + window, "count": torch.tensor(window)}

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from evidence.tables import table
+from howsmooth._util.common import digest
 from howsmooth.errors import HowsmoothError
-from howsmooth.small import digest
-from howsmooth.training import CharacterModel, Checkpoint, Settings
-from howsmooth.worstcase import Witness, worst_case
+from howsmooth.papers.training import CharacterModel, Checkpoint, Settings
+from howsmooth.search import Witness, worst_case
 
 TITLE = "Are damaged files noticed?"
 TRIALS = 600

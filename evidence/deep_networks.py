@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.certify import CentredNorm, Residual, SequenceClassifier
-from howsmooth.certify.deep import Linearised
-from howsmooth.certify.parts import (
+from howsmooth.certificates import CentredNorm, Residual, SequenceClassifier
+from howsmooth.certificates.network.margins import Linearised
+from howsmooth.certificates.network.parts_ir import (
     AttentionPart,
     BendPart,
     DividePart,
@@ -21,7 +21,7 @@ from howsmooth.certify.parts import (
     ResidualPart,
     read_network,
 )
-from howsmooth.worstcase.attacks import minimal_norm_attack, projected_attack
+from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 NORMS = {"mean only": CentredNorm, "standard": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}

@@ -19,9 +19,9 @@ import torch
 from evidence.tables import FOLDER, table
 from howsmooth.models import alice
 from howsmooth.nn import SmoothnessMonitor
-from howsmooth.training import CharacterModel, Corpus, Settings
-from howsmooth.training.lengths import plan
-from howsmooth.training.loop import nats
+from howsmooth.papers.training import CharacterModel, Corpus, Settings
+from howsmooth.papers.training.lengths import plan
+from howsmooth.papers.training.loop import nats
 
 TITLE = "Does σ warn before training diverges?"
 SIGNALS = ("σ", "largest logit", "entropy", "‖P‖", "relative condition", "gradient norm", "loss")
@@ -215,7 +215,7 @@ def _write(runs: Sequence[Run]) -> None:
 
 def draw(rising: Sequence[Run], verdicts: Sequence[Verdict]) -> None:
     """The picture of the page."""
-    from howsmooth.figures import leads_figure, save_figure
+    from howsmooth.reports.figures import leads_figure, save_figure
 
     save_figure(leads_figure({verdict.signal: verdict.leads for verdict in verdicts}), FOLDER / "early-warnings.png")
 

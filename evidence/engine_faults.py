@@ -23,8 +23,8 @@ from evidence.scan_faults import contents
 from evidence.tables import table
 from howsmooth.engines import Engine, EngineError, hand_over, load_of, open_engine
 from howsmooth.errors import HowsmoothError
-from howsmooth.scanning import Cell, Settings, Store
-from howsmooth.scanning.store import Identity
+from howsmooth.scans import Cell, Settings, Store
+from howsmooth.scans.scan_store import Identity
 
 TITLE = "Every fault ten times on every engine"
 CELLS = WINDOWS * HEADS

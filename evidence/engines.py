@@ -25,13 +25,13 @@ from evidence.engine_faults import Place, places
 from evidence.scan_faults import TEXT, contents, make_model
 from evidence.tables import table
 from howsmooth.engines import Engine, open_engine
-from howsmooth.scanning import Scan, Settings, Store, merge, units
-from howsmooth.scanning import scan as run_scan
-from howsmooth.scanning.cost import predict
-from howsmooth.scanning.preparation import prepare
-from howsmooth.scanning.runner import run
-from howsmooth.scanning.store import MEMORY
-from howsmooth.scanning.units import Unit, measure_unit
+from howsmooth.scans import Scan, Settings, Store, merge, units
+from howsmooth.scans import scan as run_scan
+from howsmooth.scans.cost import predict
+from howsmooth.scans.prepare import prepare
+from howsmooth.scans.run import run
+from howsmooth.scans.scan_store import MEMORY
+from howsmooth.scans.units import Unit, measure_unit
 
 TITLE = "The same scan by every engine, and what dies on the way"
 ROOT = Path(__file__).resolve().parents[1]

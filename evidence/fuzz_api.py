@@ -38,8 +38,8 @@ from howsmooth.errors import HowsmoothError
 
 TITLE = "Does every call give a number or one clear error?"
 CALLS, SECONDS, PROCESSES = 20000, 60.0, 2
-PACKAGES = ("attention", "jacobians", "norms", "measuring", "bounds", "meanfield", "worstcase", "models", "nn")
-PACKAGES += ("scanning", "reporting", "training", "sets", "growth", "rounding", "certify", "testing", "figures")
+PACKAGES = ("attention", "jacobians", "norms", "bounds", "meanfield", "search", "models", "nn", "scans", "reports")
+PACKAGES += ("reports.figures", "reports.growth", "papers.training", "sets", "rounding", "certificates", "testing")
 RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWitness", "Sandwich", "Table", "Row"}
 RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
@@ -55,11 +55,11 @@ WATCHING = {"nn.JacobianPenalty", "nn.SoftmaxJacobianPenalty", "nn.SmoothnessMon
 """Objects that stay with a model by hooks, which is what they are for."""
 REPLACING = {"nn.replace_attention"}
 """It puts other modules into the model it is given, with hooks and flags of their own."""
-DRAWING = ("nn.", "training.CharacterModel", "training.UntiedL2Attention")
+DRAWING = ("nn.", "papers.CharacterModel", "papers.UntiedL2Attention")
 """Layers draw their first weights from the random numbers of torch, as all layers of torch do."""
 CALLBACKS = ("progress", "files", "wanted", "transform")
 """Functions of the caller, called by these names: their errors are the caller's."""
-NAN = {"training.evaluate": "says so", "nn.load_replaced": "weights of a file"}
+NAN = {"papers.evaluate": "says so", "nn.load_replaced": "weights of a file"}
 """Where NaN is documented."""
 UNKNOWN = (howsmooth.Measurement, "scale")
 """|X|/|f(X)|, which is documented to be NaN where f(X) is zero."""

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth import bounds, meanfield, models, rounding, training, worstcase
+from howsmooth import bounds, meanfield, models, rounding, search
 from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
+from howsmooth.papers import training
 
 D, N = 6, 4
 NAN_IN = "nan in "
@@ -100,7 +101,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "window": lambda: _model().windows("to be or not to be", 8, 1, 0)[0],
     "inputs": lambda: {"input_ids": torch.tensor([[4, 5, 6]])},
     "scan": _scanned,
-    "group": lambda: __import__("howsmooth.reporting", fromlist=["groups"]).groups(_scanned())[0],
+    "group": lambda: __import__("howsmooth.reports", fromlist=["groups"]).groups(_scanned())[0],
     "operator": lambda: MatrixOperator(_x(5, 3)),
     "damage": lambda: torch.rand(3, 2, 2, 2, generator=torch.Generator().manual_seed(0)),
     "formats": lambda: rounding.parse_formats("int8,int4"),
@@ -112,7 +113,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "pairs": lambda: [(_two_measures(), _two_measures(0.5))],
     "token set": lambda: bounds.TokenSet.ball(1.0, D),
     "setting": lambda: bounds.setting(hs.SelfAttention.random(D, 2), n=N, radius=1.0),
-    "ball": lambda: worstcase.Ball(1.0, D),
+    "ball": lambda: search.Ball(1.0, D),
     "corpus": _corpus,
     "settings": _settings,
     "grid": lambda: training.Grid(_settings(), ("l2",), (1,), (0,)),
@@ -373,20 +374,20 @@ SPECIAL: dict[str, list[str]] = {
     "nn.replace_attention.kind": ["l2"],
     "nn.softmax_jacobian_penalty.weights": ["square"],
     "nn.SpectralCaps.module": ["l2 layer"],
-    "scanning.scan.model": ["open model"],
-    "scanning.scan.lengths": ["numbers"],
-    "training.plan.lengths": ["fixed"],
-    "training.validation.lengths": ["fixed"],
-    "training.Settings.lengths": ["fixed"],
-    "training.Settings.attention": ["l2"],
-    "training.CharacterModel.symbols": ["three"],
-    "training.evaluate.model": ["characters"],
-    "training.decode.symbols": ["numbers"],
-    "training.Fixed.text": ["symbols"],
-    "training.Corpus.read.path": ["file"],
-    "worstcase.sandwich.lengths": ["numbers"],
-    "worstcase.sandwich.eps": ["radii"],
-    "worstcase.worst_measure.atoms": ["two"],
+    "scans.scan.model": ["open model"],
+    "scans.scan.lengths": ["numbers"],
+    "papers.plan.lengths": ["fixed"],
+    "papers.validation.lengths": ["fixed"],
+    "papers.Settings.lengths": ["fixed"],
+    "papers.Settings.attention": ["l2"],
+    "papers.CharacterModel.symbols": ["three"],
+    "papers.evaluate.model": ["characters"],
+    "papers.decode.symbols": ["numbers"],
+    "papers.Fixed.text": ["symbols"],
+    "papers.Corpus.read.path": ["file"],
+    "search.sandwich.lengths": ["numbers"],
+    "search.sandwich.eps": ["radii"],
+    "search.worst_measure.atoms": ["two"],
     "sets.Normalised.tokens": ["layer norm", "token set"],
     "sets.Embeddings.matrix": ["square"],
 }

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from evidence.scan_faults import TEXT, make_model
-from howsmooth.certify import PatchTransformer
+from howsmooth.certificates import PatchTransformer
 from howsmooth.cli import app
-from howsmooth.scanning import scan
-from howsmooth.training import Corpus, Settings, train
+from howsmooth.papers.training import Corpus, Settings, train
+from howsmooth.scans import scan
 
 HOSTILE = "\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\u202e\x9b31m<b>[bold]$x_{"
 """Escapes that write to the clipboard and clear the screen, a direction mark, C1, HTML, rich markup, TeX."""

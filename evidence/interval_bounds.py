@@ -11,7 +11,15 @@ from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.certify.parts import AttentionPart, BendPart, DividePart, LinearPart, Part, PoolPart, ResidualPart
+from howsmooth.certificates.network.parts_ir import (
+    AttentionPart,
+    BendPart,
+    DividePart,
+    LinearPart,
+    Part,
+    PoolPart,
+    ResidualPart,
+)
 
 Interval = tuple[Tensor, Tensor]
 """Centre and half-width of every number."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from evidence import attention_cases as cases
 from evidence.tables import table
+from howsmooth._util.common import relative_error
 from howsmooth.attention import AttentionMap
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.small import relative_error
 from howsmooth.testing import by_columns, by_rows, dense_jacobian
 
 TITLE = "Closed-form Jacobians against autograd"

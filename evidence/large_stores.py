@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from evidence.tables import table
-from howsmooth.scanning import Cell, Settings, Store
-from howsmooth.scanning.store import Identity
+from howsmooth.scans import Cell, Settings, Store
+from howsmooth.scans.scan_store import Identity
 
 TITLE = "How large may a scan be?"
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +92,7 @@ class Cost:
 def cost(code: str) -> Cost:
     """Processor time and largest resident memory of some lines of Python; without the time of importing."""
     lines = (
-        "import resource, time, howsmooth.scanning, howsmooth.reporting, howsmooth.cli",
+        "import resource, time, howsmooth.scans, howsmooth.reports, howsmooth.cli",
         "begun = time.process_time()",
         code,
         "print(time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
@@ -113,8 +113,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
             progress(f"{size.cells} cells: writing")
             write_store(store, size)
             progress(f"{size.cells} cells: reading")
-            opened = cost(f"howsmooth.scanning.Scan.open({str(store)!r})")
-            reported = cost(f"howsmooth.reporting.write_report({str(store)!r}, {str(page)!r})")
+            opened = cost(f"howsmooth.scans.Scan.open({str(store)!r})")
+            reported = cost(f"howsmooth.reports.write_report({str(store)!r}, {str(page)!r})")
             lines.append(
                 [
                     f"{size.cells:,}",

@@ -20,10 +20,10 @@ from evidence.tables import table
 from howsmooth import nn as layers
 from howsmooth.bounds import Setting, TokenSet
 from howsmooth.bounds.kim2021 import l2_weights
-from howsmooth.bounds.own.l2 import block_lip_2
-from howsmooth.nn.layers.base import AttentionLayer
-from howsmooth.nn.layers.sight import Sight
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.own.l2_bounds import block_lip_2
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.norms.small_matrices import spectral
 
 TITLE = "Layers under joint ascent over tokens and weights"
 SHAPES = [(2, 2, 1), (3, 2, 2), (5, 2, 1), (6, 4, 2), (9, 2, 2), (12, 2, 1), (8, 4, 2), (4, 8, 4)]

@@ -1,7 +1,8 @@
 """Small attention maps at inputs moved within a ball, by definition: what the terms of a proof there claim to bound.
 
 Nothing here uses the proofs: queries, keys and values are affine functions of the tokens, written out in full
-coordinates, and every quantity follows from them and from softmax. Letters are those of `howsmooth.certify.ball`.
+coordinates, and every quantity follows from them and from softmax. Letters are those of
+`howsmooth.certificates.ball.head_ball`.
 """
 
 from __future__ import annotations

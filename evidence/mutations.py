@@ -15,88 +15,93 @@ TITLE = "Changed proofs"
 _OWN = ("high", "low", "drift", "query blocks")
 _OTHERS = ("mean of all others", "directed change", "key blocks")
 JUDGED: dict[str, Callable[[], list[Example]]] = {
-    "certify.rows": lambda: ball_terms.examples(HEAD),
-    "certify.tilts": lambda: ball_terms.examples({**TILTS, **{name: HEAD[name] for name in _OWN}}),
-    "certify.apart": lambda: ball_terms.examples({"change": HEAD["change"]}),
-    "certify.others": lambda: ball_terms.examples({name: HEAD[name] for name in _OTHERS}),
-    "certify.ball": lambda: ball_terms.examples(
+    "certificates.ball.weight_boxes": lambda: ball_terms.examples(HEAD),
+    "certificates.ball.weight_perturbation": lambda: ball_terms.examples(
+        {**TILTS, **{name: HEAD[name] for name in _OWN}}
+    ),
+    "certificates.ball.norm_of_partitioned_sum": lambda: ball_terms.examples({"change": HEAD["change"]}),
+    "certificates.ball.leave_one_out": lambda: ball_terms.examples({name: HEAD[name] for name in _OTHERS}),
+    "certificates.ball.head_ball": lambda: ball_terms.examples(
         {**HEAD, **{f"step {k}: factor": TILTS[f"step {k}: factor"] for k in (0, 1)}}
     ),
-    "certify.block_ball": lambda: ball_terms.examples(BLOCK),
-    "certify.remainders": lambda: network_terms.examples("single"),
-    "certify.attention_remainder": lambda: network_terms.examples("attention"),
-    "certify.deep": lambda: network_terms.examples("margins"),
-    "certify.curved": curved_terms.examples,
-    "certify.pooled": pooled_terms.pools,
-    "certify.relaxation": pooled_terms.boxes,
-    "rounding.answers": answer_terms.examples,
-    "norms.certificate": certificate_terms.examples,
+    "certificates.ball.block_ball": lambda: ball_terms.examples(BLOCK),
+    "certificates.network.taylor_remainders": lambda: network_terms.examples("single"),
+    "certificates.network.attention_remainder": lambda: network_terms.examples("attention"),
+    "certificates.network.margins": lambda: network_terms.examples("margins"),
+    "certificates.ball.nonlinear_ball": curved_terms.examples,
+    "certificates.classifier.cls_token": pooled_terms.pools,
+    "certificates.classifier.relu_relaxation": pooled_terms.boxes,
+    "rounding.output_error": answer_terms.examples,
+    "norms.lanczos_bound": certificate_terms.examples,
 }
 """The modules that are changed, and the examples that are compared."""
 CHOICES = {
-    ("certify.tilts", "STEPS"): "any number of steps",
-    ("certify.tilts", "_LEAST_SHARE"): "any ϑ",
-    ("certify.apart", "_STEPS"): "any λ and μ",
-    ("certify.ball", "_POWERS"): "any weights of the keys",
-    ("certify.ball", "_SINKS"): "any number of sinks",
-    ("certify.ball", "_TWISTED"): "any size",
-    ("certify.ball", "_bounded"): "any weights θ",
-    ("certify.block_ball", "_SINKS"): "any number of sinks",
-    ("certify.block_ball", "_STEPS"): "any weights a",
-    ("certify.block_ball", "_SHARP"): "any weights a",
-    ("certify.block_ball", "sizes"): "any weights a",
-    ("certify.block_ball", "row_by_row"): "any weights a",
-    ("certify.block_ball", "over_keys"): "any weights a",
-    ("certify.block_ball", "_parts"): "any weights a",
-    ("certify.block_ball", "_quick"): "any guesses of what is then proved",
-    ("certify.block_ball", "shares"): "any guesses of what is then proved",
-    ("certify.deep", "_STEPS"): "any radius at which margins are positive",
-    ("certify.deep", "_FINENESS"): "any radius at which margins are positive",
-    ("certify.deep", "(_FARTHEST, _FAR)"): "any radius at which margins are positive",
-    ("certify.deep", "radius"): "any radius at which margins are positive",
-    ("certify.deep", "LARGEST"): "memory, no bound",
-    ("certify.deep", "check_cost"): "memory, no bound",
-    ("certify.deep", "_cost"): "memory, no bound",
-    ("certify.pooled", "_PIECES"): "any number of pieces",
-    ("certify.relaxation", "_STEEPEST"): "any t",
-    ("certify.relaxation", "_LEAST"): "any m",
-    ("certify.relaxation", "towards"): "any guess of where it is to be tight",
-    ("norms.certificate", "(SECTIONS, ROUNDS)"): "any sections",
-    ("norms.certificate", "PRODUCT_ROUNDING"): "what products are taken to lose, measured elsewhere",
+    ("certificates.ball.weight_perturbation", "STEPS"): "any number of steps",
+    ("certificates.ball.weight_perturbation", "_LEAST_SHARE"): "any ϑ",
+    ("certificates.ball.norm_of_partitioned_sum", "_STEPS"): "any λ and μ",
+    ("certificates.ball.head_ball", "_POWERS"): "any weights of the keys",
+    ("certificates.ball.head_ball", "_SINKS"): "any number of sinks",
+    ("certificates.ball.head_ball", "_TWISTED"): "any size",
+    ("certificates.ball.head_ball", "_bounded"): "any weights θ",
+    ("certificates.ball.block_ball", "_SINKS"): "any number of sinks",
+    ("certificates.ball.block_ball", "_STEPS"): "any weights a",
+    ("certificates.ball.block_ball", "_SHARP"): "any weights a",
+    ("certificates.ball.block_ball", "sizes"): "any weights a",
+    ("certificates.ball.block_ball", "row_by_row"): "any weights a",
+    ("certificates.ball.block_ball", "over_keys"): "any weights a",
+    ("certificates.ball.block_ball", "_parts"): "any weights a",
+    ("certificates.ball.block_ball", "_quick"): "any guesses of what is then proved",
+    ("certificates.ball.block_ball", "shares"): "any guesses of what is then proved",
+    ("certificates.network.margins", "_STEPS"): "any radius at which margins are positive",
+    ("certificates.network.margins", "_FINENESS"): "any radius at which margins are positive",
+    ("certificates.network.margins", "(_FARTHEST, _FAR)"): "any radius at which margins are positive",
+    ("certificates.network.margins", "radius"): "any radius at which margins are positive",
+    ("certificates.network.margins", "LARGEST"): "memory, no bound",
+    ("certificates.network.margins", "check_cost"): "memory, no bound",
+    ("certificates.network.margins", "_cost"): "memory, no bound",
+    ("certificates.classifier.cls_token", "_PIECES"): "any number of pieces",
+    ("certificates.classifier.relu_relaxation", "_STEEPEST"): "any t",
+    ("certificates.classifier.relu_relaxation", "_LEAST"): "any m",
+    ("certificates.classifier.relu_relaxation", "towards"): "any guess of where it is to be tight",
+    ("norms.lanczos_bound", "(SECTIONS, ROUNDS)"): "any sections",
+    ("norms.lanczos_bound", "PRODUCT_ROUNDING"): "what products are taken to lose, measured elsewhere",
 }
 """Where every number gives a proof: what is chosen is only how good it is."""
 FRAGMENTS = {
-    ("certify.attention_remainder", "moves", "`logits - torch.einsum"): "any shift of a row",
-    ("certify.curved", "bound", "`value.value[:, None] - self.mean"): "any centre of the values",
-    ("certify.relaxation", "of", "near."): "any guess of where it is to be tight",
-    ("certify.relaxation", "of", "price + share * away"): "any guess of where it is to be tight",
-    ("certify.relaxation", "of", "away.sqrt()"): "any t",
-    ("certify.relaxation", "of", "`start - (lower + upper) / 2`"): "any s",
-    ("certify.relaxation", "of", "`lower + upper`"): "any s",
+    ("certificates.network.attention_remainder", "moves", "`logits - torch.einsum"): "any shift of a row",
+    ("certificates.ball.nonlinear_ball", "bound", "`value.value[:, None] - self.mean"): "any centre of the values",
+    ("certificates.classifier.relu_relaxation", "of", "near."): "any guess of where it is to be tight",
+    ("certificates.classifier.relu_relaxation", "of", "price + share * away"): "any guess of where it is to be tight",
+    ("certificates.classifier.relu_relaxation", "of", "away.sqrt()"): "any t",
+    ("certificates.classifier.relu_relaxation", "of", "`start - (lower + upper) / 2`"): "any s",
+    ("certificates.classifier.relu_relaxation", "of", "`lower + upper`"): "any s",
 }
 """The same of single expressions."""
-_BINDING = {("certify.block_ball", "row_by_row", "`-best` without its sign")}
+_BINDING = {("certificates.ball.block_ball", "row_by_row", "`-best` without its sign")}
 """What is no choice there."""
 _SECOND = "second order in the moves, or an alternative that is not the least"
 WHY = {
-    ("certify.remainders", "bend"): "rounding",
-    ("certify.remainders", "numbers", "noise"): "rounding",
+    ("certificates.network.taylor_remainders", "bend"): "rounding",
+    ("certificates.network.taylor_remainders", "numbers", "noise"): "rounding",
     (
-        "certify.remainders",
+        "certificates.network.taylor_remainders",
         "numbers",
         "2.3",
     ): "slopes of an activation differ by 1.26 at most, and no remainder attains it",
-    ("certify.attention_remainder", "attend"): "rounding",
-    ("certify.attention_remainder", "numbers"): "rounding",
-    ("certify.deep", "_lost"): "rounding",
-    ("certify.curved", "logit_moves"): "rounding",
-    ("certify.curved", "of"): "rounding",
-    ("certify.pooled", "remainder"): "the last of the pieces weigh a five-hundredth",
-    ("certify.pooled", "third"): "variances between those that examples attain",
-    ("certify.relaxation", "_parabola"): "another parabola above ReLU: a steeper one, or with any m",
-    ("certify.relaxation", "of"): "any t, s, guess, or line above ReLU",
-    ("norms.certificate", "_overlap", "hidden"): "rounding",
-    ("norms.certificate", "_overlap"): "second order: errors times what a run leaves open",
+    ("certificates.network.attention_remainder", "attend"): "rounding",
+    ("certificates.network.attention_remainder", "numbers"): "rounding",
+    ("certificates.network.margins", "_lost"): "rounding",
+    ("certificates.ball.nonlinear_ball", "logit_moves"): "rounding",
+    ("certificates.ball.nonlinear_ball", "of"): "rounding",
+    ("certificates.classifier.cls_token", "remainder"): "the last of the pieces weigh a five-hundredth",
+    ("certificates.classifier.cls_token", "third"): "variances between those that examples attain",
+    (
+        "certificates.classifier.relu_relaxation",
+        "_parabola",
+    ): "another parabola above ReLU: a steeper one, or with any m",
+    ("certificates.classifier.relu_relaxation", "of"): "any t, s, guess, or line above ReLU",
+    ("norms.lanczos_bound", "_overlap", "hidden"): "rounding",
+    ("norms.lanczos_bound", "_overlap"): "second order: errors times what a run leaves open",
 }
 """Why a change that makes a term smaller may pass; the first that fits, and `_SECOND` elsewhere."""
 
@@ -157,9 +162,9 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         f"{SMALL:g} of itself, which leaves changes that make the proof looser, or concern rounding alone.",
         table(["module", "changes", *OUTCOMES], rows),
         "What is rounding has tests of its own, in which it counts: the Jacobian of a head in 50 digits where "
-        "queries cancel (`tests/certify/test_gram.py`), Cholesky's factorisation with every product rounded by itself "
-        "(`tests/certify/test_proved_norm.py`), margins of networks in rational numbers where large numbers cancel "
-        "(`tests/certify/test_deep.py`), and bounds where float64 loses most "
+        "queries cancel (`tests/certificates/test_head_gram.py`), Cholesky's factorisation with every product rounded "
+        "by itself (`tests/certificates/test_proved_eigenvalue.py`), margins of networks in rational numbers where "
+        "large numbers cancel (`tests/certificates/test_margins.py`), and bounds where float64 loses most "
         "([Bounds at an input under rounding](point-rounding.md)).",
         "Choices of which each gives a proof, and how many changes concern them; they are not tried.",
         table(["module", "choice", "changes"], [[*where, count] for where, count in free.items()]),

@@ -1,6 +1,7 @@
 """Every remainder of a network of several layers, and its margins, beside what moved inputs leave.
 
-Of `howsmooth.certify.deep`, `howsmooth.certify.remainders` and `howsmooth.certify.attention_remainder`.
+Of `howsmooth.certificates.network.margins`, `howsmooth.certificates.network.taylor_remainders` and
+`howsmooth.certificates.network.attention_remainder`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from evidence import ball_terms
 from evidence.deep_networks import draw_network, forward, true_remainders
 from evidence.juries import Example, Modules, agreement, largest
 from evidence.moved_heads import Case, apart, drawn
-from howsmooth.certify import SequenceClassifier
-from howsmooth.certify.parts import (
+from howsmooth.certificates import SequenceClassifier
+from howsmooth.certificates.network.parts_ir import (
     AttentionPart,
     BendPart,
     DividePart,
@@ -70,7 +71,7 @@ class Ball:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        lines = modules["certify.deep"].Linearised(self.parts, self.x, range(len(self.x)))
+        lines = modules["certificates.network.margins"].Linearised(self.parts, self.x, range(len(self.x)))
         stream, reach = lines.stream, torch.cat([self.moves.new_ones(1), self.moves])
         for number, left in enumerate(lines.remainders):
             lower, upper = left.numbers(reach)
@@ -262,7 +263,7 @@ def _radii() -> Example:
             tensor.copy_(_double(*values))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        deep, zeros = modules["certify.deep"], torch.zeros(3, 4, dtype=torch.float64)
+        deep, zeros = modules["certificates.network.margins"], torch.zeros(3, 4, dtype=torch.float64)
         flat = deep.Linearised(read_network(line, 3), zeros, [0])
         bent = deep.Linearised(read_network(kink, 1), zeros[:1, :1], [0])
         found = [*(flat.radius(0, norm)[0] for norm in NORMS), bent.radius(0)[0], flat.radius(1)[0]]

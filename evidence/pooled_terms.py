@@ -1,6 +1,6 @@
 """Expansions of attention read at one token, and parabolas around ReLU, beside what they bound.
 
-Of `howsmooth.certify.pooled` and `howsmooth.certify.relaxation`.
+Of `howsmooth.certificates.classifier.cls_token` and `howsmooth.certificates.classifier.relu_relaxation`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Pool:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        pooled = modules["certify.pooled"]
+        pooled = modules["certificates.classifier.cls_token"]
         parts = self.keys, self.offsets, self.values, self.value_offsets, self.constant
         point = pooled.PooledAttention(*parts, self.fixed).at(self.tokens)
         found, radii = point.functionals(self.functional[None]), self.radius * _column(SHARES)
@@ -197,7 +197,7 @@ POOLS = {
 
 
 def pools() -> list[Example]:
-    """Examples of `howsmooth.certify.pooled`."""
+    """Examples of `howsmooth.certificates.classifier.cls_token`."""
     return [pool.example(label) for label, pool in POOLS.items()]
 
 
@@ -239,7 +239,7 @@ class Box:
         top = 10.0
 
         def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-            module = modules["certify.relaxation"]
+            module = modules["certificates.classifier.relu_relaxation"]
             hidden = module.Hidden(
                 *(_double(number) for number in (self.start,)), torch.ones(1, 1).double(),
                 *(_double(number) for number in (self.lower, self.upper, self.rest, float(moves.max()))),
@@ -255,7 +255,7 @@ class Box:
 
 
 def boxes() -> list[Example]:
-    """Examples of `howsmooth.certify.relaxation`."""
+    """Examples of `howsmooth.certificates.classifier.relu_relaxation`."""
     found = []
     for lower, upper in BOXES:
         for weight in (-2.0, 3.0):

@@ -13,9 +13,9 @@ import torch
 import howsmooth as hs
 from evidence.tables import table
 from howsmooth.engines import Load, Processes, State, hand_over
-from howsmooth.scanning import Settings, makespan
-from howsmooth.scanning.preparation import Prepared, prepare
-from howsmooth.scanning.units import Origin, Unit, measure_unit, open_for, split
+from howsmooth.scans import Settings, makespan
+from howsmooth.scans.prepare import Prepared, prepare
+from howsmooth.scans.units import Origin, Unit, measure_unit, open_for, split
 
 TITLE = "A queue of units, replayed"
 WORKERS = 2

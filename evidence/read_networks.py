@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import howsmooth as hs
 from evidence.tables import table
-from howsmooth.certify import CentredNorm, Residual, SelfAttend, SequenceClassifier
+from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier
 from howsmooth.errors import HowsmoothError
 
 TITLE = "Networks as they are read"

@@ -15,7 +15,7 @@ from evidence.tables import table as markdown
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import Table, TokenSet, table
 from howsmooth.models import alice, attention_inputs, from_transformers, load
-from howsmooth.weights import load_attention
+from howsmooth.models.weight_files import load_attention
 
 TITLE = "Every bound on real heads"
 GPT2_LENGTH, MINILM_LENGTH = 1024, 96

@@ -113,7 +113,7 @@ def certified() -> Numbers:
 
 
 def _classifier(layer: nn.Module) -> nn.Module:
-    from howsmooth.certify import SequenceClassifier
+    from howsmooth.certificates import SequenceClassifier
 
     network = SequenceClassifier([layer], nn.Linear(8, 3)).double().eval()
     fill(network)

@@ -18,9 +18,9 @@ from typing import Any
 from PIL import Image
 
 from evidence.tables import FOLDER, table
+from howsmooth._util.common import write_whole
 from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Reproduction, reproduce
 from howsmooth.papers.experiment import Size
-from howsmooth.small import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reproduced.md"

@@ -25,13 +25,13 @@ from evidence.stories import stories15m
 from evidence.tables import table
 from howsmooth.models import CapturedSite, OpenModel, Window, open_model
 from howsmooth.rounding import Format, parse_format, parse_formats
-from howsmooth.rounding.answers import answers
-from howsmooth.rounding.caches import PARTS
-from howsmooth.rounding.noise import Noise, rounding_noise
-from howsmooth.rounding.rivals import RIVALS, rivals
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.scores import Scores, joined, sampled_scores
-from howsmooth.rounding.store import Tensors, each_window
+from howsmooth.rounding.activation_noise import Noise, rounding_noise
+from howsmooth.rounding.baselines import RIVALS, rivals
+from howsmooth.rounding.kv_cache import PARTS
+from howsmooth.rounding.output_error import answers
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.sensitivity import Scores, joined, sampled_scores
+from howsmooth.rounding.window_store import Tensors, each_window
 
 TITLE = "Rounded keys and values"
 FORMATS = (

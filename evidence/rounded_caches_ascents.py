@@ -16,8 +16,8 @@ from evidence.rounded_caches_windows import Step
 from evidence.tables import table
 from howsmooth.models import CapturedSite
 from howsmooth.rounding import parse_formats
-from howsmooth.rounding.answers import _mean, _Reach
-from howsmooth.rounding.caches import Cache
+from howsmooth.rounding.kv_cache import Cache
+from howsmooth.rounding.output_error import _mean, _Reach
 
 ATTACKED = "int8,int4,int3,int2"
 STARTS = (1.0, 0.3)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from evidence.rounded_caches_windows import Step, in_windows
 from howsmooth.models import OpenModel, Window
-from howsmooth.models.socket import answering
+from howsmooth.models.attention_interface import answering
 from howsmooth.rounding import Format
-from howsmooth.rounding.caches import PARTS
-from howsmooth.rounding.running import Choices, Layers, Reader, rounding, run_whole
-from howsmooth.rounding.store import Tensors
+from howsmooth.rounding.kv_cache import PARTS
+from howsmooth.rounding.rounded_model import Choices, Layers, Reader, rounding, run_whole
+from howsmooth.rounding.window_store import Tensors
 
 
 def direct(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:

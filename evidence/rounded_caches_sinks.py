@@ -11,12 +11,12 @@ from torch import Tensor
 
 from evidence.rounded_caches_windows import Step, in_windows
 from evidence.tables import FOLDER, table
-from howsmooth.figures.style import BLUE, literal, new_figure, open_frame, save_figure
 from howsmooth.models import OpenModel, Window
+from howsmooth.reports.figures.style import BLUE, literal, new_figure, open_frame, save_figure
 from howsmooth.rounding import parse_format
-from howsmooth.rounding.caches import PARTS
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.store import Tensors
+from howsmooth.rounding.kv_cache import PARTS
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.window_store import Tensors
 
 FORMATS = ("int4", "int3")
 FIRST = (0, 1, 4)

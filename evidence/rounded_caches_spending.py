@@ -14,10 +14,10 @@ from evidence.tables import table
 from howsmooth.models import OpenModel, Window
 from howsmooth.rounding import parse_formats
 from howsmooth.rounding.allocation import Allocation, allocate, by_sensitivity, first_and_last, uniform
-from howsmooth.rounding.quantising import Check, checks, window_outcomes
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.scores import Scores
-from howsmooth.rounding.store import Tensors
+from howsmooth.rounding.quantisation import Check, checks, window_outcomes
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.sensitivity import Scores
+from howsmooth.rounding.window_store import Tensors
 
 SPENT = "int8,int6,int4,int3,int2"
 BUDGETS = ("int3", "int4", "int6")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from howsmooth.models import OpenModel, Window
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.store import Tensors, each_window, run_name
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.window_store import Tensors, each_window, run_name
 
 Step = Callable[[str], None]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.tables import table
-from howsmooth.scanning import Progress, Store, scan
+from howsmooth.scans import Progress, Store, scan
 
 TITLE = "Does a scan survive being killed?"
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evidence.tables import table
-from howsmooth.growth import growth
 from howsmooth.models import OpenModel, alice, open_model
-from howsmooth.scanning import Scan, scan
+from howsmooth.reports.growth import growth
+from howsmooth.scans import Scan, scan
 
 TITLE = "Real models on real text"
 LAYERS = {"minilm": None, "smollm2": (0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29)}

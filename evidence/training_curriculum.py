@@ -18,9 +18,9 @@ import torch
 import howsmooth as hs
 from evidence.tables import FOLDER, table
 from evidence.training_grid import RUNS, text
-from howsmooth.figures import new_figure, save_figure
-from howsmooth.small import Busy, write_whole
-from howsmooth.training import CharacterModel, Corpus, Intervals, Result, Settings, load_model, train
+from howsmooth._util.common import Busy, write_whole
+from howsmooth.papers.training import CharacterModel, Corpus, Intervals, Result, Settings, load_model, train
+from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "Does a curriculum of lengths pay?"
 BASE = Settings(depth=4, width=64, heads=4, length=256, batch_tokens=1024, steps=2000, rate=3e-3, warmup=100)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from evidence.tables import FOLDER
 from evidence.training_grid import NARROW, RUNS, WINDOW, draw, run, summary, text
-from howsmooth.training import Corpus, Grid, Result, Settings
-from howsmooth.training.grid import write_table
-from howsmooth.training.settings import Attention
+from howsmooth.papers.training import Corpus, Grid, Result, Settings
+from howsmooth.papers.training.grid import write_table
+from howsmooth.papers.training.training_settings import Attention
 
 TITLE = "How deep does it train at a fixed learning rate?"
 BASE = Settings(

@@ -13,11 +13,11 @@ import torch
 
 from evidence.real_heads import shared_folder
 from evidence.tables import FOLDER, table
-from howsmooth.bounds.own.l2 import average_lip_2, lower_2
-from howsmooth.figures import new_figure, save_figure
+from howsmooth.bounds.own.l2_bounds import average_lip_2, lower_2
 from howsmooth.models import alice
-from howsmooth.training import Corpus, Grid, Result, Settings, gap_closed, mean_bits, run_grid
-from howsmooth.training.grid import KINDS, Cell, write_table
+from howsmooth.papers.training import Corpus, Grid, Result, Settings, gap_closed, mean_bits, run_grid
+from howsmooth.papers.training.grid import KINDS, Cell, write_table
+from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "What does contractive attention cost?"
 RUNS = Path(__file__).resolve().parents[1] / "howsmooth-output" / "evidence"

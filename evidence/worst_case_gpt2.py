@@ -16,17 +16,17 @@ from evidence.real_heads import GPT2_FILE, shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import TokenSet
+from howsmooth.bounds.bound_table import Row
 from howsmooth.bounds.castin2024 import real_eigenpairs
-from howsmooth.bounds.own.lower import two_cluster_input
-from howsmooth.bounds.tables import Row
-from howsmooth.growth import Growth, growth
-from howsmooth.growth.laws import ROUNDING
-from howsmooth.weights import load_attention
-from howsmooth.worstcase import Ball, worst_case
-from howsmooth.worstcase.first_vectors import evaluate
-from howsmooth.worstcase.one_head import one_head
-from howsmooth.worstcase.starts import constructions, two_poles
-from howsmooth.worstcase.upper_end import not_passed, tightest_upper
+from howsmooth.bounds.own.lower_bounds import two_cluster_input
+from howsmooth.models.weight_files import load_attention
+from howsmooth.reports.growth import Growth, growth
+from howsmooth.reports.growth.laws import ROUNDING
+from howsmooth.search import Ball, worst_case
+from howsmooth.search.best_bound import not_passed, tightest_upper
+from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.single_head import one_head
+from howsmooth.search.start_inputs import constructions, two_poles
 
 TITLE = "The worst case of GPT-2 heads"
 LAYERS, RADIUS = (0, 6, 11), 10.0
@@ -45,8 +45,9 @@ class Point:
 
     Attributes:
         branches: the larger σ of the inputs of Castin et al. 2024, both eigenvalue branches, the outlier first.
-        clusters: σ at the two clusters of `howsmooth.bounds.own.lower`, their pair and scale chosen for the head.
-        poles: σ at `howsmooth.worstcase.starts.two_poles`.
+        clusters: σ at the two clusters of `howsmooth.bounds.own.lower_bounds`, their pair and scale chosen for the
+            head.
+        poles: σ at `howsmooth.search.start_inputs.two_poles`.
         search: what the search reaches, which has all of these among its starts; start: the one that led there.
         upper: the smallest proved upper bound.
     """

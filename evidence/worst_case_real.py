@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from evidence.tables import table
 from howsmooth.models import OpenModel, Targets, Window, alice, open_model
-from howsmooth.worstcase import Embeddings, Neighbourhood, Witness, sandwich, worst_case
-from howsmooth.worstcase.both_ends import Cell
-from howsmooth.worstcase.first_vectors import evaluate
+from howsmooth.search import Embeddings, Neighbourhood, Witness, sandwich, worst_case
+from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.sandwich_result import Cell
 
 TITLE = "The worst case near real text"
 LAYERS: dict[str, Sequence[int]] = {"minilm": range(6), "smollm2": (0, 3, 9, 17, 23, 28)}

@@ -15,7 +15,7 @@ import howsmooth as hs
 from evidence.reference_values import ONE, l2_infinity_ascent
 from evidence.tables import table
 from howsmooth.bounds import get
-from howsmooth.worstcase import worst_case, worst_measure
+from howsmooth.search import worst_case, worst_measure
 
 TITLE = "Known worst cases, found again"
 EYE = torch.eye(2, dtype=torch.float64)

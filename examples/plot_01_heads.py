@@ -9,8 +9,8 @@ head reacts most: if its input moves by ε, its output can move by that many ε.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import heads_heatmap
 from howsmooth.models import alice, capture, open_model
+from howsmooth.reports.figures import heads_heatmap
 
 opened = open_model("minilm")
 [window] = opened.windows(alice(), length=32, count=1, seed=0)

@@ -10,8 +10,8 @@ the attention that one token receives. In trained heads it is often the first to
 """
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
 from howsmooth.models import alice, capture, open_model
+from howsmooth.reports.figures import new_figure
 
 opened = open_model("minilm")
 [window] = opened.windows(alice(), length=48, count=1, seed=0)

@@ -9,7 +9,7 @@ diagonal, and the first columns are the strongest.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import influence_map
+from howsmooth.reports.figures import influence_map
 
 attention = hs.SelfAttention.random(32, heads=4, mask="causal")
 x = torch.randn(24, 32, generator=torch.Generator().manual_seed(0))

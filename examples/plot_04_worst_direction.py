@@ -7,8 +7,8 @@ is where it shows. Their shares per token, for the roughest head of a layer of M
 """
 
 import howsmooth as hs
-from howsmooth.figures import token_energies
 from howsmooth.models import alice, capture, open_model
+from howsmooth.reports.figures import token_energies
 
 opened = open_model("minilm")
 [window] = opened.windows(alice(), length=24, count=1, seed=0)

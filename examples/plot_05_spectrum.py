@@ -9,7 +9,7 @@ the solver makes a few products with it and never forms it.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 attention = hs.SelfAttention.random(16, heads=2, dtype=torch.float64)
 x = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ inputs grow like :math:`\\sqrt n`, see the examples on the worst case.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 lengths = [8, 16, 32, 64, 128, 256]
 attention = hs.SelfAttention.random(32, heads=4, mask="causal")

@@ -7,8 +7,8 @@ ball pay for it. A head of MiniLM on real text.
 """
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
 from howsmooth.models import alice, capture, open_model
+from howsmooth.reports.figures import new_figure
 
 opened = open_model("minilm")
 [window] = opened.windows(alice(), length=32, count=1, seed=0)

@@ -13,7 +13,7 @@ bounds show that it is no artefact.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 head = hs.SelfAttention.from_bilinear(-2.0 * torch.eye(2), torch.eye(2))
 lengths = [2**k for k in range(1, 16)]

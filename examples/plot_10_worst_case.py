@@ -10,7 +10,7 @@ theorems' own constructions, to show the climb.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 figure, (ax,) = new_figure()

@@ -10,7 +10,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.bounds.kim2021 import not_lipschitz_witness
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 one = torch.eye(1, dtype=torch.float64)
 maps = {"dot product": hs.SelfAttention(one, one, one), "L2": hs.L2SelfAttention(one, one)}

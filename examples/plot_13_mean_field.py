@@ -11,7 +11,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth import meanfield
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 strength = 4.0
 head = hs.SelfAttention.from_bilinear(-strength * torch.eye(1), torch.eye(1))

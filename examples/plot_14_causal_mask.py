@@ -10,7 +10,7 @@ mask, and ``howsmooth.masked_mean_field`` is sharp.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 zero, one = torch.zeros(1, 1), torch.ones(1, 1)
 lengths = [1, 3, 10, 30, 100, 300, 1000, 3000]

@@ -8,7 +8,7 @@ The same random weights in five maps. Some grow with the tokens, some must not.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 draw = torch.Generator().manual_seed(0)
 query, key, value = torch.randn(3, 8, 8, generator=draw) / 8**0.5

@@ -9,7 +9,7 @@ by its own bound, so it has none that grows.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 lengths = [2**k for k in range(1, 13)]
 figure, (ax,) = new_figure()

@@ -8,8 +8,8 @@ shrinks the error by the constant c, at least; the certificate of the inverse is
 
 import torch
 
-from howsmooth.figures import new_figure
 from howsmooth.nn import ContractiveL2Attention, InvertibleResidual
+from howsmooth.reports.figures import new_figure
 
 figure, (ax,) = new_figure()
 for c, marker in [(0.5, "o"), (0.7, "s"), (0.9, "v")]:

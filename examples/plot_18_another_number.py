@@ -9,7 +9,7 @@ Power iteration that keeps the value f(X) of a forward-mode product, instead of 
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 lengths = [8, 16, 32, 64, 128, 256]
 attention = hs.SelfAttention.random(32, heads=4, mask="causal")

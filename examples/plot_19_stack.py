@@ -9,7 +9,7 @@ inputs whose tokens have at least the variance that a real input shows.
 import torch
 
 from howsmooth.bounds import measured_variances, stack
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 _ = torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu", dropout=0.0)

@@ -9,8 +9,8 @@ learns to reverse its input at two learning rates.
 import torch
 from torch import nn
 
-from howsmooth.figures import new_figure
 from howsmooth.nn import SmoothnessMonitor
+from howsmooth.reports.figures import new_figure
 
 figure, (ax,) = new_figure()
 for rate, style in [(1e-3, "-o"), (1e-2, "--s")]:

@@ -10,7 +10,7 @@ token i.
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import influence_map, new_figure
+from howsmooth.reports.figures import influence_map, new_figure
 
 x = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)) + 0.1 * torch.randn(
     32, 16, generator=torch.Generator().manual_seed(1)

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
 from howsmooth.models import alice
-from howsmooth.training import Corpus, Intervals, Settings, Status, load_model, train
+from howsmooth.papers.training import Corpus, Intervals, Settings, Status, load_model, train
+from howsmooth.reports.figures import new_figure
 
 corpus, lengths, steps = Corpus.split(alice()), (8, 16, 32, 64), 400
 valid = corpus.encode(corpus.valid)

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.io import wavfile
 
 import howsmooth as hs
-from howsmooth.figures import new_figure
+from howsmooth.reports.figures import new_figure
 
 rate = 16_000
 time = np.arange(5 * rate) / rate

@@ -62,7 +62,7 @@ def _numbers(names: tuple[str, ...]) -> list[signal.Signals]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A real browser; without one the test skips and says what to install."""
-    from tests.reporting.browsing import chromium
+    from tests.reports.browsing import chromium
 
     with chromium() as running:
         yield running

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import house
+from tests import source_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (ROOT / "docs", ROOT / "docs" / "theory", ROOT / "docs" / "guides")
@@ -46,7 +46,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 INNER = {
     "howsmooth.nn.invertible.flows": "it needs normflows, which is an extra: the package around it must do without.",
 }
-"""Modules inside a room that a page imports from → why not from the room."""
+"""Modules inside a package that a page imports from → why not from the package."""
 
 
 def imported(page: Path) -> Iterator[tuple[str, str]]:
@@ -61,20 +61,20 @@ def imported(page: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_import_public_names_of_rooms(page: Path) -> None:
+def test_pages_import_public_names_of_packages(page: Path) -> None:
     """A deep path is no promise: what a reader copies comes from ``__all__``."""
-    public = house.exported()
+    public = source_tree.exported()
     for module, name in imported(page):
         if module not in INNER:
             assert name in public.get(module, []), f"{page.name}: from {module} import {name}"
 
 
-def test_an_import_from_inside_a_room_is_seen(tmp_path: Path) -> None:
+def test_an_import_from_inside_a_package_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(">>> from howsmooth.bounds.l2 import lip_2\n>>> import howsmooth.nn.base\n")
     found = list(imported(page))
     assert found == [("howsmooth.bounds.l2", "lip_2"), ("howsmooth.nn.base", "")]
-    assert not any(name in house.exported().get(module, []) for module, name in found)
+    assert not any(name in source_tree.exported().get(module, []) for module, name in found)
 
 
 def test_the_table_of_contributing_names_files_that_are_there() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from evidence import fuzz_api, fuzz_arguments
-from howsmooth.checks import WrongCall
-from howsmooth.worstcase import Ball
+from howsmooth._util.validation import WrongCall
+from howsmooth.search import Ball
 
 ATTENTION = hs.SelfAttention.random(6, 2)
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -65,7 +65,7 @@ def test_a_misspelt_argument_is_answered_by_the_right_one(call: Callable[[], obj
         lambda x: hs.token_influence(ATTENTION, x),
         lambda x: hs.jacobian(ATTENTION, x),
         lambda x: hs.worst_case(ATTENTION, radius=1.0, start=x, starts=0, constructions=False, steps=1),
-        lambda x: hs.worstcase.Neighbourhood(x, 0.1),
+        lambda x: hs.search.Neighbourhood(x, 0.1),
     ],
 )
 def test_tokens_that_are_none_are_one_sentence(call: Callable[[object], object], wrong: Callable[[], object]) -> None:

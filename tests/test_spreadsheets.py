@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from howsmooth.scanning import Scan
-from howsmooth.small import spreadsheet_safe
+from howsmooth._util.common import spreadsheet_safe
+from howsmooth.scans import Scan
 
 
 @pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\r"])

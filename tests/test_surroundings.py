@@ -16,9 +16,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tests.conftest import REPOSITORY, SCREEN, TERMINAL
-from tests.reporting.browsing import visit
+from tests.reports.browsing import visit
 
-HOME = "tests/reporting/browsing.py"
+HOME = "tests/reports/browsing.py"
 CONSTRAINTS = REPOSITORY / "constraints.txt"
 WIDTHS = """() => ["serif", "sans-serif", "system-ui", "monospace"].map((family) => ["i", "W"].map((letter) => {
   const word = document.body.appendChild(document.createElement("span"));
@@ -78,7 +78,7 @@ def test_no_variable_of_a_terminal_reaches_a_test() -> None:
 def test_one_module_alone_starts_a_browser() -> None:
     starts = re.compile(r"sync_playwright|async_playwright|playwright\.\w+_api|selenium|[Ww]ebdriver|--headless")
     sources = [
-        path for room in ("tests", "evidence", "benchmarks", "docs") for path in (REPOSITORY / room).rglob("*.py")
+        path for folder in ("tests", "evidence", "benchmarks", "docs") for path in (REPOSITORY / folder).rglob("*.py")
     ]
     found = {path.relative_to(REPOSITORY).as_posix() for path in sources if starts.search(path.read_text("utf-8"))}
     assert found == {HOME, Path(__file__).relative_to(REPOSITORY).as_posix()}

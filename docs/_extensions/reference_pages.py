@@ -19,14 +19,15 @@ from sphinx.pycode import ModuleAnalyzer
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 TOP = "howsmooth"
+TESTING = "howsmooth.testing"
 NOT_FOR_USERS = {"howsmooth.cli"}
 
 
 def packages() -> dict[str, list[str]]:
     """Every package that says what is public, the top one first → its public names."""
     top = importlib.import_module(TOP)
-    names = [f"{TOP}.{info.name}" for info in pkgutil.iter_modules(top.__path__) if info.name != "__main__"]
-    modules = [top, *(importlib.import_module(name) for name in names if name not in NOT_FOR_USERS)]
+    found = (info.name for info in pkgutil.walk_packages(top.__path__, f"{TOP}.") if info.ispkg or info.name == TESTING)
+    modules = [top, *(importlib.import_module(name) for name in found if name not in NOT_FOR_USERS)]
     return {module.__name__: sorted(module.__all__, key=str.lower) for module in modules if hasattr(module, "__all__")}
 
 
@@ -91,15 +92,9 @@ def heading(text: str, line: str) -> str:
     return f"{text}\n{line * len(text)}\n"
 
 
-def _index(package: str) -> str:
-    """A package called like a function of the top (`howsmooth.growth`) leaves the index to the function."""
-    name = package.removeprefix(TOP + ".")
-    return "   :no-index:\n" if callable(getattr(importlib.import_module(TOP), name, None)) else ""
-
-
 def package_page(package: str, names: list[Entry]) -> str:
     """What a package is for, its names, then the modules that are public themselves."""
-    parts = [heading(f"``{package}``", "="), f".. automodule:: {package}\n{_index(package)}"]
+    parts = [heading(f"``{package}``", "="), f".. automodule:: {package}\n"]
     parts += [one.text for one in names if one.is_home and one.kind != "module"]
     elsewhere = ", ".join(f"`{one.home}`" for one in names if not one.is_home)
     if elsewhere:
@@ -113,7 +108,7 @@ def package_page(package: str, names: list[Entry]) -> str:
 def catalogue_page() -> str:
     """Every bound of the catalogue with its formula, by where it holds."""
     from howsmooth.bounds import CATALOGUE, SCOPES
-    from howsmooth.reporting.theory import theory_links
+    from howsmooth.reports.theory_links import theory_links
 
     theory = theory_links(None).bounds
     parts = [

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap
+from howsmooth._util.common import first_tensor, relative_error
+from howsmooth._util.validation import check_finite, check_tensor, door
+from howsmooth.attention import AttentionMap, as_attention
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
-from howsmooth.checks import check_finite, check_tensor, door
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import JacobianOperator, as_attention, attention_jacobian, jacobian
-from howsmooth.jacobians.checks import check_takes_one
-from howsmooth.measuring import measure
-from howsmooth.small import first_tensor, relative_error
-from howsmooth.worstcase import Neighbourhood, worst_case
+from howsmooth.jacobians import JacobianOperator, attention_jacobian, jacobian
+from howsmooth.jacobians.function_checks import check_takes_one
+from howsmooth.norms.local_constant import measure
+from howsmooth.search import Neighbourhood, worst_case
 
 __all__ = ["check_attention", "check_bound", "dense_jacobian"]
 

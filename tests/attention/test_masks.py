@@ -10,9 +10,9 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import Chunked, LogitBias
+from howsmooth.attention.logit_terms import Terms, as_mask
 from howsmooth.attention.masks import HIDDEN, Maps
-from howsmooth.attention.terms import Terms, as_mask
-from howsmooth.training.model import WithinDocuments
+from howsmooth.papers.training.model import WithinDocuments
 
 HEADS = 2
 

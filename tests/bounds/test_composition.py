@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from evidence.composition import compare
-from howsmooth.bounds import layers
+from howsmooth.bounds import layer_constants
 from howsmooth.bounds.composition import Stack, Stage, chain, residual
-from howsmooth.bounds.stacks import measured_variances, stack
+from howsmooth.bounds.model_stack import measured_variances, stack
 
 STARTS, WIDTH = 40, 5
 SLACK = 1 + 1e-10
@@ -79,8 +79,8 @@ def with_variance(floor: float) -> Callable[[Tensor], Tensor]:
 # Activations
 
 
-@pytest.mark.parametrize("entry", layers.ACTIVATIONS.values(), ids=lambda entry: entry.name)
-def test_activation_constant_equals_the_numerical_supremum(entry: layers.Activation) -> None:
+@pytest.mark.parametrize("entry", layer_constants.ACTIVATIONS.values(), ids=lambda entry: entry.name)
+def test_activation_constant_equals_the_numerical_supremum(entry: layer_constants.Activation) -> None:
     grid = torch.arange(-400_000, 400_001, dtype=torch.float64) / 10_000
     kinks = torch.tensor([-3.0, 0.0, 3.0, 6.0], dtype=torch.float64)
     t = torch.cat([grid, kinks - 1e-9, kinks + 1e-9]).requires_grad_()
@@ -93,7 +93,7 @@ def test_activation_constant_equals_the_numerical_supremum(entry: layers.Activat
 def test_activations_have_their_known_constants() -> None:
     known = {"gelu": 1.12890, "gelu_tanh": 1.12899, "silu": 1.09984, "quick_gelu": 1.09984, "sigmoid": 0.25}
     for name, constant in known.items():
-        assert layers.activation(name).lipschitz == pytest.approx(constant, abs=5e-6)
+        assert layer_constants.activation(name).lipschitz == pytest.approx(constant, abs=5e-6)
 
 
 def test_activations_are_recognised_by_what_they_compute() -> None:
@@ -101,15 +101,15 @@ def test_activations_are_recognised_by_what_they_compute() -> None:
 
     names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu"}
     for theirs, ours in names.items():
-        assert layers.activation(ACT2FN[theirs]).name == ours
-    assert layers.activation(nn.SiLU()).name == "silu"
-    assert layers.activation(nn.functional.relu).name == "relu"
+        assert layer_constants.activation(ACT2FN[theirs]).name == ours
+    assert layer_constants.activation(nn.SiLU()).name == "silu"
+    assert layer_constants.activation(nn.functional.relu).name == "relu"
 
 
 @pytest.mark.parametrize("unknown", ["relu7", torch.square, nn.LeakyReLU(3.0), nn.PReLU()])
 def test_unknown_activations_are_refused(unknown: Any) -> None:
     with pytest.raises(hs.InvalidInput, match="activation"):
-        layers.activation(unknown)
+        layer_constants.activation(unknown)
 
 
 # Layers
@@ -119,62 +119,62 @@ def test_linear_equals_dense_svd() -> None:
     for shape in ((4, 7), (7, 4), (5, 5)):
         weight = normal(*shape)
         expected = float(torch.linalg.svdvals(weight)[0])
-        assert layers.linear(weight) == pytest.approx(expected, rel=1e-13)
-        assert layers.linear(1e-200 * weight) == pytest.approx(1e-200 * expected, rel=1e-13)
-    assert layers.linear(torch.zeros(3, 2)) == 0
+        assert layer_constants.linear(weight) == pytest.approx(expected, rel=1e-13)
+        assert layer_constants.linear(1e-200 * weight) == pytest.approx(1e-200 * expected, rel=1e-13)
+    assert layer_constants.linear(torch.zeros(3, 2)) == 0
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "selu", "mish"])
 def test_mlp_is_never_steeper_than_its_bound(name: str) -> None:
-    act = layers.activation(name)
+    act = layer_constants.activation(name)
     weights = [normal(8, WIDTH, seed=1), normal(8, 8, seed=2), normal(3, 8, seed=3)]
 
     def f(x: Tensor) -> Tensor:
         return weights[2] @ act.function(weights[1] @ act.function(weights[0] @ x) + 0.3) + 1
 
-    assert attack(f, normal(STARTS, WIDTH)) <= layers.mlp(weights, name) * SLACK
+    assert attack(f, normal(STARTS, WIDTH)) <= layer_constants.mlp(weights, name) * SLACK
 
 
 def test_mlp_bound_is_reached_where_the_activation_is_steepest() -> None:
     weights = [torch.eye(3, dtype=torch.float64) * 2, torch.eye(3, dtype=torch.float64) * 5]
     at = torch.full((1, 3), 2**0.5 / 2, dtype=torch.float64)
     found = steepest(lambda x: weights[1] @ nn.functional.gelu(weights[0] @ x), at)
-    assert found == pytest.approx(layers.mlp(weights, "gelu"), rel=1e-12)
-    assert found > layers.mlp(weights, "relu")  # taking 1 for GELU's constant would be false
+    assert found == pytest.approx(layer_constants.mlp(weights, "gelu"), rel=1e-12)
+    assert found > layer_constants.mlp(weights, "relu")  # taking 1 for GELU's constant would be false
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid", "identity"])
 def test_gated_mlp_is_never_steeper_than_its_bound_on_the_ball(name: str) -> None:
-    act, radius = layers.activation(name), 1.5
+    act, radius = layer_constants.activation(name), 1.5
     gate, up, down = normal(6, 3, seed=1), normal(6, 3, seed=2), normal(3, 6, seed=3)
     gate_bias, up_bias = normal(6, seed=4), normal(6, seed=5)
 
     def f(x: Tensor) -> Tensor:
         return down @ (act.function(gate @ x + gate_bias) * (up @ x + up_bias))
 
-    bound = layers.gated_mlp(gate, up, down, name, radius, gate_bias=gate_bias, up_bias=up_bias)
+    bound = layer_constants.gated_mlp(gate, up, down, name, radius, gate_bias=gate_bias, up_bias=up_bias)
     assert attack(f, 2 * normal(STARTS, 3), inside=in_ball(radius)) <= bound * SLACK
     assert attack(f, 9 * normal(STARTS, 3), inside=in_ball(20 * radius)) > bound  # outside the ball it is passed
 
 
 def test_gated_mlp_bound_is_reached_by_a_square() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
-    assert steepest(torch.square, torch.tensor([[3.0]])) == layers.gated_mlp(one, one, one, "identity", 3.0)
+    assert steepest(torch.square, torch.tensor([[3.0]])) == layer_constants.gated_mlp(one, one, one, "identity", 3.0)
 
 
 def test_gated_mlp_bound_is_reached_by_a_gate_that_does_not_move() -> None:
     one, closed = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
     assert steepest(lambda x: torch.sigmoid(0 * x) * x, torch.ones(1, 1)) == 0.5
-    assert layers.gated_mlp(closed, one, one, "sigmoid", 3.0) == 0.5
+    assert layer_constants.gated_mlp(closed, one, one, "sigmoid", 3.0) == 0.5
 
 
 def test_gated_mlp_is_refused_without_a_radius() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(hs.DoesNotApply, match="radius"):
-        layers.gated_mlp(one, one, one, "silu", None)
+        layer_constants.gated_mlp(one, one, one, "silu", None)
     with pytest.raises(hs.InvalidInput, match="radius"):
-        layers.gated_mlp(one, one, one, "silu", -1.0)
+        layer_constants.gated_mlp(one, one, one, "silu", -1.0)
 
 
 @pytest.mark.parametrize("floor", [None, 0.05, 1.0])
@@ -182,7 +182,7 @@ def test_gated_mlp_is_refused_without_a_radius() -> None:
 def test_normalisation_is_never_steeper_than_its_bound(kind: str, floor: float | None) -> None:
     norm = (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(WIDTH, eps=0.02, dtype=torch.float64)
     norm.weight.data = normal(WIDTH, seed=1)
-    bound = layers.normalisation(norm, floor)
+    bound = layer_constants.normalisation(norm, floor)
     # A variance of at least v is a mean square of at least v.
     inside = (lambda x: x) if floor is None else with_variance(floor)
     found = attack(norm, 0.5 * normal(STARTS, WIDTH), inside=inside)
@@ -198,9 +198,9 @@ def test_layer_norm_bound_is_reached_at_constant_tokens() -> None:
     found = steepest(norm, torch.full((1, WIDTH), 0.7, dtype=torch.float64))
     centring = torch.eye(WIDTH, dtype=torch.float64) - 1 / WIDTH
     expected = float(torch.linalg.svdvals(gain.diag() @ centring)[0]) / eps**0.5
-    assert found == pytest.approx(layers.layer_norm(gain, eps), rel=1e-9)
-    assert expected == pytest.approx(layers.layer_norm(gain, eps), rel=1e-13)
-    assert layers.layer_norm(gain, eps) < float(gain.abs().max()) / eps**0.5
+    assert found == pytest.approx(layer_constants.layer_norm(gain, eps), rel=1e-9)
+    assert expected == pytest.approx(layer_constants.layer_norm(gain, eps), rel=1e-13)
+    assert layer_constants.layer_norm(gain, eps) < float(gain.abs().max()) / eps**0.5
 
 
 @pytest.mark.parametrize("variance", [1e-4, 0.3, 7.0])
@@ -213,7 +213,7 @@ def test_layer_norm_bound_is_reached_at_every_variance(variance: float) -> None:
     z = centring @ normal(WIDTH, seed=2)
     z = z - top * (top @ z)
     z = z * (variance * WIDTH) ** 0.5 / z.norm()
-    assert steepest(norm, z[None]) == pytest.approx(layers.layer_norm(gain, eps, variance), rel=1e-10)
+    assert steepest(norm, z[None]) == pytest.approx(layer_constants.layer_norm(gain, eps, variance), rel=1e-10)
 
 
 def test_rms_norm_bound_is_reached_at_every_mean_square() -> None:
@@ -222,24 +222,24 @@ def test_rms_norm_bound_is_reached_at_every_mean_square() -> None:
     norm.weight.data = gain
     for size in (0.0, 0.1, 5.0):
         x = torch.tensor([[size, 0.0, 0.0]], dtype=torch.float64)
-        bound = layers.rms_norm(gain, 1e-3, size**2 / 3)
+        bound = layer_constants.rms_norm(gain, 1e-3, size**2 / 3)
         assert steepest(norm, x) == pytest.approx(bound, rel=1e-12)
 
 
 def test_normalisation_without_eps_needs_a_floor() -> None:
     with pytest.raises(hs.DoesNotApply, match="eps = 0"):
-        layers.layer_norm(torch.ones(4), 0.0)
-    assert layers.layer_norm(torch.ones(4), 0.0, 4.0) == pytest.approx(0.5)
+        layer_constants.layer_norm(torch.ones(4), 0.0)
+    assert layer_constants.layer_norm(torch.ones(4), 0.0, 4.0) == pytest.approx(0.5)
     with pytest.raises(hs.InvalidInput):
-        layers.layer_norm(torch.ones(4), 1e-5, -1.0)
+        layer_constants.layer_norm(torch.ones(4), 1e-5, -1.0)
     with pytest.raises(hs.InvalidInput, match="LayerNorm"):
-        layers.normalisation(nn.BatchNorm1d(4))
+        layer_constants.normalisation(nn.BatchNorm1d(4))
 
 
 def test_rms_norm_module_without_eps_uses_that_of_its_dtype() -> None:
     norm = nn.RMSNorm(3, dtype=torch.float64)
     found = steepest(norm, torch.zeros(1, 3, dtype=torch.float64))
-    assert layers.normalisation(norm) == pytest.approx(found, rel=1e-9)
+    assert layer_constants.normalisation(norm) == pytest.approx(found, rel=1e-9)
 
 
 # Rules of composition
@@ -254,7 +254,7 @@ def test_residual_is_reached_by_a_linear_map_and_false_without_its_one() -> None
 
 def test_residual_is_never_steeper_than_its_bound() -> None:
     weights = [normal(8, WIDTH, seed=1), normal(WIDTH, 8, seed=2)]
-    bound = residual(layers.mlp(weights, "gelu"))
+    bound = residual(layer_constants.mlp(weights, "gelu"))
     assert attack(lambda x: x + weights[1] @ nn.functional.gelu(weights[0] @ x), normal(STARTS, WIDTH)) <= bound
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.attention import GradientStepAttention, LipschitzNormAttention, Rotary, UnitNorm
 from howsmooth.bounds import CATALOGUE, setting
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
 from howsmooth.testing import dense_jacobian
 
 SIZES = (0.0, 1e-300, -1e-160, 1e200)

@@ -15,7 +15,7 @@ import howsmooth as hs
 from evidence.l2_open_question import Average, ascend, line_bound, starts
 from howsmooth.attention.masks import LogitBias
 from howsmooth.bounds import kim2021, l2
-from howsmooth.norms.matrices import spectral
+from howsmooth.norms.small_matrices import spectral
 from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)

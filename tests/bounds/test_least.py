@@ -12,12 +12,12 @@ import howsmooth as hs
 from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.bounds import CATALOGUE, Bound, least_upper_bound, setting
 from howsmooth.bounds.catalogue import upper_bounds
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
 from howsmooth.nn import Attending, CosineAttention
-from howsmooth.scanning.cells import head_numbers
-from howsmooth.scanning.plan import Settings
+from howsmooth.scans.cell_values import head_numbers
+from howsmooth.scans.plan import Settings
+from howsmooth.search.best_bound import tightest_upper
 from howsmooth.sets import Ball, Everywhere
-from howsmooth.worstcase.upper_end import tightest_upper
 
 EYES = torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)
 

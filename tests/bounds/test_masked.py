@@ -14,8 +14,8 @@ from howsmooth.attention.masks import Maps
 from howsmooth.bounds import get, l2, setting
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.invertible.branches import Attending
-from howsmooth.training.model import WithinDocuments
-from howsmooth.worstcase.one_head import one_head
+from howsmooth.papers.training.model import WithinDocuments
+from howsmooth.search.single_head import one_head
 
 N = 6
 PAST = torch.ones(N, N, dtype=torch.bool).tril()

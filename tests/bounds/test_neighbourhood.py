@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling, three_path_ball
 from howsmooth.bounds.own.three_path import three_path, value_gain
-from howsmooth.bounds.paths import paths
+from howsmooth.bounds.three_paths import paths
 
 HIDDEN = -float("inf")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention import UnitNorm
-from howsmooth.attention.gradient_step import GradientStepAttention
-from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
+from howsmooth.attention.gradient_step_map import GradientStepAttention
+from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
 from howsmooth.bounds import (
     TokenSet,
     furuya2026,
@@ -27,7 +27,7 @@ from howsmooth.bounds import (
     sigmoid,
 )
 from howsmooth.bounds.qi2023 import cosine as printed_cosine
-from howsmooth.bounds.settings import Setting, setting
+from howsmooth.bounds.question_setting import Setting, setting
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import howsmooth as hs
 from evidence.attention_cases import MASKS, grid, tokens
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import local, nair2025, yudin2025
-from howsmooth.bounds.settings import Setting, setting
+from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.testing import dense_jacobian
 
 NAMES = ("howsmooth.local", "howsmooth.softmax_jacobian", "yudin2025.softmax_jacobian", "nair2025.softmax_half")

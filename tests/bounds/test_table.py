@@ -16,10 +16,10 @@ from matplotlib.image import imread
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, Bound, TokenSet, paths
-from howsmooth.bounds.tables import ContradictedBound, Row, Table, table, with_witness
-from howsmooth.figures import save_figure
-from howsmooth.figures.bounds import bounds_against_n, spaced
+from howsmooth.bounds import CATALOGUE, Bound, TokenSet, three_paths
+from howsmooth.bounds.bound_table import ContradictedBound, Row, Table, table, with_witness
+from howsmooth.reports.figures import save_figure
+from howsmooth.reports.figures.bound_curves import bounds_against_n, spaced
 from howsmooth.testing import dense_jacobian
 
 
@@ -451,13 +451,13 @@ def test_the_weights_of_all_heads_are_computed_once_for_all_bounds(
     per_head: bool, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
-    compute = paths._weights
+    compute = three_paths._weights
 
     def counting(attention: hs.SelfAttention, query: Tensor, *rest: object) -> object:
         counted.append(len(query))
         return compute(attention, query, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(paths, "_weights", counting)
+    monkeypatch.setattr(three_paths, "_weights", counting)
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     found = table(hs.SelfAttention.random(8, heads=4), x=x, per_head=per_head, **options)
     at_input = {row.name for row in found if row.scope in ("point", "neighbourhood") and row.kind == "upper"}
@@ -470,7 +470,7 @@ def test_heads_that_do_not_fit_together_are_walked_in_groups_to_the_same_numbers
 ) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     together = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
-    monkeypatch.setattr(paths, "GROUP_SIZE", 1)
+    monkeypatch.setattr(three_paths, "GROUP_SIZE", 1)
     alone = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
     assert [row.name for row in together] == [row.name for row in alone]
     assert [row.value for row in together] == pytest.approx([row.value for row in alone], rel=1e-12)

@@ -24,7 +24,7 @@ from howsmooth.bounds.own.three_path import (
     three_path_parts,
     value_gain,
 )
-from howsmooth.bounds.paths import paths, query_blocks
+from howsmooth.bounds.three_paths import paths, query_blocks
 from howsmooth.testing import dense_jacobian as dense
 
 STEP = 47

@@ -15,9 +15,9 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, TokenSet
-from howsmooth.bounds.tables import Table, table
+from howsmooth.bounds.bound_table import Table, table
 from howsmooth.cli.bounds import headline
-from howsmooth.cli.sources import random_tokens
+from howsmooth.cli.source_options import random_tokens
 from tests.cli.command import Command
 
 BOUNDS = Command("bounds")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import howsmooth as hs
-from howsmooth.cli.sources import random_tokens
-from tests.certify.test_robustness import HEADS, tensors
+from howsmooth.cli.source_options import random_tokens
+from tests.certificates.test_robust_radius import HEADS, tensors
 from tests.cli.command import Command
 
 CERTIFY = Command("certify")

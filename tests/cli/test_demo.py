@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from howsmooth import extras
+from howsmooth._util import optional_deps
 from howsmooth.cli import app
 from howsmooth.cli.demo import PARTS, Part, possible
 from howsmooth.models import NAMED
@@ -95,7 +95,7 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
 
 def test_demo_names_everything_that_is_missing_at_once_and_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {NAMED["smollm2"].package, "gguf", "accelerate"}
-    monkeypatch.setattr(extras, "is_there", lambda module: module not in missing)
+    monkeypatch.setattr(optional_deps, "is_there", lambda module: module not in missing)
     there, (said,) = possible(list(PARTS))
     assert [part.model for part in there] == ["minilm"]
     assert said == (

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
-from howsmooth.cli.sources import random_tokens
+from howsmooth.cli.source_options import random_tokens
 from howsmooth.testing import dense_jacobian
 from tests.cli.command import Command
 

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from howsmooth.cli import app
 from howsmooth.models import open_model
-from howsmooth.rounding.quantising import quantise
+from howsmooth.rounding.quantisation import quantise
 from tests.cli.command import Command
 
 TINY = "random:llama[layers=1,width=16,heads=2]"

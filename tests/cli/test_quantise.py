@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from howsmooth.models import open_model
-from howsmooth.rounding import quantising
-from howsmooth.rounding.quantising import quantise
+from howsmooth.rounding import quantisation
+from howsmooth.rounding.quantisation import quantise
 from tests.cli.command import Command
 
 TINY = "random:llama[layers=2,width=32,heads=4,kv_heads=2]"
@@ -108,5 +108,5 @@ def test_nan_in_the_cache_is_one_line_that_says_where(
     opened = open_model(TINY, head=True)
     for name in names:
         opened.model.get_submodule(f"model.layers.0.{name}").weight.mul_(factor)
-    monkeypatch.setattr(quantising, "open_model", lambda name, **options: opened)
+    monkeypatch.setattr(quantisation, "open_model", lambda name, **options: opened)
     assert said in COMMAND.refusal(TINY, *QUICK)

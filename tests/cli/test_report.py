@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from howsmooth.reporting import groups, headline
-from howsmooth.scanning import Scan, scan
+from howsmooth.reports import groups, headline
+from howsmooth.scans import Scan, scan
 from tests.cli.command import Command
 
 REPORT = Command("report")

@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
     def missing(source: str) -> None:
         raise InvalidInput(f"cannot load the model {source!r}: the hub cannot be reached.")
 
-    monkeypatch.setattr("howsmooth.papers.sources.open_model", missing)
+    monkeypatch.setattr("howsmooth.papers.experiment_inputs.open_model", missing)
     result = run(app, ["reproduce", "growth-text", "--quick", "--model", model, "--output", str(tmp_path)])
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())

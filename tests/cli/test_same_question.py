@@ -12,9 +12,9 @@ import torch
 
 import howsmooth as hs
 from evidence.scan_faults import TEXT
-from howsmooth.cli.sources import random_tokens
+from howsmooth.cli.source_options import random_tokens
 from howsmooth.models import alice, attention_inputs, capture, from_transformers, load, open_model
-from howsmooth.worstcase import Witness
+from howsmooth.search import Witness
 from tests.cli.command import Command
 
 QUICK = ("--starts", 1, "--steps", 1, "--out", "out")

@@ -15,8 +15,9 @@ import pytest
 
 from evidence.scan_faults import TEXT
 from howsmooth.cli.scan import default_store
-from howsmooth.scanning import Scan, Store, preparation, runner
-from howsmooth.scanning import scan as run_scan
+from howsmooth.scans import Scan, Store, prepare
+from howsmooth.scans import run as runner
+from howsmooth.scans import scan as run_scan
 from tests.cli.command import Command
 
 SCAN = Command("scan")
@@ -208,7 +209,7 @@ def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, m
     def interrupted(*args: object, **options: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparation, "open_model", interrupted)
+    monkeypatch.setattr(prepare, "open_model", interrupted)
     done = run(TINY, "--lengths", 8, "--out", "s.sqlite")
     assert done.exit_code == 130
     said = "nothing new was measured; the 4 cells in s.sqlite are kept" if before else "nothing was measured yet"

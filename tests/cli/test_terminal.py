@@ -16,8 +16,8 @@ from rich.text import Text
 from evidence.scan_faults import TEXT, make_model
 from howsmooth.cli import app
 from howsmooth.cli.console import SafeConsole, plain_json
-from howsmooth.cli.endings import complain
-from howsmooth.scanning import scan
+from howsmooth.cli.exit_codes import complain
+from howsmooth.scans import scan
 from tests.cli.command import Command
 
 CLIPBOARD = "\x1b]52;c;cHduZWQ=\x1b\\"

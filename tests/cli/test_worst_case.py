@@ -23,19 +23,19 @@ from typer.testing import CliRunner, Result
 import howsmooth as hs
 from howsmooth.bounds import TokenSet
 from howsmooth.cli.bounds import bounds
-from howsmooth.cli.endings import OneLineErrors
+from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.worst_case import worst_case
+from howsmooth.search.sandwich_search import sandwich
+from howsmooth.search.witness import Witness
 from howsmooth.testing import dense_jacobian
-from howsmooth.worstcase.sandwich_search import sandwich
-from howsmooth.worstcase.witness import Witness
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 for command in (measure, bounds):
     app.command()(command)
 app.command("worst-case")(worst_case)
 
-STORED = Path(__file__).parents[1] / "worstcase" / "data" / "witness-1.safetensors"
+STORED = Path(__file__).parents[1] / "search" / "data" / "witness-1.safetensors"
 SMALL = ("--width", 6, "--heads", 2)
 QUICK = ("--starts", 2, "--steps", 20)
 
@@ -283,7 +283,7 @@ def test_a_witness_opens_nothing_by_itself(
     def opens(*args: object, **options: object) -> None:
         raise AssertionError(f"{args} was opened because a file said so")
 
-    for place in ("howsmooth.cli.sources.open_model", "howsmooth.cli.sources.read_attention_weights"):
+    for place in ("howsmooth.cli.source_options.open_model", "howsmooth.cli.source_options.read_attention_weights"):
         monkeypatch.setattr(place, opens)
     found = Witness.load(STORED)
     Witness(**{**vars(found), "source": source}).save(tmp_path / "evil.safetensors")
@@ -392,7 +392,7 @@ def test_help_has_examples_and_every_option_of_the_map() -> None:
 _SCRIPT = """
 import glob, os, signal, threading, time
 import typer
-from howsmooth.cli.endings import OneLineErrors
+from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.worst_case import worst_case
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.callback()(lambda: None)

@@ -16,9 +16,9 @@ import pytest
 from filelock import FileLock
 
 import howsmooth
-from howsmooth.reporting.theory import THEORY, theory_links
+from howsmooth.reports.theory_links import THEORY, theory_links
 from tests.docs.building import ROOT, build
-from tests.reporting.browsing import visit
+from tests.reports.browsing import visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FORMULAS = "[...document.querySelectorAll('math')].map(formula => formula.textContent).join()"
@@ -45,8 +45,8 @@ def inventory(site: Path) -> set[str]:
 def public_names() -> set[str]:
     """All names of all `__all__` lists of packages, the command line's apart."""
     packages = [howsmooth]
-    for found in pkgutil.iter_modules(howsmooth.__path__, "howsmooth."):
-        if found.name not in ("howsmooth.cli", "howsmooth.__main__"):
+    for found in pkgutil.walk_packages(howsmooth.__path__, "howsmooth."):
+        if found.ispkg and found.name != "howsmooth.cli":
             packages.append(importlib.import_module(found.name))
     return {f"{package.__name__}.{name}" for package in packages for name in getattr(package, "__all__", ())}
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import howsmooth as hs
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
-from howsmooth.jacobians.composed import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
+from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
 from howsmooth.jacobians.tiles import TILE_SIZE, tile_size
 from howsmooth.jacobians.tokenwise import Activation, Affine, Gate
 

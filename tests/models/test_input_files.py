@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.models.input_files import read_input
-from howsmooth.models.texts import LARGEST_TEXT
+from howsmooth.models.text_files import LARGEST_TEXT
 
 MODEL = "random:bert[layers=1,width=16]"
 

@@ -14,7 +14,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import RANDOM_NAMES, OpenModel, Targets, Window, open_model, target
 from howsmooth.models.self_check import random_inputs
 from howsmooth.testing import dense_jacobian
-from tests.models.test_sites import other_model
+from tests.models.test_captured_sites import other_model
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 

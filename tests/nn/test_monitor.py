@@ -19,8 +19,8 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor, as_log
 from howsmooth.nn.signals import Alarm
+from howsmooth.search.single_head import one_head
 from howsmooth.testing import dense_jacobian
-from howsmooth.worstcase.one_head import one_head
 from tests.models.tiny import TINY
 
 D, HEADS, N = 16, 2, 6

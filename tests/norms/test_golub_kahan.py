@@ -14,8 +14,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.certificate import Certificate
-from howsmooth.norms.products import FlatProducts, rounding_allowance
+from howsmooth.norms.counted_products import FlatProducts, rounding_allowance
+from howsmooth.norms.lanczos_bound import Certificate
 
 
 class Uncut(MatrixOperator):

@@ -56,7 +56,7 @@ def test_dense_triplets_are_singular_triplets() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exact_column_and_row_sums_equal_torch(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.norms.products.CHUNK_BYTES", 2**12)  # several blocks even here
+    monkeypatch.setattr("howsmooth.norms.counted_products.CHUNK_BYTES", 2**12)  # several blocks even here
     matrix = gaussian(*shape)
     for m, ord_ in ((one_norm(ProductsOnly(matrix)), 1), (inf_norm(ProductsOnly(matrix)), math.inf)):
         torch.testing.assert_close(m.value, torch.linalg.matrix_norm(matrix, ord=ord_), rtol=1e-14, atol=0)

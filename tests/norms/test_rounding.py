@@ -16,7 +16,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, golub_kahan, inf_norm, one_norm, operator_norm
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.products import FlatProducts, absolute_noise, overlaps
+from howsmooth.norms.counted_products import FlatProducts, absolute_noise, overlaps
 
 ORDS: list[float | str] = [2, 1, math.inf, "fro"]
 

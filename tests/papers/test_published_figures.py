@@ -20,8 +20,8 @@ from howsmooth.papers import (
     lip_infinity,
     recipe_variants,
 )
+from howsmooth.papers.experiment_inputs import RANDOM_GPT2
 from howsmooth.papers.released_recipe import exponents, quantities
-from howsmooth.papers.sources import RANDOM_GPT2
 
 
 def test_both_quantities_equal_those_of_the_dense_jacobian() -> None:

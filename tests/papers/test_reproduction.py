@@ -11,7 +11,7 @@ import pytest
 
 from howsmooth.errors import InvalidInput
 from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Finding, Verdict, reproduce
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 from howsmooth.papers.released_recipe import exponents
 
 

@@ -13,8 +13,8 @@ from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.allocation import allocate, by_sensitivity, first_and_last, uniform
-from howsmooth.rounding.caches import Cache
-from howsmooth.rounding.rivals import rivals
+from howsmooth.rounding.baselines import rivals
+from howsmooth.rounding.kv_cache import Cache
 
 FORMATS, BITS = parse_formats("int2,int4,int8"), [2.25, 4.25, 8.25]
 

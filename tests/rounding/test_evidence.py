@@ -18,8 +18,8 @@ from evidence import (
 )
 from howsmooth.models import OpenModel, alice, open_model
 from howsmooth.rounding import parse_format, parse_formats
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.scores import Scores
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.sensitivity import Scores
 
 
 def silent(label: str) -> None:

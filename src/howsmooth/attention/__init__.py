@@ -1,17 +1,17 @@
 """The maps under study: one file per kind of attention, plus masks, positions and token stages."""
 
-from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.composite import ComposedAttention, Composite, Feature, Features
-from howsmooth.attention.cosine import CosineAttention
-from howsmooth.attention.cross import CrossAttention, CrossSide
-from howsmooth.attention.dot_product import SelfAttention
-from howsmooth.attention.gradient_step import GradientStepAttention, MeanOfSteps
-from howsmooth.attention.l2 import L2SelfAttention
-from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
+from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.composite_map import ComposedAttention, Composite, Feature, Features
+from howsmooth.attention.conversion import as_attention, closed_form, map_of, plain_map
+from howsmooth.attention.cosine_map import CosineAttention
+from howsmooth.attention.cross_attention import CrossAttention, CrossSide
+from howsmooth.attention.dot_product_map import SelfAttention
+from howsmooth.attention.gradient_step_map import GradientStepAttention, MeanOfSteps
+from howsmooth.attention.l2_map import L2SelfAttention
+from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
 from howsmooth.attention.masks import Causal, Chunked, DenseBias, LogitBias, Padding, SlidingWindow
-from howsmooth.attention.offers import as_attention, closed_form, map_of, plain_map
 from howsmooth.attention.positions import ALiBi, RelativeBias, Rotary
-from howsmooth.attention.sigmoid import SigmoidAttention
+from howsmooth.attention.sigmoid_map import SigmoidAttention
 from howsmooth.attention.stages import HeadNorm, PlaceScale, UnitNorm
 
 __all__ = ["AttentionMap", "CosineAttention", "GradientStepAttention", "L2SelfAttention", "LipschitzNormAttention"]

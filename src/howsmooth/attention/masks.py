@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, check_readable, door, shown
+from howsmooth._util.validation import Count, check_readable, door, shown
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")

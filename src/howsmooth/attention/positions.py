@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention.layout import together, woven
+from howsmooth._util.validation import check_count, check_number, check_positive, check_weights, door
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
+from howsmooth.attention.memory_layout import together, woven
 from howsmooth.attention.stages import TokenDerivative, TokenStage
-from howsmooth.checks import check_count, check_number, check_positive, check_weights, door
 from howsmooth.errors import InvalidInput
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention.layout import channels_first
-from howsmooth.checks import check_count, check_number, door
+from howsmooth._util.validation import check_count, check_number, door
+from howsmooth.attention.memory_layout import channels_first
 from howsmooth.errors import InvalidInput
 
 
@@ -40,7 +40,7 @@ class TokenDerivative(ABC):
         return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
 
     def channels_first(self) -> TokenDerivative:
-        """The same for tangents whose channels lie before their tokens (`howsmooth.attention.layout`)."""
+        """The same for tangents whose channels lie before their tokens (`howsmooth.attention.memory_layout`)."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.dim() > 1}
         return replace(self, **{name: channels_first(value) for name, value in tensors.items()}) if tensors else self  # type: ignore[type-var]
 

@@ -16,34 +16,29 @@ from howsmooth.bounds import (
     emadi2026,
     furuya2026,
     kim2021,
-    layers,
     nair2025,
     qi2023,
     ramapuram2024,
-    stacks,
     yudin2025,
     zhai2023,
 )
+from howsmooth.bounds import layer_constants as layers
+from howsmooth.bounds import model_stack as stacks
+from howsmooth.bounds.bound_table import Row, Table, table
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get, least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
-from howsmooth.bounds.heads import HeadNumbers, head_numbers
-from howsmooth.bounds.own import (
-    composed,
-    gradient_step,
-    l2,
-    lipschitz_norm,
-    local,
-    lower,
-    neighbourhood,
-    normalised,
-    sets,
-    sigmoid,
-    softmax_jacobian,
-    three_path,
-)
-from howsmooth.bounds.settings import Setting, setting
-from howsmooth.bounds.stacks import measured_variances, stack
-from howsmooth.bounds.tables import Row, Table, table
+from howsmooth.bounds.head_constants import HeadNumbers, head_numbers
+from howsmooth.bounds.model_stack import measured_variances, stack
+from howsmooth.bounds.own import composed_attention as composed
+from howsmooth.bounds.own import gradient_step_bound as gradient_step
+from howsmooth.bounds.own import l2_bounds as l2
+from howsmooth.bounds.own import lipschitz_norm_bound as lipschitz_norm
+from howsmooth.bounds.own import local_bound as local
+from howsmooth.bounds.own import lower_bounds as lower
+from howsmooth.bounds.own import neighbourhood, normalised, softmax_jacobian, three_path
+from howsmooth.bounds.own import sigmoid_bound as sigmoid
+from howsmooth.bounds.own import token_set_bounds as sets
+from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.sets import TokenSet
 
 __all__ = ["CATALOGUE", "SCOPES", "Assumption", "Bound", "HeadNumbers", "Row", "Setting", "Stack", "Stage"]

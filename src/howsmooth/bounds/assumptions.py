@@ -9,8 +9,8 @@ from torch import Tensor
 from howsmooth.attention import Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.catalogue import Assumption
-from howsmooth.bounds.rounding import known_rounding
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.point_error import known_rounding
+from howsmooth.bounds.question_setting import Setting
 
 
 def _linear_queries_and_keys(where: Setting) -> bool:

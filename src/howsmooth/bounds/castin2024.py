@@ -22,9 +22,9 @@ from howsmooth.bounds.assumptions import (
     UNMASKED_OR_CAUSAL,
 )
 from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.heads import query_key, value_matrices
-from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.head_constants import query_key, value_matrices
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.norms.small_matrices import spectral
 
 REFERENCE = "Castin, Ablin, Peyré 2024"
 
@@ -40,7 +40,8 @@ REFERENCE = "Castin, Ablin, Peyré 2024"
 def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     r"""Theorem 3.3: :math:`\mathrm{Lip}(f|_{B_R^n}) \le \sqrt3\,\|V\|\,(\|A\|^2R^4(4n+1) + n)^{1/2}`, masked or not.
 
-    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from `howsmooth.bounds.own.sets.sqrt_n`, never larger.
+    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from `howsmooth.bounds.own.token_set_bounds.sqrt_n`, never
+    larger.
 
     Args:
         value, score: ‖V‖ and ‖A‖ of each head. radius: R. n: number of tokens.

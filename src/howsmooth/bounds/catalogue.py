@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.validation import Size, door
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.settings import PathNumber, Setting, setting
-from howsmooth.checks import Size, door
+from howsmooth.bounds.question_setting import PathNumber, Setting, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
 
 Evaluate = TypeVar("Evaluate", bound=Callable[..., Tensor])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from howsmooth.checks import door
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
 
 

@@ -2,7 +2,7 @@ r"""LipschitzNorm attention: Dasoulas, Scaman, Virmaux, *Lipschitz Normalization
 (arXiv 2103.04886).
 
 The paper introduces the divisor c and bounds the map (Q, K, V) ↦ softmax(QKᵀ/c)V by the constant e√3 + 2√6 ≈ 9.61, for
-all inputs of all lengths. It follows from the smaller one of `howsmooth.bounds.own.lipschitz_norm`.
+all inputs of all lengths. It follows from the smaller one of `howsmooth.bounds.own.lipschitz_norm_bound`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.lipschitz_norm import LipschitzNormAttention
+from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
 from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.norms.small_matrices import spectral
 
 
 def joint(output: Tensor | float, stacked: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ from torch import Tensor
 from howsmooth.bounds.assumptions import LINEAR, NO_ROTARY, NO_SOFTCAP
 from howsmooth.bounds.catalogue import CATALOGUE, theorem
 from howsmooth.bounds.own.three_path import nowhere_nan, value_gain
-from howsmooth.bounds.paths import Paths
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths
 
 REFERENCE = "Emadi 2026"
 _NAME = "emadi2026.balanced_mass"

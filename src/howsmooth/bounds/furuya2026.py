@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention.gradient_step import GradientStepAttention, MeanOfSteps
+from howsmooth.attention.gradient_step_map import GradientStepAttention, MeanOfSteps
 from howsmooth.bounds.catalogue import Assumption, theorem
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
 
 REFERENCE = "Furuya et al. 2026"
 

@@ -20,9 +20,9 @@ from torch.linalg import matrix_norm
 from howsmooth.attention import L2SelfAttention
 from howsmooth.bounds.assumptions import FINITE, SEES_ITSELF
 from howsmooth.bounds.catalogue import Assumption, theorem
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
 from howsmooth.errors import InvalidInput
-from howsmooth.norms.matrices import spectral
+from howsmooth.norms.small_matrices import spectral
 
 REFERENCE = "Kim, Papamakarios, Mnih 2021"
 
@@ -88,7 +88,7 @@ def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     .. math:: \mathrm{Lip}_\infty \le \Big(4\varphi^{-1}(N-1) + \frac1s\Big)\,\|W^{O\top}\|_\infty
               \max_h \|W_h\|_\infty\|W_h^\top\|_\infty\, \max_h \|W_h^{V\top}\|_\infty.
 
-    Proof: that of `howsmooth.bounds.own.l2.lip_inf` with :math:`|u|_1 \le s|u|_2` for both score terms.
+    Proof: that of `howsmooth.bounds.own.l2_bounds.lip_inf` with :math:`|u|_1 \le s|u|_2` for both score terms.
 
     >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
     >>> [round(float(lip_inf(one, one, one, n)), 3) for n in (10, 100, 1000)]
@@ -112,7 +112,7 @@ def lip_2(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
               \Big(\sum_h \|W_h\|_2^4\,\|W_h^V\|_2^2\Big)^{1/2}\|W^O\|_2.
 
     With :math:`\|W_h\|_2^2` in the root, as it is often written, it is false: the map scales as :math:`W_h^2`.
-    Proof: `howsmooth.bounds.own.l2.lip_2` is never larger.
+    Proof: `howsmooth.bounds.own.l2_bounds.lip_2` is never larger.
 
     >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
     >>> round(float(lip_2(one, one, one, 1000)), 1)

@@ -16,9 +16,9 @@ from torch import Tensor
 from howsmooth.bounds.assumptions import FINITE, PLAIN
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.own.three_path import value_gain, weights_norm
-from howsmooth.bounds.paths import Paths
-from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths
+from howsmooth.norms.small_matrices import spectral
 
 REFERENCE = "Nair 2025, softmax is 1/2-Lipschitz"
 

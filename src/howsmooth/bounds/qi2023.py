@@ -9,8 +9,8 @@ from howsmooth.attention import CosineAttention
 from howsmooth.bounds.assumptions import FINITE, NO_ROTARY
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.own.normalised import POSITIVE_EPS, VALUES_NORMALISED
-from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.norms.small_matrices import spectral
 
 REFERENCE = "Qi et al. 2023"
 

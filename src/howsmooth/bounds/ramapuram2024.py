@@ -7,8 +7,8 @@ from torch import Tensor
 
 from howsmooth.bounds.assumptions import LINEAR, NO_QUERY_BIAS, NO_ROTARY, no_bias
 from howsmooth.bounds.catalogue import Assumption, theorem
-from howsmooth.bounds.paths import Paths
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths
 
 REFERENCE = "Ramapuram et al. 2024"
 

@@ -1,54 +1,10 @@
-"""The command line: `howsmooth COMMAND …`, one module per command."""
+"""The command line: `howsmooth COMMAND …`.
 
-from __future__ import annotations
+`program` is the program itself, `lazy_commands` finds its commands without importing them, and every command is a
+module of its name. They share `source_options` (the map or the model and its input), `set_options`, `engine_options`,
+`options` and `figure_output`; `console` prints, and `exit_codes` turns errors and signals into one line and a code.
+"""
 
-import sys
-from collections.abc import Sequence
-from typing import Annotated
-
-import typer
-
-from howsmooth.cli.busy import leave_room
-from howsmooth.cli.endings import CODES, INTERRUPTED, complain
-from howsmooth.cli.on_demand import Commands
+from howsmooth.cli.program import app, main
 
 __all__ = ["app", "main"]
-
-app = typer.Typer(
-    cls=Commands,
-    name="howsmooth",
-    help="How smooth is this attention? Measures and bounds the Lipschitz constant of self-attention.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["--help", "-h"]},
-    epilog=CODES,
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from howsmooth import __version__
-
-        typer.echo(f"howsmooth {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """The console script."""
-    leave_room()
-    try:
-        app(args, prog_name="howsmooth")
-    except KeyboardInterrupt:  # before the command had begun, when no other signal was listened for
-        complain("interrupted")
-        sys.exit(INTERRUPTED)

@@ -16,16 +16,16 @@ import typer
 from torch import Tensor
 from typer import Option
 
+from howsmooth._util.common import check_figure_path
+from howsmooth.bounds.bound_table import Row, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.bounds.tables import Row, Table, table, with_witness
 from howsmooth.cli.console import print_json, print_line, stdout, step_progress
-from howsmooth.cli.endings import NOT_CONVERGED
+from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, command
-from howsmooth.cli.sources import Request, Settings, Site
-from howsmooth.cli.token_sets import named_norm, numbers_in
+from howsmooth.cli.set_options import named_norm, numbers_in
+from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.sets import TokenSet
-from howsmooth.small import check_figure_path
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",
@@ -95,7 +95,7 @@ def bounds(
         if figure is not None:
             begin("drawing")
             several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
-            from howsmooth.figures import bounds_against_n, save_figure
+            from howsmooth.reports.figures import bounds_against_n, save_figure
 
             save_figure(bounds_against_n(site.attention, lengths=several, x=x, **where), figure)
     converged = all(bool(m.converged.all()) for rows in tables for m in rows.measurements.values())
@@ -132,7 +132,7 @@ def headline(rows: Table) -> str:
 def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
     """The figure shows what random tokens of the set reach, so that the table knows it too."""
     assert rows.setting.tokens is not None
-    from howsmooth.figures import random_tokens
+    from howsmooth.reports.figures import random_tokens
 
     x = random_tokens(rows.setting.tokens, seed)
     if rows.setting.count > len(x):

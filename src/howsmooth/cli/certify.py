@@ -15,21 +15,22 @@ from rich.table import Table
 from torch import Tensor
 
 from howsmooth import __version__
-from howsmooth.certify import Certificate, PatchTransformer, certify_patches, certify_tokens
-from howsmooth.certify.at_point import expected_block_seconds, expected_seconds
-from howsmooth.certify.block_ball import expected_change_seconds
-from howsmooth.certify.ladders import ladder, ladder_radii
-from howsmooth.checks import check_device
+from howsmooth._util.checksummed import resumed
+from howsmooth._util.common import file_digest
+from howsmooth._util.validation import check_device
+from howsmooth.certificates import Certificate, PatchTransformer
+from howsmooth.certificates.ball.block_ball import expected_change_seconds
+from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
+from howsmooth.certificates.certify_any import certify_patches, certify_tokens
+from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
 from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
 from howsmooth.cli.options import command
-from howsmooth.cli.sources import Request, Settings, Site
+from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
-from howsmooth.reporting.certificates import write_certificates
-from howsmooth.reporting.sections import check_section_path
-from howsmooth.sealed import resumed
-from howsmooth.small import file_digest
-from howsmooth.weights import read_tensors
-from howsmooth.worstcase.attacks import minimal_norm_attack
+from howsmooth.models.weight_files import read_tensors
+from howsmooth.reports.certificate_section import write_certificates
+from howsmooth.reports.sections import check_section_path
+from howsmooth.search.attacks import minimal_norm_attack
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})

@@ -10,14 +10,14 @@ import typer
 from rich.table import Table
 from typer import Argument, Option
 
+from howsmooth._util.common import distinct_files
 from howsmooth.cli.console import MOST_SEED, print_json, stdout, step_progress
-from howsmooth.cli.endings import BEYOND
+from howsmooth.cli.exit_codes import BEYOND
 from howsmooth.cli.options import AsJson, Device, Picture, WeightDtype, command
 from howsmooth.errors import InvalidInput
-from howsmooth.small import distinct_files
 
 if TYPE_CHECKING:
-    from howsmooth.scanning import Comparison, Scan
+    from howsmooth.scans import Comparison, Scan
 
 _MOST_ROWS = 20
 STORES = (".sqlite", ".db")
@@ -55,11 +55,11 @@ def compare(
       howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json\n
       howsmooth compare training-run -o series.html
     """
-    from howsmooth.figures import check_figure_path, save_figure
-    from howsmooth.reporting.comparing import comparison_figure, write_comparison
-    from howsmooth.reporting.page import check_report_path
-    from howsmooth.scanning import compare as run
-    from howsmooth.scanning.comparison import LIMIT
+    from howsmooth.reports.comparison_page import comparison_figure, write_comparison
+    from howsmooth.reports.figures import check_figure_path, save_figure
+    from howsmooth.reports.page import check_report_path
+    from howsmooth.scans import compare as run
+    from howsmooth.scans.compare_scans import LIMIT
 
     sources = [one for source in sources for one in _checkpoints(source)]
     if len(sources) < 2:
@@ -103,7 +103,7 @@ def _checkpoints(source: str) -> list[str]:
 
 
 def _scan(source: str, text: Path | None, **asked: Any) -> Scan:
-    from howsmooth.scanning import Scan, scan
+    from howsmooth.scans import Scan, scan
 
     if Path(source).suffix in STORES:
         if not Path(source).is_file():

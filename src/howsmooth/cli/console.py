@@ -18,9 +18,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 
-from howsmooth.cli.endings import nobody_reads
+from howsmooth._util.common import printable, rounded
+from howsmooth.cli.exit_codes import nobody_reads
 from howsmooth.errors import InvalidInput
-from howsmooth.small import printable, rounded
 
 if TYPE_CHECKING:
     from howsmooth.norms import Measurement

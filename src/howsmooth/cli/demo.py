@@ -9,14 +9,14 @@ import typer
 from typer import Option
 
 from howsmooth.cli.console import print_json, stdout
-from howsmooth.cli.endings import NOT_CONVERGED, complain
+from howsmooth.cli.exit_codes import NOT_CONVERGED, complain
 from howsmooth.cli.options import AsJson, Device, command
 from howsmooth.cli.report import facts
 from howsmooth.cli.scan import FOLDER, keeping
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from howsmooth.scanning import Scan
+    from howsmooth.scans import Scan
 
 
 class Part(NamedTuple):
@@ -55,8 +55,8 @@ def demo(
       howsmooth demo --models minilm --lengths 8,16,…,256 --output alice
     """
     from howsmooth.models import NAMED
-    from howsmooth.reporting import groups, summary, write_report
-    from howsmooth.scanning import Scan
+    from howsmooth.reports import groups, summary, write_report
+    from howsmooth.scans import Scan
 
     wanted, skipped = possible(chosen(models))
     for reason in skipped:
@@ -91,9 +91,9 @@ def demo(
 def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Scan]:
     """A model, and at its longest length the same architecture with random weights, to compare with."""
     from howsmooth.models import open_model
-    from howsmooth.models.opened import twin_of
-    from howsmooth.scanning import scan
-    from howsmooth.scanning.grammar import parse_lengths
+    from howsmooth.models.open_source import twin_of
+    from howsmooth.scans import scan
+    from howsmooth.scans.scan_grammar import parse_lengths
 
     opened, longest = open_model(model, device=device), max(parse_lengths(lengths))
     coarse: dict[str, Any] = {"rtol": 1e-2, "explain": False, "bounds": "none"}
@@ -105,7 +105,7 @@ def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Sc
 
 def possible(wanted: list[Part]) -> tuple[list[Part], list[str]]:
     """The models that can be opened here, and of the others all that is missing, at once."""
-    from howsmooth.extras import is_there
+    from howsmooth._util.optional_deps import is_there
     from howsmooth.models import NAMED
 
     there, skipped = [], []

@@ -12,18 +12,18 @@ import typer
 from rich.table import Column, Table
 from typer import Option
 
+from howsmooth._util.common import check_figure_path
 from howsmooth.cli.console import lower_bound, parse_bytes, print_json, solver_progress, stdout, upper_bound, written
-from howsmooth.cli.endings import NOT_CONVERGED
+from howsmooth.cli.exit_codes import NOT_CONVERGED
+from howsmooth.cli.figure_output import check_drawable, draw_measurement
 from howsmooth.cli.options import AsJson, Picture, command
-from howsmooth.cli.pictures import check_drawable, draw_measurement
 from howsmooth.cli.replay import Replay
-from howsmooth.cli.sources import Request, Settings, Site
+from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
-from howsmooth.explaining import Explanation, explain
-from howsmooth.measuring import measure as measure_block
-from howsmooth.measuring import measure_heads
 from howsmooth.norms import Measurement
-from howsmooth.small import check_figure_path
+from howsmooth.norms.explanation import Explanation, explain
+from howsmooth.norms.local_constant import measure as measure_block
+from howsmooth.norms.local_constant import measure_heads
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro", "token": "token"})

@@ -27,7 +27,7 @@ def merge(
       howsmooth merge part-1.sqlite part-2.sqlite --out all.sqlite\n
       howsmooth merge shards/*.sqlite --out all.sqlite --json
     """
-    from howsmooth.scanning import merge as join
+    from howsmooth.scans import merge as join
 
     done = join(stores, out, partial=partial)
     if as_json:

@@ -12,19 +12,19 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from howsmooth._util.common import check_figure_path, distinct_files, printable, write_whole
 from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
-from howsmooth.cli.endings import INTERRUPTED, complain, stop_word
+from howsmooth.cli.exit_codes import INTERRUPTED, complain, stop_word
 from howsmooth.cli.options import Device, Picture, RowsAsJson, WeightDtype, command
 from howsmooth.errors import InvalidInput
-from howsmooth.models.texts import read_text
-from howsmooth.reporting.rounding import write_rounding
-from howsmooth.reporting.sections import check_section_path
+from howsmooth.models.text_files import read_text
+from howsmooth.reports.quantisation_section import write_rounding
+from howsmooth.reports.sections import check_section_path
 from howsmooth.rounding.allocation import UNITS, Allocation
-from howsmooth.rounding.exports import EXPORTS, check_engine
-from howsmooth.rounding.formats import parse_formats
-from howsmooth.rounding.quantising import Quantisation
-from howsmooth.rounding.quantising import quantise as run
-from howsmooth.small import check_figure_path, distinct_files, printable, write_whole
+from howsmooth.rounding.engine_exports import EXPORTS, check_engine
+from howsmooth.rounding.number_formats import parse_formats
+from howsmooth.rounding.quantisation import Quantisation
+from howsmooth.rounding.quantisation import quantise as run
 
 FOLDER = Path("howsmooth-output")
 
@@ -118,7 +118,7 @@ def quantise(
     else:
         _print(quantisation, out)
     if figure is not None:
-        from howsmooth.figures import quantisation_figure, save_figure
+        from howsmooth.reports.figures import quantisation_figure, save_figure
 
         save_figure(quantisation_figure(quantisation), figure)
     if report is not None:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from howsmooth._util.annotations import fits
+from howsmooth._util.common import digest, printable
+from howsmooth._util.validation import check_count, check_seed
 from howsmooth.attention import AttentionMap
-from howsmooth.checks import check_count, check_seed
-from howsmooth.cli.sources import Request, Settings, Site, mask_name, positions_name, random_settings
+from howsmooth.cli.source_options import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
-from howsmooth.kinds import fits
-from howsmooth.small import digest, printable
-from howsmooth.worstcase.first_vectors import evaluate
-from howsmooth.worstcase.one_head import one_head
-from howsmooth.worstcase.witness import Witness
+from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.single_head import one_head
+from howsmooth.search.witness import Witness
 
 _ACCURACY = 1e-3
 """Of a measurement, by which it may lie below what an unfinished search knew."""

@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from howsmooth._util.common import FORMATS, distinct_files, same_file
 from howsmooth.cli.console import print_json, stdout, step_progress
 from howsmooth.cli.options import AsJson, Debug
 from howsmooth.errors import InvalidInput
-from howsmooth.reporting import Group, groups, headline, summary, write_report
-from howsmooth.reporting.formats import check_formats
-from howsmooth.reporting.page import check_report_path
-from howsmooth.scanning import salvage as salvaged
-from howsmooth.small import FORMATS, distinct_files, same_file
+from howsmooth.reports import Group, groups, headline, summary, write_report
+from howsmooth.reports.figure_formats import check_formats
+from howsmooth.reports.page import check_report_path
+from howsmooth.scans import salvage as salvaged
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
@@ -54,7 +54,7 @@ def report(
     distinct_files(read=[("the store", store)], written=[("the page", path)])
     wanted = check_formats(formats.split(","))
     if figures is not None:
-        from howsmooth.reporting import write_figures
+        from howsmooth.reports import write_figures
     if figures is not None and store.suffix in wanted and same_file(store.parent, figures):
         raise InvalidInput(f"figures could overwrite the store {store}: choose another folder for them.")
     whole = None

@@ -9,10 +9,10 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from howsmooth.checks import check_one_of
+from howsmooth._util.validation import check_one_of
 from howsmooth.cli.console import print_json, stderr, stdout
+from howsmooth.cli.engine_options import Place
 from howsmooth.cli.options import AsJson, command
-from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _list(experiments: list[Experiment], as_json: bool) -> None:
 
 
 def _read(path: Path) -> str:
-    from howsmooth.models.texts import read_text
+    from howsmooth.models.text_files import read_text
 
     return read_text(path)
 

@@ -15,13 +15,13 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Argument, Option
 
+from howsmooth._util.common import distinct_files, printable
 from howsmooth.cli.console import MOST_SEED, plain_json, progress_line, stdout
-from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, USER_ERROR, complain, stop_word
+from howsmooth.cli.engine_options import Workers, print_plan
+from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, USER_ERROR, complain, stop_word
 from howsmooth.cli.options import Device, RowsAsJson, WeightDtype, command
-from howsmooth.cli.workers import Workers, print_plan
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.scanning.shards import parse_shard
-from howsmooth.small import distinct_files, printable
+from howsmooth.scans.shards import parse_shard
 
 FOLDER = Path("howsmooth-output")
 Reference = Enum("Reference", {"random": "random"})
@@ -100,8 +100,8 @@ def scan(
       howsmooth scan smollm2 --shard 2/8 --out shard-2.sqlite\n
       howsmooth scan --config scan.toml --rtol 1e-4 --export rows.csv --json
     """
-    from howsmooth.reporting import summary
-    from howsmooth.scanning import scan as run
+    from howsmooth.reports import summary
+    from howsmooth.scans import scan as run
 
     wanted = wish.over({} if config is None else read_config(config))
     model = wanted.pop("model", None)
@@ -211,7 +211,7 @@ def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
 
 def _kept_before(out: Path) -> str:
     """What a store has when a scan is stopped before it has begun to measure."""
-    from howsmooth.scanning import Store
+    from howsmooth.scans import Store
 
     try:
         with Store.reading(out) as store:

@@ -18,9 +18,9 @@ from rich.table import Table
 from typer import Argument, Option
 
 from howsmooth.cli.console import MOST_SEED, progress_line, stdout, written
-from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED, complain, stop_word
+from howsmooth.cli.engine_options import Place
+from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import Device, command
-from howsmooth.cli.workers import Place
 from howsmooth.errors import InvalidInput
 
 FOLDER = Path("howsmooth-output")
@@ -29,7 +29,7 @@ _SAME = "the same command with --resume goes on from there"
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained and how; the fields of `howsmooth.training.Settings`."""
+    """What is trained and how; the fields of `howsmooth.papers.training.Settings`."""
 
     attention: Annotated[
         str,
@@ -98,7 +98,7 @@ def train(
       howsmooth train shakespeare.txt --table --depth 2,4,6 --seed 0,1 --steps 2000\n
       howsmooth train shakespeare.txt --table --engine slurm --jobs 30 --time 600
     """
-    from howsmooth.training import Corpus, Intervals
+    from howsmooth.papers.training import Corpus, Intervals
 
     corpus = Corpus.read(text)
     options: dict[str, Any] = {"intervals": Intervals(report=report_every, save=save_every), "device": device}
@@ -112,8 +112,8 @@ def train(
 
 
 def _one(corpus: Any, model: Model, text: Path, out: Path | None, as_json: bool, **options: Any) -> None:
-    from howsmooth.training import Settings
-    from howsmooth.training import train as run
+    from howsmooth.papers.training import Settings
+    from howsmooth.papers.training import train as run
 
     depth, seed = _number("depth", model.depth or "2"), _number("seed", model.seed or "0")
     (attention,) = _kinds(model.attention or "dot-product", several=False)
@@ -133,8 +133,8 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, as_json: bool,
 
 
 def _grid(corpus: Any, model: Model, out: Path, as_json: bool, **options: Any) -> None:
-    from howsmooth.training import Grid, Settings, run_grid
-    from howsmooth.training.grid import KINDS, TABLE, row_of
+    from howsmooth.papers.training import Grid, Settings, run_grid
+    from howsmooth.papers.training.grid import KINDS, TABLE, row_of
 
     kinds = _kinds(model.attention) if model.attention else KINDS
     depths = tuple(_number("depth", each) for each in (model.depth or "2,4,6").split(","))
@@ -156,7 +156,7 @@ def _grid(corpus: Any, model: Model, out: Path, as_json: bool, **options: Any) -
 
 def comparison(results: list[Any], grid: Any) -> Table:
     """Validation bits per character: a row per kind, a column per depth, the mean over seeds."""
-    from howsmooth.training import gap_closed, mean_bits
+    from howsmooth.papers.training import gap_closed, mean_bits
 
     shown = Table(title="Validation bits per character, mean over seeds", title_justify="left")
     shown.add_column("attention")
@@ -183,7 +183,7 @@ def default_folder(text: Path, name: str) -> Path:
 
 
 def _summary(result: Any) -> Iterator[str]:
-    from howsmooth.nn.layers.named import KINDS
+    from howsmooth.nn.layers.registry import KINDS
 
     settings = result.settings
     yield (
@@ -208,7 +208,7 @@ def _summary(result: Any) -> Iterator[str]:
 @contextmanager
 def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
-    from howsmooth.training import Stopped
+    from howsmooth.papers.training import Stopped
 
     try:
         with progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0) as update:
@@ -232,7 +232,7 @@ def described(now: Any) -> str:
 
 def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
     """Names of attention as they are today; one that was renamed is answered by a line on stderr."""
-    from howsmooth.nn.layers.named import renamed
+    from howsmooth.nn.layers.registry import renamed
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -18,18 +18,18 @@ from typer import Option
 
 from howsmooth.cli.bounds import tokens_after
 from howsmooth.cli.console import print_json, progress_line, stdout, written
-from howsmooth.cli.endings import INTERRUPTED, NOT_CONVERGED
+from howsmooth.cli.engine_options import Place
+from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
 from howsmooth.cli.options import AsJson, command
 from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
-from howsmooth.cli.sources import Request, Settings, Site
-from howsmooth.cli.token_sets import layer_tokens, positive_numbers
-from howsmooth.cli.workers import Place
+from howsmooth.cli.set_options import layer_tokens, positive_numbers
+from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
-from howsmooth.scanning.grammar import parse_lengths
+from howsmooth.scans.scan_grammar import parse_lengths
+from howsmooth.search.sandwich_result import Sandwich, size_of
+from howsmooth.search.sandwich_search import sandwich
 from howsmooth.sets import InputSet, TokenSet
-from howsmooth.worstcase.both_ends import Sandwich, size_of
-from howsmooth.worstcase.sandwich_search import sandwich
 
 Norm = Enum("Norm", {"two": "2", "inf": "inf"})
 _LENGTHS = "8,16,32"
@@ -110,7 +110,7 @@ def worst_case(
         )
     picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:
-        from howsmooth.figures import save_figure
+        from howsmooth.reports.figures import save_figure
 
         save_figure(cells.figure(), picture)
     if as_json:
@@ -154,7 +154,7 @@ def _where(
     shares: list[float],
     at_the_layer: bool,
 ) -> dict[str, Any]:
-    """The sets, as `howsmooth.worstcase.sandwich` takes them."""
+    """The sets, as `howsmooth.search.sandwich` takes them."""
     if shares:
         x = site.one_input.double()
         if x.dim() != 2:

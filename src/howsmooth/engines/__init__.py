@@ -13,36 +13,6 @@ Work is a function of one item and a list of items; an executor is all that it i
 [(2, "TypeError: bad operand type for abs(): 'str'")]
 """
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from howsmooth.small import on_demand
-
-if TYPE_CHECKING:
-    from howsmooth.engines.answers import Unfit
-    from howsmooth.engines.choosing import Engine, complete, load_of, open_engine
-    from howsmooth.engines.handing import EngineError, Failure, Load, State, hand_over
-    from howsmooth.engines.processes import Processes
-
-__getattr__, __dir__ = on_demand(  # a worker needs `answers` alone, and no torch where its work needs none
-    __name__,
-    {
-        "answers": ("Unfit",),
-        "choosing": ("Engine", "complete", "load_of", "open_engine"),
-        "handing": ("EngineError", "Failure", "Load", "State", "hand_over"),
-        "processes": ("Processes",),
-    },
-)
-
-__all__ = [
-    "Engine",
-    "EngineError",
-    "Failure",
-    "Load",
-    "Processes",
-    "State",
-    "Unfit",
-    "complete",
-    "hand_over",
-    "load_of",
-    "open_engine",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

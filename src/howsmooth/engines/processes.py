@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from howsmooth.engines.handing import EngineError, Load
+from howsmooth.engines.dispatch import EngineError, Load
 
 _NEVER_BEGAN = (
     "no worker process begins: it imports the script that was started, whose work must stand under "

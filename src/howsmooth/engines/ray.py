@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any
 
-from howsmooth.engines.handing import EngineError, Load
+from howsmooth.engines.dispatch import EngineError, Load
 from howsmooth.engines.ray_host import Cluster
 
 _HOST = "from howsmooth.engines.ray_host import serve; serve()"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from howsmooth.small import first_line
+from howsmooth._util.common import first_line
 
 _LOOK = 0.5
 """Seconds between two looks at the daemons."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from howsmooth.engines.handing import EngineError, Load
-from howsmooth.small import first_line
+from howsmooth._util.common import first_line
+from howsmooth.engines.dispatch import EngineError, Load
 
 _GATHER, _POLL, _ASK = 0.3, 0.5, 3.0
 """Seconds in which submissions become one array, between looks at the files, and between questions to the scheduler."""

@@ -1,22 +1,19 @@
-"""Jacobian operators: closed forms for attention, torch.func for everything else."""
+"""Jacobians as operators: closed forms for attention, automatic differentiation for every other function.
 
-from __future__ import annotations
+Read in this order: `operator` (what every Jacobian can do), `evaluation_point` and `softmax_products` (the products of
+one attention map), `attention_jacobian` (its closed form), `product_error` (how far rounding moves a product),
+`composite_jacobian` and `cache_jacobian` (attention in several stages; derivatives in keys and values), `algebra` and
+`closed_maps` (sums, products and compositions), `function_jacobian` with `linearization` (any function of torch).
+`dropped_tiles` leaves small tiles of attention weights out of a product and bounds the error.
+"""
 
-from collections.abc import Callable
-
-from torch import Tensor
-
-from howsmooth.attention import as_attention, closed_form
-from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.composite import Composite
-from howsmooth.checks import Size, door
-from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
-from howsmooth.jacobians.attention import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.cached import CachedJacobian, Part, cached_jacobian
-from howsmooth.jacobians.composed import ClosedMap, ComposedJacobian, OffersJacobian, composed_jacobian
-from howsmooth.jacobians.composite import CompositeJacobian, composite_jacobian
-from howsmooth.jacobians.function import FunctionJacobian, function_jacobian
+from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.cache_jacobian import CachedJacobian, cached_jacobian
+from howsmooth.jacobians.closed_maps import ClosedMap, ComposedJacobian, composed_jacobian
+from howsmooth.jacobians.closed_or_autodiff import closed_jacobian, jacobian
+from howsmooth.jacobians.composite_jacobian import CompositeJacobian, composite_jacobian
+from howsmooth.jacobians.function_jacobian import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
 __all__ = [
@@ -32,7 +29,6 @@ __all__ = [
     "MatrixOperator",
     "Product",
     "Sum",
-    "as_attention",
     "attention_jacobian",
     "cached_jacobian",
     "closed_jacobian",
@@ -41,62 +37,3 @@ __all__ = [
     "function_jacobian",
     "jacobian",
 ]
-
-
-@door
-def jacobian(
-    f: Callable[[Tensor], Tensor],
-    x: Tensor,
-    *,
-    wrt: Part | None = None,
-    memory: Size = DEFAULT_MEMORY,
-    skip: float = 0.0,
-) -> JacobianOperator:
-    r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
-
-    Args:
-        f: an attention map, an attention layer of `howsmooth.nn`, a `torch.nn.MultiheadAttention`, a composition of
-            such (`ClosedMap`) or a part of a listed model (closed form), or any differentiable function or module
-            (torch.func).
-        x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
-        wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
-            `howsmooth.jacobians.cached`); None for that in x.
-        memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
-        skip: of an attention map, leave tiles out, least first, that together are at most about this share of the norm,
-            and say how much that is (`JacobianOperator.left_out`); 0 leaves nothing out.
-
-    Returns:
-        An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.
-
-    >>> import torch, howsmooth as hs
-    >>> J = hs.jacobian(torch.sin, torch.zeros(2, 3))
-    >>> J.matvec(torch.ones(2, 3)).sum()
-    tensor(6.)
-    """
-    attention = closed_form(f, *x.shape[-2:-1])
-    if skip and (wrt is not None or not isinstance(attention, AttentionMap)):
-        raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
-    if wrt is not None:
-        if not isinstance(attention, AttentionMap):
-            raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
-        return cached_jacobian(attention, x, wrt, memory=memory)
-    if attention is not None:
-        return closed_jacobian(attention, x, memory=memory, skip=skip)
-    if isinstance(f, OffersJacobian):
-        return f.jacobian_at(x, memory)
-    return function_jacobian(f, x)
-
-
-def closed_jacobian(
-    attention: AttentionMap | Composite,
-    x: Tensor,
-    *,
-    per_head: bool = False,
-    reduced: bool = False,
-    memory: int,
-    skip: float = 0.0,
-) -> AttentionJacobian | CompositeJacobian:
-    """`attention_jacobian` or `composite_jacobian`, whichever the map needs; the latter leaves no tiles out."""
-    if isinstance(attention, Composite):
-        return composite_jacobian(attention, x, per_head=per_head, memory=memory)
-    return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory, skip=skip)

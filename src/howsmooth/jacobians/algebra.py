@@ -12,7 +12,7 @@ the others, and the error of a sum the sum of errors:
           \qquad \nu_{A_1+\dots+A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr).
 
 A relative error of a part becomes an absolute one of the whole, because parts may cancel. The sizes multiply, so for
-many layers this bound is far above what happens: `howsmooth.jacobians.composed` measures it there.
+many layers this bound is far above what happens: `howsmooth.jacobians.closed_maps` measures it there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.guarantee import weakest
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
-from howsmooth.guarantee import weakest
 from howsmooth.jacobians.operator import JacobianOperator
 
 _OF_ONE_PRODUCT = 2.0

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.guarantee import Guarantee
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
-from howsmooth.guarantee import Guarantee
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -48,8 +48,8 @@ class JacobianOperator(ABC):
         whole: the same maps with nothing left out, where they are at hand.
         least: a lower bound on the norm of every map that came up on the way (float64, ``batch_shape``).
         guess: of the right singular vectors, which came up on the way (``batch_shape + in_shape``).
-        tried: a vector that measurements start from (`howsmooth.jacobians.starts`) and its product, where building the
-            operator has made it.
+        tried: a vector that measurements start from (`howsmooth.jacobians.start_vector`) and its product, where
+            building the operator has made it.
     """
 
     batch_shape: torch.Size

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from howsmooth.attention.base import AttentionMap
-from howsmooth.attention.layout import in_order, side_by_side, times, together
+from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.memory_layout import in_order, side_by_side, times, together
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

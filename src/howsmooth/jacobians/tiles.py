@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.attention.base import AttentionMap
+from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import Maps
-from howsmooth.attention.terms import Terms
 from howsmooth.jacobians.workspace import Workspace
 
 TILE_ROWS = 1024
@@ -140,7 +140,7 @@ class Room:
 def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:
     """The tiles of each block of queries, hidden ones left out.
 
-    >>> from howsmooth.attention.terms import Terms
+    >>> from howsmooth.attention.logit_terms import Terms
     >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
     [[(5, 5)]]
     """

@@ -1,7 +1,7 @@
 """The n × n blocks of an attention Jacobian: J_ij, how output token i moves when input token j moves.
 
-In one head, with D the slopes of the weights (see `howsmooth.jacobians.mixing`), M the derivatives of the token stages
-and W the output matrix,
+In one head, with D the slopes of the weights (see `howsmooth.jacobians.softmax_products`), M the derivatives of the
+token stages and W the output matrix,
 
     J_ij = W [ P_ij M^v_j + D_ij (v_j − o_i)(q_iᵀ M^k_j) ] + δ_ij W Σ_l D_il (v_l − o_i)(k_lᵀ M^q_i),
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.jacobians.attention import AttentionJacobian
+from howsmooth.jacobians.attention_jacobian import AttentionJacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.tiles import Tile
 

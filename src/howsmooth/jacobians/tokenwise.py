@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from howsmooth.attention.layout import leads, pays, times
+from howsmooth._util.torch_globals import full_precision
+from howsmooth.attention.memory_layout import leads, pays, times
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
-from howsmooth.jacobians.alone import full_precision
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.rounding import spectral_bound, spread_of_sum
+from howsmooth.jacobians.product_error import spectral_bound, spread_of_sum
 
 
 class Affine(TokenStage):

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from howsmooth.attention.layout import leads, together
+from howsmooth.attention.memory_layout import leads, together
 
 
 class Workspace(threading.local):

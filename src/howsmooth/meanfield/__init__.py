@@ -11,11 +11,11 @@ weights (10⁻⁹, …) answer for 10⁹ tokens.
 4470 in W₂, moving (splitting one atom: 0.3374)
 """
 
-from howsmooth.meanfield.attention import Field, LogMass, Past, field, push, weighted
+from howsmooth.meanfield.discrete_measure import Measure
+from howsmooth.meanfield.distance_ratios import largest_ratio, ratio
 from howsmooth.meanfield.distances import conditional, distance, w2, wasserstein
-from howsmooth.meanfield.local import FieldJacobian, LocalConstant, WeightedJacobian, local_constant
-from howsmooth.meanfield.measure import Measure
-from howsmooth.meanfield.ratios import largest_ratio, ratio
+from howsmooth.meanfield.local_stretch import FieldJacobian, LocalConstant, WeightedJacobian, local_constant
+from howsmooth.meanfield.measure_attention import Field, LogMass, Past, field, push, weighted
 from howsmooth.meanfield.two_atom import TwoAtom, two_atom, two_atom_measure
 
 __all__ = ["Field", "FieldJacobian", "LocalConstant", "LogMass", "Measure", "Past", "TwoAtom", "WeightedJacobian"]

@@ -8,10 +8,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.optional_deps import need
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
-from howsmooth.extras import need
-from howsmooth.meanfield.measure import MASS_TOLERANCE, Measure
+from howsmooth.meanfield.discrete_measure import MASS_TOLERANCE, Measure
 
 _MOST_PIVOTS = 10_000_000
 

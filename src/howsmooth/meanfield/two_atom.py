@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.checks import Positive, check_numbers, door
+from howsmooth._util.validation import Positive, check_numbers, door
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield.measure import Measure
+from howsmooth.meanfield.discrete_measure import Measure
 
 _LARGEST = 350.0
 """e^{2b} must be a float64."""

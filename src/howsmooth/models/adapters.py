@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from howsmooth._util.common import first_line, printable
+from howsmooth._util.optional_deps import need
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.extras import need
-from howsmooth.models.files import Loaded, load_pretrained, quiet
-from howsmooth.small import first_line, printable
+from howsmooth.models.pretrained_files import Loaded, load_pretrained, quiet
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

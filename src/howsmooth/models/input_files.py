@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from howsmooth.checks import did_you_mean, shown
+from howsmooth._util.common import printable
+from howsmooth._util.validation import did_you_mean, shown
 from howsmooth.errors import InvalidInput
-from howsmooth.models.texts import LARGEST_FILE, LARGEST_TEXT, alice, decoded, read_content
-from howsmooth.small import printable
+from howsmooth.models.text_files import LARGEST_FILE, LARGEST_TEXT, alice, decoded, read_content
 
 
 def file_named(source: str | Path | None) -> tuple[str | Path | None, tuple[str, ...]]:

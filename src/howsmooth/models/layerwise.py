@@ -18,16 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from howsmooth._util.common import first_tensor
+from howsmooth._util.process_lock import alone
+from howsmooth._util.validation import check_count, door
 from howsmooth.attention import ComposedAttention, SelfAttention
-from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.alone import alone
-from howsmooth.models.checkpoint import weight_files
-from howsmooth.models.conventions import attention_sites, no_such_layer
-from howsmooth.models.maps import read_attention
-from howsmooth.models.running import listening, reference_mode, run
-from howsmooth.models.sites import CapturedSite, capture
-from howsmooth.small import first_tensor
+from howsmooth.models.attention_reader import read_attention
+from howsmooth.models.captured_sites import CapturedSite, capture
+from howsmooth.models.checkpoint_files import weight_files
+from howsmooth.models.forward_pass import listening, reference_mode, run
+from howsmooth.models.module_names import attention_sites, no_such_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from howsmooth._util.common import printable
+from howsmooth._util.optional_deps import need
 from howsmooth.errors import InvalidInput
-from howsmooth.extras import need
-from howsmooth.models.texts import read_content
-from howsmooth.small import printable
+from howsmooth.models.text_files import read_content
 
 RATE = 16_000
 """Samples per second that speech models are trained on."""

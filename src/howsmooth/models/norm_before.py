@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models.conventions import attention_site
-from howsmooth.models.norm_images import read_norm
-from howsmooth.models.running import listening, record_calls
+from howsmooth.models.forward_pass import listening, record_calls
+from howsmooth.models.module_names import attention_site
+from howsmooth.models.probed_norms import read_norm
 from howsmooth.models.self_check import random_inputs
-from howsmooth.weights import find_blocks
+from howsmooth.models.weight_files import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from howsmooth._util.common import first_line
+from howsmooth._util.process_lock import alone
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.alone import alone
-from howsmooth.models.conventions import RANDOM_NAMES
-from howsmooth.models.files import quiet
-from howsmooth.models.sizes import check_memory
-from howsmooth.small import first_line
+from howsmooth.models.module_names import RANDOM_NAMES
+from howsmooth.models.pretrained_files import quiet
+from howsmooth.models.size_checks import check_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import relative_error
 from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.conventions import Site
-from howsmooth.models.running import Call, listening, record_calls, reference_mode
-from howsmooth.small import relative_error
+from howsmooth.models.forward_pass import Call, listening, record_calls, reference_mode
+from howsmooth.models.module_names import Site
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -3,7 +3,7 @@
 Every target is a function of tokens ``(n, d)`` and the tokens it really received. The model runs once on the window;
 what each of its layers was called with (masks, positions) is kept, and the functions call the same modules again with
 it. Each function has reproduced the model's own output at its tokens before it is handed out. Those of listed
-architectures know their Jacobian in closed form (`howsmooth.models.parts`).
+architectures know their Jacobian in closed form (`howsmooth.models.closed_parts`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import first_tensor, relative_error
+from howsmooth._util.process_lock import LOCK, alone
+from howsmooth._util.validation import door, shown
 from howsmooth.attention import AttentionMap, Composite, plain_map
-from howsmooth.checks import door, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
-from howsmooth.jacobians.composed import ClosedMap
-from howsmooth.models.alone import LOCK, alone
-from howsmooth.models.conventions import (
-    CONVENTIONS,
-    Site,
-    attention_site,
-    attention_sites,
-    layer_modules,
-    layers_without_softmax,
-    no_such_layer,
-)
-from howsmooth.models.maps import read_attention
-from howsmooth.models.parts import (
+from howsmooth.jacobians.closed_maps import ClosedMap
+from howsmooth.models.attention_reader import read_attention
+from howsmooth.models.captured_sites import TOLERANCE, CapturedSite, capture
+from howsmooth.models.closed_parts import (
     ClosedLayers,
     ComparedLayer,
     Heard,
@@ -42,14 +35,21 @@ from howsmooth.models.parts import (
     compare_derivative,
     in_series,
 )
-from howsmooth.models.running import Call, RealTokens, listening, reference_mode, run
-from howsmooth.models.sites import TOLERANCE, CapturedSite, capture
-from howsmooth.models.wiring import ClosedLayer
-from howsmooth.small import first_tensor, relative_error
+from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run
+from howsmooth.models.layer_wiring import ClosedLayer
+from howsmooth.models.module_names import (
+    CONVENTIONS,
+    Site,
+    attention_site,
+    attention_sites,
+    layer_modules,
+    layers_without_softmax,
+    no_such_layer,
+)
 
 if TYPE_CHECKING:
-    from howsmooth.models.opened import OpenModel
-    from howsmooth.models.windows import Window
+    from howsmooth.models.open_source import OpenModel
+    from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 

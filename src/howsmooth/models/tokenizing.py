@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, TypeVar
 
+from howsmooth._util.common import first_line, out_of_memory
+from howsmooth._util.process_lock import alone
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.models.alone import alone
-from howsmooth.small import first_line, out_of_memory
 
 Result = TypeVar("Result")
 _STDERR = 2

@@ -17,17 +17,17 @@ from howsmooth.nn.invertible.fixed_point import DidNotConverge
 from howsmooth.nn.invertible.log_determinant import LogDeterminant
 from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
 from howsmooth.nn.invertible.transformer import InvertibleTransformer
-from howsmooth.nn.layers.base import AttentionLayer
-from howsmooth.nn.layers.contractive import ContractiveL2Attention
-from howsmooth.nn.layers.dot_product import (
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
+from howsmooth.nn.layers.dot_product_layers import (
     CosineAttention,
     DotProductAttention,
     NormControlledAttention,
     SigmoidAttention,
 )
-from howsmooth.nn.layers.gradient_step import GradientStepAttention
-from howsmooth.nn.layers.l2 import L2Attention
-from howsmooth.nn.layers.lipschitz_norm import LipschitzNormAttention
+from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
+from howsmooth.nn.layers.l2_layer import L2Attention
+from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
 from howsmooth.nn.monitor import SmoothnessMonitor
 from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty
 from howsmooth.nn.signals import Alarm

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_finite, check_positive, door
+from howsmooth._util.validation import check_count, check_finite, check_positive, door
 from howsmooth.errors import InvalidInput
-from howsmooth.norms.matrices import spectral
+from howsmooth.norms.small_matrices import spectral
 
 _WIDTH = 16
 _TOLERANCE = 1e-3

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import evaluating, random_stream
+from howsmooth._util.validation import check_count, check_fraction, door, shown
 from howsmooth.attention import AttentionMap, ComposedAttention
-from howsmooth.checks import check_count, check_fraction, door, shown
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.measuring import measure, measure_heads
 from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
 from howsmooth.nn.signals import Alarm, Watch, head_signals
 from howsmooth.norms import Measurement
-from howsmooth.small import evaluating, random_stream
+from howsmooth.norms.local_constant import measure, measure_heads
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import evaluating, random_stream
+from howsmooth._util.validation import check_count, door
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
-from howsmooth.checks import check_count, door
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.hosting.listener import Heard, Listener, first_output
-from howsmooth.nn.layers.base import AttentionLayer
-from howsmooth.nn.layers.dot_product import SigmoidAttention
-from howsmooth.small import evaluating, random_stream
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 
 
 class _Penalty(ABC):

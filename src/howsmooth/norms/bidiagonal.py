@@ -27,8 +27,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.norms.certificate import Projection
-from howsmooth.norms.products import FlatProducts, not_finite, overlaps, quick_lengths
+from howsmooth.norms.counted_products import FlatProducts, not_finite, overlaps, quick_lengths
+from howsmooth.norms.lanczos_bound import Projection
 
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from howsmooth.checks import check_one_of, door
+from howsmooth._util.validation import check_one_of, door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.norms.counted_products import FlatProducts, entry_ends, not_finite, power_of_two
 from howsmooth.norms.measurement import Measurement, NormKind, measurement_between
-from howsmooth.norms.products import FlatProducts, entry_ends, not_finite, power_of_two
 
 
 @door

@@ -35,12 +35,11 @@ import torch
 from scipy.special import lambertw
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.common import random_stream
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
-from howsmooth.norms.products import (
+from howsmooth.norms.counted_products import (
     FlatProducts,
     absolute_noise,
     entry_blocks,
@@ -51,7 +50,8 @@ from howsmooth.norms.products import (
     power_of_two,
     quick_lengths,
 )
-from howsmooth.small import random_stream
+from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 
 @door

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.starts import random_start, start_stream
+from howsmooth.jacobians.start_vector import random_start, start_stream
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.certificate import Certificate, smallest_component
+from howsmooth.norms.counted_products import FlatProducts
+from howsmooth.norms.lanczos_bound import Certificate, smallest_component
 from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.products import FlatProducts
-from howsmooth.norms.triplets import Triplets
+from howsmooth.norms.singular_triplets import Triplets
 
 BASIS_BYTES = 2**30
 _SPARE = 0.1  # share of the chance of failing that is kept for maps which rounding limits,
@@ -45,7 +45,7 @@ def golub_kahan(
     Every map runs until
 
     (i)  σ₁ is certified: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (always below σ₁) and upper the
-         probabilistic bound of `howsmooth.norms.certificate`;
+         probabilistic bound of `howsmooth.norms.lanczos_bound`;
     (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
 
     Near the end (i) and (ii) are looked at between the two products of a step as well (k = 1).

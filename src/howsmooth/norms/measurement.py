@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth._util.common import rounded
+from howsmooth._util.display import card
+from howsmooth._util.guarantee import Guarantee, weakest
 from howsmooth.errors import InvalidInput
-from howsmooth.guarantee import Guarantee, weakest
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.notebook import card
-from howsmooth.small import rounded
 
 NormKind = float | str
 _SYMBOLS: dict[NormKind, str] = {2: "‖J‖₂", 1: "‖J‖₁", math.inf: "‖J‖_∞", "fro": "‖J‖_F", "token": "‖J‖_token"}
@@ -99,7 +99,8 @@ class Measurement:
     @property
     def relative(self) -> Tensor | None:
         """The relative condition value·|X|/|f(X)|: by what share of itself the output can move when the input moves by
-        a small share of itself. It compares layers and models, which σ does not (`howsmooth.relative`)."""
+        a small share of itself. It compares layers and models, which σ does not
+        (`howsmooth.norms.relative_condition`)."""
         return None if self.scale is None else self.value * self.scale
 
     def __float__(self) -> float:

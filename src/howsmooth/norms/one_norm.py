@@ -17,11 +17,9 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.validation import door
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
-from howsmooth.norms.products import (
+from howsmooth.norms.counted_products import (
     FlatProducts,
     absolute_noise,
     entry_blocks,
@@ -32,6 +30,8 @@ from howsmooth.norms.products import (
     rounding_allowance,
     widened,
 )
+from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 
 @door

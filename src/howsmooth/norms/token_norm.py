@@ -34,12 +34,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from howsmooth.checks import door
+from howsmooth._util.common import random_stream
+from howsmooth._util.validation import door
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.golub_kahan import golub_kahan
-from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
-from howsmooth.norms.products import (
+from howsmooth.norms.counted_products import (
     CHUNK_BYTES,
     FlatProducts,
     absolute_noise,
@@ -49,7 +48,8 @@ from howsmooth.norms.products import (
     rounding_allowance,
     widened,
 )
-from howsmooth.small import random_stream
+from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 _ROUNDS, _FIRST_STEPS, _STEPS = 12, 4, 50
 """How often a row of blocks is looked at, and how far it is climbed: all rows a little, then the few that may be

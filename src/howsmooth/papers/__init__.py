@@ -6,7 +6,7 @@
 """
 
 # ruff: noqa: E402  (what is missing is said before anything asks for it)
-from howsmooth.extras import require
+from howsmooth._util.optional_deps import require
 
 require(("matplotlib", "pandas", "pyarrow", "ot"), "an experiment of the papers")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import castin2024, get
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels, short, spread
-from howsmooth.papers.sources import block
-from howsmooth.worstcase.one_head import one_head
+from howsmooth.papers.experiment_inputs import block
+from howsmooth.papers.figure_style import finish, line, panels, short, spread
+from howsmooth.search.single_head import one_head
 
 RADIUS, LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
 CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from howsmooth.models import alice
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels, spread, whole_numbers
-from howsmooth.training import Corpus, Settings, train
+from howsmooth.papers.figure_style import finish, panels, spread, whole_numbers
+from howsmooth.papers.training import Corpus, Settings, train
 
 KINDS = {"dot-product": "post-norm", "l2": "post-norm", "contractive-2": "contractive"}
 SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 2e-3}

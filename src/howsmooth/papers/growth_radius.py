@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels, short, spread
-from howsmooth.papers.sources import sites
+from howsmooth.papers.experiment_inputs import sites
+from howsmooth.papers.figure_style import finish, line, panels, short, spread
 
 MODELS = {"minilm": 4, "smollm2": 6, "random:bert[layers=7,width=768,heads=12]": 6}
 

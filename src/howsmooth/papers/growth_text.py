@@ -8,10 +8,10 @@ import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.models.windows import Tokens
+from howsmooth.models.text_windows import Tokens
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels, short, spread
-from howsmooth.papers.sources import RANDOM_BERT, RANDOM_GPT2, opened, sites
+from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, opened, sites
+from howsmooth.papers.figure_style import finish, line, panels, short, spread
 
 MODELS = ("minilm", "smollm2", RANDOM_BERT, RANDOM_GPT2)
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from howsmooth.nn import DotProductAttention, L2Attention
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 
 TOKENS = WIDTH = 64
 HEADS, ITERATIONS = 8, 25

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.bounds import castin2024
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 
 WIDTH, TOKENS = 4, 16
 

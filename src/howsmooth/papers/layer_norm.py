@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels, short, spread
-from howsmooth.papers.sources import opened
+from howsmooth.papers.experiment_inputs import opened
+from howsmooth.papers.figure_style import finish, panels, short, spread
 
 LAYERS = (0, 3)
 PARTS = {"attention": "attention block alone", "residual": "with residual and normalisation"}

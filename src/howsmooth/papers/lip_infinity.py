@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 REFERENCE = {10: 4.407, 100: 10.095, 200: 12.093, 500: 14.875, 1000: 17.066}

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 
 
 def cells(asked: Asked) -> Sequence[Cell]:

@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.meanfield import Measure, conditional, push
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels
+from howsmooth.papers.figure_style import finish, panels
 
 GRAINS = 2**16
 

@@ -13,8 +13,8 @@ from matplotlib.ticker import AutoLocator
 import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
-from howsmooth.worstcase import worst_measure
+from howsmooth.papers.figure_style import finish, line, panels
+from howsmooth.search import worst_measure
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 UPPER = {"no mask": "howsmooth.mean_field", "causal": "howsmooth.masked_mean_field"}

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import howsmooth as hs
 from howsmooth.bounds import kim2021
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, line, panels
+from howsmooth.papers.figure_style import finish, line, panels
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 

@@ -17,9 +17,9 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.models import alice, capture, target
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels, spread
+from howsmooth.papers.experiment_inputs import opened
+from howsmooth.papers.figure_style import finish, panels, spread
 from howsmooth.papers.released_recipe import QUANTITIES, SOURCE, exponents, quantities
-from howsmooth.papers.sources import opened
 
 CAUSAL, ENCODER = "random GPT-2, layer 6", "MiniLM, layer 4"
 PLACES = {CAUSAL: (SOURCE, 6), ENCODER: ("minilm", 4)}

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
-from howsmooth.measuring import solve
 from howsmooth.models import alice, capture
+from howsmooth.norms.local_constant import solve
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.pictures import finish, panels, spread
-from howsmooth.papers.sources import opened
+from howsmooth.papers.experiment_inputs import opened
+from howsmooth.papers.figure_style import finish, panels, spread
 
 SOURCE, LAYER = "random:gpt2[layers=12,width=768,heads=12,seed={seed}]", 6
 QUANTITIES = {"sigma": "σ_max(J)", "released": "√‖Jᵀf(X)‖, the released recipe"}

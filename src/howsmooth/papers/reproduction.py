@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas
 
+from howsmooth._util.common import write_whole
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
-from howsmooth.figures import save_figure
 from howsmooth.papers.experiment import Asked, Cell, Experiment, Finding, Row
-from howsmooth.small import write_whole
+from howsmooth.reports.figures import save_figure
 
 PICTURES = (".png", ".svg", ".pdf")
 Progress = Callable[[int, int], None]

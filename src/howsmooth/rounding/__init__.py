@@ -6,13 +6,13 @@
 True
 """
 
+from howsmooth.rounding.activation_noise import Noise, rounding_noise
 from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, uniform
-from howsmooth.rounding.answers import Answers, answers, answers_at
-from howsmooth.rounding.formats import FORMATS, Format, parse_format, parse_formats
-from howsmooth.rounding.noise import Noise, rounding_noise
-from howsmooth.rounding.quantising import Quantisation, quantise
-from howsmooth.rounding.running import Reader
-from howsmooth.rounding.scores import Scores, sampled_scores
+from howsmooth.rounding.number_formats import FORMATS, Format, parse_format, parse_formats
+from howsmooth.rounding.output_error import Answers, answers, answers_at
+from howsmooth.rounding.quantisation import Quantisation, quantise
+from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.sensitivity import Scores, sampled_scores
 
 __all__ = [
     "FORMATS",

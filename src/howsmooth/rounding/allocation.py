@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_number, check_one_of, check_tensor, door
+from howsmooth._util.validation import check_number, check_one_of, check_tensor, door
 from howsmooth.errors import InvalidInput
-from howsmooth.rounding.caches import PARTS, Choice
-from howsmooth.rounding.formats import Format
-from howsmooth.rounding.running import Assignment
+from howsmooth.rounding.kv_cache import PARTS, Choice
+from howsmooth.rounding.number_formats import Format
+from howsmooth.rounding.rounded_model import Assignment
 
 Unit = Literal["model", "layer", "part", "head"]
 UNITS = ("model", "layer", "part", "head")

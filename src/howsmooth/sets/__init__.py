@@ -4,8 +4,8 @@ A `TokenSet` is what theorems know of single tokens; an `InputSet` holds whole i
 """
 
 from howsmooth.sets.embeddings import Embeddings
-from howsmooth.sets.inputs import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
-from howsmooth.sets.tokens import TokenSet
+from howsmooth.sets.input_sets import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
+from howsmooth.sets.token_sets import TokenSet
 
 __all__ = ["Ball", "Embeddings", "Everywhere", "InputSet", "Neighbourhood", "Normalised", "Sphere", "TokenSet"]
 __all__ += ["as_set"]

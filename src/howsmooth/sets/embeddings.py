@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.checks import check_finite, door
+from howsmooth._util.validation import check_finite, door
 from howsmooth.errors import InvalidInput
-from howsmooth.sets.inputs import InputSet
-from howsmooth.sets.tokens import TokenSet
+from howsmooth.sets.input_sets import InputSet
+from howsmooth.sets.token_sets import TokenSet
 
 
 class Embeddings(InputSet):

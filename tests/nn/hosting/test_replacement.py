@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.named import NAMED
-from howsmooth.nn.hosting.hosted import HostedAttention, Seen
+from howsmooth.models.named_models import NAMED
+from howsmooth.nn.hosting.adapter import HostedAttention, Seen
 from howsmooth.nn.hosting.replacement import (
     REPLACEABLE,
     load_replaced,
@@ -24,7 +24,7 @@ from howsmooth.nn.hosting.replacement import (
     replaced_layers,
     replacement_of,
 )
-from howsmooth.nn.layers.named import KINDS
+from howsmooth.nn.layers.registry import KINDS
 from tests.models.tiny import TINY
 
 TEXT = tuple(kind for kind in REPLACEABLE if kind != "vit")

@@ -14,7 +14,7 @@ from evidence.ascent import ROUNDING
 from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.base import AttentionLayer
+from howsmooth.nn.layers.attention_layer import AttentionLayer
 
 KINDS: dict[str, Callable[..., AttentionLayer]] = {
     "l2": layers.L2Attention,
@@ -160,16 +160,16 @@ def test_gradients_reach_all_weights_and_pass_gradcheck(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASKED)
 def test_layer_in_blocks_equals_layer_at_once_in_both_directions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import base, mixing
+    from howsmooth.nn.layers import attention_layer, blockwise_attention
 
     layer, x = make(kind), tokens(2, N).requires_grad_()
     for call in ({"is_causal": True}, {"attn_mask": ~seen()}, {"attn_mask": hs.SlidingWindow(2)}):
         found = []
         for block, kept in ((2**20, 2**26), (2 * H * N * 2, 2**26), (2 * H * N * 2, 0)):
             monkeypatch.setattr(
-                base,
+                attention_layer,
                 "Mixing",
-                lambda *a, block=block, kept=kept: mixing.Mixing(*a, block=block, kept=kept),
+                lambda *a, block=block, kept=kept: blockwise_attention.Mixing(*a, block=block, kept=kept),
             )
             out = layer(x, **call)[0]
             found.append((out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))))
@@ -352,13 +352,15 @@ def test_dropout_is_at_work_in_training_only() -> None:
 
 @pytest.mark.parametrize("kind", ["l2", "dot-product"])
 def test_long_sequences_keep_no_square_of_n_for_the_way_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import base, mixing
+    from howsmooth.nn.layers import attention_layer, blockwise_attention
 
     n, layer = 300, make(kind)
     x = tokens(n).requires_grad_()
     saved = []
     for kept in (2**26, 0):
-        monkeypatch.setattr(base, "Mixing", lambda *a, kept=kept: mixing.Mixing(*a, block=H * n * 20, kept=kept))
+        monkeypatch.setattr(
+            attention_layer, "Mixing", lambda *a, kept=kept: blockwise_attention.Mixing(*a, block=H * n * 20, kept=kept)
+        )
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:

@@ -13,12 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import howsmooth as hs
 from howsmooth import nn as layers
 from howsmooth.attention import LogitBias
-from howsmooth.attention.terms import Terms, as_mask
+from howsmooth.attention.logit_terms import Terms, as_mask
 from howsmooth.bounds import kim2021, l2
-from howsmooth.bounds.own.l2 import block_lip_2
-from howsmooth.nn.layers.base import AttentionLayer
-from howsmooth.nn.layers.l2 import average_2
-from howsmooth.nn.layers.sight import Sight
+from howsmooth.bounds.own.l2_bounds import block_lip_2
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.l2_layer import average_2
 
 KINDS: dict[str, Callable[[int, int], AttentionLayer]] = {
     "l2": layers.L2Attention,

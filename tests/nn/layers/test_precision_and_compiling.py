@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth import nn as layers
-from howsmooth.nn.layers.base import AttentionLayer
+from howsmooth.nn.layers.attention_layer import AttentionLayer
 
 D, H, N = 16, 2, 9
 KINDS = [

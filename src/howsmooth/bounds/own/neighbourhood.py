@@ -51,9 +51,9 @@ from howsmooth.bounds.own.three_path import (
     spread_norm,
     three_path_of,
 )
-from howsmooth.bounds.paths import Paths, distances, mixed_pairs
-from howsmooth.bounds.rounding import gamma
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
 
 _NOTHING = -1e30
 """The logarithm of nothing, finite so that derivatives are."""
@@ -97,7 +97,7 @@ def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
 
 
 def _ball(group: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
-    """The formula of this module, every ingredient raised by its radius (`howsmooth.bounds.rounding`)."""
+    """The formula of this module, every ingredient raised by its radius (`howsmooth.bounds.point_error`)."""
     radii, width = group.radii, group.pull.shape[-1]
     gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
     mean_key = group.weights @ group.pull

@@ -32,9 +32,9 @@ from howsmooth.attention import AttentionMap, Rotary, UnitNorm
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.assumptions import FINITE, LINEAR_VALUES, NO_PLACES
 from howsmooth.bounds.catalogue import Assumption, theorem
-from howsmooth.bounds.heads import value_matrices
-from howsmooth.bounds.settings import Setting
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.head_constants import value_matrices
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.norms.small_matrices import spectral
 from howsmooth.sets import TokenSet
 
 

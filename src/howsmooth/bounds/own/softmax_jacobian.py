@@ -16,8 +16,8 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import LINEAR, NO_ROTARY, NO_SOFTCAP
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.own.three_path import nowhere_nan, spectral, value_gain, weights_norm
-from howsmooth.bounds.paths import Paths, paths
-from howsmooth.bounds.settings import Setting
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths, paths
 from howsmooth.bounds.yudin2025 import sharpness
 
 

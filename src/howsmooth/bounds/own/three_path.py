@@ -1,6 +1,6 @@
 r"""The three-path bound: what the weights, the queries and the keys of a head can each do at one input.
 
-In the notation of `howsmooth.bounds.paths`, for every choice of key weights :math:`\tau_j > 0`, with
+In the notation of `howsmooth.bounds.three_paths`, for every choice of key weights :math:`\tau_j > 0`, with
 :math:`\lambda_i = \|W\sum_j S_{ij}\tau_j(v_j-m_i)(v_j-m_i)^\top W^\top\|`,
 
 .. math:: \|J\| \;\le\; \|P\|\,\max_j\|WM^v_j\|
@@ -20,7 +20,7 @@ The weights τ come from `key_weights`: on heads with attention sinks they halve
 The cost is O(n²k² + nk³): products of S with pairs of coordinates, and powers of n small matrices.
 
 The bound is for the map itself, in exact arithmetic: what float64 may have lost in the logits, the weights, the vectors
-and the norms is added, as derived in `howsmooth.bounds.rounding` and `howsmooth.bounds.spreads`.
+and the norms is added, as derived in `howsmooth.bounds.point_error` and `howsmooth.bounds.key_value_spread`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import KNOWN_ROUNDING
 from howsmooth.bounds.catalogue import theorem
-from howsmooth.bounds.paths import Paths, cross_scatter, distances, paths, scatter
-from howsmooth.bounds.rounding import gamma
-from howsmooth.bounds.settings import Setting
-from howsmooth.bounds.spreads import NOISY, about_means, keys, product_slack
-from howsmooth.norms.matrices import spectral
+from howsmooth.bounds.key_value_spread import NOISY, about_means, keys, product_slack
+from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.question_setting import Setting
+from howsmooth.bounds.three_paths import Paths, cross_scatter, distances, paths, scatter
+from howsmooth.norms.small_matrices import spectral
 
 TINY = 1e-300
 _MARGIN = 1e-8
@@ -155,7 +155,7 @@ def largest_block(slack: Tensor, ceiling: Tensor, sizes: Tensor, build: Callable
     """max_i ‖block_i‖, ``(g,)``: computed norm plus slack, or the ceiling where the slack is a good part of it.
 
     Args:
-        slack, ceiling: of `howsmooth.bounds.spreads.product_slack`, ``(g, n)``.
+        slack, ceiling: of `howsmooth.bounds.key_value_spread.product_slack`, ``(g, n)``.
         sizes: ≥ the norm of each Gram matrix, ``(g, n)``. build: Gram matrices for pairs (map, i).
     """
     clean = slack <= NOISY * ceiling

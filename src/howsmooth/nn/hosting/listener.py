@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from howsmooth._util.common import first_tensor
 from howsmooth.attention import Causal, ComposedAttention, DenseBias, LogitBias, SelfAttention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.conventions import CONVENTIONS, Site, attention_sites
-from howsmooth.models.maps import read_attention
-from howsmooth.nn.hosting.hosted import Seen
-from howsmooth.nn.layers.base import AttentionLayer, without_autocast
-from howsmooth.nn.layers.sight import Sight
-from howsmooth.small import first_tensor
+from howsmooth.models.attention_reader import read_attention
+from howsmooth.models.module_names import CONVENTIONS, Site, attention_sites
+from howsmooth.nn.hosting.adapter import Seen
+from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
+from howsmooth.nn.layers.call_masks import Sight
 
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
 _REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from howsmooth._util.validation import door
 from howsmooth.attention import Rotary, SelfAttention, plain_map
-from howsmooth.checks import door
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.checkpoint import read_checkpoint, weight_files
-from howsmooth.models.conventions import attention_sites
-from howsmooth.models.maps import read_attention
-from howsmooth.nn.hosting.hosted import HostedAttention
-from howsmooth.nn.hosting.start import Tie, build, check_plain, start_from
-from howsmooth.nn.layers.base import AttentionLayer
-from howsmooth.nn.layers.contractive import ContractiveL2Attention
-from howsmooth.nn.layers.named import KINDS, check_kind
+from howsmooth.models.attention_reader import read_attention
+from howsmooth.models.checkpoint_files import read_checkpoint, weight_files
+from howsmooth.models.module_names import attention_sites
+from howsmooth.nn.hosting.adapter import HostedAttention
+from howsmooth.nn.hosting.initial_weights import Tie, build, check_plain, start_from
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
+from howsmooth.nn.layers.registry import KINDS, check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ def replace_attention(
     Args:
         model: a transformers model of a type in `REPLACEABLE`, a `torch.nn.TransformerEncoder`, or any module that
             holds `torch.nn.TransformerEncoderLayer`.
-        kind: a name of `howsmooth.nn.layers.named.KINDS`: "l2", "contractive-l2", "sigmoid", "cosine",
+        kind: a name of `howsmooth.nn.layers.registry.KINDS`: "l2", "contractive-l2", "sigmoid", "cosine",
             "lipschitz-norm", "gradient-step", "norm-controlled", "dot-product" or "l2-untied".
         layers: which to replace, counted from 0; all when None.
         tie: what the tied weights of L2 attention start from: "query", "key", or their "mean".

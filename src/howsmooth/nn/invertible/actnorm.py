@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_finite, check_weights, door
+from howsmooth._util.validation import check_count, check_finite, check_weights, door
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.invertible.log_determinant import LogDeterminant
 

@@ -17,13 +17,13 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from howsmooth._util.validation import check_number, door
 from howsmooth.attention import AttentionMap, L2SelfAttention
-from howsmooth.attention.terms import as_mask
+from howsmooth.attention.logit_terms import as_mask
 from howsmooth.bounds import least_upper_bound, setting
-from howsmooth.checks import check_number, door
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
-from howsmooth.nn.layers.base import AttentionLayer, Mask
+from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
 
 Reach = Literal["token", "past", "all"]
 _FAR: tuple[Reach, ...] = ("token", "past", "all")

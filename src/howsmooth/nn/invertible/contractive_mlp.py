@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth.checks import Count, check_one_of, check_positive, check_weights, door
+from howsmooth._util.validation import Count, check_one_of, check_positive, check_weights, door
 from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.layers.base import Norm, as_norm, glorot
+from howsmooth.nn.layers.attention_layer import Norm, as_norm, glorot
 from howsmooth.nn.layers.weight_norms import SpectralNorm
-from howsmooth.norms.matrices import spectral
+from howsmooth.norms.small_matrices import spectral
 
 STEEPEST_SWISH = 1.09984
 """The largest slope of x·σ(x), 1.0998393…, at the root 2.3994 of 2 + x(1 − 2σ(x)) = 0, rounded up."""

@@ -12,7 +12,7 @@ from typing import Any
 import normflows
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_weights
+from howsmooth._util.validation import check_count, check_weights
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.invertible.transformer import InvertibleTransformer
 

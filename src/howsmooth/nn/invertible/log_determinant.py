@@ -36,7 +36,7 @@ from scipy.stats import norm as normal
 from scipy.stats import t as student
 from torch import Tensor
 
-from howsmooth.checks import check_count, check_fraction, check_positive
+from howsmooth._util.validation import check_count, check_fraction, check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.branches import Branch
 from howsmooth.nn.invertible.diagonal_blocks import pulled_back, token_wise_blocks

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_finite, check_number, check_positive, door
+from howsmooth._util.common import evaluating
+from howsmooth._util.validation import check_count, check_finite, check_number, check_positive, door
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.nn.invertible.branches import as_branch
 from howsmooth.nn.invertible.diagonal_blocks import pulled_back
 from howsmooth.nn.invertible.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
-from howsmooth.nn.invertible.rounding import UnknownRounding, evaluation_error
-from howsmooth.nn.layers.base import Mask, without_autocast
-from howsmooth.small import evaluating
+from howsmooth.nn.invertible.running_error import UnknownRounding, evaluation_error
+from howsmooth.nn.layers.attention_layer import Mask, without_autocast
 
 
 @dataclass(frozen=True)

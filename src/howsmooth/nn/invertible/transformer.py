@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import Count, Probability, door
+from howsmooth._util.validation import Count, Probability, door
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.branches import Attending, Branch, Composed
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
 from howsmooth.nn.invertible.fixed_point import Contraction
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, total
 from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
-from howsmooth.nn.layers.base import Mask
-from howsmooth.nn.layers.contractive import ContractiveL2Attention
+from howsmooth.nn.layers.attention_layer import Mask
+from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
 
 
 class InvertibleTransformer(nn.Module):

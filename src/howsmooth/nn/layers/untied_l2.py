@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.nn.layers.base import Heads, glorot
-from howsmooth.nn.layers.l2 import L2Attention
-from howsmooth.nn.layers.sight import Sight
+from howsmooth.nn.layers.attention_layer import Heads, glorot
+from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.l2_layer import L2Attention
 
 
 class UntiedL2Attention(L2Attention):

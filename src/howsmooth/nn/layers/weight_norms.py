@@ -8,8 +8,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from howsmooth.checks import check_count, check_finite
-from howsmooth.nn.layers.base import without_autocast
+from howsmooth._util.validation import check_count, check_finite
+from howsmooth.nn.layers.attention_layer import without_autocast
 
 _START = 30
 _SETTLED = 1e-4

@@ -1,0 +1,248 @@
+"""What every attention map shares: projections, stages, logits, weights, output."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.validation import check_positive
+from howsmooth.attention.logit_terms import Terms
+from howsmooth.attention.masks import LogitBias, Maps, softmax
+from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.errors import InvalidInput
+
+Heads = tuple[Tensor, Tensor, Tensor]
+Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
+_NARROW = 256
+"""Up to so many columns of all projections together one product is faster than three."""
+
+
+class AttentionMap(nn.Module):
+    """Multi-head attention x ↦ Σ_h O_h(x) W_h + b: the block with its output projection, nothing around it.
+
+    For each head the projected tokens q_i, k_j, v_j pass token-wise stages (normalisation, rotation, scale); then
+
+        S_ij = cap(q_i · k_j) + bias_ij,   P = weights(S),   O_i = Σ_j P_ij v_j.
+
+    Residual, LayerNorm and dropout are not part of the map. A query that sees no key has output zero and derivative
+    zero. Weights follow `torch.nn.Linear`: ``(out_features, in_features)``.
+
+    Attributes:
+        query_weight: ``(heads, k, d)``; key_weight ``(kv_heads, k, d)``; value_weight ``(kv_heads, v, d)``.
+        output_weight: ``(heads, v, d_out)``: each head's own slice of the output projection.
+        weighting: "softmax", or "sigmoid" for weights that are not normalised over the keys.
+        softcap: logits become c·tanh(s/c) before masks and biases, when set.
+    """
+
+    query_weight: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    output_weight: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    kind = "attention"
+    weighting = "softmax"
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        logit_biases: Iterable[LogitBias] = (),
+        softcap: float | None = None,
+        **biases: Tensor | None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_heads(heads, kv_heads)
+        inputs = {"query": (query, heads), "key": (key, kv_heads), "value": (value, kv_heads)}
+        for name, (weight, groups) in inputs.items():
+            _check_matrix(name, weight)
+            width = query.shape[1]
+            if weight.shape[1] != width:
+                raise InvalidInput(
+                    f"the {name} weight takes {weight.shape[1]} features, but the query weight takes {width}."
+                )
+            if weight.shape[0] % groups:
+                raise InvalidInput(f"{weight.shape[0]} {name} features do not split into {groups} heads.")
+        if query.shape[0] * kv_heads != key.shape[0] * heads:
+            raise InvalidInput(
+                f"queries are {query.shape[0] // heads} wide per head but keys are {key.shape[0] // kv_heads}: "
+                "their dot product needs equal widths (check heads and kv_heads)."
+            )
+        mixed = value.shape[0] // kv_heads * heads
+        output = torch.eye(mixed, dtype=value.dtype, device=value.device) if output is None else output
+        _check_matrix("output", output)
+        if output.shape[1] != mixed:
+            raise InvalidInput(f"the output weight must have shape (d_out, {mixed}), got {tuple(output.shape)}.")
+        if softcap is not None:
+            check_positive(softcap, "a logit soft-cap", ": None leaves it out")
+        self.heads, self.kv_heads, self.softcap = heads, kv_heads, softcap
+        for name, (weight, groups) in inputs.items():
+            self.register_buffer(f"{name}_weight", weight.reshape(groups, -1, width))
+            bias = _checked_bias(name, biases.pop(f"{name}_bias", None), len(weight))
+            self.register_buffer(f"{name}_bias", None if bias is None else bias.reshape(groups, -1))
+        self.register_buffer("output_weight", output.T.reshape(heads, -1, output.shape[0]))
+        self.register_buffer("output_bias", _checked_bias("output", biases.pop("output_bias", None), len(output)))
+        if biases:
+            raise InvalidInput(f"attention has biases of query, key, value and output, but no {', '.join(biases)}.")
+        self.logit_biases = nn.ModuleList(Terms(logit_biases))
+        self.query_stages, self.key_stages, self.value_stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+
+    @property
+    def in_features(self) -> int:
+        """Width d of a token."""
+        return self.query_weight.shape[-1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of an output token."""
+        return self.output_weight.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        return self.query_weight.dtype
+
+    def stages(self, query: Tensor, key: Tensor) -> Stages:
+        """The token stages of queries, keys and values (which may depend on the projected tokens; see L2 attention)."""
+        return tuple(self.query_stages), tuple(self.key_stages), tuple(self.value_stages)  # type: ignore[arg-type]
+
+    @property
+    def terms(self) -> Terms:
+        """Masks and additive biases of the logits, as one."""
+        return Terms(self.logit_biases)  # type: ignore[arg-type]
+
+    def logit_terms(self) -> Iterator[LogitBias]:
+        """Masks and additive biases of the logits, one by one."""
+        return iter(self.terms)
+
+    def in_dtype(self, dtype: torch.dtype) -> AttentionMap:
+        """This map in another floating dtype (itself when nothing changes)."""
+        return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
+
+    def project(self, x: Tensor) -> Heads:
+        """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
+        return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
+
+    def project_about(self, moved: Tensor) -> Heads:
+        """As `project`, less every constant on which no derivative depends, so that a far centre costs no digits.
+
+        Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
+        a centre, biases left out, unless a stage or a soft-cap would notice.
+
+        Args:
+            moved: ``(batch, n + 1, d)``, tokens less their centre, and behind them the centre itself.
+        """
+        together = self._project(moved)
+        biases = (self.query_bias, self.key_bias, self.value_bias)
+        heads, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
+        free = (False, *self.free_of_constants)
+        query, key, value = (
+            t if left_out else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
+            for t, shift, bias, left_out in zip(heads, shifts, biases, free, strict=True)
+        )
+        return query, key, value
+
+    @property
+    def free_of_constants(self) -> tuple[bool, bool]:
+        """Whether a constant on all projected keys, or on all projected values, leaves the derivative as it is."""
+        softmax = self.weighting == "softmax"
+        return (
+            softmax and self.softcap is None and all(isinstance(stage, Scale) for stage in self.key_stages),
+            softmax and all(isinstance(stage, Scale) for stage in self.value_stages),
+        )
+
+    def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        flat, widths = [weight.to(x).flatten(0, 1) for weight in weights], [math.prod(w.shape[:2]) for w in weights]
+        narrow = sum(widths) <= _NARROW
+        projected = (x @ torch.cat(flat).mT).split(widths, dim=-1) if narrow else [x @ weight.mT for weight in flat]
+
+        def heads_of(projected: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            heads = projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
+            return self.per_head(heads if bias is None else heads + bias[:, None], dim=1)
+
+        query, key, value = map(heads_of, projected, weights, biases)
+        return query, key, value
+
+    def per_head(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """What key–value heads have, along ``dim``, once for each query head that shares it."""
+        shared = self.heads // tensor.shape[dim]
+        return tensor if shared == 1 else tensor.repeat_interleave(shared, dim=dim)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """The attention weights P, ``(batch, heads, n, n)`` (no batch axis when x has none)."""
+        single = x.dim() == 2
+        query, key, _ = self._heads(x[None] if single else x)
+        weights = self._weights(query, key)
+        return weights[0] if single else weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The map at x, ``(n, d)`` or ``(batch, n, d)``. Readable and differentiable; builds the n × n weights."""
+        single = x.dim() == 2
+        query, key, value = self._heads(x[None] if single else x)  # (batch, heads, n, ·)
+        mixed = self._weights(query, key) @ value
+        out = (mixed @ self.output_weight).sum(1)  # Σ_h O_h W_h
+        out = out if self.output_bias is None else out + self.output_bias
+        return out[0] if single else out
+
+    def _heads(self, x: Tensor) -> Heads:
+        if x.dim() != 3 or x.shape[-1] != self.in_features:
+            shape = tuple(x.shape[1:] if len(x) == 1 else x.shape)
+            raise InvalidInput(f"attention takes tokens of width {self.in_features}, got shape {shape}.")
+        projected = self.project(x)
+        stages = self.stages(projected[0], projected[1])
+        query, key, value = (Chain.through(*pair)[0] for pair in zip(stages, projected, strict=True))
+        return query, key, value
+
+    def _weights(self, query: Tensor, key: Tensor) -> Tensor:
+        logits = self._logits(query, key)
+        return torch.sigmoid(logits) if self.weighting == "sigmoid" else softmax(logits)
+
+    def _logits(self, query: Tensor, key: Tensor) -> Tensor:
+        batch, heads, n, _ = query.shape
+        scores, terms = query @ key.mT, self.terms
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        terms.check(n, heads, batch)
+        return terms.added_to(scores.flatten(0, 1), Maps.every(batch, heads, n, query)).unflatten(0, (batch, heads))
+
+    def extra_repr(self) -> str:
+        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        return (
+            f"{self.in_features} → {self.out_features}, heads={self.heads}{grouped}, "
+            f"width={self.query_weight.shape[1]}, {str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that do not split evenly among the key–value heads."""
+    whole = all(isinstance(count, int) for count in (heads, kv_heads))
+    if not whole or heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise InvalidInput(f"heads ({heads!r}) must be a positive whole multiple of kv_heads ({kv_heads!r}).")
+
+
+def _check_matrix(name: str, weight: object) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise InvalidInput(f"the {name} weight must be a floating (out_features, in_features) matrix, got {got}.")
+    if 0 in weight.shape:
+        raise InvalidInput(f"the {name} weight has shape {tuple(weight.shape)}: no size may be zero.")
+
+
+def _checked_bias(name: str, bias: Tensor | None, size: int) -> Tensor | None:
+    if bias is not None and (not isinstance(bias, Tensor) or bias.shape != (size,) or not bias.is_floating_point()):
+        got = f"{bias.dtype} of shape {tuple(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
+        raise InvalidInput(f"the {name} bias must be a floating vector of {size} entries, got {got}.")
+    return bias

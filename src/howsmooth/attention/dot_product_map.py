@@ -1,0 +1,164 @@
+"""Dot-product attention with everything today's transformers put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.validation import Seed, check_weights, door
+from howsmooth.attention.attention_map import AttentionMap, check_heads
+from howsmooth.attention.logit_terms import as_mask
+from howsmooth.attention.masks import LogitBias
+from howsmooth.attention.positions import Rotary
+from howsmooth.attention.stages import Scale, TokenStage, UnitNorm
+from howsmooth.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from howsmooth.attention.composite_map import ComposedAttention
+
+QKNorm = Literal["rms", "l2"] | tuple[TokenStage, TokenStage] | None
+
+
+class SelfAttention(AttentionMap):
+    """Dot-product self-attention f(X) = Σ_h softmax(q_h k_hᵀ) v_h W_h (Vaswani et al. 2017).
+
+    Args:
+        query, key, value, output: weights as in `torch.nn.Linear`; ``output=None`` leaves the heads side by side.
+        heads, kv_heads: query heads, and key–value heads when fewer (grouped or multi-query attention).
+        query_bias, key_bias, value_bias, output_bias: optional vectors.
+        mask: None, "causal", booleans (True = may look), logits to add, or a `LogitBias` (`Causal`, `SlidingWindow`,
+            `Padding`, …).
+        logit_biases: further additive terms: `ALiBi`, `RelativeBias`, …
+        rotary: rotary positions applied to queries and keys.
+        qk_norm: "rms", "l2", or a pair of stages (`UnitNorm`, `HeadNorm`); applied before the rotation.
+        softcap: logits become c·tanh(s/c) before masks and biases.
+        scale: factor on the logits; 1/√(head width) when None.
+
+    >>> import torch, howsmooth as hs
+    >>> attention = hs.SelfAttention(*torch.eye(4).repeat(4, 1, 1), heads=2, mask="causal")
+    >>> attention(torch.ones(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    kind = "dot_product"
+
+    @door
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        mask: LogitBias | Tensor | str | None = None,
+        logit_biases: Sequence[LogitBias] = (),
+        rotary: Rotary | None = None,
+        qk_norm: QKNorm = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ):
+        biases = {"query_bias": query_bias, "key_bias": key_bias, "value_bias": value_bias, "output_bias": output_bias}
+        terms = [*as_mask(mask), *logit_biases]
+        super().__init__(
+            query, key, value, output, heads=heads, kv_heads=kv_heads, logit_biases=terms, softcap=softcap, **biases
+        )
+        width = self.query_weight.shape[1]
+        if qk_norm is not None:
+            for_query, for_key = _norms(qk_norm, width)
+            self.query_stages.append(for_query)
+            self.key_stages.append(for_key)
+        if rotary is not None:
+            self.query_stages.append(rotary)
+            self.key_stages.append(rotary)
+        self.scale = width**-0.5 if scale is None else float(scale)
+        self.query_stages.append(Scale(self.scale))
+
+    @classmethod
+    @door
+    def from_bilinear(cls, a: Tensor, v: Tensor, bias: Tensor | None = None, **options: object) -> SelfAttention:
+        """One head in the notation of the theory: P_ij ∝ exp(x_jᵀ A x_i + b·x_j), f(X)_i = V Σ_j P_ij x_j.
+
+        >>> import torch, howsmooth as hs
+        >>> hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))(torch.zeros(3, 2)).shape
+        torch.Size([3, 2])
+        """
+        if a.dim() != 2 or v.dim() != 2:
+            raise InvalidInput(f"A and V must be matrices, got shapes {tuple(a.shape)} and {tuple(v.shape)}.")
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        return cls(a, identity, v, query_bias=bias, scale=1.0, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    @door
+    def random(
+        cls,
+        width: int,
+        heads: int = 1,
+        *,
+        kv_heads: int | None = None,
+        seed: Seed = 0,
+        dtype: torch.dtype = torch.float32,
+        **options: object,
+    ) -> SelfAttention:
+        """Weights of variance 1/width: tokens of unit variance give queries and keys of unit variance."""
+        if not all(isinstance(count, int) and count >= 1 for count in (width, heads)) or width % heads:
+            raise InvalidInput(
+                f"a width of {width!r} does not split into {heads!r} heads: give positive whole numbers."
+            )
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_heads(heads, kv_heads)
+        check_weights(4 * width * width, "random attention")
+        generator = torch.Generator().manual_seed(seed)
+        shared = width // heads * kv_heads
+
+        def draw(rows: int) -> Tensor:
+            return (torch.randn(rows, width, generator=generator, dtype=torch.float64) * width**-0.5).to(dtype)
+
+        weights = draw(width), draw(shared), draw(shared), draw(width)
+        return cls(*weights, heads=heads, kv_heads=kv_heads, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    @door
+    def from_torch(cls, module: nn.MultiheadAttention, causal: bool = False) -> SelfAttention:
+        """The self-attention x ↦ module(x, x, x) of a `torch.nn.MultiheadAttention`, without its dropout."""
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            raise InvalidInput(
+                "this nn.MultiheadAttention appends an extra key (add_bias_kv or add_zero_attn), which SelfAttention "
+                "does not model: measure it as a function instead, hs.measure(lambda x: module(x, x, x)[0], x)."
+            )
+        if not module._qkv_same_embed_dim:
+            raise InvalidInput("self-attention needs kdim = vdim = embed_dim, but this nn.MultiheadAttention differs.")
+        weights = (*module.in_proj_weight.detach().chunk(3), module.out_proj.weight.detach())
+        biases: dict[str, Any] = {} if module.out_proj.bias is None else {"output_bias": module.out_proj.bias.detach()}
+        if module.in_proj_bias is not None:
+            names = ("query_bias", "key_bias", "value_bias")
+            biases |= zip(names, module.in_proj_bias.detach().chunk(3), strict=True)
+        return cls(*weights, heads=module.num_heads, mask="causal" if causal else None, **biases)
+
+    @classmethod
+    @door
+    def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
+        """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
+        from howsmooth.models import from_transformers
+
+        return from_transformers(model, layer)
+
+
+def _norms(qk_norm: QKNorm, width: int) -> tuple[TokenStage, TokenStage]:
+    if qk_norm == "rms":
+        return UnitNorm.rms(width), UnitNorm.rms(width)
+    if qk_norm == "l2":
+        return UnitNorm(eps=1e-12), UnitNorm(eps=1e-12)
+    if isinstance(qk_norm, tuple) and len(qk_norm) == 2:
+        return qk_norm
+    raise InvalidInput(f"qk_norm is 'rms', 'l2' or a pair of stages, got {qk_norm!r}.")

@@ -1,0 +1,235 @@
+r"""Heads on a ball whose queries or keys are not linear, whose logits are capped, or whose weights are sigmoids.
+
+For all X with :math:`|x_j - x^0_j| \le ε_j`: L2 attention, cosine attention, q/k-norms, soft-caps, sigmoid attention,
+and everything `howsmooth.certificates.ball.on_ball` covers too. Queries, keys and values are token-wise maps
+(projection, then stages), each with bounds :math:`m \ge \|D\|`, :math:`h \ge \|D^2\|` of its derivatives on the ball:
+
+* a multiple c, a rotation: m = c (its amplitude), h = 0;
+* :math:`t/\sqrt{|t|^2+ε'}` times a gain g, :math:`T^2 = (|t^0|-r)_+^2 + ε'`: :math:`m = \max|g|/T`, :math:`h =
+  \tfrac{2}{\sqrt3}\max|g|/T^2` (`howsmooth.certificates.network.taylor_remainders`);
+* the distance features of L2 attention, :math:`(t, |t|^2/ρ)`: :math:`m = \sqrt{1 + 4(|t^0|+r)^2/ρ^2}`, h = 2/ρ;
+* one after the other: :math:`m_fm_g` and :math:`m_fh_g + h_fm_g^2`; behind a projection: m‖W‖, h‖W‖².
+
+A query then moves by at most :math:`r^q_i = m^q_iε_i`, its derivative by :math:`h^q_iε_i`, likewise keys and values, so
+with c_i the mean key under P⁰ (0 under a soft-cap and for sigmoids, where a shift of a row matters) logits move by at
+most
+
+.. math:: δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + \tfrac12ε_i^2h^q_i|k_j-c_i| +
+          \tfrac12ε_j^2h^k_j|q_i| + r^q_ir^k_j,
+
+which gives :math:`\check P \le P \le \hat P`, and for sigmoids and caps the largest slopes Ŝ on the interval. The three
+paths of `howsmooth.bounds.three_paths` are then at most
+
+.. math:: \big\|[\hat P_{ij}ω_j]\big\| + \max_iℓ_iα_i + \max_j\Big[\Big\|\sum_i\hat S_{ij}ℓ_i^2t_{ij}t_{ij}^\top\Big
+          \|^{1/2} + \Big(\sum_i\hat S_{ij}ℓ_i^2τ_{ij}^2\Big)^{1/2}\Big]
+
+with :math:`ω_j = \|WM^v_j\| + \|W\|h^v_jε_j`; ℓ² the largest mean of :math:`(|W(v_j-o_i)| + ω_jε_j)^2`, α² that of
+:math:`(|M^{q\top}_i(k_j-c_i)| + m^q_ir^k_j + h^q_iε_i|k_j-c_i|)^2`, over rows between P̌ and P̂ that sum to one (for
+sigmoids, sums weighted by Ŝ about zero), or the norm of the first part weighted by P̂ plus the mean of the second;
+:math:`t_{ij} = M^{k\top}_jq_i` at the input and :math:`τ_{ij} = m^k_jr^q_i +
+h^k_jε_j|q_i|`. The second and third are Cauchy–Schwarz in L²(P_i), as there. ∎
+
+*Rounding.* A computed query is the query of a token moved a little further: its error, :math:`γ_m` times
+:math:`m^q\|W\|_F|x| + |q|`, m the length of its sums, is added to :math:`r^q`, likewise for keys and values; logits
+get :math:`γ_m|q||k|` more, and sums of nonnegative numbers are raised by their own γ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.positions import Rotary
+from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.own.three_path import nonnegative_norm
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.network.affine_form import spectral_ceiling
+from howsmooth.errors import DoesNotApply
+
+_RAISED = 1 + gamma(2**14)
+
+
+def curved_bound(attention: AttentionMap, x: Tensor, moves: Tensor) -> Tensor:
+    """The bound of the module for every head, ``(heads,)``.
+
+    >>> import howsmooth as hs
+    >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
+    >>> near, far = (float(curved_bound(head, x, torch.full((3,), eps))) for eps in (0.1, 0.2))
+    >>> bool(hs.measure(head, x).lower < near < far)
+    True
+    """
+    return CurvedBall(attention.in_dtype(torch.float64), x.double(), moves.double()).bound()
+
+
+class CurvedBall:
+    """The ingredients of the module for all heads.
+
+    Attributes:
+        query, key, value: the token-wise maps. weights: ends of P and largest slopes on the ball.
+        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: what a query feels of it, and a key of each query.
+    """
+
+    def __init__(self, attention: AttentionMap, x: Tensor, moves: Tensor):
+        n, heads = len(x), attention.heads
+        projected = attention.project(x[None])
+        stages = attention.stages(projected[0], projected[1])
+        matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
+        self.query, self.key, self.value = (
+            _Feature.of(list(chain), features[0], matrix.repeat_interleave(heads // len(matrix), 0), x, moves)
+            for chain, features, matrix in zip(stages, projected, matrices, strict=True)
+        )
+        self.moves, self.output = moves, attention.output_weight
+        query, key, cap = self.query.value, self.key.value, attention.softcap
+        plain = query @ key.mT
+        capped = plain if cap is None else cap * torch.tanh(plain / cap)
+        attention.terms.check(n, heads, 1)
+        scores = attention.terms.added_to(capped, Maps.every(1, heads, n, query[None]))
+        softmax = attention.weighting == "softmax"
+        here = torch.nan_to_num(torch.softmax(scores, -1)) if softmax else torch.sigmoid(scores)
+        centre = here @ key if softmax and cap is None else torch.zeros_like(query)
+        self.mean = here @ self.value.value if softmax else torch.zeros_like(self.value.value)
+        self.apart = key[:, None] - centre[:, :, None]
+        self.pull = self.query.back(self.apart, 1)
+        self.push = self.key.back(query[:, :, None].expand_as(self.apart), 2)
+        moved = self.logit_moves() * _RAISED + gamma(2**12) * (1 + plain.abs())
+        self.weights = _Weights.of(scores, moved, plain, cap, softmax)
+
+    def logit_moves(self) -> Tensor:
+        """δ of the module, ``(heads, n, n)``."""
+        query, key, moves = self.query, self.key, self.moves
+        long, size = self.apart.norm(dim=-1), query.value.norm(dim=-1)[..., None]
+        moved = moves[:, None] * (self.pull.norm(dim=-1) + query.bent[..., None] * long)
+        moved = moved + moves * (self.push.norm(dim=-1) + key.bent[:, None] * size)
+        moved = moved + query.off[..., None] * long + key.off[:, None] * size
+        return moved + query.moved[..., None] * key.moved[:, None]
+
+    def bound(self) -> Tensor:
+        """The three paths together, ``(heads,)``."""
+        query, key, value, weights = self.query, self.key, self.value, self.weights
+        out_norm = spectral_ceiling(self.output)[:, None]
+        width = value.through(self.output) + out_norm * value.bent
+        values = (value.value[:, None] - self.mean[:, :, None]) @ self.output[:, None]
+        spread = weights.spread(values, (width * self.moves + out_norm * value.off)[:, None])
+        bent = query.bent[..., None] * self.apart.norm(dim=-1)
+        lean = weights.spread(self.pull, query.first[..., None] * key.moved[:, None] + bent)
+        loads = weights.slopes * spread.square()[..., None]
+        straight = spectral_ceiling((loads.clamp_min(1e-300).sqrt()[..., None] * self.push).transpose(1, 2))
+        rest = key.first[:, None] * query.moved[..., None] + key.bent[:, None] * query.value.norm(dim=-1)[..., None]
+        cross = straight + (loads * rest.square()).sum(1).sqrt()
+        paths = nonnegative_norm(weights.high * width[:, None]) + (spread * lean).amax(-1) + cross.amax(-1)
+        return torch.nan_to_num(paths * _RAISED, nan=torch.inf)
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """Queries, keys or values on the ball.
+
+    Attributes:
+        value: ``(heads, n, k)``. chain: derivative of the stages. root: R with \\|Wᵀu\\| = \\|Ru\\|, ``(heads, k, k)``.
+        first: m, ``(heads, n)``. bent: hε, how far the derivative moves. moved: r. All with rounding; off: it alone.
+    """
+
+    value: Tensor
+    chain: Chain
+    root: Tensor
+    first: Tensor
+    bent: Tensor
+    moved: Tensor
+    off: Tensor
+
+    @classmethod
+    def of(cls, stages: Sequence[TokenStage], start: Tensor, weight: Tensor, x: Tensor, moves: Tensor) -> _Feature:
+        norm = spectral_ceiling(weight)[:, None]
+        radius = norm * moves
+        first, second, here = torch.ones_like(radius), torch.zeros_like(radius), start
+        for stage in stages:
+            m, h = _derivatives(stage, here, first * radius)
+            first, second = m * first, m * second + h * first.square()
+            here = stage(here[None])[0]
+        value, chain = Chain.through(stages, start[None])
+        lost = gamma(8 * (weight.shape[-1] + weight.shape[-2]) + 1600)
+        entries = weight.norm(dim=(-2, -1))[:, None]
+        off = lost * (first * (entries * x.norm(dim=-1) + start.norm(dim=-1)) + value[0].norm(dim=-1))
+        slack = (
+            gamma(64 * weight[0].numel() + 1600) * entries * first
+        )  # of the triangular factor, and of products with it
+        bent, first = second * norm.square() * moves + slack, first * norm
+        return cls(value[0], chain, torch.linalg.qr(weight.mT).R, first, bent, first * moves + off, off)
+
+    def back(self, vectors: Tensor, axis: int) -> Tensor:
+        """Mᵀu, up to a rotation, for u ``(heads, i, j, k)`` and the derivative at token i (axis 1) or j (axis 2)."""
+        order = (2, 0, 1, 3) if axis == 1 else (1, 0, 2, 3)
+        undo = (1, 2, 0, 3) if axis == 1 else (1, 0, 2, 3)
+        return self.chain.vjp(vectors.permute(order)).permute(undo) @ self.root.mT[:, None]
+
+    def through(self, output: Tensor) -> Tensor:
+        """‖W M_j‖, ``(heads, n)``, for W = ``output``ᵀ."""
+        rows = self.chain.vjp(output.permute(2, 0, 1)[:, :, None].expand(-1, -1, self.value.shape[1], -1))
+        return spectral_ceiling(torch.einsum("ohnk,hrk->hnor", rows, self.root))
+
+
+def _derivatives(stage: TokenStage, here: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    """m and h of a stage on balls around tokens ``(heads, n, k)``."""
+    none = torch.zeros_like(radius)
+    match stage:
+        case Scale():
+            return none + abs(stage.factor), none
+        case Rotary():
+            return none + max(1.0, abs(stage.amplitude)) * (1 + gamma(64)), none
+        case UnitNorm():
+            gain = abs(stage.length) * (1.0 if stage.gain is None else float(stage.gain.double().abs().max()))
+            nearest = ((here.norm(dim=-1) * (1 - gamma(2**10)) - radius).clamp_min(0.0)).square() + stage.eps
+            return gain / nearest.sqrt() * _RAISED, 2 / 3**0.5 * gain / nearest * _RAISED
+        case _DistanceQuery():
+            return none + 2 * stage.factor, none
+        case _DistanceKey():
+            reach = stage.reach.reshape(-1, 1) * (1 - gamma(16))
+            far = (here - stage.centre.reshape(len(here), 1, -1)).norm(dim=-1) + radius
+            return (1 + (2 * far / reach).square()).sqrt() * _RAISED, none + 2 / reach
+    raise DoesNotApply(
+        f"no bound around an input is proved for {type(stage).__name__}: certify at the input alone (radius 0)."
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Ends of the weights, largest slopes, and means under them; ``(heads, n, n)``."""
+
+    low: Tensor
+    high: Tensor
+    slopes: Tensor
+    is_softmax: bool
+
+    @classmethod
+    def of(cls, scores: Tensor, moved: Tensor, plain: Tensor, cap: float | None, is_softmax: bool) -> _Weights:
+        flat = torch.ones_like(moved)
+        if cap is not None:  # sech² falls with |s|: largest at the point of the interval nearest zero
+            flat = 1 - torch.tanh((plain.abs() - moved).clamp_min(0.0) / cap).square()
+        if is_softmax:
+            high = softmax_ceiling(scores, moved) * _RAISED
+            return cls(softmax_ceiling(scores, -moved) / _RAISED, high, high * flat**2, True)
+        nearest = (scores.abs() - moved).clamp_min(0.0)
+        slopes = (torch.sigmoid(nearest) * torch.sigmoid(-nearest)) * flat * _RAISED
+        return cls(torch.sigmoid(scores - moved), torch.sigmoid(scores + moved) * _RAISED, slopes, False)
+
+    def spread(self, vectors: Tensor, rest: Tensor) -> Tensor:
+        """(E|u·a_j|²)^½ over all unit u and a_j within ``rest`` of the vectors ``(heads, n, n, ·)``: ``(heads, n)``."""
+        weights = self.high if self.is_softmax else self.slopes
+        straight = spectral_ceiling(weights.clamp_min(1e-300).sqrt()[..., None] * vectors)
+        rest = rest.expand_as(weights)
+        apart = self._mean((vectors.norm(dim=-1) + rest).square()).sqrt()
+        return torch.minimum(straight + self._mean(rest.square()).sqrt(), apart) * _RAISED
+
+    def _mean(self, numbers: Tensor) -> Tensor:
+        """The largest mean of numbers along a row; for sigmoids the largest sum weighted by slopes."""
+        if self.is_softmax:
+            return largest_mean(numbers, self.low, self.high.clamp_max(1.0))
+        return (self.slopes * numbers).sum(-1)

@@ -1,0 +1,228 @@
+r"""The largest ball on which a class cannot change, for attention pooled at one token and a ReLU network behind it.
+
+.. math:: \mathrm{logits}(p) = E\,o(p) + e + F\,\mathrm{relu}(G\,o(p) + g), \qquad o \text{ of }
+          \texttt{PooledAttention}.
+
+For a radius r every hidden value gets an interval from its expansion to second order
+(`howsmooth.certificates.classifier.trust_region`) and the bound on its third derivative; the ReLUs of the margin
+between two classes are relaxed (`howsmooth.certificates.classifier.relu_relaxation`); what is left, a functional of o
+plus a quadratic, is bounded on the ball in the same way, with its own curvature rather than the sum of those of its
+parts. The slopes below ReLUs are chosen by fictitious play against the worst δ; every choice is valid.
+
+*Rounding.* The certificate is computed for the folded matrices as stored, which are off by at most :math:`γ_m` times
+the
+same products with absolute values, m the number of terms in their nested sums. On the ball that moves logits by at most
+:math:`β = γ_m(|κ|(|p| + r) + |s|)`, weights by factors :math:`e^{\pm2β}`, and the output of a head by
+:math:`4β\max_j|v_j| + γ_m\max_j(|U|(|p| + r) + |u|)`; ReLU is 1-Lipschitz. The terms of the bound itself (values,
+gradients, forms, remainders, times powers of r) are nested sums of products of weights, values of rows and logit moves
+Δ,
+so each is computed to within :math:`γ_m` times the largest row times 8(1 + logits)(1 + Δ)², m now 8 times the longest
+sums plus the 1600 roundings of a weight (`howsmooth.bounds.point_error`). Both, times the weights behind, are
+subtracted from every margin and added to every interval (`Classifier.noise`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.classifier.cls_token import Functionals, PooledAttention
+from howsmooth.certificates.classifier.relu_relaxation import Guess, Hidden, Relaxed
+from howsmooth.certificates.classifier.trust_region import ball_minimum, form_minimum
+
+_ROUNDS = 5
+_FINENESS = 2e-3
+_MOST_STEPS = 60
+_FARTHEST = 10.0
+"""The largest radius that is tried, in norms of the input plus one: for networks that are constant near it."""
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Pooled attention with a ReLU network behind it, in float64.
+
+    Attributes:
+        pool: o(p). direct: E ``(classes, m)``; direct_offset: e. hidden: G ``(k, m)``; hidden_offset: g.
+        out: F ``(classes, k)``.
+        sizes: bounds on |κ|, |s|, |U|, |u| with absolute values inside every product they were folded from.
+    """
+
+    pool: PooledAttention
+    direct: Tensor
+    direct_offset: Tensor
+    hidden: Tensor
+    hidden_offset: Tensor
+    out: Tensor
+    sizes: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The logits."""
+        output = self.pool(tokens)
+        return (
+            self.direct @ output + self.direct_offset + self.out @ torch.relu(self.hidden @ output + self.hidden_offset)
+        )
+
+    def noise(self, tokens: Tensor, radius: float) -> float:
+        """What rounding may have done to a margin or a hidden value on the ball; see the module."""
+        pool = self.pool
+        reach = torch.cat([tokens.new_zeros(pool.fixed, tokens.shape[-1]), tokens.abs() + radius])
+        logits, rows = _largest(reach, pool.keys, pool.key_offsets, pool.values, pool.value_offsets)
+        folded_logits, folded_rows = _largest(reach, *self.sizes)
+        heads, width, d = pool.values.shape
+        count = pool.key_offsets.shape[-1]
+        folding = gamma(8 * (width * heads + width + d))
+        computing = gamma(8 * (count * d + heads * count + width + len(self.hidden)) + 1600)
+        drift = 1 + 2**0.5 * radius * pool.keys.norm(dim=-1)
+        share = folding * 4 * folded_logits + computing * 8 * (1 + logits) * drift.square()
+        output = (share[:, None] * rows + folding * folded_rows).sum(0) + computing * pool.constant.abs()
+        hidden = self.hidden.abs() @ output + computing * self.hidden_offset.abs()
+        total = self.direct.abs() @ output + computing * self.direct_offset.abs() + self.out.abs() @ hidden
+        return 2 * float(torch.maximum(total.amax(), hidden.amax()))
+
+
+def _largest(
+    reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """At least every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
+    logits = keys.abs() @ reach.mT + key_offsets.abs()
+    return logits.amax(-1), (reach @ values.abs().mT + value_offsets.abs()).amax(1)
+
+
+class Neighbourhood:
+    """An input, its class, and lower bounds on its margins on balls around it, in the 2-, 1- or ∞-norm.
+
+    A ball of radius r in the 1-norm lies in the Euclidean one of the same radius, in the ∞-norm in that of radius r√N:
+    curvature and remainders are bounded there, while gradients are met by the dual norm.
+    """
+
+    def __init__(self, classifier: Classifier, tokens: Tensor, label: int, norm: float = 2):
+        self.classifier, self.tokens, self.label, self.norm = classifier, tokens, label, norm
+        self.point = classifier.pool.at(tokens)
+        self.neurons = self.point.functionals(classifier.hidden)
+        size = self.neurons.gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+        self._bends = self.neurons.bend(self.neurons.gradient / size)
+        self.hidden = lru_cache(maxsize=None)(self._hidden)
+        self.noise = lru_cache(maxsize=None)(partial(classifier.noise, tokens))
+        self._played: dict[int, tuple[Tensor, Guess]] = {}
+
+    def _hidden(self, radius: float) -> Hidden:
+        """Intervals of all hidden values on the ball."""
+        neurons, (least, most) = self.neurons, self.neurons.curvature
+        start, far = neurons.value + self.classifier.hidden_offset, self.euclidean(radius)
+        rest, noise = neurons.remainder(far), self.noise(far)
+        reach, bent = radius * self.dual(neurons.gradient), 0.5 * far**2
+        down = ball_minimum(neurons.gradient, self._bends, least, far)
+        up = ball_minimum(neurons.gradient, -self._bends, -most, far)
+        lower = start + torch.maximum(down, -reach + bent * least) - rest
+        upper = start - torch.maximum(up, -reach - bent * most) + rest
+        bowed = bent * torch.maximum(most, -least) + rest
+        return Hidden(start, neurons.gradient, lower - noise, upper + noise, bowed + noise, reach)
+
+    def euclidean(self, radius: float) -> float:
+        """The radius of a Euclidean ball around the ball."""
+        return radius * self.tokens.numel() ** 0.5 if self.norm == torch.inf else radius
+
+    def dual(self, gradients: Tensor) -> Tensor:
+        """The dual norm along the last axis: how much a unit move gains."""
+        return torch.linalg.vector_norm(gradients, ord={2: 2, 1: torch.inf, torch.inf: 1}[self.norm], dim=-1)
+
+    def margins(self) -> Tensor:
+        """The margins at the input itself."""
+        logits = self.classifier(self.tokens)
+        return logits[self.label] - logits
+
+    def lower(self, other: int, radius: float, rounds: int = _ROUNDS) -> float:
+        """A lower bound on the margin to another class on the whole ball."""
+        net, hidden = self.classifier, self.hidden(radius)
+        weights = net.out[self.label] - net.out[other]
+        start = (hidden.start > 0).double(), Guess(hidden.start, hidden.upper.square())
+        lines, guess = self._played.get(other, start)
+        best = -float("inf")
+        for step in range(rounds):
+            relaxed = Relaxed.of(weights, hidden, lines, guess if self.norm == 2 else None)
+            bound, move, swing = self._relaxed_lower(other, relaxed, radius)
+            best = max(best, bound)
+            if best > 0:
+                break
+            reached, swung = hidden.start + hidden.slope @ move, hidden.slope @ swing
+            guess = guess.towards(reached, reached.square() + swung.square(), 1 / (step + 2))
+            lines = lines + ((reached > 0).double() - lines) / (step + 2)
+            self._played[other] = lines, guess
+        return best
+
+    def _relaxed_lower(self, other: int, relaxed: Relaxed, radius: float) -> tuple[float, Tensor, Tensor]:
+        net = self.classifier
+        direction = net.direct[self.label] - net.direct[other] + relaxed.coefficients @ net.hidden
+        margin = self.point.functionals(direction[None])
+        constant = net.direct_offset[self.label] - net.direct_offset[other] + relaxed.coefficients @ net.hidden_offset
+        value = margin.value[0] + constant + relaxed.constant
+        bent = relaxed.squares != 0
+        slope = self.neurons.gradient
+        gradient = margin.gradient[0] + relaxed.slopes[bent] @ slope[bent]
+        least, columns, factors = _nystrom(margin, gradient)
+        columns = torch.cat([columns, slope[bent].mT], 1)
+        factors = torch.cat([factors, 2 * relaxed.squares[bent]])
+        basis = torch.linalg.qr(torch.cat([gradient[:, None], columns], 1)).Q
+        inside = basis.mT @ columns
+        far = self.euclidean(radius)
+        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, far)
+        move, swing = basis @ move, basis @ swing
+        if self.norm != 2:  # without parabolas the form is Q alone, which is at least −μ
+            bound = max(bound, -radius * float(self.dual(gradient)) + 0.5 * far**2 * least)
+            move, swing = -radius * self._steepest(gradient), torch.zeros_like(swing)
+        return float(value) + bound - float(margin.remainder(far)) - self.noise(far), move, swing
+
+    def _steepest(self, gradient: Tensor) -> Tensor:
+        """The unit move, in the ball's own norm, along which a gradient gains most."""
+        if self.norm == torch.inf:
+            return gradient.sign()
+        return torch.nn.functional.one_hot(gradient.abs().argmax(), len(gradient)) * gradient.sign()
+
+    def radius(self) -> tuple[float, int]:
+        """The largest radius found to be safe, and the class that limits it."""
+        margins = self.margins()
+        net, on = self.classifier, self.neurons.value + self.classifier.hidden_offset > 0
+        logits = self.point.functionals(net.direct + (net.out * on) @ net.hidden).gradient
+        sizes = self.dual(logits[self.label] - logits)
+        reach = (margins / sizes.clamp_min(1e-300)).tolist()
+        others = sorted((c for c in range(len(reach)) if c != self.label), key=lambda c: reach[c])
+        if min(margins[c] for c in others) <= self.noise(0.0):
+            return 0.0, others[0]
+        best, limiting = min(2 * reach[others[0]], _FARTHEST * (1 + float(self.tokens.norm()))), others[0]
+        for other in others:
+            radius = self._largest(other, best, float(margins[other]))
+            if radius < best:
+                best, limiting = radius, other
+        return best, limiting
+
+    def _largest(self, other: int, most: float, margin: float) -> float:
+        """The largest safe radius for one class, at most ``most``; by false position, always on the safe side."""
+        at_most = self.lower(other, most)
+        if at_most > 0:
+            return most
+        low, high, below, above = 0.0, most, margin, at_most
+        for step in range(_MOST_STEPS):
+            if high - low <= _FINENESS * high:
+                break
+            share = below / (below - above) if step % 3 < 2 else 0.5
+            middle = low + min(max(share, 0.05), 0.95) * (high - low)
+            value = self.lower(other, middle)
+            if value > 0:
+                low, below = middle, value
+            else:
+                high, above = middle, value
+        return low
+
+
+def _nystrom(margin: Functionals, gradient: Tensor) -> tuple[float, Tensor, Tensor]:
+    """−μ ≤ the spectrum of a functional's curvature Q, with v and 1/τ such that Q ⪰ −μI + vvᵀ/τ, along a gradient."""
+    least = float(margin.curvature[0][0])
+    unit = gradient / gradient.norm().clamp_min(1e-300)
+    v = margin.bend(unit[None])[0] - least * unit
+    stiffness = float(unit @ v)
+    usable = stiffness > 1e-12 * float(v.norm())
+    return least, v[:, None], gradient.new_tensor([1 / stiffness if usable else 0.0])

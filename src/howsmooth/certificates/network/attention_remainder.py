@@ -1,0 +1,161 @@
+r"""Attention around an input: its straight line, and what is left of it on a ball.
+
+One head at token i: logits move, up to a shift of the row, by :math:`u_j = ℓ_j + Δq_i\cdotΔk_j`, ℓ linear,
+\|u_j\| ≤ D_j. With o the output, P⁰ ≤ … as in `howsmooth.certificates.ball.on_ball` and P on the way,
+
+.. math:: e = \sum_j(P_j-P^0_j)\,Δv_j + \sum_j P^0_j(v_j-o)\,Δq_i\cdotΔk_j + \int_0^1(1-t)\,
+          E_{P^t}\big[(v-o^t)(u-E_{P^t}u)^2\big]dt,
+
+because :math:`\frac{d^2}{dt^2}E_{P^t}v = E_{P^t}[(v-o^t)(u-Eu)^2]`. The first is at most
+:math:`\sum_jC_j|Δv_j|`, :math:`C_j = \max(\hat P_j-P^0_j, P^0_j-\check P_j)`, the second :math:`\sum_jP^0_j|v_j-o|\,
+|Δq_i||Δk_j|`, the third half the largest mean, over rows :math:`\check P \le p \le \hat P`, Σp = 1, of
+:math:`(|v_j-o| + \sum_kC_k|v_k-o|)(D_j + \bar D)^2`, :math:`\bar D` the largest mean of D; or, as a variance is below
+the second moment, half of :math:`\max_j|v_j-o| + \sum_kC_k|v_k-o|` times the largest E u². That is at most the largest
+mean of D², and at most :math:`(\|[\hat P_j^{1/2}ℓ^0_j]_j\||δ| + (\sum_j\hat P_jr_j^2)^{1/2})^2` for the part ℓ⁰·δ of
+the moves that is along one δ, r the bound on the rest. ∎
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.masks import Maps
+from howsmooth.attention.stages import Chain
+from howsmooth.bounds.own.neighbourhood import softmax_ceiling
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.ball.weight_boxes import largest_mean
+from howsmooth.certificates.network.affine_form import Stream, block_diagonal, gauge, length, spectral_ceiling
+from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder, moved_by
+
+
+@dataclass(frozen=True)
+class AttentionRemainder(Remainder):
+    """Of all heads, each a group; see the module.
+
+    Attributes:
+        scores, weights: ``(heads, n, n)``. apart: |v_j − o_i|.
+        logits: gauge of the moves of logits, ``(heads, n, n, ·)``. query, key, value: of tokens ``(heads, n, ·)``.
+        along: slopes of the logits in the input's own moves, ``(heads, n, n, m, b)``.
+        noise: gauge of what rounding does to the output; off: to a logit.
+    """
+
+    scores: Tensor
+    weights: Tensor
+    apart: Tensor
+    logits: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    along: Tensor
+    noise: Tensor
+    off: Tensor
+
+    def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = (moved_by(rows, reach) for rows in (self.query, self.key, self.value))
+        both = query[..., None] * key[..., None, :]
+        moved = moved_by(self.logits, reach) + both + self.off
+        high, low = softmax_ceiling(self.scores, moved), softmax_ceiling(self.scores, -moved)
+        change = torch.maximum(high - self.weights, self.weights - low).clamp_min(0.0)
+        change = (change + gamma(2**12) * self.weights) * (1 + ROUNDED)
+        straight = self._second_order(reach, moved, change, high, low)
+        values = (change * value[..., None, :]).sum(-1)
+        products = (self.weights * self.apart * both).sum(-1)
+        upper = ((straight + values + products) * (1 + ROUNDED)).mT + moved_by(self.noise, reach)
+        return -upper, upper
+
+    def _second_order(self, reach: Tensor, moved: Tensor, change: Tensor, high: Tensor, low: Tensor) -> Tensor:
+        """The integral of the module, ``(heads, n)``."""
+        shift = (change * self.apart).sum(-1, keepdim=True)
+        mean = largest_mean(moved, low, high)[..., None]
+        centred = 0.5 * largest_mean((self.apart + shift) * (moved + mean).square(), low, high)
+        square = torch.minimum(largest_mean(moved.square(), low, high), self._square(reach, moved, high))
+        farthest = (self.apart * (high > 0)).amax(-1) + shift[..., 0]
+        plain = ((change + self.weights * (moved + mean)) * self.apart).sum(-1)
+        return torch.minimum(torch.minimum(centred, 0.5 * farthest * square), plain)
+
+    def _square(self, reach: Tensor, moved: Tensor, high: Tensor) -> Tensor:
+        """At least E u² under every row below P̂: what moves along one δ is not at its end in all logits at once."""
+        moves = reach[1 : 1 + self.along.shape[-2]]
+        straight = spectral_ceiling((high.clamp_min(1e-300).sqrt()[..., None, None] * self.along).movedim(3, 2)) @ moves
+        rest = (moved - (1 - ROUNDED) * (length(self.along) @ moves)).clamp_min(0.0)
+        return (straight + (high * rest.square()).sum(-1).clamp_min(1e-300).sqrt()).square() * (1 + ROUNDED)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Queries, keys and values ``(heads, n, k)``, their derivatives in every token ``(heads, n, k, d)``, weights."""
+
+    projected: tuple[Tensor, Tensor, Tensor]
+    maps: tuple[Tensor, Tensor, Tensor]
+    scores: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, attention: AttentionMap, x: Tensor) -> _Heads:
+        n, heads = len(x), attention.heads
+        before = attention.project(x[None])
+        staged = [Chain.through(*pair) for pair in zip(attention.stages(*before[:2]), before, strict=True)]
+        query, key, value = (after[0] for after, _ in staged)
+        attention.terms.check(n, heads, 1)
+        scores = attention.terms.added_to(query @ key.mT, Maps.every(1, heads, n, query[None]))
+        maps = []
+        for weight, (_, chain) in zip(
+            (attention.query_weight, attention.key_weight, attention.value_weight), staged, strict=True
+        ):
+            every = weight.repeat_interleave(heads // len(weight), 0).permute(2, 0, 1)  # a move along each coordinate
+            maps.append(chain.jvp(every[:, :, None].expand(-1, -1, n, -1)).permute(1, 2, 3, 0))
+        weights = torch.nan_to_num(torch.softmax(scores, -1))
+        return cls((query, key, value), (maps[0], maps[1], maps[2]), scores, weights)
+
+    def moves(self, slope: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Moves of outputs ``(heads, n, v, m, b)``; of logits ``(heads, n, n, m, b)``, queries, keys and values."""
+        (query, key, value), weights = self.projected, self.weights
+        flat = slope.flatten(2)
+        dq, dk, dv = (torch.einsum("hnkd,ndc->hnkc", one, flat) for one in self.maps)
+        logits = torch.einsum("hikc,hjk->hijc", dq, key) + torch.einsum("hik,hjkc->hijc", query, dk)
+        logits = logits - torch.einsum("hikc,hik->hic", dq, weights @ key)[:, :, None]
+        push = weights[..., None] * logits
+        out = torch.einsum("hijc,hjv->hivc", push, value) - (weights @ value)[..., None] * push.sum(2)[:, :, None]
+        out = out + torch.einsum("hij,hjvc->hivc", weights, dv)
+        return out, [one.unflatten(-1, slope.shape[2:]) for one in (logits, dq, dk, dv)]
+
+
+def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRemainder]:
+    """Through an attention map: the stream with a source for the remainders of its heads."""
+    n, heads, output = len(stream.value), _Heads.of(attention, stream.value), attention.output_weight
+    slopes, gauges, along = [], [], stream.value
+    for number, slope in enumerate(stream.slopes):
+        out, (logits, *tokens) = heads.moves(slope)
+        slopes.append(torch.einsum("hvp,hivc->ipc", output, out).unflatten(-1, slope.shape[2:]))
+        gauges.append([length(logits), *(spectral_ceiling(one.movedim(3, 2)) for one in tokens)])
+        along = along if number else logits
+    value, mixed = heads.projected[2], heads.weights @ heads.projected[2]
+    result = torch.einsum("hvp,hiv->ip", output, mixed)
+    result = result if attention.output_bias is None else result + attention.output_bias
+    sums = gamma(8 * (attention.in_features + output[..., 0].numel() + n) + 1600)
+    norms = [one.square().sum((0, 2, 3)).max().sqrt() for one in heads.maps]
+    far = [length(one).amax() for one in heads.projected]
+    off = sums * (1 + far[0] * far[1])
+    # Moves of tokens by one number in all move outputs by at most this: values by ‖P‖ ≤ √n, logits by two terms.
+    steep = n**0.5 * (norms[2] + 2 * far[2] * (norms[0] * far[1] + norms[1] * far[0]))
+    noise = steep * (stream.drift + sums * stream.size)
+    noise = torch.cat([noise[:1] + 4 * n**0.5 * off * far[2], noise[1:]])
+    logit_rows, *token_rows = (list(rows) for rows in zip(*gauges, strict=True))
+    query, key, values = (gauge(rows, norm * stream.drift) for rows, norm in zip(token_rows, norms, strict=True))
+    left = AttentionRemainder(
+        heads.scores,
+        heads.weights,
+        length(value[:, None] - mixed[:, :, None]) * (1 + ROUNDED) + off * far[2],
+        gauge(logit_rows, 2 * (norms[0] * far[1] + norms[1] * far[0]) * stream.drift),
+        query,
+        key,
+        values,
+        along,
+        noise,
+        off,
+    )
+    return stream.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left

@@ -1,0 +1,208 @@
+r"""The class of a network of several layers on a ball around an input, and the largest ball that keeps it.
+
+The margin between two classes is :math:`m(δ) = m^0 + g\cdotδ + \sum_s a^s\cdot e^s(δ)`, with the exact gradient g and
+the exact derivatives :math:`a^s` of the margin with respect to every remainder
+(`howsmooth.certificates.network.affine_form`), bounded one after the other from the first part to the last
+(`howsmooth.certificates.network.taylor_remainders`). So
+
+.. math:: m(δ) \ge m^0 - ε|g| - \sum_s\sum_j |a^s_j||e^s_j|,
+
+the remainders of second order in ε: the bound on the radius tends to margin over gradient as the margin shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from howsmooth._util.torch_globals import full_precision
+from howsmooth._util.validation import NotNegative, door
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.network.affine_form import Stream, length
+from howsmooth.certificates.network.attention_remainder import attend
+from howsmooth.certificates.network.parts_ir import (
+    AttentionPart,
+    BendPart,
+    DividePart,
+    LinearPart,
+    Part,
+    PoolPart,
+    ResidualPart,
+    SequenceClassifier,
+    read_network,
+)
+from howsmooth.certificates.network.read_check import check_network, in_double, left_alone
+from howsmooth.certificates.network.taylor_remainders import Remainder, bend, divide
+from howsmooth.errors import InvalidInput
+
+_STEPS = 40
+_FINENESS = 1e-3
+_FARTHEST, _FAR = 4.0, 10.0
+"""The largest radius tried, in units of margin over gradient, and in norms of the input plus one."""
+LARGEST = 2**29
+"""Most numbers that are held at once: 4 GB."""
+
+
+class Linearised:
+    """A network around an input of which some tokens move.
+
+    Args:
+        parts: of the network, from tokens to logits. x: tokens ``(n, d)``.
+        tokens: which move. together: all within one ball, not each within its own.
+    """
+
+    def __init__(self, parts: Sequence[Part], x: Tensor, tokens: Sequence[int], together: bool = False):
+        self.remainders: list[Remainder] = []
+        self.size = float(x.detach().norm())
+        self.stream = self._through(parts, Stream.moving(x.double(), tokens, together))
+        self.logits = self.stream.value[0]
+
+    def _through(self, parts: Sequence[Part], stream: Stream) -> Stream:
+        left: Remainder
+        for part in parts:
+            match part:
+                case LinearPart(weight, bias):
+                    stream = stream.linear(weight, bias)
+                case PoolPart(pool):
+                    stream = stream.pool(pool)
+                case ResidualPart(branch):
+                    stream = stream.plus(self._through(branch, stream))
+                case DividePart(eps):
+                    stream, left = divide(stream, eps)
+                    self.remainders.append(left)
+                case BendPart(activation):
+                    stream, left = bend(stream, activation)
+                    self.remainders.append(left)
+                case AttentionPart(attention):
+                    stream, left = attend(stream, attention)
+                    self.remainders.append(left)
+        return stream
+
+    def margins(self, label: int, moves: Tensor, norm: float = 2) -> Tensor:
+        """Lower bounds on the margins to all classes when block j of the input moves by at most ``moves[j]``.
+
+        In the 1-norm a ball lies in the Euclidean one of its radius, in the ∞-norm in that of √b times it.
+        """
+        adjoints = [slope[0, label] - slope[0] for slope in self.stream.slopes]
+        return self.logits[label] - self.logits - self._lost(adjoints, moves, norm)
+
+    @torch.no_grad()
+    def rounding(self) -> Tensor:
+        """How far logits computed in float64 may be from those in exact arithmetic, at most, ``(classes,)``.
+
+        It is the share of rounding in `margins`, for single logits: the bound on their moves when nothing moves.
+        """
+        moves = self.logits.new_zeros(self.stream.slopes[0].shape[2])
+        return self._lost([slope[0] for slope in self.stream.slopes], moves, norm=2)
+
+    def _lost(self, adjoints: Sequence[Tensor], moves: Tensor, norm: float) -> Tensor:
+        """By how much numbers can fall whose derivatives are given for every source, ``(numbers, m, b)`` each."""
+        inner = self.stream.slopes[0].shape[-1] ** 0.5 if norm == torch.inf else 1.0
+        reach = torch.cat([moves.new_ones(1), inner * moves])
+        dual = {2: 2, 1: torch.inf, torch.inf: 1}[norm]
+        first = torch.linalg.vector_norm(adjoints[0], ord=dual, dim=-1) if norm != 2 else length(adjoints[0])
+        lost = first @ moves
+        for left, adjoint in zip(self.remainders, adjoints[1:], strict=True):
+            lower, upper = left.numbers(reach)
+            lengths = left.lengths(reach)
+            lost = lost + _worst(adjoint, lower, upper, lengths)
+            reach = torch.cat([reach, lengths])
+        noise = 2 * (self.stream.drift + gamma(8) * self.stream.size) @ reach
+        return lost * (1 + gamma(2**14)) + noise
+
+    def radius(self, label: int, norm: float = 2) -> tuple[float, int]:
+        """The largest radius found within which the class stays, and the class that limits it."""
+        moving = self.logits.new_ones(self.stream.slopes[0].shape[2])
+        others = [c for c in range(len(self.logits)) if c != label]
+        slopes = length(self.stream.slopes[0][0, label] - self.stream.slopes[0][0]) @ moving
+        reach = ((self.logits[label] - self.logits) / slopes.clamp_min(1e-300))[others]
+        limiting = others[int(reach.argmin())]
+
+        def safe(radius: float) -> bool:
+            return bool((self.margins(label, radius * moving, norm)[others] > 0).all())
+
+        low, high = 0.0, min(_FARTHEST * float(reach.min()), _FAR * (1 + self.size))
+        if high <= 0 or not safe(0.0):
+            return 0.0, limiting
+        for _ in range(_STEPS):
+            if high - low <= _FINENESS * high:
+                break
+            middle = 0.5 * (low + high) if low else 0.25 * high
+            low, high = (middle, high) if safe(middle) else (low, middle)
+        return low, others[int(self.margins(label, high * moving, norm)[others].argmin())]
+
+
+@door
+@full_precision
+@left_alone()
+def certified_margins(
+    network: SequenceClassifier, x: Tensor, label: int, radius: NotNegative, tokens: Sequence[int] | None = None
+) -> Tensor:
+    """Lower bounds on the margins of a class to all classes for all inputs near x, ``(classes,)``: a term of a loss.
+
+    Differentiable in x and in the weights of a network in float64. Their negatives are the logits of the worst case,
+    whose cross-entropy is an upper bound on that of every input within the radius.
+
+    Args:
+        x: tokens ``(n, d)`` or their numbers ``(n,)``. radius: of the ball in which the tokens move together.
+        tokens: those that move, all when None.
+
+    >>> from torch import nn
+    >>> net = SequenceClassifier([nn.Identity()], nn.Linear(2, 2, bias=False)).double()
+    >>> _ = net.classes.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    >>> round(float(certified_margins(net, torch.tensor([[1.0, 0.0]]).double(), 0, 0.25).detach()[1]), 6)
+    0.75
+    """
+    if any(p.dtype != torch.float64 for p in network.parameters()):
+        raise InvalidInput("margins are certified in float64: call .double() on the network first.")
+    x = x.double() if x.is_floating_point() else x
+    hidden = network.placed(network.embed(x))
+    moving = range(len(hidden)) if tokens is None else tokens
+    parts = read_network(network, len(hidden))
+    lines = Linearised(parts, hidden, moving, together=True)
+    check_network(in_double(network), x.detach(), parts, lines.logits, lines.rounding(), radius)
+    return lines.margins(label, hidden.new_full((1,), radius))
+
+
+def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
+    """Refuse, before anything is computed, what would take more than `LARGEST` numbers."""
+    needed = _cost(parts, n, d, moving * d)[0]
+    if needed > LARGEST:
+        raise InvalidInput(
+            f"{n} tokens of width {d} through this network take {needed / 2**27:.0f} GB, more than "
+            f"{LARGEST / 2**27:.0f}: certify a shorter input, fewer layers or a narrower network."
+        )
+
+
+def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int, int]:
+    """The most numbers held on the way, the width and the columns of all slopes at the end."""
+    most = n * d * columns
+    for part in parts:
+        match part:
+            case LinearPart(weight, _):
+                d = len(weight)
+            case PoolPart():
+                n = 1
+            case ResidualPart(branch):
+                inside, d, columns = _cost(branch, n, d, columns)
+                most = max(most, inside + n * d * columns)
+            case AttentionPart(attention):
+                width, logits = attention.output_weight[..., 0].numel(), attention.heads * n
+                columns += n * width
+                most, d = max(most, n * (d * columns + 4 * (logits + width) * n * width)), attention.out_features
+            case DividePart() | BendPart():
+                columns += n * d
+        most = max(most, 3 * n * d * columns)
+    return most, d, columns
+
+
+def _worst(adjoint: Tensor, lower: Tensor, upper: Tensor, lengths: Tensor) -> Tensor:
+    """−min a·e from the ends of single numbers, or of groups, or from the lengths of blocks; ``(classes,)``."""
+    groups = upper.shape[-1]
+    if groups == adjoint.shape[-1]:
+        apart = torch.maximum(-adjoint * lower, -adjoint * upper).sum(-1)
+    else:
+        apart = (length(adjoint.unflatten(-1, (groups, -1))) * upper).sum(-1)
+    return torch.minimum(apart, length(adjoint) * lengths).sum(-1)

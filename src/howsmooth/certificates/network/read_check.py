@@ -1,0 +1,259 @@
+r"""The parts read of a network, compared with the network itself.
+
+A certificate is about the parts that were read. They are run beside a copy of the network in float64, at the input and
+at a random point about as far from it as the certificate reaches: outputs must agree at both, and the derivatives of a
+random combination of outputs at the second, where no kink is met by chance. The network is left as it was, with its
+mode, its buffers and torch's random numbers; the whole takes three calls of the copy and one backward pass.
+
+*How far they may differ.* Two ways to compute one formula in float64 differ by rounding alone: each is off by at most
+the bound that the certificate subtracts from every margin
+(`howsmooth.certificates.network.margins.Linearised.rounding`), which adds up all roundings in absolute value. Of a
+well-behaved network they are off by as much as some :math:`10^3` roundings of the input and of the outputs, so that
+:math:`10^{-9}(|f| + |f'||x|)` is allowed at most; derivatives, which are sensitive to the second derivative, may differ
+by one part in a million.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.common import first_line, first_tensor, random_stream
+from howsmooth.attention import AttentionMap, as_attention
+from howsmooth.certificates.classifier.patch_transformer import MAPS, Affine, PatchTransformer
+from howsmooth.certificates.classifier.robust_radius import Classifier
+from howsmooth.certificates.network.parts_ir import (
+    AttentionPart,
+    BendPart,
+    DividePart,
+    LinearPart,
+    Part,
+    PoolPart,
+    ResidualPart,
+    SequenceClassifier,
+    check_attention_unchanged,
+    check_unchanged,
+    read_network,
+    rms_eps,
+)
+from howsmooth.errors import HowsmoothError, UnsupportedModel
+
+M = TypeVar("M", bound=nn.Module)
+_BEND: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+}
+_VALUE_TOLERANCE, _SLOPE_TOLERANCE = 1e-9, 1e-6
+"""Largest difference that counts as rounding, relative to outputs plus derivative times input, and to derivatives."""
+_NOTHING = 1e-12
+"""Outputs of a network below this may be rounding alone."""
+_NEAR, _FAR = 1e-3, 10.0
+"""Least and largest distance of the second point, in norms of the input plus one."""
+
+
+def run_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
+    """The network of these parts at tokens ``(n, d)``.
+
+    >>> run_parts([BendPart("relu"), PoolPart("mean")], torch.tensor([[-1.0, 2.0], [1.0, 2.0]]))
+    tensor([[0.5000, 2.0000]])
+    """
+    for part in parts:
+        match part:
+            case LinearPart(weight, bias):
+                x = nn.functional.linear(x, weight, bias)
+            case DividePart(eps):
+                x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+            case BendPart(activation):
+                x = _BEND[activation](x)
+            case AttentionPart(attention):
+                x = attention(x)
+            case ResidualPart(branch):
+                x = x + run_parts(branch, x)
+            case PoolPart(pool):
+                x = x.mean(0, keepdim=True) if pool == "mean" else x[:1]
+    return x
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Torch's random numbers as they were when the block ends, and no autocast inside it.
+
+    Weights may be drawn while they are read. What is read and what is compared with it share one block, so that they
+    are not drawn alike.
+    """
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def in_double(module: M) -> M:
+    """A copy of a module in float64, in its own mode: what a certificate is about.
+
+    The numbers that it holds are taken as they are; what it computes from them, weights included, is not rounded to
+    its own dtype. The epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
+    """
+    held = (value for inner in module.modules() for value in (*inner._buffers.values(), *vars(inner).values()))
+    computed = {id(value): value.detach().clone() for value in held if isinstance(value, Tensor) and not value.is_leaf}
+    try:
+        double = copy.deepcopy(module, computed)
+    except Exception as error:  # whatever a hook or an attribute holds
+        raise UnsupportedModel(
+            f"this {type(module).__name__} cannot be copied, as a certificate in float64 needs it "
+            f"({first_line(error)})."
+        ) from error
+    dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float64)
+    for inner in double.modules():
+        if isinstance(inner, nn.RMSNorm) and inner.eps is None:
+            inner.eps = rms_eps(dtype if inner.weight is None else inner.weight.dtype)
+    return double.double()
+
+
+@left_alone()
+@torch.no_grad()
+def check_network(
+    double: SequenceClassifier, x: Tensor, parts: Sequence[Part], logits: Tensor, rounding: Tensor, reach: float
+) -> None:
+    """Refuse a network whose parts compute something else than it does.
+
+    Args:
+        double: the network `in_double`. x: tokens ``(n, d)`` or their numbers ``(n,)``. logits: of the parts at x.
+        rounding: bounds on what rounding may have done to them. reach: how far from x the certificate goes.
+    """
+    vectors = double.embed(x)
+    there = _near(vectors, reach)
+
+    def read(z: Tensor) -> Tensor:
+        return run_parts(parts, double.placed(z))[0]
+
+    most = 2 * float(rounding.detach().amax())
+    allowed = _check_near(double, read, there, most, lambda: _difference(double, there))
+    for point in (x, vectors):  # by its numbers and by its vectors: does it give the same twice?
+        if not _alike(_called(double, point), logits.detach(), allowed):
+            raise UnsupportedModel(_difference(double, vectors))
+
+
+@left_alone()
+@torch.no_grad()
+def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
+    """The attention map that a layer or map offers, refused when it computes something else."""
+    check_attention_unchanged(f, "f")
+    if isinstance(f, AttentionMap):
+        return f
+    double = in_double(f)
+    attention = as_attention(double, len(x))
+    assert attention is not None
+    own, read = partial(_of_one_sequence, double), partial(AttentionMap.forward, attention)
+    for point in (x.double(), _near(x.double(), reach)):
+        _check_near(own, read, point, math.inf, lambda: _other(type(f).__name__))
+    return attention
+
+
+@left_alone()
+@torch.no_grad()
+def read_folded(network: PatchTransformer, image: Tensor) -> Classifier:
+    """The folded form of a vision transformer, refused when the network computes something else at an image."""
+    check_unchanged(network, PatchTransformer, "the network")
+    for name in MAPS:
+        inner = getattr(network, name)
+        if not isinstance(inner, Affine):
+            raise UnsupportedModel(f"{name}, a {type(inner).__name__}, has no certificate.")
+        check_unchanged(inner, Affine, name)
+    double, folded = in_double(network), network.folded()
+    for point in (image.double(), _near(image.double(), 0.0)):
+        most = 2 * folded.noise(double.patches(point), 0.0)
+        _check_near(double, lambda z: folded(double.patches(z)), point, most, lambda: _other("the network"))
+    return folded
+
+
+def _other(name: str) -> str:
+    return f"{name} computes something else than was read of it, so that it has no certificate."
+
+
+def _near(x: Tensor, reach: float) -> Tensor:
+    """A random point about as far from x as a certificate reaches."""
+    move = torch.randn(x.shape, generator=random_stream(0, "agreement"), dtype=torch.float64, device="cpu")
+    size = 1 + float(x.norm())
+    return x + min(max(reach, _NEAR * size), _FAR * size) * move / move.norm()
+
+
+def _check_near(
+    own: Callable[[Tensor], Tensor],
+    read: Callable[[Tensor], Tensor],
+    x: Tensor,
+    most: float,
+    sentence: Callable[[], str],
+) -> float:
+    """Refuse, with a sentence, a map whose value or derivative at x differs from what was read; how far they may."""
+    (mine, my_slope), (value, slope) = (_with_slope(f, x) for f in (own, read))
+    if not bool(value.isfinite().all()):
+        raise UnsupportedModel(
+            "outputs near this input are not finite, so that what was read cannot be compared with them: scale the "
+            "input or the weights."
+        )
+    floor = min(most, _NOTHING) if math.isfinite(most) else 0.0
+    allowed = min(most, _VALUE_TOLERANCE * float(value.abs().amax() + slope.norm() * x.norm()) + floor)
+    steepest = _SLOPE_TOLERANCE * float(slope.norm()) + allowed
+    if not _alike(mine, value, allowed) or not _alike(my_slope, slope, steepest):
+        raise UnsupportedModel(sentence())
+    return allowed
+
+
+def _with_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """f at x and the gradient there of a random combination of its outputs."""
+    with torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        value = _called(f, x)
+        stream = random_stream(0, "slopes")
+        weights = torch.randn(value.shape, generator=stream, dtype=torch.float64, device="cpu")
+        slope = torch.autograd.grad((value * weights).sum(), x, allow_unused=True)[0] if value.requires_grad else None
+    return value.detach(), torch.zeros_like(x) if slope is None else slope
+
+
+def _called(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    try:
+        return first_tensor(f(x.clone()))  # some modules work in place
+    except HowsmoothError:
+        raise
+    except Exception as error:  # whatever the module stumbles over
+        raise UnsupportedModel(
+            f"what was read cannot be compared with the module itself, which does not run on this input in float64 "
+            f"({first_line(error)})."
+        ) from error
+
+
+def _of_one_sequence(f: Callable[..., object], x: Tensor) -> Tensor:
+    """The output for tokens ``(n, d)`` of a layer, also of one that takes batches only."""
+    if isinstance(f, nn.MultiheadAttention):
+        return f(x, x, x, need_weights=False)[0]
+    try:
+        output = first_tensor(f(x))
+    except Exception:  # blocks of models unpack a batch in ways of their own
+        return first_tensor(f(x[None]))[0]
+    return output if output.dim() == x.dim() else first_tensor(f(x[None]))[0]
+
+
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return one.shape == other.shape and bool(((one - other).abs() <= tolerance).all())
+
+
+def _difference(network: SequenceClassifier, vectors: Tensor) -> str:
+    """A sentence that names the part that differs most from what was read of it, relative to its output."""
+    x, worst = network.placed(vectors), (0.0, "", "")
+    layers = network.layers._modules if isinstance(network.layers, nn.Sequential) else {"": network.layers}
+    for name, layer in (*((f"layers.{key}", layer) for key, layer in layers.items()), ("classes", network.classes)):
+        if name == "classes":
+            x = (x.mean(-2) if network.pool == "mean" else x[..., 0, :])[None]
+        alone = SequenceClassifier([layer], nn.Identity(), pool="first")
+        read = run_parts(read_network(alone, len(x))[:-1], x)
+        own = _called(layer, x)
+        gap = float((own - read).norm() / own.norm().clamp_min(1e-300))
+        worst, x = max(worst, (gap, name, type(layer).__name__)), own
+    gap, name, kind = worst
+    return _other(f"{name}, a {kind}," if gap > _VALUE_TOLERANCE else "the network")

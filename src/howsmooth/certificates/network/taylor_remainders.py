@@ -1,0 +1,148 @@
+r"""What is left of a part of a network after its straight line: the remainders of Taylor's formula, bounded on a ball.
+
+Each part that is not linear comes with the gauges of what it sees (`howsmooth.certificates.network.affine_form`), from
+which follow, for a given reach of all earlier sources, bounds on how far its inputs move, and from these its own
+remainder.
+
+**Division by the deviation**, :math:`f(z) = z/N`, :math:`N = (|z|^2/d + ε)^{1/2}`. With :math:`r = |z|^2/(dN^2) \le 1`
+and h = a ẑ + b w, a² + b² = 1, the second derivative along h has components :math:`-\sqrt r(3(1-r)a^2 + b^2)` along z
+and
+:math:`-2\sqrt r\,ab` across, over :math:`\sqrt d\,N^2`. The square of its norm is :math:`r(1 + 2(4-3r)a^2 -
+3r(4-3r)a^4)`, with its maximum at a² = 1/(3r), 4/3, where r ≥ 1/3, and at a = 1, :math:`9r(1-r)^2 \le 4/3`, below. So
+:math:`\|D^2f\| \le \frac{2}{\sqrt{3d}\,N^2}` everywhere, and with \|Δz\| ≤ R and the least N on the way,
+
+.. math:: |e| \le \frac{R^2}{\sqrt{3d}\,N_-^2}, \qquad N_-^2 = (|z^0| - R)_+^2/d + ε.
+
+**ReLU** leaves :math:`0 \le e \le (D - |z^0|)_+` where \|Δz\| ≤ D: nothing unless it can switch. **GELU, SiLU** leave
+:math:`|e| \le \tfrac12D^2\max|φ''|` on the interval, where :math:`φ'' = g(z)(2 - z^2)` and :math:`σ'(z)(2 -
+z\tanh\tfrac z2)`: an even, falling factor times one that falls with \|z\|. Both bounds are convex in \|Δz\| from zero
+on, so :math:`|e_k| \le s_k|Δz_k|` with s_k the bound on e_k over D_k. A part A⁰δ of Δz, along one δ, therefore costs no
+more than :math:`\|\mathrm{diag}(s)A^0\||δ|`: not all numbers can be at their ends at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.network.affine_form import Stream, block_diagonal, length, spectral_ceiling
+
+ROUNDED = gamma(2**12)
+"""Sums of nonnegative numbers, of at most some thousand terms, are rounded up by this share."""
+
+
+class Remainder(ABC):
+    """What a part adds to the error of a stream."""
+
+    @abstractmethod
+    def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """Ends of every number of the remainder, or of Euclidean norms of groups of them (−ρ, ρ): ``(m, groups)``."""
+
+    def lengths(self, reach: Tensor) -> Tensor:
+        """Bounds on |e_j| of every block, ``(m,)``, for a reach ``(1 + blocks,)`` of all sources before."""
+        lower, upper = self.numbers(reach)
+        return length(torch.maximum(-lower, upper)) * (1 + ROUNDED)
+
+
+def moved_by(rows: Tensor, reach: Tensor) -> Tensor:
+    return (rows @ reach[: rows.shape[-1]]) * (1 + ROUNDED)
+
+
+@dataclass(frozen=True)
+class DivisionRemainder(Remainder):
+    """Of z/N; see the module."""
+
+    start: Tensor
+    rows: Tensor
+    noise: Tensor
+    width: int
+    eps: float
+
+    def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        moved = moved_by(self.rows, reach)
+        least = (self.start - moved).clamp_min(0.0).square() / self.width + self.eps
+        upper = (moved.square() / ((3 * self.width) ** 0.5 * least))[:, None] * (1 + ROUNDED)
+        upper = upper + moved_by(self.noise, reach)
+        return -upper, upper
+
+
+def divide(stream: Stream, eps: float) -> tuple[Stream, DivisionRemainder]:
+    """Through z ↦ z/N: the stream with a source for the remainder."""
+    z, d = stream.value, stream.value.shape[-1]
+    size = (z.square().mean(-1, keepdim=True) + eps).sqrt()
+    value = z / size
+    slopes = []
+    for slope in stream.slopes:
+        along = torch.einsum("nd,ndmb->nmb", value, slope) / d
+        slopes.append((slope - value[:, :, None, None] * along[:, None]) / size[..., None, None])
+    steepest = 2 / size.min()  # the derivative has norm at most 1/N; 2 for its rounded form
+    noise = steepest * (stream.drift + gamma(8 * d + 64) * stream.size)
+    left = DivisionRemainder(length(z) * (1 - gamma(d + 8)), stream.token_gauge(), noise, d, eps)
+    eye = torch.eye(d, dtype=z.dtype)
+    return stream.after(value, slopes, block_diagonal(eye, len(z))), left
+
+
+@dataclass(frozen=True)
+class BendRemainder(Remainder):
+    """Of an activation; see the module.
+
+    Attributes:
+        start: z⁰ ``(n, h)``. rows: gauge of its moves. noise: of rounding. along: slopes in the input's own moves.
+        others: gauge of the moves of tokens by all else.
+    """
+
+    activation: str
+    start: Tensor
+    rows: Tensor
+    noise: Tensor
+    others: Tensor
+    along: Tensor
+
+    def lengths(self, reach: Tensor) -> Tensor:
+        plain, moves = super().lengths(reach), reach[1 : 1 + self.along.shape[-2]]
+        moved, noise = moved_by(self.rows, reach), moved_by(self.noise, reach)
+        share = ((self.numbers(reach)[1] - noise) / moved.clamp_min(1e-300)).clamp_min(0.0) * (1 + ROUNDED)
+        straight = spectral_ceiling((share[..., None, None] * self.along).movedim(2, 1)) @ moves
+        rest = (moved - (1 - ROUNDED) * (length(self.along) @ moves)).clamp_min(0.0)
+        rest_length = torch.minimum(length(share * rest), share.amax(-1) * moved_by(self.others, reach))
+        together = straight + rest_length + noise * share.shape[-1] ** 0.5
+        return torch.minimum(plain, together * (1 + ROUNDED))
+
+    def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
+        moved, size = moved_by(self.rows, reach), self.start.abs()
+        noise = moved_by(self.noise, reach)
+        near, far = (size - moved).clamp_min(0.0), size + moved
+        if self.activation == "relu":
+            upper = (moved - size).clamp_min(0.0)
+            return -noise.expand_as(upper), upper + noise
+        if self.activation == "gelu":
+            falling = torch.exp(-near.square() / 2) / (2 * torch.pi) ** 0.5
+            ends = (2 - near.square()).abs(), (2 - far.square()).abs()
+        else:
+            falling = torch.sigmoid(near) * torch.sigmoid(-near)
+            ends = (2 - near * torch.tanh(near / 2)).abs(), (2 - far * torch.tanh(far / 2)).abs()
+        curved = 0.5 * moved.square() * falling * torch.maximum(*ends)
+        upper = torch.minimum(curved, 2.3 * moved) * (1 + ROUNDED) + noise  # |φ'| ≤ 1.13, twice
+        return -upper, upper
+
+
+def bend(stream: Stream, activation: str) -> tuple[Stream, BendRemainder]:
+    """Through an activation: the stream with a source for the remainder."""
+    z = stream.value
+    if activation == "relu":
+        value, slope = torch.relu(z), (z > 0).to(z.dtype)
+    elif activation == "gelu":
+        value = torch.nn.functional.gelu(z)
+        slope = 0.5 * torch.erfc(-z / 2**0.5) + z * torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
+    else:
+        value, on = torch.nn.functional.silu(z), torch.sigmoid(z)
+        slope = on * (1 + z * (1 - on))
+    slopes = [slope[:, :, None, None] * one for one in stream.slopes]
+    noise = 1.2 * stream.drift + gamma(2**11) * stream.size
+    left = BendRemainder(activation, z, stream.number_gauge(), noise, stream.token_gauge(1), stream.slopes[0])
+    eye = torch.eye(z.shape[-1], dtype=z.dtype)
+    return stream.after(value, slopes, block_diagonal(eye, len(z))), left

@@ -1,0 +1,198 @@
+r"""The largest singular value at an input, proved on both sides.
+
+A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
+:math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
+singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
+`BLOCK`, up to `STACKED` it is deflated (`howsmooth.certificates.point.block_gram`), else it follows from those of its
+heads (`howsmooth.certificates.ball.norm_of_head_sum`). The lower end is ‖Jᵀu‖ for one unit vector u.
+
+With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certificates.point.head_gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} +
+η`, and :math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.own.three_path import three_path
+from howsmooth.bounds.point_error import gamma
+from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.point.block_gram import StackedHeads
+from howsmooth.certificates.point.head_gram import HeadBlocks, head_blocks
+from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
+from howsmooth.errors import InvalidInput
+from howsmooth.norms.local_constant import measure, measure_heads
+
+CHOLESKY = 6144
+"""Most outputs of a map whose Gram matrix is factored: 300 MB and ten seconds of one core."""
+BLOCK = 3072
+"""Most outputs of a block of several heads that is taken whole."""
+DEFLATION = 16384
+"""Most outputs of a head whose Gram matrix is gone through row by row."""
+STACKED = 20480
+"""Most outputs of a block whose Gram matrix is."""
+DEFLATED = 48
+"""Leading singular vectors taken out of a head."""
+BLOCK_DEFLATED = 200
+"""And of a block, whose spectrum is longer."""
+_LEAST = 1e-140
+"""The squares of smaller numbers than this, or of larger ones than its inverse, are not trusted in a sum of squares."""
+
+
+@dataclass(frozen=True)
+class Enclosure:
+    """Proved ends of ‖J‖, and by which proof."""
+
+    lower: float
+    upper: float
+    method: str
+
+    def times(self, unit: float) -> Enclosure:
+        """The ends of a map that is larger by a power of two."""
+        return Enclosure(self.lower * unit, self.upper * unit, self.method)
+
+
+def expected_seconds(attention: AttentionMap, n: int) -> float:
+    """About how long the enclosures of all heads take on one core, to be said before they start.
+
+    A Gram matrix of N rows takes some N³ operations, at 1.6·10¹⁰ of them a second; gone through row by row, four times
+    that; the three-path bound takes no time beside it.
+    """
+    rows = n * min(attention.value_weight.shape[-2], attention.out_features)
+    if rows > DEFLATION:
+        return 0.0
+    return attention.heads * rows**3 / 1.6e10 * (1 if rows <= CHOLESKY else 4)
+
+
+def expected_block_seconds(attention: AttentionMap, n: int) -> float:
+    """The same of the enclosure of a block, which deflates n² products of matrices as wide as all heads together."""
+    outputs, width = n * attention.out_features, attention.heads * attention.value_weight.shape[-2]
+    if attention.heads == 1 or outputs > STACKED:
+        return expected_seconds(attention, n)
+    return outputs**3 / 1.6e10 if outputs <= BLOCK else n**2 * width**3 / 3e9
+
+
+def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
+    """Every head x ↦ W_h f_h(x) at one input ``(n, d)``."""
+    n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)
+    if n * width > DEFLATION:
+        return _three_path(attention, x)
+    blocks = head_blocks(attention, x)
+    if not all(_is_known(head) for head in blocks):
+        return _three_path(attention, x)
+    units = [_unit([head]) for head in blocks]
+    blocks = [head.times(1 / unit) for head, unit in zip(blocks, units, strict=True)]
+    if n * width <= CHOLESKY:
+        found = [_factored(head.gram(), head.rounding, head.off) for head in blocks]
+    else:
+        found = [_deflated(head, basis) for head, basis in zip(blocks, _leading(attention, x), strict=True)]
+    return [head.times(unit) for head, unit in zip(found, units, strict=True)]
+
+
+def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
+    """The whole map at one input ``(n, d)``."""
+    n, d = len(x), attention.out_features
+    if attention.heads > 1 and n * d > BLOCK:
+        stacked = StackedHeads.of(attention, x) if n * d <= STACKED else None
+        if stacked is not None and _is_known(stacked) and _LEAST < stacked.rounding < 1 / _LEAST:
+            return _stacked(stacked, attention, x)
+        return _sum_of_heads(attention, x)
+    if attention.heads == 1:
+        return enclose_heads(attention, x)[0]
+    heads_blocks = head_blocks(attention, x, whole=True)
+    if not all(_is_known(head) for head in heads_blocks):
+        return _sum_of_heads(attention, x)
+    unit = _unit(heads_blocks)
+    heads_blocks = [head.times(1 / unit) for head in heads_blocks]
+    dense = torch.zeros(n * d, n * attention.in_features, dtype=torch.float64)
+    for head in heads_blocks:
+        for i in range(n):
+            dense[i * d : (i + 1) * d] += head.rows(i).transpose(0, 1).reshape(d, -1)
+    off = sum(head.off for head in heads_blocks)
+    size = sum(head.size for head in heads_blocks)
+    rounding = gamma(8 * (dense.shape[1] + len(heads_blocks) + d)) * size**2
+    return _factored(dense @ dense.mT, rounding, off).times(unit)
+
+
+def _is_known(blocks: HeadBlocks | StackedHeads) -> bool:
+    """Whether what rounding may have done to a Jacobian is finite: at huge logits it is not, and nothing follows."""
+    return math.isfinite(blocks.off)
+
+
+def _unit(heads: Sequence[HeadBlocks]) -> float:
+    """A power of two near the size of a Jacobian: in its units no square leaves the range of float64."""
+    size = max(head.size for head in heads)
+    if size >= _LEAST:
+        return 2.0 ** math.frexp(size)[1]
+    if any(bool(part.any()) for head in heads for part in (head.value, head.own)):
+        raise InvalidInput(f"the Jacobian is below {_LEAST:g}, where its squares leave float64: scale the values up.")
+    return 1.0
+
+
+def _sum_of_heads(attention: AttentionMap, x: Tensor) -> Enclosure:
+    heads = enclose_heads(attention, x)
+    upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
+    return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
+
+
+def _factored(gram: Tensor, rounding: float, off: float) -> Enclosure:
+    value, vector = top_eigenvalue(gram)
+    upper = cholesky_bound(gram, value)
+    attained = float(vector @ (gram @ vector)) * (1 - gamma(4)) / float(vector @ vector)
+    attained -= gamma(2 * len(gram)) * float(torch.linalg.matrix_norm(gram))
+    lower = max(attained - rounding, 0.0) ** 0.5 - off
+    method = "cholesky"
+    if upper is None:  # nothing near the Ritz value holds: the norm of a matrix is at most its Frobenius norm
+        upper, method = float(torch.linalg.matrix_norm(gram)) * (1 + gamma(gram.numel())), "frobenius"
+    return Enclosure(max(lower, 0.0) * (1 - gamma(8)), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), method)
+
+
+def _deflated(head: HeadBlocks, basis: Tensor) -> Enclosure:
+    basis = torch.linalg.qr(basis).Q
+    squares, products = 0.0, []
+    for i in range(len(head.weights)):
+        rows = head.gram_rows(i)
+        squares += float(rows.square().sum())
+        products.append(rows @ basis)
+    squares *= 1 + gamma(rows.numel() + len(products))
+    return _from_sums(squares, basis, torch.cat(products), head.rounding, head.off)
+
+
+def _stacked(heads: StackedHeads, attention: AttentionMap, x: Tensor) -> Enclosure:
+    left = measure(attention, x.double(), k=min(BLOCK_DEFLATED, x.numel()), rtol=1e-2).left
+    assert left is not None
+    basis = torch.linalg.qr(left.double().flatten(1).mT).Q
+    squares, products = heads.sums(basis)
+    return _from_sums(squares, basis, products, heads.rounding, heads.off)
+
+
+def _from_sums(squares: float, basis: Tensor, products: Tensor, rounding: float, off: float) -> Enclosure:
+    """By deflation, from ‖G‖_F² and GU of a Gram matrix G that is ``rounding`` off."""
+    rounding = 2 * rounding  # the rows are not made symmetric: twice the error covers both triangles
+    upper, vector = deflated_bound(squares, basis, products, rounding), basis[:, 0]
+    attained = float(vector @ products[:, 0]) - gamma(2 * len(vector)) * squares**0.5 - rounding
+    lower = (max(attained, 0.0) ** 0.5 - off) * (1 - gamma(8))
+    return Enclosure(max(lower, 0.0), ((upper + rounding) ** 0.5 + off) * (1 + gamma(8)), "deflation")
+
+
+def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
+    """Leading left singular vectors of every head in the coordinates of its triangular factor, ``(n·k, r)``."""
+    left = measure_heads(attention, x.double(), k=DEFLATED, rtol=1e-2).left
+    assert left is not None
+    bases = []
+    for head, vectors in enumerate(left.double()):
+        output = attention.output_weight[head].double().mT
+        turn = torch.linalg.qr(output).Q if output.shape[0] > output.shape[1] else torch.eye(len(output)).double()
+        bases.append((vectors @ turn).flatten(1).mT)
+    return bases
+
+
+def _three_path(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
+    upper, lower = three_path(attention, x), measure_heads(attention, x).lower
+    return [Enclosure(float(a), float(b), "three paths") for a, b in zip(lower, upper, strict=True)]

@@ -1,0 +1,185 @@
+r"""JJᵀ of one head at one input, in closed form, with what rounding may have done to it.
+
+In the notation of `howsmooth.bounds.three_paths` the block of the Jacobian from token j to token i is
+
+.. math:: J_{ij} = P_{ij}V_j + S_{ij}\,u_{ij}t_{ij}^\top + [i = j]\,B_i, \qquad
+          V_j = M^v_j,\; u_{ij} = v_j - m_i,\; t_{ij} = M^{k\top}_jq_i,\; B_i = \sum_j S_{ij}u_{ij}k_j^\top M^q_i,
+
+so that :math:`(JJ^\top)_{ii'} = \sum_j J_{ij}J_{i'j}^\top` needs only :math:`V_jV_j^\top`, :math:`e_{ij} = V_jt_{ij}`
+and
+:math:`t_{ij}\cdot t_{i'j}`: O(n³k² + n²k³) operations instead of O(n³k²d) for the product of the matrices. The output
+matrix W enters through its triangular factor R, |Wy| = |Ry|.
+
+**Rounding.** Let Ĵ be the Jacobian made of the numbers as they are stored. They are within the radii of
+`howsmooth.bounds.point_error` of the true ones, so, path by path in the Frobenius norm,
+
+.. math:: \|J - \hat J\| \le \big\|[\,(e^{ω_i}-1)P_{ij}\|V_j\| + e^{ω_i}P_{ij}ε^V_j\,]\big\|_F
+          + \big\|[\,(e^{ω_i}-1)S|u||t| + e^{ω_i}S((ε_j+μ_i)|t| + (|u| + ε_j + μ_i)ε^t)\,]\big\|_F + \max_i
+          \mathrm{slack}_i
+
+with μ and the slack of B_i from `howsmooth.bounds.key_value_spread`; times ‖R‖_F, plus the backward error of R times
+‖Ĵ‖_F. The computed Gram matrix is off from ĴĴᵀ by at most :math:`γ_m` times the square of the Frobenius norm of the
+same blocks with absolute values, m = 8(n + d + k) (each entry is a nested sum of at most that many products).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap
+from howsmooth.bounds.key_value_spread import about_means, keys, product_slack
+from howsmooth.bounds.own.three_path import push_radii
+from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.three_paths import Paths, paths
+
+
+@dataclass(frozen=True)
+class HeadBlocks:
+    """The parts of J of one head, behind the triangular factor of its output matrix.
+
+    Attributes:
+        weights, slopes: P, S ``(n, n)``. value: RV_j, ``(n or 1, k, d)``. apart: Ru_ij, ``(n, n, k)``.
+        push: t_ij, ``(n, n, d)``, or ``(n, 1, d)`` where it is the same for all j. own: RB_i, ``(n, k, d)``.
+        off: ≥ ‖J − Ĵ‖. size: ≥ the Frobenius norm of Ĵ with absolute values inside.
+    """
+
+    weights: Tensor
+    slopes: Tensor
+    value: Tensor
+    apart: Tensor
+    push: Tensor
+    own: Tensor
+    off: float
+    size: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """n, k and d."""
+        return len(self.weights), self.value.shape[-2], self.value.shape[-1]
+
+    @property
+    def rounding(self) -> float:
+        """≥ ‖computed Gram matrix − ĴĴᵀ‖."""
+        return gamma(8 * sum(self.shape)) * self.size**2
+
+    def times(self, factor: float) -> HeadBlocks:
+        """Those of J times a power of two, which rounds nothing."""
+        scaled = {name: getattr(self, name) * factor for name in ("value", "apart", "own", "off", "size")}
+        return replace(self, **scaled)
+
+    def rows(self, i: int) -> Tensor:
+        """The blocks J_ij of one query, ``(n, k, d)``."""
+        block = self.weights[i, :, None, None] * self.value
+        block = block + (self.slopes[i, :, None] * self.apart[i])[..., None] * self.push[i, :, None, :]
+        block[i] = block[i] + self.own[i]
+        return block
+
+    def gram_rows(self, i: int) -> Tensor:
+        """The rows of JJᵀ that belong to token i, ``(k, n·k)``."""
+        n, k, _ = self.shape
+        lean = self._leans
+        pushed = self.slopes[..., None] * self.apart  # S u, (n, n, k)
+        both = self.weights[i] * self.weights
+        if len(self.value) == 1:
+            squares = (self.value[0] @ self.value[0].mT).flatten()
+            blocks = both.sum(-1)[:, None] * squares
+        else:
+            blocks = both @ (self.value @ self.value.mT).flatten(1)
+        blocks = blocks.unflatten(-1, (k, k))  # (i', k, k)
+        blocks = blocks + (self.weights[i, :, None] * lean).mT @ pushed  # Σ_j P_ij e_i'j (S u)_i'jᵀ
+        blocks = blocks + pushed[i].mT @ (self.weights[..., None] * lean[i])
+        dots = (self.push * self.push[i]).sum(-1)  # (i', n or 1)
+        blocks = blocks + pushed[i].mT @ (dots[..., None] * pushed)
+        here = self.value if len(self.value) == 1 else self.value[i]
+        fixed = self.push[:, 0] if self.push.shape[1] == 1 else self.push[:, i]
+        # B_i against J_i'i without its own B, for every i'
+        blocks = blocks + (self.own[i] @ here.mT.reshape(-1, k)) * self.weights[:, i, None, None]
+        blocks = blocks + (fixed @ self.own[i].mT)[:, :, None] * pushed[:, i, None, :]
+        theirs = self.weights[i, :, None, None] * (self.value @ self.own.mT)
+        push = self.push[i].expand(n, -1)
+        theirs = theirs + pushed[i][:, :, None] * (self.own @ push[..., None]).mT
+        blocks = blocks + theirs
+        blocks[i] = blocks[i] + self.own[i] @ self.own[i].mT
+        return blocks.transpose(0, 1).reshape(k, n * k)
+
+    def gram(self) -> Tensor:
+        """JJᵀ, ``(n·k, n·k)``, symmetric."""
+        product = torch.cat([self.gram_rows(i) for i in range(len(self.weights))])
+        return (product + product.mT) / 2
+
+    @cached_property
+    def _leans(self) -> Tensor:
+        """e_ij = V_j t_ij, ``(n, n or 1, k)``."""
+        if len(self.value) == 1:
+            return self.push @ self.value[0].mT
+        return torch.einsum("jkd,ijd->ijk", self.value, self.push.expand(-1, len(self.weights), -1))
+
+
+def head_blocks(attention: AttentionMap, x: Tensor, whole: bool = False) -> list[HeadBlocks]:
+    """The blocks of every head at one input ``(n, d)``; behind W itself where the whole output is wanted."""
+    blocks: list[HeadBlocks] = []
+    with torch.no_grad():
+        for group in paths(attention, x, folded=False, reduced=False):
+            for one in range(len(group.value)):
+                output = attention.output_weight[len(blocks)].double().mT
+                blocks.append(_behind(group, one, output, whole))
+    return blocks
+
+
+def _behind(group: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
+    """The blocks of one map of a group, behind its output matrix ``(d_out, k)``."""
+    weights, slopes, value_map = group.weights[one], group.slopes[one], group.value_map[one]
+    apart = group.value[one] - group.mean[one][:, None]
+    if group.push_map is None:
+        push = group.push[one][:, None]
+    else:
+        push = torch.einsum("ik,jkd->ijd", group.push[one], group.push_map[one])
+    diagonal = (slopes[..., None] * apart).mT @ group.pull[one]
+    if group.pull_map is not None:
+        diagonal = diagonal @ group.pull_map[one]
+    tall = output.shape[0] > output.shape[1] and not whole
+    factor = torch.linalg.qr(output, mode="r").R if tall else output
+    off = _off(group, one, apart, push, value_map)
+    size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), group, one)
+    width = factor.norm().item()
+    lost = gamma(8 * output.numel()) if tall else 0.0
+    return HeadBlocks(
+        weights,
+        slopes,
+        factor @ value_map,
+        apart @ factor.mT,
+        push,
+        factor @ diagonal,
+        width * (off + (lost + gamma(4 * sum(value_map.shape[-2:]))) * size),
+        width * size,
+    )
+
+
+def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
+    """≥ ‖J − Ĵ‖ before the output matrix; see the module."""
+    radii = group.radii
+    cloud = about_means(group, group.value, radii.value)
+    grown_p, grown_s = (torch.expm1(r[one])[:, None] for r in (radii.weights, radii.slopes))
+    sizes, lean = value_map.norm(dim=(-2, -1)), radii.value_map[one]
+    value = group.weights[one] * (grown_p * sizes + (1 + grown_p) * lean)
+    moved = radii.value[one][None] + cloud.off[one][:, None]
+    u, t, t_off = apart.norm(dim=-1), push.norm(dim=-1), push_radii(group)[one]
+    cross = group.slopes[one] * (grown_s * u * t + (1 + grown_s) * (moved * t + (u + moved) * t_off))
+    slack, _ = product_slack(group, cloud, keys(group))
+    extra = gamma(4 * sum(group.value.shape[1:]) + 64) * _size(
+        group.weights[one], group.slopes[one], sizes, u, t, group, one
+    )
+    return float(value.norm() + cross.norm() + slack[one].amax()) + extra
+
+
+def _size(
+    weights: Tensor, slopes: Tensor, values: Tensor, apart: Tensor, push: Tensor, group: Paths, one: int
+) -> float:
+    """≥ the Frobenius norm of Ĵ with absolute values inside, before the output matrix."""
+    gain = 1.0 if group.pull_map is None else group.pull_map[one].norm(dim=(-2, -1))
+    diagonal = (slopes * apart * group.pull[one].norm(dim=-1)).sum(-1) * gain
+    return float((weights * values).norm() + (slopes * apart * push).norm() + diagonal.norm()) * (1 + gamma(64))

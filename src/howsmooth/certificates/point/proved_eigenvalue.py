@@ -1,0 +1,108 @@
+r"""The largest eigenvalue of a Gram matrix, proved in floating point.
+
+**Cholesky.** If the factorisation of :math:`A = λI - G` in floating point runs to completion, then
+:math:`A \succeq -γ_{N+1}/(1-γ_{N+1})\,\mathrm{tr}(A)\,I`, whatever the order of the sums (Rump 2006, *Verification of
+positive definiteness*, BIT 46; Higham 2002, Theorem 10.3). Hence :math:`\|G\| \le λ + 2γ_{N+2}\,\mathrm{tr}(A)`, the
+rounding of λ − G_ii included. O(N³/3), N² numbers of memory.
+
+**Deflation.** For U orthonormal, M = UᵀGU, R = GU − UM and C = (I−UUᵀ)G(I−UUᵀ): :math:`\|C\|_F^2 = \|G\|_F^2 -
+\|M\|_F^2 -
+2\|R\|_F^2` and :math:`\|G\| \le \tfrac12(μ+c) + \sqrt{\tfrac14(μ-c)^2 + ρ^2}` with μ = ‖M‖, c = ‖C‖_F, ρ = ‖R‖: the
+norm of
+the 2 × 2 matrix of the norms of the blocks of G. Only rows of G are needed, one token at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.point_error import gamma
+
+_RAISES = (1e-3, 4e-3, 1.6e-2, 6.4e-2, 0.25, 1.0)
+_STEPS = 150
+_SETTLED = 1e-3
+
+
+def top_eigenvalue(gram: Tensor, seed: int = 0) -> tuple[float, Tensor]:
+    """A Ritz value and its unit vector, by Lanczos with full orthogonalisation; the value is ≤ ‖G‖ up to rounding."""
+    v = torch.randn(len(gram), dtype=gram.dtype, generator=torch.Generator().manual_seed(seed))
+    basis, products = (v / v.norm())[:, None], gram.new_empty(len(gram), 0)
+    while True:
+        last = gram @ basis[:, -1]
+        products = torch.cat([products, last[:, None]], 1)
+        small = basis.mT @ products
+        values, vectors = torch.linalg.eigh((small + small.mT) / 2)
+        value, top = float(values[-1]), vectors[:, -1]
+        residual = float((products @ top - value * (basis @ top)).norm())
+        rest = last - basis @ (basis.mT @ last)
+        rest = rest - basis @ (basis.mT @ rest)
+        small_rest = float(rest.norm()) <= 1e-12 * abs(value)
+        if residual <= _SETTLED * value or small_rest or basis.shape[1] == min(_STEPS, len(gram)):
+            vector = basis @ top
+            return value, vector / vector.norm()
+        basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
+
+
+def cholesky_bound(gram: Tensor, guess: float) -> float | None:
+    """A number that ‖G‖ does not exceed, a little above the guess; None where none near it can be proved.
+
+    >>> round(cholesky_bound(torch.diag(torch.tensor([1.0, 4.0]).double()), 4.0), 3)
+    4.004
+    """
+    work = torch.empty_like(gram)
+    for raised in _RAISES:
+        level = guess * (1 + raised)
+        torch.neg(gram, out=work)
+        work.diagonal().add_(level)
+        trace = float(work.diagonal().sum())
+        if int(torch.linalg.cholesky_ex(work, check_errors=False).info) == 0:
+            return level + 2 * gamma(len(gram) + 2) * trace + gamma(4) * level
+    return None
+
+
+def top_bounds(rows: Tensor, guesses: Tensor) -> Tensor:
+    """Numbers that the norms of RᵀR do not exceed, ``(b, m, d) → (b,)``, a little above guesses that are not too low.
+
+    Where nothing near the guess is proved, the eigenvalues, which are computed to within γ times the trace.
+
+    >>> top_bounds(torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]]).double(), torch.tensor([25.0, 0.5]).double())
+    tensor([25.0250,  1.0000], dtype=torch.float64)
+    """
+    m, d = rows.shape[-2:]
+    grams, size = rows @ rows.mT if m < d else rows.mT @ rows, min(m, d)
+    levels, open_ = torch.full_like(guesses, torch.inf), torch.ones_like(guesses, dtype=torch.bool)
+    for raised in _RAISES[:2]:
+        trial = guesses[open_] * (1 + raised)
+        work = torch.diag_embed(trial[:, None].expand(-1, size)) - grams[open_]
+        proved = torch.linalg.cholesky_ex(work, check_errors=False).info == 0
+        levels[open_] = torch.where(proved, trial, torch.inf)
+        open_ = levels == torch.inf
+    levels[open_] = largest_eigenvalues(grams[open_])
+    return levels * (1 + gamma(4)) + gamma(16 * (m + d)) * (rows.square().sum((-2, -1)) + size * levels)
+
+
+def largest_eigenvalues(grams: Tensor) -> Tensor:
+    """Of positive semidefinite matrices, as computed, ``(…, k, k) → (…,)``; ∞ where an entry is no finite number."""
+    finite = grams.isfinite().all(-1).all(-1)
+    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], grams, 0.0))[..., -1]
+    return torch.where(finite, values.clamp_min(0.0), torch.inf)
+
+
+def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float = 0.0) -> float:
+    """The bound of the module from ‖G‖_F², an orthonormal U and GU, all of a G known to within ``off`` in ‖·‖_F.
+
+    >>> g = torch.diag(torch.tensor([4.0, 1.0, 0.5]).double())
+    >>> deflated_bound(float(g.square().sum()), torch.eye(3, 1).double(), g[:, :1])
+    4.000...
+    """
+    small = basis.mT @ products
+    rest = products - basis @ small
+    size = squares**0.5 + off
+    # U is orthonormal to within this, and products with it are rounded: a change of G of this size covers both.
+    lost = gamma(16 * basis.numel()) * (size + float(products.norm())) + off
+    mu = float(torch.linalg.matrix_norm(small, 2)) + lost
+    rho = float(torch.linalg.matrix_norm(rest, 2)) + lost
+    left = size**2 * (1 + gamma(64)) - float(small.square().sum()) - 2 * float(rest.square().sum())
+    c = (max(left, 0.0) + 8 * lost * (size + lost)) ** 0.5
+    return (0.5 * (mu + c) + (0.25 * (mu - c) ** 2 + rho**2) ** 0.5) * (1 + gamma(8))

@@ -1,0 +1,248 @@
+"""How a command ends: its exit code (`CODES`), its one line on stderr, and the signals that stop it.
+
+A closed terminal (SIGHUP) and SIGTERM stop a command as Ctrl-C does: what was measured until then is kept. Nothing but
+a measurement that did not converge ever ends with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from _thread import interrupt_main
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from howsmooth._util.common import out_of_memory, printable
+from howsmooth.errors import HowsmoothError
+
+NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, UNREAD = 1, 2, 3, 70, 130, 141
+CODES = (
+    "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 3 done, and "
+    "something is rougher than --limit allows; 70 an "
+    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 nobody reads the "
+    "output; 143 terminated."
+)
+_LONGEST = 1000
+_STOPS = {"SIGTERM": "terminated", "SIGHUP": "terminal closed"}
+_NO_SIZE = re.compile(
+    r"storage size calculation overflowed|integer multiplication overflow|overflow when unpacking long|"
+    r"too large to convert|exceeds the limit \(\d+ digits\)|invalid shape dimension|array is too big|"
+    r"maximum allowed (dimension|size)|maximum supported dimension",
+    re.I,
+)
+_NO_NAME = {
+    "null byte": "a file name holds a NUL character: write it without.",
+    "null character": "a file name holds a NUL character: write it without.",
+    "has an empty name": "a name that must be that of a file is empty or a folder: name the file.",
+}
+"""What Python says of names that no file can have → what we say."""
+_LOWER = {
+    "measure": "--length, --width or --memory",
+    "bounds": "--n, --length or --width",
+    "worst-case": "--lengths, --starts or --width",
+    "certify": "--length, --width or --count",
+    "compare": "--lengths, or take smaller models",
+    "scan": "--lengths, or take a smaller model",
+    "noise": "--length, or take a smaller model",
+    "quantise": "--length, or take a smaller model",
+    "quantize": "--length, or take a smaller model",
+    "train": "--batch-tokens, --length, --width or --depth",
+    "demo": "--lengths",
+}
+
+
+class OneLineErrors(TyperGroup):
+    """A command group whose errors are one readable line on stderr; the traceback follows only with ``--debug``."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        args = list(sys.argv[1:] if args is None else args)
+        said = False
+        _remarks.clear()
+        with _stoppable():
+            try:
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            except (KeyboardInterrupt, typer.Abort):
+                code = INTERRUPTED
+            except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
+                code, said = UNREAD if ended.code == 1 else ended.code, True
+            except BaseException as error:  # the panics of libraries written in Rust are no `Exception`
+                if "--debug" in args:
+                    for line in "".join(traceback.format_exception(error)).splitlines():
+                        _to_stderr(printable(line))
+                _remarks.clear()
+                code = _report(error, args)
+        for message in _remarks:
+            complain(message)
+        if code == INTERRUPTED:
+            if not said:
+                complain(stop_word())
+            code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+_remarks: list[str] = []
+"""Lines for the end of a command that is not refused."""
+
+
+def remark(message: str) -> None:
+    """A line on stderr once the command has answered; one that is refused says why, and nothing else."""
+    _remarks.append(message)
+
+
+_stopped_by: int | None = None
+"""The signal that stopped the command, unless it was Ctrl-C; a process runs one command at a time."""
+
+
+def stop_word() -> str:
+    """What stopped the command, for the line that says what is kept."""
+    return "interrupted" if _stopped_by is None else _STOPS[signal.Signals(_stopped_by).name]
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP do what Ctrl-C does at that moment; where they are ignored (nohup) they stay so."""
+    global _stopped_by
+    _stopped_by = None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        global _stopped_by
+        _stopped_by = number
+        press = signal.getsignal(signal.SIGINT)
+        if not callable(press):  # background jobs of a shell ignore Ctrl-C
+            raise KeyboardInterrupt
+        press(number, frame)
+
+    wanted = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
+    taken = [number for number in wanted if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        with _heard():
+            yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_AGAIN = 0.01
+"""Seconds after which a stop that was lost is given again."""
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Give a stop again that came while Python ran a finaliser or the callback of a weak reference.
+
+    What these raise goes to `sys.unraisablehook` and the work goes on, so the command would neither stop nor be quiet.
+    The new stop comes from another thread, a moment later and after the hook has returned: in the hook itself it would
+    be lost as the first was.
+    """
+    usual = sys.unraisablehook
+    over = threading.Event()
+
+    def hook(lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            threading.Thread(target=stop_again, daemon=True).start()
+        else:
+            usual(lost)
+
+    def stop_again() -> None:
+        while not over.wait(_AGAIN):
+            if not _runs_in_main_thread(hook.__code__):
+                interrupt_main(signal.SIGINT if _stopped_by is None else signal.Signals(_stopped_by))
+                return
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+        over.set()
+
+
+def _runs_in_main_thread(code: CodeType) -> bool:
+    """Whether the main thread is in a call of the function with this code."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _report(error: BaseException, args: Sequence[str]) -> int:
+    """Say in one line what is wrong, and give the code for it."""
+    message = _fault_of_the_request(error, args)
+    if message is None:
+        first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
+        complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
+        return BROKEN
+    if message:  # empty after the help that is shown when no command is given
+        complain(message)
+    return USER_ERROR
+
+
+def _fault_of_the_request(error: BaseException, args: Sequence[str]) -> str | None:
+    """What was wrong with the request; None where it was not the request."""
+    if hasattr(error, "format_message"):  # what typer raises for a wrong option or argument
+        return str(error.format_message())
+    if isinstance(error, HowsmoothError):
+        return str(error)
+    if (too_large := _too_large(error)) is not None:
+        command = next((word for word in args if not word.startswith("-")), "")
+        return f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}."
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    names = [advice for said, advice in _NO_NAME.items() if said in str(error)]
+    return names[0] if names and isinstance(error, ValueError) else None
+
+
+def _too_large(error: BaseException) -> str | None:
+    """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
+    said = str(error)
+    if out_of_memory(error):
+        asked = re.search(r"allocate ([\d.]+ ?[KMGTPE]i?B|\d+ bytes)", said)
+        return "this does not fit in memory" + (f" ({_amount(asked[1])} more were asked for)" if asked else "")
+    if isinstance(error, RuntimeError | OverflowError | ValueError | TypeError) and _NO_SIZE.search(said):
+        return "a size or number of this request is beyond what any machine can hold"
+    return None
+
+
+def _amount(said: str) -> str:
+    number, _, unit = said.partition(" ")
+    return f"{int(number) / 1e9:.3g} GB" if unit == "bytes" and number.isdigit() else said
+
+
+def complain(message: str) -> None:
+    """One line on stderr: no controls, no line breaks, no more than a screenful."""
+    line = "howsmooth: " + printable(" ".join(message.split()))
+    _to_stderr(line if len(line) <= _LONGEST else line[: _LONGEST - 2] + " …")
+
+
+def _to_stderr(line: str) -> None:
+    with suppress(OSError):  # a closed terminal
+        typer.echo(line, err=True)
+
+
+def nobody_reads() -> NoReturn:
+    """End quietly, as commands do whose output goes into a pipe that was closed."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(UNREAD)

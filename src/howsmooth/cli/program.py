@@ -1,0 +1,52 @@
+"""The program `howsmooth`: its commands, its version and its exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.busy import leave_room
+from howsmooth.cli.exit_codes import CODES, INTERRUPTED, complain
+from howsmooth.cli.lazy_commands import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    name="howsmooth",
+    help="How smooth is this attention? Measures and bounds the Lipschitz constant of self-attention.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog=CODES,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from howsmooth import __version__
+
+        typer.echo(f"howsmooth {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script."""
+    leave_room()
+    try:
+        app(args, prog_name="howsmooth")
+    except KeyboardInterrupt:  # before the command had begun, when no other signal was listened for
+        complain("interrupted")
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,431 @@
+"""What a command is about: the SOURCE argument and its options become an attention map and tokens."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from typer import Argument, Option
+
+from howsmooth._util.common import printable
+from howsmooth._util.validation import check_device, check_memory, shown
+from howsmooth.attention import (
+    ALiBi,
+    AttentionMap,
+    Causal,
+    CosineAttention,
+    L2SelfAttention,
+    LogitBias,
+    Rotary,
+    SelfAttention,
+    SigmoidAttention,
+    SlidingWindow,
+)
+from howsmooth.cli.console import MOST_SEED
+from howsmooth.cli.exit_codes import remark
+from howsmooth.cli.options import Device
+from howsmooth.errors import InvalidInput
+from howsmooth.models import capture, open_model
+from howsmooth.models.input_files import read_input
+from howsmooth.models.open_source import names_model
+from howsmooth.models.random_models import random_name
+from howsmooth.models.weight_files import SUFFIXES, load_tokens, read_attention_weights, read_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
+_LIKE = re.compile(r"(?:^|,)\s*like\s*=\s*([\w.-]+)\s*(?=,|$)")
+_CHANGED = (
+    "random:{0} is a model of that architecture, as for howsmooth scan; a block of random weights with the sizes of "
+    "{0}, which it was before, is random[like={0}]"
+)
+_MOST = 2**40
+"""Largest width, length, … that is looked at at all; no memory holds more."""
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+KINDS: dict[str, Any] = {"l2": L2SelfAttention, "cosine": CosineAttention, "sigmoid": SigmoidAttention}
+"""Other kinds of attention that weights can be taken for."""
+_OF_DOT_PRODUCTS = ("rope", "rope_base", "alibi", "softcap", "qk_norm", "scale", "kv_heads")
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which attention, at which tokens: the first options of every command that takes a SOURCE."""
+
+    source: Annotated[
+        str,
+        Argument(
+            help="A weights file (.safetensors, .pt, .pth), random, random\\[name=value,…], or a model: a name "
+            "(minilm, smollm2), random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
+        ),
+    ] = "random"
+    prefix: Annotated[str | None, Option(help="Which layer of the file, for example h.0.attn.")] = None
+    layer: Annotated[int | None, Option(min=0, help="Which layer of the model, counted from 0 (0).")] = None
+    text: Annotated[Path | None, Option(help="Text that the model reads (Alice in Wonderland).")] = None
+    input: Annotated[Path | None, Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
+    input_name: Annotated[str | None, Option(help="Which tensor of the --input file.")] = None
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of weights, tokens and the solver's start.")] = 0
+
+    @property
+    def names_model(self) -> bool:
+        """Whether SOURCE is a model, which has tokens of its own."""
+        return names_model(self.source)
+
+    def open(self, settings: Settings) -> Site:
+        """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
+
+        Args:
+            settings: what the flags say; they win over the preset and the brackets.
+        """
+        if self.input is None and self.input_name is not None:
+            raise InvalidInput("--input-name chooses a tensor of --input: give that file too.")
+        if settings.device is not None:
+            return self.open(replace(settings, device=None)).on(settings.device)
+        if self.names_model:
+            return _from_model(self, settings)
+        if self.layer is not None or self.text is not None:
+            raise InvalidInput(f"--layer and --text are for models, but {self.source!r} is none: leave them out.")
+        return _from_weights(self, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration of attention, None where nothing was said; and the options that say it."""
+
+    width: Annotated[int | None, Option(min=1, help="Width d of a random map (64).")] = None
+    heads: Annotated[int | None, Option(min=1, help="Number of heads (4 when random).")] = None
+    kv_heads: Annotated[int | None, Option(min=1, help="Number of key-value heads, when fewer.")] = None
+    length: Annotated[int | None, Option(min=1, help="Number n of random or text tokens (128).")] = None
+    causal: Annotated[bool | None, Option("--causal/--no-causal", help="Tokens see only the past.")] = None
+    window: Annotated[int | None, Option(min=1, help="Tokens see only this many neighbours.")] = None
+    rope: Annotated[bool | None, Option("--rope/--no-rope", help="Rotary positions.")] = None
+    rope_base: Annotated[float | None, Option(help="Base of the rotary angles (10000).")] = None
+    alibi: Annotated[bool | None, Option("--alibi/--no-alibi", help="Linear position biases.")] = None
+    softcap: Annotated[float | None, Option(help="Logits become c·tanh(s/c).")] = None
+    qk_norm: Annotated[str | None, Option(help="Normalise queries and keys: rms or l2.")] = None
+    scale: Annotated[float | None, Option(help="Factor on the logits (1/√head width).")] = None
+    dtype: Annotated[str | None, Option(help="Convert weights and tokens to this dtype.")] = None
+    attention: Annotated[
+        str | None, Option(help="Kind of attention for weights without a model: dot, l2, cosine or sigmoid (dot).")
+    ] = None
+    device: Device = None
+
+    def over(self, base: Settings) -> Settings:
+        """These settings where they say something, those of ``base`` elsewhere."""
+        return replace(base, **{name: value for name, value in vars(self).items() if value is not None})
+
+    @property
+    def rotary(self) -> bool:
+        """Whether queries and keys turn with their position; a base alone says so too."""
+        return self.rope_base is not None if self.rope is None else self.rope
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype asked for."""
+        if self.dtype is None:
+            return None
+        if self.dtype not in DTYPES:
+            raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        return DTYPES[self.dtype]
+
+    def options(self, heads: int, head_width: int) -> dict[str, Any]:
+        """The arguments of `SelfAttention` beside the weights."""
+        if self.rope_base is not None and not self.rope_base > 0:
+            raise InvalidInput(f"the base of the rotary angles must be positive, got {self.rope_base}.")
+        mask: LogitBias | None = Causal() if self.causal else None
+        if self.window is not None:
+            mask = SlidingWindow(self.window, causal=bool(self.causal))
+        return {
+            "mask": mask,
+            "rotary": Rotary.standard(head_width, self.rope_base or 10_000.0) if self.rotary else None,
+            "logit_biases": [ALiBi.standard(heads)] if self.alibi else [],
+            "softcap": self.softcap,
+            "qk_norm": self.qk_norm,
+            "scale": self.scale,
+        }
+
+
+DEFAULTS = Settings(width=64, heads=4, length=128, dtype="float32")
+PRESETS = {
+    "bert-base": Settings(width=768, heads=12),
+    "gpt2": Settings(width=768, heads=12, causal=True),
+    "llama": Settings(width=2048, heads=32, kv_heads=8, causal=True, rope_base=500_000.0),  # Llama 3.2 1B
+}
+
+
+Seen = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention map and the tokens it is measured at, with where they come from.
+
+    Attributes:
+        drawn: whether the tokens are random.
+        tensors: all weights of the file or model by name; none for a random map.
+        model: the model whose layer this is, when there is one.
+        notes: what else the reader should know about the model.
+        seen: what the layer sees of a window of another length, when a model reads a text.
+    """
+
+    attention: AttentionMap
+    x: Tensor
+    source: str
+    tokens: str
+    seed: int
+    drawn: bool = False
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    model: PreTrainedModel | None = None
+    notes: tuple[str, ...] = ()
+    seen: Seen | None = None
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """Three seeds from one: the solver's start must have nothing to do with the weights and the tokens.
+
+        The weights of a model and its tokens are not drawn here, and the start is that of `howsmooth scan`.
+        """
+        if self.model is not None:
+            return dict.fromkeys(("weights", "tokens", "solver"), self.seed)
+        return {"weights": self.seed, "tokens": self.seed + 1, "solver": self.seed + 2}
+
+    @property
+    def one_input(self) -> Tensor:
+        """The tokens, without the axis of a batch of one."""
+        return self.x[0] if self.x.dim() == 3 and len(self.x) == 1 else self.x
+
+    def on(self, device: str) -> Site:
+        """The same map and tokens on another device."""
+        check_device(device)
+        seen = self.seen
+        moved = None if seen is None else (lambda n: seen(n).to(device))
+        return replace(self, attention=self.attention.to(device), x=self.x.to(device), seen=moved)
+
+    def first(self, n: int) -> Tensor:
+        """The tokens of an input of length n: what the layer sees of a text so long, or the first that are stored."""
+        x = self.one_input
+        return x[..., :n, :] if self.seen is None or n == x.shape[-2] else self.seen(n)
+
+    def in_words(self) -> str:
+        """The map in one line."""
+        facts = self.describe()
+        shared = "" if facts["kv_heads"] == facts["heads"] else f" ({facts['kv_heads']} key-value)"
+        return (
+            f"{facts['source']}: d = {facts['d']}, {facts['heads']} heads{shared}, mask {facts['mask']}, positions "
+            f"{facts['positions']}, {facts['dtype']}, seed {facts['seed']}"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The facts of the measurement, for the header and for JSON."""
+        return {
+            "source": self.source,
+            "input": self.tokens,
+            "n": self.x.shape[-2],
+            "d": self.x.shape[-1],
+            "batch": self.x.shape[0] if self.x.dim() == 3 else None,
+            "heads": self.attention.heads,
+            "kv_heads": self.attention.kv_heads,
+            "mask": mask_name(self.attention),
+            "positions": positions_name(self.attention),
+            "dtype": str(torch.promote_types(self.x.dtype, self.attention.dtype)).removeprefix("torch."),
+            "seed": self.seed,
+            "seeds": self.seeds,
+            "notes": list(self.notes),
+        }
+
+
+def random_settings(source: str, settings: Settings) -> Settings | None:
+    """The complete configuration of random weights that SOURCE and the flags ask for; None for another SOURCE.
+
+    >>> random_settings("random[width=8]", Settings(heads=2)).width, random_settings("minilm", Settings())
+    (8, None)
+    >>> random_settings("random[like=gpt2,length=4]", Settings(heads=2)).causal
+    True
+    """
+    parsed = _GRAMMAR.fullmatch(source)
+    if parsed is None or names_model(source):
+        return None
+    like, pairs = _LIKE.search(parsed["pairs"] or ""), _LIKE.sub("", parsed["pairs"] or "")
+    preset = _preset(parsed["preset"] if like is None else like[1])
+    return settings.over(_pairs(pairs)).over(preset).over(DEFAULTS)
+
+
+def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
+    """The same weights in another kind of attention: L2 has its queries as keys too (they are tied).
+
+    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), Settings(attention="l2", causal=True)).kind
+    'l2'
+    """
+    kind = settings.attention
+    if kind in (None, "dot"):
+        return attention
+    if kind not in KINDS:
+        raise InvalidInput(f"--attention is dot, {', '.join(KINDS)}, got {shown(kind)}.")
+    unfit = [name for name in _OF_DOT_PRODUCTS if getattr(settings, name) not in (None, False)]
+    if unfit or attention.kv_heads != attention.heads:
+        name = unfit[0].replace("_", "-") if unfit else "kv-heads"
+        raise InvalidInput(f"--{name} is for dot-product attention: leave it out with --attention {kind}.")
+    names = ("query_bias", "key_bias", "value_bias", "output_bias")
+    biases = {name: bias.flatten() for name in names if (bias := getattr(attention, name)) is not None}
+    if biases and kind == "l2":
+        raise InvalidInput("these weights have biases, which L2 attention has not: choose another --attention.")
+    weights = (attention.query_weight, attention.key_weight, attention.value_weight)
+    query, key, value = (weight.flatten(0, 1) for weight in weights)
+    output, mask = attention.output_weight.flatten(0, 1).T, next(attention.logit_terms(), None)
+    if kind == "l2":
+        return L2SelfAttention(query, value, output, heads=attention.heads, mask=mask)
+    other: AttentionMap = KINDS[kind](query, key, value, output, heads=attention.heads, mask=mask, **biases)
+    return other
+
+
+def random_tokens(length: int, width: int, seed: int) -> Tensor:
+    """Directions drawn uniformly, every token of root mean square one: |x_i| = √width. In float64.
+
+    >>> random_tokens(3, 4, seed=0).square().mean(-1)
+    tensor([1.0000, 1.0000, 1.0000], dtype=torch.float64)
+    """
+    check_memory(8 * length * width, f"an input of {length} tokens of width {width}", "lower --length")
+    x = torch.randn(length, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def mask_name(attention: AttentionMap) -> str:
+    """The mask in a word or two.
+
+    >>> mask_name(SelfAttention.random(4, mask="causal"))
+    'causal'
+    """
+    names = []
+    for term in attention.logit_terms():
+        if isinstance(term, Causal):
+            names.append("causal")
+        elif isinstance(term, SlidingWindow):
+            names.append(f"window {term.window}" + (", causal" if term.causal else ", both sides"))
+        elif not isinstance(term, ALiBi):
+            names.append(type(term).__name__)
+    return "; ".join(names) or "none"
+
+
+def positions_name(attention: AttentionMap) -> str:
+    """What tells the map where a token stands."""
+    names = ["rotary"] if any(isinstance(stage, Rotary) for stage in attention.query_stages) else []
+    names += ["ALiBi"] if any(isinstance(term, ALiBi) for term in attention.logit_terms()) else []
+    return ", ".join(names) or "none"
+
+
+def _from_weights(request: Request, settings: Settings) -> Site:
+    """Random weights, or those of a file, which says nothing about tokens."""
+    attention: AttentionMap
+    tensors: Mapping[str, Tensor] = {}
+    drawn = random_settings(request.source, settings)
+    if drawn is not None:
+        if request.prefix is not None:
+            raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
+        settings, width, heads = drawn, drawn.width or 0, drawn.heads or 1
+        check_memory(32 * width**2, f"random attention of width {width}", "lower --width")
+        said = {"kv_heads": drawn.kv_heads, "dtype": drawn.torch_dtype, **drawn.options(heads, width // heads)}
+        attention = in_kind(SelfAttention.random(width, heads, seed=request.seed, **said), drawn)
+    else:
+        attention = _from_file(request.source, settings, request.prefix)
+        tensors, _ = read_tensors(Path(request.source))
+    if request.input is not None:
+        if settings.length is not None and drawn is None:
+            raise InvalidInput("--length is for random tokens: leave it out when --input gives the tokens.")
+        x, origin = _stored_tokens(request, settings.torch_dtype if drawn is None else None)
+    else:
+        length = settings.length or DEFAULTS.length or 0
+        x = random_tokens(length, attention.in_features, request.seed + 1).to(attention.dtype)
+        origin = f"random tokens of unit RMS, seed {request.seed + 1}"
+    return Site(attention, x, request.source, origin, request.seed, request.input is None, tensors)
+
+
+def _from_file(source: str, settings: Settings, prefix: str | None) -> AttentionMap:
+    path = Path(source)
+    if path.suffix not in SUFFIXES and not os.path.isfile(path):
+        raise InvalidInput(
+            f"{shown(source)} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
+            "random[like=gpt2], random[width=64,heads=4,…]) nor a model (minilm, random:bert, or a folder with "
+            "config.json)."
+        )
+    if settings.width is not None:
+        raise InvalidInput("--width is for random weights: those of a file have their own.")
+    said: dict[str, Any] = {"kv_heads": settings.kv_heads, "dtype": settings.torch_dtype, "rotary": settings.rotary}
+    weights = read_attention_weights(path, prefix, settings.heads, **said)
+    return in_kind(weights.attention(**settings.options(weights.heads, weights.head_width)), settings)
+
+
+def _from_model(request: Request, settings: Settings) -> Site:
+    """A layer of a model, at the tokens it sees when the model reads a text."""
+    misplaced = [name for name, value in vars(replace(settings, length=None, dtype=None)).items() if value is not None]
+    misplaced += ["prefix"] * (request.prefix is not None)
+    if misplaced:
+        name = random_name(request.source)
+        hint = f" (a block of its sizes is random[like={name}])" if name in PRESETS else ""
+        raise InvalidInput(
+            f"--{misplaced[0].replace('_', '-')} is for weights without a model: {request.source} has its own{hint}."
+        )
+    if request.input is not None and (request.text is not None or settings.length is not None):
+        raise InvalidInput("--text and --length choose what the model reads: leave them out when --input is given.")
+    opened, layer, dtype = open_model(request.source), request.layer or 0, settings.torch_dtype
+    _, content, _ = read_input(request.text, opened.modality)
+
+    def at(length: int) -> tuple[Any, Tensor]:
+        (window,) = opened.windows(content, length, 1, request.seed)
+        (site,) = capture(opened.model, opened.inputs(window), [layer])
+        return (site.attention, site.x) if dtype is None else (site.attention.in_dtype(dtype), site.x.to(dtype))
+
+    attention, x = at(settings.length or opened.usual_length(content))
+    origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
+    if request.input is not None:
+        x, origin = _stored_tokens(request, dtype)
+    if random_name(request.source) in PRESETS:
+        remark(f"note: {_CHANGED.format(random_name(request.source))}.")
+    name, model = f"{request.source}, layer {layer}", opened.model
+    seen = None if request.input is not None else (lambda length: at(length)[1])
+    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
+
+
+def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:
+    assert request.input is not None
+    x = load_tokens(request.input, request.input_name)
+    x = x.to(dtype) if dtype is not None and x.is_floating_point() else x
+    return x, str(request.input) + ("" if request.input_name is None else f" ({request.input_name})")
+
+
+def _preset(name: str | None) -> Settings:
+    if name is not None and name not in PRESETS:
+        raise InvalidInput(
+            f"there is no random configuration {name!r}: choose random[like=NAME] with NAME one of "
+            f"{', '.join(PRESETS)}, or a random model of `howsmooth models`, such as random:bert."
+        )
+    return Settings() if name is None else PRESETS[name]
+
+
+def _pairs(text: str | None) -> Settings:
+    """``width=64,causal=true`` as settings."""
+    kinds = {name: get_args(kind)[0] for name, kind in get_type_hints(Settings).items()}
+    given: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, (text or "").split(","))):
+        name, _, value = map(str.strip, pair.partition("="))
+        name = name.replace("-", "_")
+        if name not in kinds:
+            raise InvalidInput(f"{name!r} is not a setting: choose from {', '.join(f.name for f in fields(Settings))}.")
+        try:
+            number = given[name] = _TRUTH[value.lower()] if kinds[name] is bool else kinds[name](value)
+        except (KeyError, ValueError):
+            raise InvalidInput(
+                f"{printable(pair)[:60]!r} does not give {name} a value of type {kinds[name].__name__}."
+            ) from None
+        if kinds[name] is int and not 1 <= number <= _MOST:
+            raise InvalidInput(f"{name} is a whole number from 1 to {_MOST}, got {printable(value)[:60]}.")
+        if kinds[name] is float and not math.isfinite(number):
+            raise InvalidInput(f"{name} is a finite number, got {printable(value)[:60]}.")
+    return Settings(**given)

@@ -1,0 +1,182 @@
+"""Handing items to an executor: a bounded number at a time, each tried again once, results to one place.
+
+A worker that dies takes down what it was working on, and nobody says which item was to blame. So what was handed over
+together and came back without an answer is handed over again in two halves, until a single item is left: only an item
+that was alone with a worker is blamed for its death.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from howsmooth._util.common import first_line
+from howsmooth.engines.worker import Answer, Unfit, answer_all, here, nothing
+from howsmooth.errors import HowsmoothError
+
+Item = TypeVar("Item")
+ATTEMPTS = 2
+"""How often an item is tried."""
+
+
+class EngineError(HowsmoothError, RuntimeError):
+    """An engine that cannot be reached, or that takes no more work; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many tasks an executor is given at a time, and how many items make a task; 0: all are dealt out at once."""
+
+    width: int
+    share: int = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An item without an answer: its place in the list, and why, once for every attempt."""
+
+    place: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """How far the work is: items answered and given up, items with workers, items that wait; the last answer's place
+    and how many seconds it took, None at the beginning."""
+
+    done: int
+    running: int
+    waiting: int
+    place: int | None = None
+    seconds: float = 0.0
+
+
+def hand_over(
+    executor: Executor,
+    work: Callable[[Item], Any],
+    items: Sequence[Item],
+    keep: Callable[[int, Any], object],
+    *,
+    load: Load,
+    limit: float | None = None,
+    prepare: Callable[[Item], object] = nothing,
+    tell: Callable[[State], object] = lambda state: None,
+    again: Callable[[int, str], object] = lambda index, reason: None,
+) -> list[Failure]:
+    """Have every item worked on, and give back those that failed.
+
+    Args:
+        executor: any; it is not shut down.
+        work: a function of one item that can be pickled by name.
+        keep: called here, in this thread, with the place of an item and its answer, in the order in which they come.
+        load: how much is with the executor at a time, so that neither items nor answers pile up.
+        limit: seconds for one item; its worker is ended after that.
+        prepare: called in the worker before an item, outside the limit: to open what stays open.
+        tell: called whenever something has changed.
+        again: called with a place and a reason when an item is to be tried again.
+
+    Raises:
+        EngineError: the executor takes no more work.
+        Unfit: a worker that can answer nothing.
+        KeyboardInterrupt, and whatever ``keep`` raises: what has not begun is cancelled.
+    """
+    return _Hands(executor, work, items, keep, load, limit, prepare, tell, again).run()
+
+
+class _Hands(Generic[Item]):
+    def __init__(
+        self,
+        executor: Executor,
+        work: Callable[[Item], Any],
+        items: Sequence[Item],
+        keep: Callable[[int, Any], object],
+        load: Load,
+        limit: float | None,
+        prepare: Callable[[Item], object],
+        tell: Callable[[State], object],
+        again: Callable[[int, str], object],
+    ):
+        self.executor, self.work, self.items, self.keep, self.prepare = executor, work, items, keep, prepare
+        self.load, self.limit, self.tell, self.again = load, limit, tell, again
+        self.waiting: deque[list[int]] = deque()
+        self.running: dict[Future[list[Answer]], list[int]] = {}
+        self.reasons: dict[int, list[str]] = {}
+        self.failures: list[Failure] = []
+        self.done = 0
+
+    def run(self) -> list[Failure]:
+        places = range(len(self.items))
+        share = self.load.share or -(-len(self.items) // self.load.width) or 1
+        self.waiting.extend(list(places[first : first + share]) for first in places[::share])
+        try:
+            self._say()
+            while self.waiting or self.running:
+                while self.waiting and len(self.running) < self.load.width:
+                    task = self.waiting.popleft()
+                    self.running[self._submitted(task)] = task
+                finished, _ = wait(self.running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    self._settle(future, self.running.pop(future))
+        finally:
+            for future in self.running:
+                future.cancel()
+        return sorted(self.failures, key=lambda failure: failure.place)
+
+    def _submitted(self, task: list[int]) -> Future[list[Answer]]:
+        chosen = [self.items[index] for index in task]
+        try:
+            return self.executor.submit(answer_all, self.work, chosen, self.limit, here(), self.prepare)
+        except RuntimeError as error:  # broken pools, and those that were shut down
+            if isinstance(error, HowsmoothError):
+                raise
+            said = first_line(error)
+            raise EngineError(
+                f"the executor takes no more work ({said}): what was measured is kept; run the same again with a new "
+                "one."
+            ) from error
+
+    def _settle(self, future: Future[list[Answer]], task: list[int]) -> None:
+        try:
+            answers = future.result()
+        except EngineError:
+            raise
+        except (CancelledError, Exception) as error:
+            self._lost(task, error)
+            return
+        for index, answer in zip(task, answers, strict=False):
+            if answer.hopeless:
+                raise Unfit(answer.error)
+            if answer.error:
+                self._failed(index, answer.error)
+            else:
+                self.keep(index, answer.value)
+                self.done += 1
+            self._say(index, answer.seconds)
+
+    def _lost(self, task: list[int], error: BaseException) -> None:
+        limit = "" if self.limit is None else f", or did not end within {self.limit:g} s and was stopped"
+        reason = f"its worker died{limit} ({first_line(error, kind=True)})"
+        if len(task) > 1:
+            self.again(task[0], f"{reason}, with {len(task) - 1} more; in two halves")
+            half = len(task) // 2
+            self.waiting.extendleft([task[half:], task[:half]])
+            return
+        self._failed(task[0], reason)
+        self._say(task[0])
+
+    def _failed(self, index: int, reason: str) -> None:
+        reasons = self.reasons.setdefault(index, [])
+        reasons.append(reason)
+        if len(reasons) < ATTEMPTS:
+            self.again(index, reason)
+            self.waiting.append([index])
+            return
+        self.failures.append(Failure(index, tuple(reasons)))
+        self.done += 1
+
+    def _say(self, index: int | None = None, seconds: float = 0.0) -> None:
+        waiting = sum(map(len, self.waiting))
+        self.tell(State(self.done, len(self.items) - waiting - self.done, waiting, index, seconds))

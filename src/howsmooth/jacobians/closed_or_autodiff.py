@@ -1,0 +1,78 @@
+"""`jacobian`: the closed form where a map has one, automatic differentiation for every other function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from howsmooth._util.validation import Size, door
+from howsmooth.attention import closed_form
+from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.composite_map import Composite
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.cache_jacobian import Part, cached_jacobian
+from howsmooth.jacobians.closed_maps import OffersJacobian
+from howsmooth.jacobians.composite_jacobian import CompositeJacobian, composite_jacobian
+from howsmooth.jacobians.function_jacobian import function_jacobian
+from howsmooth.jacobians.operator import JacobianOperator
+
+
+@door
+def jacobian(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    wrt: Part | None = None,
+    memory: Size = DEFAULT_MEMORY,
+    skip: float = 0.0,
+) -> JacobianOperator:
+    r"""The Jacobian :math:`J(x) = \partial f/\partial x` of ``f`` at ``x`` as an operator.
+
+    Args:
+        f: an attention map, an attention layer of `howsmooth.nn`, a `torch.nn.MultiheadAttention`, a composition of
+            such (`ClosedMap`) or a part of a listed model (closed form), or any differentiable function or module
+            (torch.func).
+        x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
+        wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
+            `howsmooth.jacobians.cache_jacobian`); None for that in x.
+        memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
+        skip: of an attention map, leave tiles out, least first, that together are at most about this share of the norm,
+            and say how much that is (`JacobianOperator.left_out`); 0 leaves nothing out.
+
+    Returns:
+        An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.
+
+    >>> import torch, howsmooth as hs
+    >>> J = hs.jacobian(torch.sin, torch.zeros(2, 3))
+    >>> J.matvec(torch.ones(2, 3)).sum()
+    tensor(6.)
+    """
+    attention = closed_form(f, *x.shape[-2:-1])
+    if skip and (wrt is not None or not isinstance(attention, AttentionMap)):
+        raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
+    if wrt is not None:
+        if not isinstance(attention, AttentionMap):
+            raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
+        return cached_jacobian(attention, x, wrt, memory=memory)
+    if attention is not None:
+        return closed_jacobian(attention, x, memory=memory, skip=skip)
+    if isinstance(f, OffersJacobian):
+        return f.jacobian_at(x, memory)
+    return function_jacobian(f, x)
+
+
+def closed_jacobian(
+    attention: AttentionMap | Composite,
+    x: Tensor,
+    *,
+    per_head: bool = False,
+    reduced: bool = False,
+    memory: int,
+    skip: float = 0.0,
+) -> AttentionJacobian | CompositeJacobian:
+    """`attention_jacobian` or `composite_jacobian`, whichever the map needs; the latter leaves no tiles out."""
+    if isinstance(attention, Composite):
+        return composite_jacobian(attention, x, per_head=per_head, memory=memory)
+    return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory, skip=skip)

@@ -1,0 +1,331 @@
+"""Where tokens meet: the derivative of O = P(q, k) v in closed form, tile by tile.
+
+For tangents dq, dk, dv and cotangents g of every map (one head of one batch item), with S the logits, P the weights and
+D = ∂P_ij/∂s_ij up to normalisation (P for softmax, P(1 − P) for sigmoid, times the slope of a soft-cap):
+
+    JVP   T = D ∘ (dq kᵀ + q dkᵀ),  dO = T v − rowsum(T) ∘ O + P dv
+    VJP   E = D ∘ (g vᵀ − rowsum(g ∘ O)),  gq = E k,  gk = Eᵀ q,  gv = Pᵀ g
+
+where the terms with O stand only for softmax. Four n × n × width products each way and no forward pass. The n × n
+arrays are cut into tiles that fit the cache; tiles that a mask hides altogether do not exist. Tiles of P are kept while
+they fit the memory budget and recomputed from the largest logit and the sum of their rows beyond it, so that memory is
+O(n) at any n.
+
+Both products subtract numbers as large as |q||v|, and a row of P whose sum is off by δ leaves δ|q||v| behind. So a
+weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as
+it came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees
+no constant on all keys). What rounding still does is bounded in `howsmooth.jacobians.product_error`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention.memory_layout import add_product, channels_first, zeros_arranged_as
+from howsmooth.errors import InvalidInput
+from howsmooth.jacobians.dropped_tiles.tile_bounds import LeftOut, TileSizes
+from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
+from howsmooth.jacobians.tiles import Logits, Room, Tile, bands, narrow
+from howsmooth.jacobians.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The map (q, k, v) ↦ O at one point, ready for products with its Jacobian.
+
+    Tensors are ``(maps, n, width)``; build with `Mixing.at`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    tops: Tensor
+    sums: Tensor
+    tiles: tuple[Tile, ...]
+    logits: Logits
+    softmax: bool
+    moments: Moments | None
+    work: Workspace
+    sizes: TileSizes | None = None
+    left_out: LeftOut | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
+        """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
+
+        Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
+        weights that are recomputed in every product too. Without ``moments`` nothing is kept by which rounding could be
+        bounded.
+        """
+        self = cls.unevaluated(attention, point, dtype)
+        softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
+        seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
+        kept: list[Tile] = []
+        maps, n, _ = key.shape
+        every = list(bands(maps, n, logits.terms, key.device))
+        numbers = sum(tile.size for band in every for tile in band)
+        if numbers * value.element_size() > memory:
+            memory -= self.beside
+        room = Room(memory, numbers, value)
+        for band in every:
+            held = [logits.of(tile) for tile in band] if narrow(band) else None  # otherwise they are computed twice
+            if softmax and band:
+                rows = band[0].queries
+                self.tops[rows] = _top(held or map(logits.of, band))
+                self.sums[rows] = _sum(held or map(logits.of, band), self.tops[rows])
+            for tile, logit in zip(band, held or map(logits.of, band), strict=True):
+                weights, slopes = self._from_logits(tile, logit)
+                seen.add(tile.queries, tile.keys, weights)
+                kept.append(room.held(tile, weights, slopes))
+        return self.evaluated(kept, seen.output(), seen.moments())
+
+    @classmethod
+    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> Mixing:
+        """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
+        query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
+        tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])
+        logits, softmax = Logits.between(point.query, point.key, attention), attention.weighting == "softmax"
+        return cls(query, key, value, value, tops, sums, (), logits, softmax, None, Workspace.shared())
+
+    def evaluated(self, tiles: Sequence[Tile], output: Tensor, moments: Moments | None) -> Mixing:
+        """The same with its tiles and outputs, once all weights have been evaluated."""
+        if not bool(torch.isfinite(output).all()):
+            raise InvalidInput("the attention logits overflow: pass float64 inputs and weights, or scale them down.")
+        return replace(self, tiles=tuple(tiles), output=output, moments=moments)
+
+    def channels_first(self) -> Mixing:
+        """The same for tangents whose channels lie before their tokens (`howsmooth.attention.memory_layout`)."""
+        query, key, value, output = map(channels_first, (self.query, self.key, self.value, self.output))
+        return replace(self, query=query, key=key, value=value, output=output)
+
+    def rounded(self, dtype: torch.dtype) -> Mixing:
+        """The same for products in another dtype, without moments and sizes; weights are kept where they were.
+
+        Outputs are taken from the rounded weights: a row must not move when all its values do.
+        """
+        names = ("query", "key", "value", "tops", "sums")
+        tensors = {name: getattr(self, name).to(dtype) for name in names}
+        kept = [tile.rounded(dtype) for tile in self.tiles]
+        logits = self.logits.rounded(dtype, kept=all(tile.weights is not None for tile in kept))
+        self = replace(self, **tensors, logits=logits, sizes=None)
+        seen = OutputSums(self.value, centred=self.softmax)
+        for tile in kept:
+            seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
+        return self.evaluated(kept, seen.output(), None)
+
+    def without(self, gone: Tensor, memory: int) -> Mixing:
+        """The same without some of the parts that ``sizes`` tells of; weights kept as ``memory`` allows."""
+        part = self.passing_by(gone, memory)
+        assert self.sizes is not None
+        return replace(part, sizes=None, left_out=self.sizes.left_out(gone, len(self.query)))
+
+    def passing_by(self, gone: Tensor, memory: int = 0) -> Mixing:
+        """As `without`, for one product: what it loses is known to who asks. Weights at hand are not copied then."""
+        assert self.sizes is not None
+        tiles: list[Tile] = []
+        for tile, there in zip(self.tiles, self.sizes.by_tile(~gone), strict=True):
+            for first, last in runs(there.tolist()):
+                left, right = (min(self.sizes.side * end, tile.cols.stop - tile.cols.start) for end in (first, last))
+                cols = slice(tile.cols.start + left, tile.cols.start + right)
+                part = replace(tile, cols=cols, weights=None, slopes=None)
+                weights = slopes = None
+                if tile.weights is not None and tile.slopes is not None:
+                    weights = tile.weights[..., left:right]
+                    slopes = weights if self.plain else tile.slopes[..., left:right]
+                memory -= part.size * self.query.element_size()
+                if memory >= 0:
+                    if weights is None or slopes is None:
+                        weights, slopes = self.weights_of(part)
+                    weights = weights.contiguous()
+                    slopes = weights if self.plain else slopes.contiguous()
+                tiles.append(replace(part, weights=weights, slopes=slopes))
+        return replace(self, tiles=tuple(tiles))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the slopes of the weights are the weights themselves."""
+        return self.softmax and self.logits.softcap is None
+
+    @property
+    def blur(self) -> float:
+        """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|."""
+        longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
+        return self.logits.eps * float((longest[0] * longest[1]).max())
+
+    @property
+    def chain(self) -> int:
+        """The longest chain of additions in a sum over tokens: the terms of a tile, then one for each tile."""
+        tiles = self.tiles
+        by_row = Counter((tile.maps.start, tile.rows.start) for tile in tiles)
+        in_row = max((tile.cols.stop - tile.cols.start for tile in tiles), default=0) + max(by_row.values(), default=0)
+        bands = Counter(maps for maps, _ in by_row)
+        in_column = max((tile.rows.stop - tile.rows.start for tile in tiles), default=0) + max(
+            bands.values(), default=0
+        )
+        return max(in_row, in_column)
+
+    @property
+    def beside(self) -> int:
+        """Bytes that products hold beside weights where these are recomputed: logits' own tokens, and tangents."""
+        wide = 0 if self.logits.query is self.query else self.logits.query.nbytes + self.logits.key.nbytes
+        return wide + 2 * (self.query.nbytes + self.key.nbytes)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether some weights are recomputed in every product."""
+        return any(tile.weights is None for tile in self.tiles)
+
+    def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
+        """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
+        dout = zeros_arranged_as(self.output)
+        score = dquery is not None and dkey is not None
+        if dquery is not None and dkey is not None:
+            left = self.work.joined("left", dquery, self.query)
+            right = self.work.joined("right", self.key, dkey).mT
+            row_sums = torch.zeros_like(self.sums)
+        for tile in self.tiles:
+            weights, slopes = self.weights_of(tile)
+            rows = dout[tile.queries]
+            if score:
+                moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                add_product(rows, moved, self.value[tile.keys])
+                if self.softmax:
+                    row_sums[tile.queries].add_(moved.sum(-1, keepdim=True))
+            if dvalue is not None:
+                add_product(rows, weights, dvalue[tile.keys])
+        return dout.addcmul_(row_sums, self.output, value=-1) if score and self.softmax else dout
+
+    def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
+        gquery, gkey, gvalue = (zeros_arranged_as(t) for t in (self.query, self.key, self.value))
+        left, right = grad, self.value
+        if self.softmax:
+            left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
+            right = self.work.joined("right", self.value, torch.ones_like(self.sums))
+        right = right.mT
+        for tile in self.tiles:
+            weights, slopes = self.weights_of(tile)
+            if score:
+                moved = self.work.product(left[tile.queries], right[tile.maps, :, tile.cols]).mul_(slopes)
+                add_product(gquery[tile.queries], moved, self.key[tile.keys])
+                add_product(gkey[tile.keys], moved.mT, self.query[tile.queries])
+            if value:
+                add_product(gvalue[tile.keys], weights.mT, grad[tile.queries])
+        return gquery, gkey, gvalue
+
+    def select(self, index: Tensor) -> Mixing:
+        """The maps at ``index`` (increasing) only; tiles that belong to one map are shared, not copied."""
+        tiles = []
+        for tile in self.tiles:
+            inside = (index >= tile.maps.start) & (index < tile.maps.stop)
+            if not bool(inside.any()):
+                continue
+            members = inside.nonzero().flatten()
+            span = slice(int(members[0]), int(members[-1]) + 1)
+            local = index[inside] - tile.maps.start
+            weights, slopes = tile.weights, tile.slopes
+            if weights is not None and slopes is not None and len(local) < len(weights):
+                same = slopes is weights
+                weights = weights[local]
+                slopes = weights if same else slopes[local]
+            tiles.append(replace(tile, maps=span, weights=weights, slopes=slopes))
+        tensors = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output", "tops", "sums")}
+        maps = self.logits.maps.select(index)
+        logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
+        moments = None if self.moments is None else self.moments.select(index)
+        sizes = None if self.sizes is None else self.sizes.select(index)
+        left_out = None if self.left_out is None else self.left_out.select(index)
+        return replace(
+            self,
+            **tensors,
+            tiles=tuple(tiles),
+            logits=logits,
+            moments=moments,
+            sizes=sizes,
+            left_out=left_out,
+        )
+
+    def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
+        """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, the centre that values are kept about included.
+
+        Rows of weights that sum to one leave that centre as it is; elsewhere the weights are gone through once more.
+        """
+        wide = torch.float64 if tokens.device.type != "mps" else tokens.dtype
+        whole = self.softmax and attention.terms.first_blind(tokens.shape[1], attention.heads) is None
+        if whole and not attention.value_stages:
+            weight, bias = attention.value_weight.to(wide), attention.value_bias
+            first = (tokens[:, 0].to(wide) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
+            value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
+            return self.output.to(value) + (value - self.value[:, :1].to(value))
+        value = attention.in_dtype(wide)._heads(tokens.to(wide))[2].flatten(0, 1).to(self.value)
+        return self.jvp(None, None, value).to(wide)
+
+    def column_sums(self) -> Tensor:
+        """Σ_i P_ij for every map and key, ``(maps, n)``: how much attention a token receives."""
+        sums = torch.zeros_like(self.sums[..., 0])
+        for tile in self.tiles:
+            sums[tile.keys].add_(self.weights_of(tile)[0].sum(-2))
+        return sums
+
+    def entropy(self) -> Tensor:
+        """Mean over queries of −Σ_j P_ij ln P_ij, ``(maps,)``, in nats (softmax weights)."""
+        total = torch.zeros_like(self.sums[..., 0])
+        for tile in self.tiles:
+            total[tile.queries].add_(torch.special.entr(self.weights_of(tile)[0]).sum(-1))
+        return total.mean(-1)
+
+    def _from_logits(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and slopes of a tile; uses up ``logits``."""
+        if self.softmax:
+            rest = logits.sub_(self.tops[tile.queries]).to(self.query.dtype)
+            slopes = weights = rest.exp_().div_(self.sums[tile.queries])
+        else:
+            weights = logits.sigmoid_().to(self.query.dtype)
+            slopes = weights - weights.square()
+        if self.logits.softcap is not None:
+            slopes = slopes * self.logits.slope_of(tile).to(self.query.dtype)
+        return weights, slopes
+
+    def weights_of(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Weights and slopes of a tile, as they are kept or recomputed."""
+        if tile.weights is None or tile.slopes is None:
+            return self._from_logits(tile, self.logits.of(tile))
+        return tile.weights, tile.slopes
+
+
+def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where what is there begins and ends, one run after the other.
+
+    >>> list(runs([True, True, False, True]))
+    [(0, 2), (3, 4)]
+    """
+    first = 0
+    for is_there, run in groupby(there):
+        last = first + len(list(run))
+        if is_there:
+            yield first, last
+        first = last
+
+
+def _top(logits: Iterable[Tensor]) -> Tensor:
+    """The largest logit of every row over several tiles; 0 for rows that see nothing, whose weights are exp(−∞) = 0."""
+    top = torch.cat([tile.amax(-1, keepdim=True) for tile in logits], dim=-1).amax(-1, keepdim=True)
+    return top.masked_fill(top == float("-inf"), 0.0)
+
+
+def _sum(logits: Iterable[Tensor], top: Tensor) -> Tensor:
+    """Σ exp(s − top) of every row over several tiles, in the dtype of ``top``; 1 for rows that see nothing."""
+    total = torch.zeros_like(top)
+    for tile in logits:
+        total += (tile - top).to(top.dtype).exp_().sum(-1, keepdim=True)
+    return total.masked_fill(total == 0, 1.0)

@@ -1,0 +1,167 @@
+r"""How much attention stretches small changes of a measure.
+
+Move the mass of atom i by small random displacements :math:`\varepsilon Y_i`, with mean :math:`\bar Y_i`, so that
+:math:`W_2^2 = \varepsilon^2 \sum_i w_i E|Y_i|^2`. To first order Γ_μ sees only the means, while every bit of mass is
+also carried by the field: with J the Jacobian of the weighted map of tokens, the image of atom i moves by
+:math:`\varepsilon\,[(J\bar Y)_i + \partial_x\Gamma_\mu(x_i)\,(Y_i - \bar Y_i)]`. Mean and rest are orthogonal, before
+and after, hence
+
+.. math:: \mathrm{Lip}_\mu(F) = \max\Big(\|D^{1/2} J D^{-1/2}\|,\ \max_i \|\partial_x\Gamma_\mu(x_i)\|\Big),
+          \qquad D = \mathrm{diag}(w).
+
+The first part moves atoms as wholes, the second splits one in two that part ways. Nothing here asks how many tokens
+an atom stands for. ∎
+
+This is the constant for displacements that tend to zero. Along the straight paths of an optimal plan they do, so that
+the constant of F in W₂ on all measures of a convex set is the supremum of these local constants. W₂ alone can be small
+with a little mass moving far; that reaches the chords of Γ_μ, which are no longer than ∂_xΓ_μ at points between the
+atoms: add them as atoms of tiny weight to see those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.validation import door
+from howsmooth.jacobians import JacobianOperator, attention_jacobian
+from howsmooth.meanfield.discrete_measure import Measure
+from howsmooth.meanfield.measure_attention import weighted
+from howsmooth.norms import Measurement
+from howsmooth.norms.local_constant import solve
+
+
+class WeightedJacobian(JacobianOperator):
+    """D^{1/2} J D^{-1/2}: the Jacobian of attention on a measure between tokens whose squares are weighted by mass.
+
+    Lifted vectors are displacements of the atoms and of their images, y = D^{-1/2}z with Σ w_i|y_i|² = 1.
+    """
+
+    @door
+    def __init__(self, attention: nn.Module, measure: Measure):
+        self.inner = attention_jacobian(*weighted(attention, measure))
+        self.root = measure.weights.sqrt()[:, None]
+        self.batch_shape = torch.Size()
+        self.in_shape, self.out_shape = self.inner.in_shape, self.inner.out_shape
+        self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
+        self.blur = self.inner.blur
+        self.noise = self.inner.noise * float(self.root.max() / self.root.min())  # ‖D^{1/2}‖·‖D^{-1/2}‖
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.root * self.inner.matvec(v / self.root)
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return self.inner.rmatvec(u * self.root) / self.root
+
+    def lift_in(self, v: Tensor) -> Tensor:
+        return v / self.root
+
+    def lift_out(self, u: Tensor) -> Tensor:
+        return u / self.root
+
+
+class FieldJacobian(JacobianOperator):
+    """∂_xΓ_μ(x_i) for every atom: a batch of (d_out × d) matrices.
+
+    A copy of the atoms with weight zero goes through attention beside the atoms themselves. Nobody sees the copy, so
+    its part of the Jacobian is block diagonal, and one product serves all atoms.
+    """
+
+    @door
+    def __init__(self, attention: nn.Module, measure: Measure):
+        self.inner = attention_jacobian(*weighted(attention, measure, measure.atoms, measure.positions))
+        self.batch_shape = torch.Size([len(measure)])
+        self.in_shape, self.out_shape = self.inner.in_shape[1:], self.inner.out_shape[1:]
+        self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
+        self.blur, self.noise = self.inner.blur, self.inner.noise  # a block of a matrix errs no more than the whole
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.inner.matvec(torch.cat([torch.zeros_like(v), v]))[len(v) :]
+
+    def rmatvec(self, u: Tensor) -> Tensor:
+        return self.inner.rmatvec(torch.cat([torch.zeros_like(u), u]))[len(u) :]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalConstant:
+    """The local Lipschitz constant of attention at a measure, in W₂, or in d₂ when the measure has positions.
+
+    Attributes:
+        moving: ‖D^{1/2} J D^{-1/2}‖; its vectors are displacements of the atoms and of their images.
+        splitting: ‖∂_xΓ_μ(x_i)‖ of every atom.
+        masked: whether the distance is d₂.
+    """
+
+    moving: Measurement
+    splitting: Measurement
+    masked: bool
+
+    @property
+    def value(self) -> float:
+        """The larger of the two parts."""
+        return max(float(self.moving), float(self.splitting.value.max()))
+
+    @property
+    def lower(self) -> float:
+        """The constant is at least this, always."""
+        return max(float(self.moving.lower), float(self.splitting.lower.max()))
+
+    @property
+    def upper(self) -> float:
+        """The constant is at most this, with probability `confidence`."""
+        return max(float(self.moving.upper), float(self.splitting.upper.max()))
+
+    @property
+    def confidence(self) -> float:
+        """Probability with which `upper` holds: it fails only if the upper end of the largest map does."""
+        return min(self.moving.confidence, self.splitting.confidence)
+
+    @property
+    def converged(self) -> bool:
+        """Whether both parts are."""
+        return bool(self.moving.converged) and bool(self.splitting.converged.all())
+
+    @property
+    def part(self) -> str:
+        """Which change of the measure is stretched most: "moving" atoms as wholes, or "splitting" one of them."""
+        return "moving" if float(self.moving) >= float(self.splitting.value.max()) else "splitting"
+
+    @property
+    def atom(self) -> int:
+        """The atom whose splitting is stretched most."""
+        return int(self.splitting.value.argmax())
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        other = ("moving whole atoms", self.moving.value)
+        if self.part == "moving":
+            other = ("splitting one atom", self.splitting.value.max())
+        where = "d₂" if self.masked else "W₂"
+        return f"{self.value:.4g} in {where}, {self.part} ({other[0]}: {float(other[1]):.4g})"
+
+
+@door
+def local_constant(attention: nn.Module, measure: Measure, **solver: Any) -> LocalConstant:
+    """The local Lipschitz constant of F at a measure: how much small displacements of its mass are stretched.
+
+    It equals ‖J‖ of explicit repetition, n·w_i copies of token x_i, whenever every atom stands for two tokens or more
+    (a single token cannot be split).
+
+    Args:
+        attention: unmasked, or causal when the measure has positions.
+        measure: where.
+        solver: options of `howsmooth.norms.operator_norm`, as rtol, confidence and seed.
+
+    >>> import howsmooth as hs
+    >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
+    >>> local_constant(head, Measure(torch.tensor([[-1.0], [1.0]]), [1 / 3, 2 / 3]))
+    1.88 in W₂, moving (splitting one atom: 0.6706)
+    """
+    moving = solve(WeightedJacobian(attention, measure), **solver)
+    splitting = solve(FieldJacobian(attention, measure), **solver)
+    return LocalConstant(moving, splitting, measure.positions is not None)

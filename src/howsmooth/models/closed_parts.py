@@ -1,0 +1,174 @@
+"""Parts of a model as functions that know their own Jacobian.
+
+A `ModelPart` is called like the part of the model that it stands for, and runs the model's own modules. Its Jacobian is
+put together from closed forms (`howsmooth.jacobians.closed_maps`) that have reproduced, layer by layer, the model's own
+output and, at a random vector, its derivative by autograd: the output at every window, the derivative once for every
+layer and its weights. Where that fails the Jacobian is that of torch.func, and a note says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth._util.common import first_line, relative_error
+from howsmooth._util.torch_globals import exact_autograd
+from howsmooth.attention import AttentionMap
+from howsmooth.errors import HowsmoothError, UnsupportedModel
+from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY
+from howsmooth.jacobians.closed_maps import ClosedMap, Series, Tokenwise, composed_jacobian
+from howsmooth.jacobians.function_checks import random_like
+from howsmooth.jacobians.function_jacobian import function_jacobian
+from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.models.captured_sites import TOLERANCE
+from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, read_affine, read_norm
+
+Function = Callable[[Tensor], Tensor]
+Heard = tuple[Function, Tensor, Tensor]
+"""A layer's own definition, the tokens it received from the model and what it made of them."""
+_SAME_DERIVATIVE = 1e-4
+"""Largest relative difference between Jᵀu in closed form and by autograd, in single precision."""
+MOST_COMPARED = 2**28
+"""Most weights of attention, over all heads, with which autograd is asked for a derivative to compare with: it keeps
+several arrays of that size. Longer inputs are compared by their output alone."""
+
+
+class ModelPart:
+    """A part of a model: a function of tokens ``(n, d)``, with its Jacobian in closed form where there is one.
+
+    Attributes:
+        function: the model's own modules, called as the model calls them.
+        closed: builds the map in closed form, or raises a `HowsmoothError` that says why there is none.
+    """
+
+    def __init__(self, function: Function, x: Tensor, closed: Callable[[], ClosedMap]):
+        self.function, self.shape, self.closed = function, x.shape, closed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
+        """The Jacobian at x: closed forms at tokens like those of the window, torch.func otherwise."""
+        if x.shape != self.shape:
+            return function_jacobian(self.function, x)
+        try:
+            return composed_jacobian(self.closed(), x, memory=memory)
+        except HowsmoothError as error:
+            why = first_line(error)
+        operator = function_jacobian(self.function, x)
+        operator.notes = (f"the Jacobian is that of torch.func, without closed forms: {why}", *operator.notes)
+        return operator
+
+
+class ClosedLayers:
+    """The layers of a model at one window in closed form, each compared with the model when first asked for."""
+
+    def __init__(self, kind: str, modules: Sequence[nn.Module], attention: Callable[[int], AttentionMap]):
+        self.kind, self.modules, self.attention = kind, modules, attention
+        self._known: dict[int, ClosedLayer | str] = {}
+
+    def get(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
+        """Layer ``index``, which gave out ``output`` at x; ``function`` is its own definition."""
+        if index not in self._known:
+            try:
+                self._known[index] = self._compared(index, function, x, output, x, DEFAULT_MEMORY, bounded=False)[0]
+            except HowsmoothError as error:
+                self._known[index] = first_line(error)
+        known = self._known[index]
+        if isinstance(known, str):
+            raise UnsupportedModel(known)
+        return known
+
+    def linearize(
+        self, index: int, heard: Heard, x: Tensor, memory: int, bounded: bool
+    ) -> tuple[Tensor, JacobianOperator]:
+        """Layer ``index`` and its Jacobian at x; near the tokens it heard, the pass that compares it is this one."""
+        near = x.shape == heard[1].shape and relative_error(x, heard[1]) <= TOLERANCE
+        if index not in self._known and near:
+            try:
+                self._known[index], value, operator = self._compared(index, *heard, x, memory, bounded)
+            except HowsmoothError:
+                pass  # at the tokens themselves it may do, and if not, the reason is that which is found there
+            else:
+                return value, operator
+        return self.get(index, *heard).layer.linearize(x, memory, bounded)
+
+    def _compared(
+        self, index: int, function: Function, tokens: Tensor, output: Tensor, x: Tensor, memory: int, bounded: bool
+    ) -> tuple[ClosedLayer, Tensor, JacobianOperator]:
+        """Layer ``index`` with its value and Jacobian at x, compared with what the model made of its tokens."""
+        attention = self.attention(index)
+        worst = float("inf")
+        for candidate in closed_layers(self.kind, self.modules[index], attention):
+            value, operator = candidate.layer.linearize(x, memory, bounded)
+            error = relative_error(value, output.reshape(value.shape))
+            if error <= TOLERANCE:
+                if attention.heads * len(x) ** 2 <= MOST_COMPARED:
+                    self._compare_once(index, operator, function, tokens)
+                return candidate, value, operator
+            worst = min(worst, error)
+        raise UnsupportedModel(
+            f"the parts of layer {index} put together differ from its own output by a relative {worst:.1e}."
+        )
+
+    def _compare_once(self, index: int, operator: JacobianOperator, function: Function, x: Tensor) -> None:
+        module = self.modules[index]
+        state = _state(module)
+        if _SAME_AS_AUTOGRAD.get(module) != state:
+            compare_derivative(f"layer {index}", operator, function, x)
+            _SAME_AS_AUTOGRAD[module] = state
+
+
+_SAME_AS_AUTOGRAD: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""Layers whose derivative has been compared with autograd, each with the state in which it was."""
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """What changes when a layer is given other weights, other modules or another definition."""
+    inside = list(module.modules())
+    calls = [(id(each), type(each).forward, each.__dict__.get("forward")) for each in inside]
+    return [*calls, *((id(weight), weight._version) for weight in module.parameters())]
+
+
+class ComparedLayer(ClosedMap):
+    """A layer in closed form, compared with the model by the same forward pass that makes its Jacobian."""
+
+    attentions = 1
+
+    def __init__(self, layers: ClosedLayers, index: int, *heard: *Heard):
+        self.layers, self.index, self.heard = layers, index, heard
+
+    def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
+        return self.layers.linearize(self.index, self.heard, x, memory, bounded)
+
+
+def compare_derivative(name: str, operator: JacobianOperator, function: Function, x: Tensor) -> None:
+    """Refuse an operator whose Jᵀu, at a random u, is not what autograd makes of the function."""
+    u = random_like(x.new_empty(operator.out_shape), seed=4)
+    with exact_autograd(x.device):
+        leaf = x.detach().clone().requires_grad_()
+        (expected,) = torch.autograd.grad(function(leaf), leaf, u)
+    error = relative_error(operator.rmatvec(u), expected)
+    if not error <= _SAME_DERIVATIVE:
+        raise UnsupportedModel(
+            f"the derivative of {name} in closed form differs from autograd's by a relative {error:.1e}."
+        )
+
+
+def closed_tail(modules: Sequence[nn.Module]) -> ClosedMap | None:
+    """What follows the last layer: norms and linear maps of single tokens; None for nothing."""
+    stages = []
+    for module in modules:
+        if isinstance(module, nn.Dropout | nn.Identity):
+            continue
+        stages.append(read_norm(module) if "norm" in type(module).__name__.lower() else read_affine(module))
+    return Tokenwise(*stages) if stages else None
+
+
+def in_series(maps: Sequence[ClosedMap | None]) -> ClosedMap:
+    """The maps one after the other, Nones left out."""
+    return Series(*(each for each in maps if each is not None))

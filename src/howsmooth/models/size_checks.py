@@ -1,0 +1,106 @@
+"""Models that cannot be meant: configurations whose sizes do not go with the weights or with the memory at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from howsmooth._util.common import printable
+from howsmooth.errors import InvalidInput
+
+_LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w+_layers|depths?|num_\w*blocks|num_labels)$")
+_ORDINARY = 1000
+"""Counts up to this are not doubted."""
+_LONGEST = 2**20
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def read_config(path: Path, tensors: int) -> dict[str, Any]:
+    """The content of config.json, once its counts of layers and labels go with the number of tensors in the file.
+
+    Layers are Python objects and labels entries of a table: a thousand million of them fill the memory before any
+    weight is looked at.
+    """
+    try:
+        if path.stat().st_size > 64 * _LONGEST:
+            raise ValueError("larger than 64 MB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(
+            f"{path} is not a configuration in JSON ({printable(str(error))[:100]}): get the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} is not a configuration: it must hold one JSON object.")
+    check_counts(content, tensors, path.name)
+    return content
+
+
+def check_counts(content: dict[str, Any], tensors: int, name: str) -> None:
+    """Refuse counts of layers and labels that do not go with the number of tensors; every layer has one at least."""
+    for key, value in _numbers(content):
+        if _LAYERS.search(key) and value > max(_ORDINARY, tensors):
+            raise InvalidInput(
+                f"{name} sets {printable(key)} to {value:g}, but the weights are {tensors} tensors: give the "
+                "configuration that belongs to them."
+            )
+
+
+def _numbers(content: Any) -> Iterator[tuple[str, float]]:
+    waiting: list[tuple[str, Any]] = [("", content)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(str(name), inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, inner) for inner in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, float(min(value, 1e300))
+
+
+def check_size(skeleton: nn.Module, stored: int) -> None:
+    """Refuse a model whose parameters are far more than the file holds; ``skeleton`` is the model without memory."""
+    asked = sum(t.numel() for t in {id(t): t for t in (*skeleton.parameters(), *skeleton.buffers())}.values())
+    # What a file may lack: poolers, a decoder that is not used, tables of positions that are computed.
+    if asked > 4 * stored + 2**24:
+        raise InvalidInput(
+            f"config.json describes a model of {asked:.3g} numbers, but the weights hold {stored:.3g}: give the "
+            "config.json that belongs to them."
+        )
+
+
+def check_memory(numbers: int, what: str) -> None:
+    """Refuse what does not fit into memory as float32, before it is made."""
+    free = free_bytes()
+    if 4 * numbers > free:
+        raise InvalidInput(
+            f"{what} has about {numbers:.2g} parameters, {4 * numbers / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB of "
+            "memory are free: ask for fewer layers or a smaller width, or free some memory."
+        )
+
+
+def free_bytes() -> int:
+    """Memory that is left: of the machine, of the group this process belongs to, and of its own limit."""
+    left = []
+    with suppress(OSError, StopIteration, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):
+            left.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            left.append(most - pages * resource.getpagesize())
+    return max(0, min(left, default=2**33))

@@ -1,0 +1,365 @@
+"""Attention weights and tokens from files, read without ever running code from them.
+
+A file knows the matrices of an attention block by the names its framework gave them; `CONVENTIONS` lists those names.
+It does not know the mask, the positions or the logit scale: those are said by the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from howsmooth._util.common import first_line, printable
+from howsmooth.attention import LogitBias, SelfAttention
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
+_DEEPEST = 32
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a framework names the projections of one attention block.
+
+    Attributes:
+        inputs: the query, key and value projections, or a single one that holds all three.
+        output: the output projection.
+        weight, bias: what follows the name of an input projection.
+        transposed: weights are (in, out), so that heads are columns (GPT-2's Conv1D).
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    weight: str = ".weight"
+    bias: str = ".bias"
+    transposed: bool = False
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Tensors without which this convention is not what the file follows."""
+        return tuple(name + self.weight for name in self.inputs)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Tensors that may be missing: biases, and the output projection."""
+        return (*(name + self.bias for name in self.inputs), self.output + ".weight", self.output + ".bias")
+
+
+CONVENTIONS = (
+    Convention(("c_attn",), "c_proj", transposed=True),  # GPT-2
+    Convention(("in_proj",), "out_proj", weight="_weight", bias="_bias"),  # torch.nn.MultiheadAttention
+    Convention(("self.query", "self.key", "self.value"), "output.dense"),  # BERT, RoBERTa
+    Convention(("attention.query", "attention.key", "attention.value"), "output.dense"),  # ViT
+    Convention(("q_proj", "k_proj", "v_proj"), "o_proj"),  # Llama and its descendants
+    Convention(("q_proj", "k_proj", "v_proj"), "out_proj"),  # OPT, BART, CLIP
+    Convention(("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
+    Convention(("query", "key", "value"), "output"),
+)
+
+# Beside the projections and known not to change the map: GPT-2's stored causal mask, and the norm after BERT's block.
+_HARMLESS = ("bias", "masked_bias", "output.LayerNorm.weight", "output.LayerNorm.bias")
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The matrices of one attention block, as in `torch.nn.Linear`, with its numbers of heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor | None
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    heads: int
+    kv_heads: int
+
+    @property
+    def head_width(self) -> int:
+        """Width k of a query."""
+        return self.query.shape[0] // self.heads
+
+    def attention(self, mask: LogitBias | Tensor | str | None = None, **options: Any) -> SelfAttention:
+        """The map with these weights; options as in `SelfAttention`."""
+        return SelfAttention(**vars(self), mask=mask, **options)
+
+
+def load_attention(
+    path: str | Path,
+    prefix: str | None = None,
+    heads: int | None = None,
+    mask: LogitBias | Tensor | str | None = None,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> SelfAttention:
+    """One attention block from a weights file.
+
+    Args:
+        path: a ``.safetensors`` file, or a ``.pt``/``.pth`` file that holds nothing but tensors.
+        prefix: what the names of the block's tensors begin with, for example ``"h.0.attn."``; may be left out when the
+            file holds a single block.
+        heads, kv_heads: numbers of heads, unless stored in the metadata of the file; kv_heads follows from the shapes.
+        mask, options: what the file does not hold; see `SelfAttention` (rotary, softcap, scale, …).
+        dtype: convert the weights to it.
+
+    >>> import tempfile, torch
+    >>> mha = torch.nn.MultiheadAttention(8, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save(mha.state_dict(), f"{folder}/mha.pt")
+    ...     load_attention(f"{folder}/mha.pt", heads=2, mask="causal").heads
+    2
+    """
+    weights = read_attention_weights(path, prefix, heads, kv_heads=kv_heads, dtype=dtype, rotary="rotary" in options)
+    return weights.attention(mask, **options)
+
+
+def read_attention_weights(
+    path: str | Path,
+    prefix: str | None = None,
+    heads: int | None = None,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    rotary: bool = False,
+) -> AttentionWeights:
+    """The weights behind `load_attention`, for callers that need the head width before they can choose positions.
+
+    A file that shows something beside the projections which would change the map (normalised queries, extra keys, an
+    adapter) is refused; stored rotary frequencies are accepted when ``rotary`` says that the caller supplies them.
+    """
+    path = Path(path)
+    tensors, metadata = read_tensors(path)
+    blocks = find_blocks(tensors)
+    prefix = _choose(prefix, blocks, path)
+    convention = blocks[prefix]
+    names = [name for name in (*convention.required, *convention.optional) if prefix + name in tensors]
+    stored = {name: _real(tensors[prefix + name], prefix + name, path, dtype) for name in names}
+    _refuse_unknown([n.removeprefix(prefix) for n in tensors if n.startswith(prefix)], convention, prefix, rotary, path)
+    heads = _count("heads", heads, metadata)
+    if heads is None:
+        raise InvalidInput(f"{path.name} does not say how many heads it has: give heads (--heads on the command line).")
+    query, key, value = _split(tuple(stored[name] for name in convention.required), convention, prefix)
+    *biases, output, output_bias = (stored.get(name) for name in convention.optional)
+    if len(biases) == 1:
+        biases = [None] * 3 if biases[0] is None else list(biases[0].chunk(3))
+    query_bias, key_bias, value_bias = biases
+    if output is not None and convention.transposed:
+        output = output.T
+    kv_heads = _count("kv_heads", kv_heads, metadata)
+    if kv_heads is None:  # shared keys show in the shapes: as many key features per head as query features
+        kv_heads = max(1, heads * key.shape[0] // query.shape[0])
+    return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias, heads, kv_heads)
+
+
+def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
+    """The prefixes at which an attention block begins, with the convention it follows.
+
+    >>> list(find_blocks({"h.3.attn.c_attn.weight": None, "h.3.mlp.c_proj.weight": None}))
+    ['h.3.attn.']
+    """
+    blocks: dict[str, Convention] = {}
+    taken: set[str] = set()
+    for convention in sorted(CONVENTIONS, key=lambda c: -len(c.required[0])):  # self.query before query
+        first = convention.required[0]
+        for name in tensors:
+            prefix = name.removesuffix(first)
+            whole = name.endswith(first) and (not prefix or prefix.endswith("."))
+            if not whole or name in taken or not all(prefix + other in tensors for other in convention.required):
+                continue
+            rivals = [c for c in CONVENTIONS if c.required == convention.required]
+            blocks[prefix] = next((c for c in rivals if f"{prefix}{c.output}.weight" in tensors), convention)
+            taken.update(prefix + other for other in convention.required)
+    return blocks
+
+
+def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
+    """The tokens x, (n, d) or (batch, n, d), stored in a ``.safetensors``, ``.pt``, ``.pth`` or ``.npy`` file.
+
+    Args:
+        name: which tensor, when the file holds several.
+    """
+    path = Path(path)
+    tensors, _ = read_tensors(path)
+    if name is None:
+        if len(tensors) != 1:
+            raise InvalidInput(f"{path.name} holds {_listed(tensors)}: choose one by name (--input-name).")
+        name = next(iter(tensors))
+    if name not in tensors:
+        raise InvalidInput(f"{path.name} holds no tensor {name!r}, but {_listed(tensors)}.")
+    return tensors[name]
+
+
+def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """All tensors of a file by name, read when asked for where the format allows it, and its metadata.
+
+    Nested dictionaries are joined by dots; a file that holds one bare tensor gives it the name "tensor".
+    """
+    if path.suffix not in SUFFIXES:
+        raise InvalidInput(f"{path.name} is not a kind of file that can be read safely: use {', '.join(SUFFIXES)}.")
+    if not os.path.isfile(path):
+        raise InvalidInput(f"there is no file {printable(str(path))[:200]}: check the path.")
+    try:
+        if path.suffix == ".safetensors":
+            file = safe_open(path, framework="pt")
+            return _Lazy(file), dict(file.metadata() or {})
+        if path.suffix == ".npy":
+            # Mapped first: a header may promise more than any memory holds.
+            return {"tensor": torch.as_tensor(np.array(np.load(path, mmap_mode="r", allow_pickle=False)))}, {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of files that it then refuses
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidInput(
+            f"{path.name} is refused: it holds pickled Python objects, which can run code when loaded: store nothing "
+            "but tensors (a state_dict), best as .safetensors."
+        ) from error
+    except Exception as error:  # whatever a damaged file makes its reader stumble over
+        raise InvalidInput(
+            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_said(error)})."
+        ) from error
+    tensors = {name: _plain(tensor, name, path) for name, tensor in _flat(stored, path)}
+    return tensors, stored if isinstance(stored, dict) else {}
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """A safetensors file as a mapping that reads a tensor when it is asked for."""
+
+    def __init__(self, file: Any):
+        self.file, self.names = file, dict.fromkeys(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        try:
+            return self.file.get_tensor(name)
+        except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
+            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_said(error)}).") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
+    """The tensors in nested dictionaries with their joined names; a dictionary that holds itself has no end."""
+    tensors: list[tuple[str, Tensor]] = []
+    waiting: list[tuple[str, object, int]] = [("", stored, 0)]
+    while waiting:
+        name, entry, depth = waiting.pop()
+        if isinstance(entry, Tensor):
+            tensors.append((name or "tensor", entry.detach()))
+        elif isinstance(entry, Mapping):
+            if depth == _DEEPEST:
+                raise InvalidInput(
+                    f"{path.name} nests dictionaries more than {_DEEPEST} deep, or one holds itself: store a flat "
+                    "state_dict."
+                )
+            inner = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in entry.items()]
+            waiting += reversed(inner)
+    return tensors
+
+
+def _plain(tensor: Tensor, name: str, path: Path) -> Tensor:
+    """The tensor, once it is known to be numbers in memory, all of them its own."""
+    kinds = {"sparse": tensor.layout is not torch.strided, "nested": tensor.is_nested, "without data": tensor.is_meta}
+    odd = [kind for kind, holds in kinds.items() if holds]
+    if not odd and tensor.numel() * tensor.element_size() > max(tensor.untyped_storage().nbytes(), 1):
+        odd = ["stretched over more numbers than are stored"]
+    if odd:
+        raise InvalidInput(f"{printable(name)[:100]!r} in {path.name} is {odd[0]}: store plain dense tensors.")
+    return tensor
+
+
+def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) -> str:
+    if not blocks:
+        known = "; ".join(", ".join((*c.required, c.output + ".weight")) for c in CONVENTIONS)
+        raise UnsupportedModel(f"{path.name} holds no attention block with names known here ({known}).")
+    if prefix is None and len(blocks) == 1:
+        return next(iter(blocks))
+    for candidate in (prefix, f"{prefix}."):
+        if prefix is not None and candidate in blocks:
+            return str(candidate)
+    problem = "several attention blocks" if prefix is None else f"no attention block with the prefix {prefix!r}"
+    raise InvalidInput(f"{path.name} holds {problem}: choose a prefix (--prefix) from {_few(blocks, 24)}.")
+
+
+def _refuse_unknown(names: list[str], convention: Convention, prefix: str, rotary: bool, path: Path) -> None:
+    known = {*convention.required, *convention.optional, *_HARMLESS, *["rotary_emb.inv_freq"] * rotary}
+    for name in sorted(set(names) - known):
+        if name == "rotary_emb.inv_freq":
+            raise UnsupportedModel(
+                f"{path.name} stores rotary frequencies under {prefix!r}: say so with rotary (--rope)."
+            )
+        raise UnsupportedModel(
+            f"{path.name} holds {prefix + name!r} beside the projections, so this is more than plain attention: read "
+            "it through its model, hs.SelfAttention.from_transformers."
+        )
+
+
+def _split(weights: tuple[Tensor, ...], convention: Convention, prefix: str) -> tuple[Tensor, ...]:
+    for name, weight in zip(convention.required, weights, strict=True):
+        if weight.dim() != 2:
+            raise InvalidInput(f"{prefix + name} has shape {tuple(weight.shape)}, but a projection is a matrix.")
+    if convention.transposed:
+        weights = tuple(weight.T for weight in weights)
+    if len(weights) == 3:
+        return weights
+    if weights[0].shape[0] % 3:
+        raise InvalidInput(
+            f"{prefix + convention.required[0]} has {weights[0].shape[0]} output features, which do not split into "
+            "queries, keys and values of one size."
+        )
+    return weights[0].chunk(3)
+
+
+def _real(tensor: Tensor, name: str, path: Path, dtype: torch.dtype | None) -> Tensor:
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UnsupportedModel(
+            f"{name} in {path.name} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights must be "
+            "written out as float16, bfloat16, float32 or float64 first."
+        )
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _count(name: str, given: int | None, metadata: Mapping[str, Any]) -> int | None:
+    stored = metadata.get(name)
+    if isinstance(stored, str):
+        stored = int(stored) if stored.isdecimal() and len(stored) <= 9 else None
+    count = given if given is not None else stored if isinstance(stored, int) else None
+    if count is not None and count < 1:
+        raise InvalidInput(f"{name} must be at least 1, got {count}.")
+    return count
+
+
+def _listed(tensors: Mapping[str, Any]) -> str:
+    return f"the tensors {_few(tensors, 8)}" if tensors else "no tensors"
+
+
+def _few(names: Iterable[str], most: int) -> str:
+    """The first names, safe to show, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" * (len(ordered) > most)
+    return ", ".join(repr(printable(name)[:100]) for name in ordered[:most]) + more
+
+
+def _said(error: BaseException) -> str:
+    said = first_line(error, kind=True)
+    return said.split("weights_only")[0].rstrip(" `(,.:") if "weights_only" in said else said

@@ -1,0 +1,197 @@
+"""Layers with queries, keys and values of their own: dot-product attention and what differs from it by a stage.
+
+Each is a trainable shell around an attention map of `howsmooth.attention`: the map says what happens to projected
+tokens before they meet, and carries the theory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from howsmooth import attention
+from howsmooth._util.validation import check_number, check_positive, door
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.stages import Chain
+from howsmooth.nn.caps import SpectralCaps
+from howsmooth.nn.layers.attention_layer import Heads, Mask, MixingLayer, glorot
+from howsmooth.nn.layers.call_masks import Sight
+
+
+class DotProductAttention(MixingLayer):
+    """Plain dot-product attention (Vaswani et al. 2017), the baseline; arguments as in `AttentionLayer`.
+
+    It is Lipschitz on bounded sets only, so `lipschitz_bound` needs a radius.
+
+    >>> layer = DotProductAttention(8, num_heads=2)
+    >>> bool(layer.lipschitz_bound(n=16, radius=1.0) > 0)
+    True
+    >>> layer.lipschitz_bound(n=16)
+    Traceback (most recent call last):
+    howsmooth.errors.DoesNotApply: dot-product attention is not Lipschitz on all of space: give the radius of a ball...
+    """
+
+    refusal = (
+        "dot-product attention is not Lipschitz on all of space: give the radius of a ball that holds every token, or "
+        "use L2Attention"
+    )
+    map_class: type[SelfAttention] = SelfAttention
+    """The map this layer is a shell around."""
+
+    def make_weights(self, bias: bool) -> None:
+        self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3, bias=bias)
+        self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
+        core = self.map()  # its stages have no weights of their own
+        self.weighting = core.weighting
+        self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
+
+    def options(self) -> dict[str, Any]:
+        """What the map is built with besides weights and mask."""
+        return {}
+
+    def project(self, x: Tensor, sight: Sight) -> Heads:
+        by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
+        return Heads(*(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True)))
+
+    def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
+        query, key, value = self.in_proj.weight.chunk(3)
+        options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, **self.options()}
+        if self.in_proj.bias is not None:
+            options |= zip(("query_bias", "key_bias", "value_bias"), self.in_proj.bias.chunk(3), strict=True)
+            options["output_bias"] = self.out_proj.bias[:]
+        return self.map_class(query, key, value, self.out_proj.weight, **options)
+
+
+class SigmoidAttention(DotProductAttention):
+    """Weights σ(q·k/√k + b), each by itself (Ramapuram et al. 2024); b = −ln n unless ``logit_shift`` is given.
+
+    Padded tokens do not count in n. Lipschitz on bounded sets only: `lipschitz_bound` needs a radius.
+
+    >>> import torch
+    >>> SigmoidAttention(8, num_heads=2)(torch.zeros(3, 8))[0].shape
+    torch.Size([3, 8])
+    """
+
+    refusal = (
+        "sigmoid attention is not Lipschitz on all of space: give the radius of a ball that holds every token, or use "
+        "L2Attention"
+    )
+    map_class = attention.SigmoidAttention
+
+    @door
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = False,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        *,
+        logit_shift: float | None = None,
+    ):
+        self.logit_shift = None if logit_shift is None else check_number(logit_shift, "logit_shift")
+        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
+
+    def options(self) -> dict[str, Any]:
+        return {"logit_shift": self.logit_shift}
+
+    def project(self, x: Tensor, sight: Sight) -> Heads:
+        heads = super().project(x, sight)
+        like = heads.query
+        if self.logit_shift is not None:
+            shift = like.new_full((1, 1, 1, 1), self.logit_shift)
+        elif sight.keep is None:
+            shift = like.new_full((1, 1, 1, 1), -math.log(sight.n))
+        else:
+            shift = -sight.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
+        return Heads(heads.query, heads.key, heads.value, shift)
+
+
+class CosineAttention(DotProductAttention):
+    """Scaled cosine attention ν·softmax(τ q̂ k̂ᵀ) v̂, t̂ = t/√(|t|² + ε) (LipsFormer, Qi et al. 2023).
+
+    Values are normalised too: without, no global constant exists. The bound grows as ε^{−½}.
+
+    Args:
+        temperature: τ. value_scale: ν. eps: ε > 0.
+        embed_dim, num_heads, bias, batch_first, dropout: as in `AttentionLayer`.
+
+    >>> bool(CosineAttention(8, num_heads=2).lipschitz_bound(n=16).isfinite())
+    True
+    """
+
+    map_class = attention.CosineAttention
+
+    @door
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = False,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        *,
+        temperature: float = 1.0,
+        value_scale: float = 1.0,
+        eps: float = 1e-2,
+    ):
+        self.temperature = check_number(temperature, "temperature")
+        self.value_scale = check_number(value_scale, "value_scale")
+        self.eps = check_positive(eps, "eps")
+        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
+
+    def options(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "value_scale": self.value_scale, "eps": self.eps}
+
+
+class NormControlledAttention(DotProductAttention):
+    """Dot-product attention whose norms are kept in check (Newhouse et al. 2025): logits q·k/d_head, output × 1/3.
+
+    Call `cap_` after every step of the optimiser: no weight is then longer than ``cap``. Lipschitz on bounded sets
+    only, so `lipschitz_bound` needs a radius; with weights of norm one and tokens in the unit ball a = 1/d_head.
+
+    Args:
+        cap: largest spectral norm of the four weight matrices.
+        embed_dim, num_heads, bias, batch_first, dropout: as in `AttentionLayer`.
+
+    >>> import torch
+    >>> layer = NormControlledAttention(8, num_heads=2)
+    >>> _ = torch.nn.init.normal_(layer.out_proj.weight, std=9.0)
+    >>> layer.cap_()
+    >>> round(float(torch.linalg.matrix_norm(layer.out_proj.weight.detach(), 2)), 5)
+    1.0
+    """
+
+    @door
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = False,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        *,
+        cap: float = 1.0,
+    ):
+        cap = check_positive(cap, "cap")
+        super().__init__(embed_dim, num_heads, bias, batch_first, dropout)
+        self.cap = cap
+        self.cap_()
+
+    def options(self) -> dict[str, Any]:
+        return {"scale": 1 / self.head_dim}
+
+    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
+        return super().combine(mixed / 3, sight)
+
+    def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
+        attention_map = super().attached_map(mask, n)
+        attention_map.output_weight = attention_map.output_weight / 3
+        return attention_map
+
+    def cap_(self) -> None:
+        """Bring singular values above ``cap`` down to it, in place; those below stay as they are."""
+        SpectralCaps(self, self.cap).exact()

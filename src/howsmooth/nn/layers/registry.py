@@ -1,0 +1,89 @@
+"""Kinds of attention by name: one table for replacing, for training and for the command line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.attention_layer import AttentionLayer
+from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
+from howsmooth.nn.layers.dot_product_layers import (
+    CosineAttention,
+    DotProductAttention,
+    NormControlledAttention,
+    SigmoidAttention,
+)
+from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
+from howsmooth.nn.layers.l2_layer import L2Attention
+from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a name stands for.
+
+    Attributes:
+        layer: class of the layers. options: with which they are made.
+        lipschitz: whether the layer has a Lipschitz constant on all inputs.
+        causal: whether it can hide the future.
+        dropout: whether it takes dropout on its weights.
+        by_length: the option whose default depends on the number of tokens; it must be said where texts grow.
+    """
+
+    layer: type[AttentionLayer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lipschitz: bool = True
+    causal: bool = True
+    dropout: bool = True
+    by_length: str | None = None
+
+
+def _contractive(**options: Any) -> Kind:
+    return Kind(ContractiveL2Attention, options, dropout=False, by_length="max_tokens")
+
+
+KINDS: dict[str, Kind] = {
+    "dot-product": Kind(DotProductAttention, lipschitz=False),
+    "sigmoid": Kind(SigmoidAttention, lipschitz=False, by_length="logit_shift"),
+    "cosine": Kind(CosineAttention),
+    "norm-controlled": Kind(NormControlledAttention, lipschitz=False),
+    "lipschitz-norm": Kind(LipschitzNormAttention, causal=False),
+    "l2": Kind(L2Attention),
+    "l2-untied": Kind(UntiedL2Attention, lipschitz=False),
+    "contractive-l2": _contractive(),
+    "contractive-2": _contractive(norm="2"),
+    "contractive-inf": _contractive(norm="inf", bound="kim2021"),
+    "gradient-step": Kind(GradientStepAttention, dropout=False),
+}
+"""Every kind of layer by its name; "contractive-2" and "contractive-inf" are "contractive-l2" with its norm said."""
+
+_RENAMED = {"l2-tied": "l2"}
+
+
+def renamed(name: str) -> str:
+    """The name of today, with a warning where it was another one before.
+
+    >>> renamed("cosine")
+    'cosine'
+    """
+    if not isinstance(name, str) or name not in _RENAMED:
+        return name
+    warnings.warn(f"attention {name!r} is called {_RENAMED[name]!r} now: use this name.", FutureWarning, stacklevel=3)
+    return _RENAMED[name]
+
+
+def check_kind(name: str) -> str:
+    """The name of a kind of attention, as it is today.
+
+    >>> check_kind("magic")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: 'magic' is no kind of attention: choose one of dot-product, sigmoid, ...
+    """
+    name = renamed(name)
+    if name not in KINDS:
+        raise InvalidInput(f"{name!r} is no kind of attention: choose one of {', '.join(KINDS)}.")
+    return name

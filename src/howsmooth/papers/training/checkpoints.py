@@ -1,0 +1,203 @@
+"""Checkpoints: one safetensors file that appears whole or not at all, and can be trusted when it is read again.
+
+The file holds the tensors of the model (buffers included), of the optimiser and of the random number generator, and in
+its header a JSON text with the step, the settings and the alphabet, all under one seal (`howsmooth._util.checksummed`).
+It is written under a temporary name in the same folder and then renamed: whoever stops the process at any moment leaves
+the old file or the new one. Before anything is put back, the names, shapes, dtypes and numbers of everything in the
+file are compared with the run that is to go on: the fused optimiser of torch would write past the end of a short
+tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from howsmooth._util.checksummed import Damaged, opened, read_json, sealed
+from howsmooth._util.common import digest, write_whole
+from howsmooth._util.validation import NotNegative, Size, check_fields, door
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.papers.training.training_settings import Settings
+
+CHECKPOINT = "checkpoint.safetensors"
+FORMAT = "howsmooth training checkpoint 2"
+_FIRST_FORMAT = "howsmooth training checkpoint 1"
+"""Had a hash of its tensors alone, inside the JSON text."""
+_ENTRIES = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
+_NAMES = ("step", "settings", "alphabet", "text", "seconds", "losses")
+"""What the header says."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on.
+
+    Attributes:
+        step: steps done.
+        tensors: named ``model.…``, ``optimiser.…`` and ``random``.
+        text: SHA-256 of the corpus, so that a run does not go on with another text.
+        seconds: time spent so far.
+        losses: bits per character of the steps since the last row of numbers.
+    """
+
+    step: Size
+    settings: Settings
+    alphabet: str
+    text: str
+    seconds: NotNegative
+    losses: list[float]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    @door
+    def take(
+        cls,
+        step: int,
+        settings: Settings,
+        alphabet: str,
+        text: str,
+        seconds: float,
+        losses: list[float],
+        model: nn.Module,
+        optimiser: Optimizer,
+    ) -> Checkpoint:
+        """A picture of a run between two steps."""
+        tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
+        for name, parameter in model.named_parameters():
+            for entry, value in optimiser.state.get(parameter, {}).items():
+                tensors[f"optimiser.{name}.{entry}"] = value
+        tensors["random"] = torch.get_rng_state()
+        kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        return cls(step, settings, alphabet, text, seconds, list(losses), kept)
+
+    def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
+        """Put model, optimiser and random numbers back to where they were, all of them or, after an error, none."""
+        wanted = dict(_state(model))
+        parameters = dict(model.named_parameters())
+        self._check_model(wanted)
+        self._check_optimiser(parameters)
+        self._check_random()
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(self.tensors[f"model.{name}"])
+        if optimiser is None:
+            return
+        for name, parameter in parameters.items():
+            entries = self._entries(name)
+            optimiser.state[parameter] = {entry: t.to(parameter.device, copy=True) for entry, t in entries.items()}
+        torch.set_rng_state(self.tensors["random"])
+
+    def _check_model(self, wanted: dict[str, Tensor]) -> None:
+        """Every parameter and buffer of the model is there, of its shape and dtype, and finite."""
+        given = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
+        if wanted.keys() != given.keys() or any(not _alike(wanted[name], given[name]) for name in wanted):
+            raise InvalidInput("the checkpoint holds the tensors of another model: it was written by another version.")
+        for name, tensor in given.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise InvalidInput(f"the checkpoint holds a NaN or infinity in {name}: start the run anew.")
+
+    def _check_optimiser(self, parameters: dict[str, nn.Parameter]) -> None:
+        """All that AdamW keeps of a parameter is there, or nothing; and there is nothing else."""
+        left = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
+        for name, parameter in parameters.items():
+            entries = self._entries(name)
+            left -= {f"optimiser.{name}.{entry}" for entry in entries}
+            if entries:
+                self._check_entries(name, parameter, entries)
+        if left:
+            raise InvalidInput(f"the checkpoint holds {min(left)!r}, which belongs to no parameter of this model.")
+
+    def _entries(self, name: str) -> dict[str, Tensor]:
+        """What is there of a parameter's part of the optimiser."""
+        names = {entry: f"optimiser.{name}.{entry}" for entry in _ENTRIES}
+        return {entry: self.tensors[full] for entry, full in names.items() if full in self.tensors}
+
+    def _check_entries(self, name: str, parameter: Tensor, entries: dict[str, Tensor]) -> None:
+        pairs = zip(entries.values(), (torch.zeros(()), parameter, parameter), strict=False)
+        if len(entries) < len(_ENTRIES) or not all(_alike(tensor, wanted) for tensor, wanted in pairs):
+            raise InvalidInput(
+                f"the checkpoint holds the optimiser of another model: what it has for {name} does not fit."
+            )
+        step, mean, square = entries.values()
+        counted = float(step).is_integer() and 0 <= float(step) <= self.step
+        if not (counted and bool((square >= 0).all()) and not bool(mean.isnan().any())):
+            raise InvalidInput(
+                f"the checkpoint holds numbers for {name} that no optimiser comes to: start the run anew."
+            )
+
+    def _check_random(self) -> None:
+        """The state of a generator, which a generator of its own takes."""
+        state = self.tensors.get("random")
+        if state is None or not _alike(state, torch.get_rng_state()):
+            raise InvalidInput("the checkpoint holds no state of the random numbers of this version of torch.")
+        try:
+            torch.Generator().set_state(state)
+        except RuntimeError as error:
+            raise InvalidInput(f"the checkpoint holds no state of random numbers ({error}).") from error
+
+    def save(self, path: Path) -> None:
+        """Write the file; a file of that name is replaced only by a complete one."""
+        header = {"format": FORMAT} | {name: getattr(self, name) for name in _NAMES}
+        header |= {"settings": self.settings.to_dict()}
+        write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
+
+    @classmethod
+    @door
+    def load(cls, path: Path) -> Checkpoint:
+        """Read a file that `save` wrote; anything else, or a damaged one, is refused."""
+        path = Path(path)
+        if not path.is_file():
+            raise InvalidInput(f"there is no checkpoint {path}: start the run without --resume.")
+        try:
+            tensors, texts, under_seal = opened(path)
+            header = read_json(texts.get("howsmooth", ""))
+            _check_format(header, tensors, under_seal)
+            return _checked(header, tensors)
+        except (Damaged, HowsmoothError) as error:
+            why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
+            raise InvalidInput(f"{why}: move it away to start the run anew.") from error
+
+
+def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters and all buffers, also those that a state_dict leaves out: warm-started vectors are part of a run."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal: bool) -> None:
+    """A known format, with the hash that belongs to it."""
+    written = header.pop("format", None)
+    if written == _FIRST_FORMAT and not under_seal:
+        if header.pop("sha256", None) != digest(tensors):
+            raise Damaged("its content is not what was written")
+    elif written != FORMAT or not under_seal:
+        raise Damaged("its format is not known here")
+
+
+def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    """What the file says, each of it of its kind and in its range."""
+    if header.keys() != set(_NAMES):
+        raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ set(_NAMES))))}")
+    checkpoint = Checkpoint(**header | {"settings": Settings.from_dict(header["settings"])}, tensors=tensors)
+    check_fields(checkpoint)
+    step, steps, losses = checkpoint.step, checkpoint.settings.steps, checkpoint.losses
+    if step > steps:
+        raise Damaged(f"it is at step {step} of {steps}")
+    if len(losses) > step or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+        raise Damaged("its losses are not those of its steps")
+    if len(set(checkpoint.alphabet)) != len(checkpoint.alphabet):
+        raise Damaged("its alphabet has a character twice")
+    return checkpoint

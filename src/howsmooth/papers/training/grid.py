@@ -1,0 +1,173 @@
+"""A grid of runs, kinds × depths × seeds, as in Kim et al. (2021): every cell a folder, resumable, and one table.
+
+The same command may run in several processes at once: a cell that another process works on is left to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from howsmooth._util.common import Busy, spreadsheet_safe, write_whole
+from howsmooth._util.validation import Device, check_device, check_fields, door
+from howsmooth.engines import Engine, complete
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.registry import renamed
+from howsmooth.papers.training.corpus import Corpus
+from howsmooth.papers.training.loop import Progress, train
+from howsmooth.papers.training.run_status import Intervals, Result, Status
+from howsmooth.papers.training.training_settings import Attention, Settings
+
+KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
+TABLE = "table.csv"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Runs that differ in attention, depth and seed, and in nothing else.
+
+    >>> grid = Grid(Settings(), kinds=("dot-product", "l2"), depths=(2,), seeds=(0, 1))
+    >>> [name for name, _ in grid.cells()]
+    ['dot-product-depth2-seed0', 'l2-depth2-seed0', 'dot-product-depth2-seed1', 'l2-depth2-seed1']
+    """
+
+    base: Settings
+    kinds: Sequence[Attention] = KINDS
+    depths: Sequence[int] = (2, 4, 6)
+    seeds: Sequence[int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kinds, str) and isinstance(self.kinds, Sequence):
+            object.__setattr__(self, "kinds", tuple(map(renamed, self.kinds)))
+        check_fields(self)
+        if not all(map(len, (self.kinds, self.depths, self.seeds))):
+            raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
+        self.cells()
+
+    def cells(self) -> list[tuple[str, Settings]]:
+        """Names and settings, the shallow first, so that a grid that is cut short can be compared."""
+        return [
+            (f"{kind}-depth{depth}-seed{seed}", replace(self.base, attention=kind, depth=depth, seed=seed))
+            for depth, seed, kind in itertools.product(self.depths, self.seeds, self.kinds)
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a grid stands: cell ``number`` of ``total``, its name, and the run inside."""
+
+    number: int
+    total: int
+    name: str
+    status: Status
+
+
+@door
+def run_grid(
+    corpus: Corpus,
+    grid: Grid,
+    folder: Path,
+    *,
+    intervals: Intervals | None = None,
+    progress: Callable[[Cell], None] = lambda cell: None,
+    executor: Executor | Engine | None = None,
+    device: Device | None = None,
+) -> list[Result]:
+    """Run what is missing and return the finished cells; the table is written after each.
+
+    Args:
+        executor: any that runs cells instead of this process, on machines that see the folder, or a
+            `howsmooth.engines.Engine` of one; there is no progress inside cells then.
+        device: where every cell computes; None for the CPU.
+    """
+    check_device(device or "cpu")
+    folder = Path(folder).absolute()
+    runs = {name: (corpus, settings, folder / name, intervals, device) for name, settings in grid.cells()}
+    if executor is not None:
+        complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
+    else:
+        for number, (name, run) in enumerate(runs.items(), start=1):
+            show = lambda status, n=number, name=name: progress(Cell(n, len(runs), name, status))  # noqa: E731
+            _run_cell(run, show)
+            write_table(folder, finished(folder, grid))
+    results = finished(folder, grid)
+    write_table(folder, results)
+    return results
+
+
+def _run_cell(
+    run: tuple[Corpus, Settings, Path, Intervals | None, Device | None],
+    progress: Progress = lambda status: None,
+) -> None:
+    """One cell, in whatever process this runs; what another process works on is left to it."""
+    corpus, settings, folder, intervals, device = run
+    with suppress(Busy):
+        train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress, device=device)
+
+
+def finished(folder: Path, grid: Grid) -> list[Result]:
+    """The results that are there, in the order of the grid."""
+    results = [Result.read(folder / name) for name, _ in grid.cells()]
+    return [result for result in results if result is not None]
+
+
+def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> None:
+    """All cells, one row each, as CSV."""
+    text = io.StringIO()
+    rows = [row_of(result) for result in results]
+    if rows:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: spreadsheet_safe(cell) for name, cell in row.items()} for row in rows)
+    write_whole(folder / name, text.getvalue().encode())
+
+
+def row_of(result: Result) -> dict[str, Any]:
+    """One cell as a row: what it was and what came of it."""
+    settings = result.settings
+    return {
+        "attention": settings.attention,
+        "blocks": settings.block_kind,
+        "window": settings.window,
+        "coefficient": settings.coefficient if settings.is_contractive else None,
+        "depth": settings.depth,
+        "seed": settings.seed,
+        "valid_bits": result.valid_bits,
+        "train_bits": result.train_bits,
+        "bound": result.bound,
+        "diverged": result.diverged,
+        "steps": settings.steps,
+        "tokens": result.tokens,
+        "parameters": result.parameters,
+        "seconds": result.seconds,
+    }
+
+
+@door
+def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
+    """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
+    kind = renamed(kind)
+    all_bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
+    bits = [value for value in all_bits if value is not None]
+    return mean(bits) if bits and len(bits) == len(all_bits) else None
+
+
+@door
+def gap_closed(results: Sequence[Result], depth: int) -> float | None:
+    """(contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
+
+    One where dividing by the bound in the 2-norm costs nothing, zero where it gains nothing over the ∞-norm; None when
+    a kind is missing or there is no gap.
+    """
+    loose, ours, tied = (mean_bits(results, kind, depth) for kind in ("contractive-inf", "contractive-2", "l2"))
+    if loose is None or ours is None or tied is None or loose <= tied:
+        return None
+    return (loose - ours) / (loose - tied)

@@ -1,0 +1,278 @@
+r"""Which pieces of text a step sees: fixed windows, chunks with cross-document masks, or a curriculum of lengths.
+
+Every way predicts a character from those before it: the input of position i is the character before it in its
+document, and the start symbol at the first. A batch holds a constant number of tokens, (pieces) × (length), and is a
+function of the seed and the step alone: a run that goes on from a checkpoint sees what it would have seen.
+
+* `Fixed`: windows of n characters at random places of the text, which is one document.
+* `Chunks`: documents in random order, one after the other, cut every n characters (concat-and-chunk); a token sees only
+  earlier tokens of its own document.
+* `Curriculum`: every document is cut into pieces whose lengths are powers of two, its length in binary (Pouransari et
+  al., *Dataset Decomposition*, 2024); a batch holds pieces of one length. Steps go to the lengths in proportion to the
+  characters there are, in cycles from short to long.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from howsmooth._util.validation import Count, Seed, Size, check_tensor, door
+from howsmooth.errors import InvalidInput
+from howsmooth.papers.training.corpus import START, Corpus, documents
+
+Lengths = Literal["fixed", "chunks", "curriculum"]
+LENGTHS: tuple[str, ...] = get_args(Lengths)
+_TEXT, _ORDER = 0, 1  # random numbers for the places of windows, and for the order of pieces
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces of one length.
+
+    Attributes:
+        inputs, targets: ``(pieces, length)`` symbols; target i is the character after input i.
+        document: which document each token belongs to, ``(pieces, length)``, or None when every piece has one only.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    document: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many characters are predicted."""
+        return self.targets.numel()
+
+    def to(self, device: torch.device) -> Batch:
+        """The same pieces on a device."""
+        document = None if self.document is None else self.document.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), document)
+
+    def seen(self) -> Tensor | None:
+        """Who sees whom, ``(pieces, n, n)`` booleans: earlier tokens of the same document; None for causal alone.
+
+        >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).seen().int()
+        tensor([[[1, 0, 0],
+                 [1, 1, 0],
+                 [0, 0, 1]]], dtype=torch.int32)
+        """
+        if self.document is None:
+            return None
+        return (self.document[:, :, None] == self.document[:, None, :]).tril()
+
+    def positions(self) -> Tensor:
+        """The place of each token in its document's part of the piece, from 0: ``(pieces, length)``.
+
+        >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
+        tensor([[0, 1, 0]])
+        """
+        positions = torch.arange(self.inputs.shape[1], device=self.inputs.device).expand(self.inputs.shape)
+        if self.document is None:
+            return positions
+        begins = torch.ones_like(self.document, dtype=torch.bool)
+        begins[:, 1:] = self.document[:, 1:] != self.document[:, :-1]
+        return positions - torch.where(begins, positions, 0).cummax(1).values
+
+
+class Plan(ABC):
+    """A batch for every step."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """What step 0, 1, … sees."""
+
+    def length(self, step: int) -> int:
+        """The length of the pieces of a step."""
+        return self.batch(step).inputs.shape[1]
+
+
+class Fixed(Plan):
+    """Windows of ``length`` characters at random places of one document."""
+
+    @door
+    def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
+        self.targets, self.inputs = _symbols(text, "text"), _before(text)
+        self.n, self.pieces, self.seed = length, batch_tokens // length, seed
+        if len(text) < length:
+            raise InvalidInput(f"the text to train on has {len(text)} characters, fewer than a length of {length}.")
+
+    def batch(self, step: int) -> Batch:
+        generator = _generator(self.seed, _TEXT, step)
+        starts = torch.randint(len(self.targets) - self.n + 1, (self.pieces, 1), generator=generator)
+        index = starts + torch.arange(self.n)
+        return Batch(self.inputs[index], self.targets[index])
+
+
+class Chunks(Plan):
+    """Documents one after the other, cut every ``length`` characters; attention stays within a document."""
+
+    @door
+    def __init__(self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed):
+        self.n, self.pieces, self.seed = length, batch_tokens // length, seed
+        self.targets, self.inputs, self.owner, self.begins = _joined(parts)
+        self._streams = dict[int, Tensor]()
+        self.sizes = torch.tensor([len(document) for document in parts])
+        if len(self.targets) < length:
+            raise InvalidInput(
+                f"the text to train on has {len(self.targets)} characters, fewer than a length of {length}."
+            )
+
+    def batch(self, step: int) -> Batch:
+        size = self.n * self.pieces
+        index = _endless(self._stream, step * size, size, len(self.targets))
+        shape = (self.pieces, self.n)
+        # Two passes over a text may meet in one chunk: the document of the next pass is another one.
+        passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
+        owner = self.owner[index] + passes * len(self.sizes)
+        return Batch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
+
+    def _stream(self, epoch: int) -> Tensor:
+        """All places of the text, document by document in the random order of this pass."""
+        if epoch not in self._streams:
+            order = torch.randperm(len(self.sizes), generator=_generator(self.seed, _ORDER, epoch))
+            sizes = self.sizes[order]
+            shift = (self.begins[order] - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
+            kept = {epoch - 1: self._streams[epoch - 1]} if epoch - 1 in self._streams else {}
+            self._streams = kept | {epoch: torch.arange(len(self.targets)) + shift}
+        return self._streams[epoch]
+
+
+class Curriculum(Plan):
+    """Pieces of one power of two per batch, short to long, in ``cycles`` rounds over ``steps`` steps."""
+
+    @door
+    def __init__(
+        self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
+    ):
+        if length & (length - 1) or batch_tokens % length:
+            raise InvalidInput(
+                f"a curriculum needs a longest length that is a power of two and divides the tokens of a batch, got "
+                f"{length} and {batch_tokens}."
+            )
+        if not 1 <= cycles <= steps:
+            raise InvalidInput(f"a curriculum of {steps} steps has between 1 and {steps} cycles, got {cycles}.")
+        self.seed, self.batch_tokens = seed, batch_tokens
+        self.targets, self.inputs, _, begins = _joined(parts)
+        starts: dict[int, list[int]] = defaultdict(list)
+        for begin, document in zip(begins.tolist(), parts, strict=True):
+            for at, size in powers(len(document), length):
+                starts[size].append(begin + at)
+        self.buckets = {size: torch.tensor(starts[size]) for size in sorted(starts)}
+        self.order = _short_to_long({size: size * len(at) for size, at in self.buckets.items()}, steps, cycles)
+
+    def length(self, step: int) -> int:
+        return int(self.order[step])
+
+    def batch(self, step: int) -> Batch:
+        if not 0 <= step < len(self.order):
+            raise InvalidInput(f"the curriculum was made for {len(self.order)} steps; there is no step {step}.")
+        size = self.length(step)
+        number = int((self.order[:step] == size).sum())
+        pieces = self.batch_tokens // size
+        index = self._pieces(size, number * pieces, pieces)[:, None] + torch.arange(size)
+        return Batch(self.inputs[index], self.targets[index])
+
+    def _pieces(self, size: int, begin: int, count: int) -> Tensor:
+        """Items begin … begin + count − 1 of the endless stream of a bucket."""
+        starts = self.buckets[size]
+        return starts[_endless(partial(_permutation, len(starts), self.seed, size), begin, count, len(starts))]
+
+
+@door
+def plan(
+    corpus: Corpus, lengths: Lengths, length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
+) -> Plan:
+    """The plan of a run over the training part."""
+    if lengths == "fixed":
+        return Fixed(corpus.encode(corpus.train), length, batch_tokens, seed)
+    parts = [corpus.encode(document) for document in documents(corpus.train)]
+    if lengths == "chunks":
+        return Chunks(parts, length, batch_tokens, seed)
+    return Curriculum(parts, length, batch_tokens, seed, steps, cycles)
+
+
+@door
+def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> Batch:
+    """The validation part (its first ``most`` characters) in pieces of one length, every character predicted once.
+
+    In windows of one document for fixed lengths, in chunks with cross-document masks for the others. What is left after
+    the last full piece is left out, but for texts shorter than one piece.
+    """
+    text = corpus.valid if most is None else corpus.valid[:most]
+    cut = [text] if lengths == "fixed" else documents(text)
+    targets, inputs, owner, _ = _joined([corpus.encode(piece) for piece in cut])
+    length = min(length, len(targets))
+    size = len(targets) // length * length
+    rows = [column[:size].view(-1, length) for column in (inputs, targets, owner)]
+    return Batch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
+
+
+@door
+def powers(length: Size, longest: Count) -> list[tuple[int, int]]:
+    """Where to cut a document: (place, size) with sizes powers of two up to ``longest``, largest first.
+
+    >>> powers(11, 64), powers(11, 4)
+    ([(0, 8), (8, 2), (10, 1)], [(0, 4), (4, 4), (8, 2), (10, 1)])
+    """
+    pieces, begin = list[tuple[int, int]](), 0
+    while begin < length:
+        size = min(longest, 1 << ((length - begin).bit_length() - 1))
+        pieces.append((begin, size))
+        begin += size
+    return pieces
+
+
+def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tensor:
+    """A length for every step: in each cycle ascending, each in proportion to its characters."""
+    sizes = torch.tensor(list(characters))
+    share = torch.tensor([characters[int(size)] for size in sizes], dtype=torch.float64).cumsum(0)
+    through = torch.arange(steps, dtype=torch.float64) * cycles / steps % 1.0
+    return sizes[torch.searchsorted(share / share[-1], through, right=True).clamp(max=len(sizes) - 1)]
+
+
+def _before(text: Tensor) -> Tensor:
+    """The inputs of a document: the start, then all characters but the last."""
+    return torch.cat([torch.full((1,), START), text[:-1]])
+
+
+def _symbols(text: Tensor, name: str) -> Tensor:
+    """A row of symbols."""
+    check_tensor(text, name, dims=(1,), floating=False)
+    if text.dtype not in (torch.int64, torch.int32):
+        raise InvalidInput(f"{name} must hold symbols, whole numbers as of `Corpus.encode`, got {text.dtype}.")
+    return text
+
+
+def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Targets, inputs and owners of all documents one after the other, and where each begins."""
+    if not len(parts):
+        raise InvalidInput("there is no document to train on or to validate with.")
+    sizes = torch.tensor([len(_symbols(document, "a document")) for document in parts])
+    owner = torch.arange(len(parts)).repeat_interleave(sizes)
+    return torch.cat(list(parts)), torch.cat([_before(document) for document in parts]), owner, sizes.cumsum(0) - sizes
+
+
+def _endless(order: Callable[[int], Tensor], begin: int, count: int, size: int) -> Tensor:
+    """Items begin … begin + count − 1 of an endless stream: all ``size`` items in one order after the other."""
+    epochs = range(begin // size, (begin + count - 1) // size + 1)
+    return torch.cat([order(epoch)[max(0, begin - epoch * size) : begin + count - epoch * size] for epoch in epochs])
+
+
+@lru_cache(maxsize=64)
+def _permutation(count: int, seed: int, size: int, epoch: int) -> Tensor:
+    return torch.randperm(count, generator=_generator(seed, _ORDER + size, epoch))
+
+
+def _generator(seed: int, stream: int, number: int) -> torch.Generator:
+    """Random numbers of their own for every (seed, stream, number)."""
+    mixed = np.random.SeedSequence([seed, stream, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0]) >> 1)

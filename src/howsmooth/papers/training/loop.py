@@ -1,0 +1,294 @@
+"""The training loop: steps, rows of numbers, checkpoints, and what happens when somebody stops it.
+
+A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`), ``metrics.jsonl``
+with one row per interval, and ``result.json`` once it is finished. Ctrl-C lets the step end, saves and stops; a process
+that is killed loses the steps since the last checkpoint. A run that goes on is, bit by bit on the same machine with the
+same number of threads, the run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from howsmooth._util.common import Busy, evaluating, exclusive, unwritable, write_whole
+from howsmooth._util.validation import Device, check_device, door
+from howsmooth.errors import InvalidInput
+from howsmooth.papers.training.checkpoints import CHECKPOINT, Checkpoint
+from howsmooth.papers.training.corpus import Corpus
+from howsmooth.papers.training.journal import Journal
+from howsmooth.papers.training.lengths import Batch, plan, validation
+from howsmooth.papers.training.model import CharacterModel
+from howsmooth.papers.training.run_status import METRICS, RESULT, Intervals, Result, Status
+from howsmooth.papers.training.training_settings import Settings
+
+Progress = Callable[[Status], None]
+_CHARACTERS_AT_ONCE = 8192
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C was pressed and the run saved; ``step`` steps are done."""
+
+    def __init__(self, step: int):
+        super().__init__(f"stopped after {step} steps")
+        self.step = step
+
+
+@door
+def train(
+    corpus: Corpus,
+    settings: Settings,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    intervals: Intervals | None = None,
+    progress: Progress = lambda status: None,
+    device: Device | None = None,
+) -> Result:
+    """Train a character language model and return what came of it.
+
+    Args:
+        corpus: see `Corpus.read`.
+        folder: where checkpoint, rows and result go; None keeps nothing.
+        resume: go on from the checkpoint of the folder; without one the run starts. Other settings or another text than
+            the checkpoint's are refused.
+        progress: called after every step that brings a row, and at least once a second.
+        device: where to compute, for example "cuda"; None for the CPU. First weights and batches are drawn on the CPU,
+            so that a seed means the same everywhere; what dropout draws elsewhere is not part of a checkpoint.
+    """
+    intervals, place = intervals or Intervals(), check_device(device or "cpu")
+    if folder is None:
+        return _Run(corpus, settings, None, intervals, progress, place).go()
+    folder = Path(folder)
+    with locked(folder):
+        if not resume and any((folder / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
+            raise InvalidInput(f"{folder} holds a run already: go on with --resume, or choose another folder.")
+        done = Result.read(folder)
+        if done is not None:
+            _check_same(folder, done.settings, done.text, settings, corpus)
+            return done
+        return _Run(corpus, settings, folder, intervals, progress, place).go()
+
+
+@door
+def evaluate(model: CharacterModel, batch: Batch) -> float:
+    """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
+    total = 0.0
+    rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
+    with evaluating(model), torch.no_grad():
+        for start in range(0, len(batch.inputs), rows):
+            some = slice(start, start + rows)
+            document = None if batch.document is None else batch.document[some]
+            pieces = Batch(batch.inputs[some], batch.targets[some], document)
+            total += float(nats(model, pieces)) * pieces.tokens
+    return total / batch.tokens / math.log(2)
+
+
+def nats(model: CharacterModel, batch: Batch) -> Tensor:
+    """Mean negative log-likelihood of the targets, on the model's device."""
+    batch = batch.to(model.tokens.weight.device)
+    logits = model(batch.inputs, batch.positions(), batch.seen())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+
+
+@door
+def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
+    """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
+    checkpoint = Checkpoint.load(Path(folder) / CHECKPOINT)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
+        model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
+    checkpoint.restore(model)
+    return model.eval(), checkpoint
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time in a folder, which is made when missing; the lock goes with the process."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder / ".lock"))
+        except Busy:
+            raise Busy(f"another process is training in {folder}: wait for it, or choose another folder.") from None
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        yield
+
+
+class _Run:
+    """One run from its first or next step to its end."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        settings: Settings,
+        folder: Path | None,
+        intervals: Intervals,
+        progress: Progress,
+        device: torch.device,
+    ):
+        settings.check_memory(corpus.symbols)
+        self.corpus, self.settings, self.folder = corpus, settings, folder
+        self.intervals, self.progress, self.device = intervals, progress, device
+        sizes = settings.length, settings.batch_tokens, settings.seed, settings.steps, settings.cycles
+        self.plan = plan(corpus, settings.lengths, *sizes)
+        self.rows: list[dict[str, Any]] = []
+        self.step, self.seconds, self.losses = 0, 0.0, list[float]()
+        self.journal = None if folder is None else Journal(folder / METRICS)
+
+    def go(self) -> Result:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            self.model = CharacterModel(self.settings, self.corpus.symbols).to(self.device)
+            self.optimiser = torch.optim.AdamW(
+                self.model.groups(self.settings.weight_decay), lr=self.settings.rate, betas=(0.9, 0.98), fused=True
+            )
+            self._restore()
+            self.model.train()
+            with _between_steps() as stopping:
+                diverged = self._steps(stopping)
+            return self._finish(diverged)
+
+    def _restore(self) -> None:
+        if self.folder is None:
+            return
+        path = self.folder / CHECKPOINT
+        if path.exists():
+            checkpoint = Checkpoint.load(path)
+            _check_same(self.folder, checkpoint.settings, checkpoint.text, self.settings, self.corpus)
+            checkpoint.restore(self.model, self.optimiser)
+            self.step, self.seconds, self.losses = checkpoint.step, checkpoint.seconds, list(checkpoint.losses)
+        assert self.journal is not None
+        self.journal.keep(lambda row: row["step"] <= self.step)
+        self.rows = self.journal.rows()
+
+    def _steps(self, stopping: threading.Event) -> int | None:
+        """Steps until the end; the step at which the loss ceased to be a number, if it did."""
+        begun, first, shown = perf_counter(), self.step, -math.inf
+        while self.step < self.settings.steps:
+            start = perf_counter()
+            loss = self._one_step()
+            self.seconds += perf_counter() - start
+            if not math.isfinite(loss):
+                return self.step
+            self.step += 1
+            self.losses.append(loss / math.log(2))
+            last = self.step == self.settings.steps
+            if last or self.step % self.intervals.report == 0:
+                self._report()
+            if last or self.step % self.intervals.save == 0:
+                self._save()
+            now = perf_counter()
+            if last or now - shown > 1 or self.step % self.intervals.report == 0:
+                self._show((self.step - first) / (now - begun))
+                shown = now
+            if stopping.is_set() and not last:
+                self._save()
+                raise Stopped(self.step)
+        return None
+
+    def _one_step(self) -> float:
+        settings = self.settings
+        for group in self.optimiser.param_groups:
+            group["lr"] = settings.rate_at(self.step)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss = nats(self.model, self.plan.batch(self.step))
+        loss.backward()
+        if settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        self.optimiser.step()
+        return loss.item()
+
+    def _report(self) -> None:
+        """A row: the mean over the steps since the last one, the proved bound, now and then the validation bits."""
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.settings.batch_tokens,
+            "length": self.plan.length(self.step - 1),
+            "rate": self.settings.rate_at(self.step - 1),
+            "train_bits": sum(self.losses) / len(self.losses),
+            "bound": self.model.attention_bound(self.settings.length),
+            "seconds": round(self.seconds, 3),
+        }
+        if self.step % self.intervals.validate == 0:
+            bits = self._valid_bits(self.intervals.validate_on)
+            row["valid_bits"] = bits if math.isfinite(bits) else None
+        self.losses = []
+        self.rows.append(row)
+        if self.journal is not None:
+            self.journal.add(row)
+
+    def _show(self, speed: float) -> None:
+        latest, steps = self.losses or [row["train_bits"] for row in self.rows[-1:]], self.settings.steps
+        bits, bound = sum(latest) / len(latest), self.rows[-1]["bound"] if self.rows else None
+        self.progress(Status(self.step, steps, bits, bound, speed, (steps - self.step) / speed))
+
+    def _save(self) -> None:
+        """Keep the run as it is; one that has run away keeps its last sound step, from which it runs away again."""
+        if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+            return
+        said = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
+        Checkpoint.take(*said, self.model, self.optimiser).save(self.folder / CHECKPOINT)
+
+    def _valid_bits(self, most: int | None = None) -> float:
+        return evaluate(self.model, validation(self.corpus, self.settings.lengths, self.settings.length, most))
+
+    def _finish(self, diverged: int | None) -> Result:
+        bits = math.nan if diverged is not None else self._valid_bits()
+        result = Result(
+            self.settings,
+            self.rows[-1]["train_bits"] if self.rows else None,
+            bits if math.isfinite(bits) else None,
+            None if diverged is not None else self.model.attention_bound(self.settings.length),
+            diverged,
+            self.step * self.settings.batch_tokens,
+            round(self.seconds, 3),
+            sum(parameter.numel() for parameter in self.model.parameters()),
+            self.corpus.how,
+            self.corpus.sha256,
+            self.rows,
+        )
+        if self.folder is not None:
+            write_whole(self.folder / RESULT, (json.dumps(result.to_dict(), indent=2) + "\n").encode())
+        return result
+
+
+def _check_same(folder: Path, settings: Settings, text: str, wanted: Settings, corpus: Corpus) -> None:
+    difference = settings.difference(wanted)
+    if difference:
+        raise InvalidInput(
+            f"the run in {folder} has other settings (there ≠ here: {difference}): go on with the same, or choose "
+            "another folder."
+        )
+    if text != corpus.sha256:
+        raise InvalidInput(f"the run in {folder} was trained on another text: give the same, or choose another folder.")
+
+
+@contextmanager
+def _between_steps() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets, so that no step is cut in two; the second interrupts at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+
+    def press(number: int, frame: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

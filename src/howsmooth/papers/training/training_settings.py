@@ -1,0 +1,175 @@
+"""What a training run is: every choice that changes its numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from howsmooth._util.validation import (
+    Count,
+    NotNegative,
+    Positive,
+    Seed,
+    Size,
+    check_fields,
+    check_memory,
+    check_one_of,
+    check_positive,
+    door,
+    shown,
+)
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.registry import renamed
+from howsmooth.papers.training.lengths import LENGTHS, Lengths
+
+_Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
+Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
+"""The kinds of attention a model can be trained with."""
+
+_FORMAT = 2
+"""Of the settings as JSON. The first had no number, and other names for two kinds of attention."""
+_FIRST_NAMES = {"l2": "l2-untied", "l2-tied": "l2"}
+Blocks = Literal["pre-norm", "post-norm", "contractive"]
+Schedule = Literal["cosine", "fixed"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A character language model and its training.
+
+    Attributes:
+        attention: the kind of attention, by its name in `howsmooth.nn.layers.registry`. "l2-untied" has keys of its own
+            and is not Lipschitz, "contractive-inf" divides L2 attention by its bound in the ∞-norm (Kim et al. 2021),
+            "contractive-2" by the sharper one in the 2-norm. LipschitzNorm is not among them: it divides by norms over
+            all tokens, so that under a causal mask the past still knows the future.
+        blocks: "pre-norm" for x + f(LayerNorm(x)), "post-norm" for LayerNorm(x + f(x)), "contractive" for x + f(x) with
+            Lip(f) < 1; None chooses contractive for contractive attention, pre-norm for the others.
+        coefficient: the Lipschitz constant that contractive branches are scaled to; in contractive blocks below one.
+        window: how many tokens a token sees, itself and those before; None for all. The constant of L2 attention
+            depends on it in place of n.
+        lengths: "fixed", "chunks" or "curriculum"; length: the (longest) number of tokens of a piece.
+        cycles: how many times a curriculum goes from short to long.
+        batch_tokens: characters per step.
+        schedule: "cosine" decays the rate to a tenth over the run, "fixed" keeps it; both after a linear warm-up.
+        clip: largest norm of the gradient, 0 for none.
+
+    >>> Settings(attention="contractive-2").block_kind
+    'contractive'
+    """
+
+    attention: Attention = "dot-product"
+    depth: Count = 2
+    width: Count = 128
+    heads: Count = 4
+    blocks: Blocks | None = None
+    coefficient: Positive = 0.9
+    window: Count | None = None
+    lengths: Lengths = "fixed"
+    length: Count = 64
+    cycles: Count = 1
+    steps: Count = 1000
+    batch_tokens: Count = 1024
+    rate: Positive = 1e-3
+    schedule: Schedule = "cosine"
+    warmup: Size = 100
+    weight_decay: NotNegative = 0.01
+    clip: NotNegative = 1.0
+    dropout: NotNegative = 0.0
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attention", renamed(self.attention))
+        check_one_of(self.attention, ATTENTIONS, "attention")
+        check_one_of(self.lengths, LENGTHS, "lengths")
+        check_one_of(self.schedule, get_args(Schedule), "schedule")
+        check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
+        check_positive(self.rate, "the learning rate")
+        check_fields(self)
+        if self.width % self.heads:
+            raise InvalidInput(f"a width of {self.width} does not split into {self.heads} heads.")
+        if self.batch_tokens % self.length:
+            raise InvalidInput(
+                f"a batch of {self.batch_tokens} tokens does not hold whole pieces of {self.length}: choose "
+                "batch_tokens as a multiple of length."
+            )
+        if self.dropout >= 1:
+            raise InvalidInput(f"dropout must be less than 1, got {self.dropout}.")
+        if self.block_kind == "contractive" and self.coefficient >= 1:
+            raise InvalidInput(
+                f"contractive blocks need 0 < coefficient < 1, got {self.coefficient}: only pre-norm and post-norm "
+                "blocks may expand."
+            )
+        if self.blocks == "contractive" and not self.is_contractive:
+            raise InvalidInput(
+                f"contractive blocks need contractive attention, but {self.attention} attention has no certified "
+                "constant below one: choose contractive-2 or contractive-inf."
+            )
+
+    @property
+    def is_contractive(self) -> bool:
+        """Whether the attention is scaled to a constant below one."""
+        return self.attention.startswith("contractive")
+
+    @property
+    def block_kind(self) -> Blocks:
+        """What stands around the attention."""
+        return self.blocks or ("contractive" if self.is_contractive else "pre-norm")
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step.
+
+        >>> settings = Settings(steps=100, warmup=10, rate=1.0)
+        >>> settings.rate_at(4), settings.rate_at(10), round(settings.rate_at(99), 3)
+        (0.5, 1.0, 0.1)
+        """
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        if self.schedule == "fixed":
+            return self.rate
+        through = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * through)))
+
+    def parameters(self, symbols: int) -> int:
+        """How many parameters a model has at least: the matrices of attention and MLP, embeddings and head."""
+        return self.depth * 12 * self.width**2 + (2 * symbols + self.length) * self.width
+
+    def check_memory(self, symbols: int) -> None:
+        """Refuse a run that cannot fit: parameters, their gradients and the optimiser's two moments, and what each
+        block keeps of every token for its gradient; all in float32, and at least so much."""
+        tokens = self.batch_tokens * (self.depth * 8 * self.width + symbols)
+        plan = 6 * self.steps if self.lengths == "curriculum" else 0
+        check_memory(
+            4 * (4 * self.parameters(symbols) + tokens + plan),
+            f"a run of depth {shown(self.depth)} and width {shown(self.width)} with {shown(self.batch_tokens)} tokens "
+            "in a batch",
+            "choose a smaller depth, width, length or batch_tokens",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    @door
+    def from_dict(cls, content: dict[str, Any]) -> Settings:
+        """From JSON; unknown or missing names are refused."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(content, dict):
+            raise InvalidInput(f"the settings of a run are a dictionary, got {shown(content)}.")
+        content = dict(content)
+        if "format" not in content:
+            attention = content.get("attention")
+            content["attention"] = _FIRST_NAMES.get(attention, attention) if isinstance(attention, str) else attention
+        elif content.pop("format") != _FORMAT:
+            raise InvalidInput("these settings were written by another version of howsmooth.")
+        if content.keys() != names:
+            others = ", ".join(sorted(map(str, content.keys() ^ names)))
+            raise InvalidInput(f"these are not the settings of a run: {others}.")
+        return cls(**content)
+
+    def difference(self, other: Settings) -> str:
+        """What differs, in words, or nothing."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return ", ".join(f"{name} {mine[name]} ≠ {theirs[name]}" for name in mine if mine[name] != theirs[name])

@@ -1,0 +1,99 @@
+"""Measured ≤ worst found ≤ certified, as a section of the report: every head against the radius."""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from pathlib import Path
+from statistics import median
+
+from howsmooth._util.common import rounded
+from howsmooth.certificates.ball.radius_sweep import Ladder
+from howsmooth.reports.drawings import Axis, Chart
+from howsmooth.reports.sections import escaped, html_table, write_section
+
+
+def write_certificates(ladder: Ladder, path: Path, name: str, about: str) -> Path:
+    """Put the section into the report at a path, or write a page of its own when there is none.
+
+    Args:
+        name: of the map, which an earlier section about it gives way to. about: the input, in words.
+    """
+    section = certificates_section(ladder, name, about)
+    return write_section(section, path, kind="certificates", about=name, title=f"What is proved about {name}")
+
+
+def certificates_section(ladder: Ladder, name: str, about: str) -> str:
+    """The section as HTML.
+
+    >>> found = Ladder((0.1,), 10.0, 5, [1.0, 2.0], [[1.5, 2.0]], [[3.0, 2.5]])
+    >>> section = certificates_section(found, "a <map>", "")
+    >>> section.count("<circle"), "a &lt;map&gt;" in section
+    (5, True)
+    """
+    parts = [
+        f'<section class="certificates"><h2>What is proved about {escaped(name)}</h2>',
+        f'<p class="lead">{escaped(_headline(ladder))}</p><p class="quiet">{escaped(about)}</p>',
+        '<div class="pair"><figure><h3>Every head against the radius</h3>',
+        "<p>As multiples of the proved lower end at the input. Filled: the worst found in the ball, which is a lower "
+        "bound. Hollow: the proved upper bound; no input in the ball is above it. Lines: medians.</p>",
+        _chart(ladder),
+        "</figure></div>",
+        html_table(
+            ["head", "radius", "at the input ≥", "worst found ≥", "certified ≤", "certified ÷ worst"], _rows(ladder)
+        ),
+        f"<p class='quiet'>Every token moves by at most the radius. The worst comes from a search of {ladder.steps} "
+        "steps from the input and from one random start; a longer one may find more. Upper bounds hold in exact "
+        "arithmetic, rounding included.</p></section>",
+    ]
+    return "\n".join(parts)
+
+
+def _headline(ladder: Ladder) -> str:
+    """The largest radius in one sentence."""
+    share, ratios = 100 * ladder.radii[-1] / ladder.norm, ladder.ratios[-1]
+    return (
+        f"Every token may move by {_short(ladder.radii[-1])} ({_short(share)} % of the mean token norm): no head gets "
+        f"rougher than {_up(max(ratios))} times the worst that was found, {_up(median(ratios))} times in the median."
+    )
+
+
+def _rows(ladder: Ladder) -> list[list[str]]:
+    rungs = zip(ladder.radii, ladder.worst, ladder.certified, ladder.ratios, strict=True)
+    cells = [
+        (head, [str(head), _short(radius), _down(ladder.measured[head]), _down(worst), _up(upper), _up(ratio)])
+        for radius, *rows in rungs
+        for head, (worst, upper, ratio) in enumerate(zip(*rows, strict=True))
+    ]
+    return [row for _, row in sorted(cells, key=lambda cell: cell[0])]
+
+
+def _chart(ladder: Ladder) -> str:
+    shares = [100 * radius / ladder.norm for radius in ladder.radii]
+    kept = [head for head, value in enumerate(ladder.measured) if value > 0]
+    found, proved = (
+        [[row[head] / ladder.measured[head] for head in kept] for row in rows]
+        for rows in (ladder.worst, ladder.certified)
+    )
+    x = Axis.around(shares, "radius, in per cent of the mean token norm")
+    chart = Chart(x, Axis.around([v for row in (*found, *proved) for v in row], "multiple of the value at the input"))
+    marks = [chart.dot(x.low, 1.0, f"{len(kept)} heads at the input", 3, class_="middle")] if kept else []
+    for rows, class_, word in ((found, "accent", "worst found ≥"), (proved, "bound", "certified ≤")):
+        if kept:
+            marks.append(chart.line([(s, median(row)) for s, row in zip(shares, rows, strict=True)], "chosen"))
+        for share, row in zip(shares, rows, strict=True):
+            for head, value in zip(kept, row, strict=True):
+                title = f"head {head} within {_short(share)} %: {word} {_short(value)} times the value at the input"
+                marks.append(chart.dot(share, value, title, 3, class_=class_, opacity=0.7))
+    return chart.drawn("Worst found and certified against the radius, every head", marks)
+
+
+def _short(value: float) -> str:
+    return rounded(value, digits=3)
+
+
+def _down(value: float) -> str:
+    return rounded(value, ROUND_FLOOR, 4)
+
+
+def _up(value: float) -> str:
+    return rounded(value, ROUND_CEILING, 4)

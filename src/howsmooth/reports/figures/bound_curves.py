@@ -1,0 +1,218 @@
+"""All bounds against the number of tokens, in one picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from howsmooth._util.validation import door
+from howsmooth.bounds.bound_table import Table, measurements_at, table
+from howsmooth.bounds.catalogue import SCOPES, get
+from howsmooth.bounds.own.token_set_bounds import crossover
+from howsmooth.bounds.question_setting import Setting, setting
+from howsmooth.errors import InvalidInput
+from howsmooth.reports.figures.style import axes, light_grid
+from howsmooth.sets import TokenSet
+
+_DECADES = 6
+"""Curves that end this far above the smallest upper bound are named, not drawn: they would flatten all others."""
+_MOST_MEASURED = 512
+_GAP = 0.045
+Label = tuple[str, tuple[float, float] | None, Any]
+_STYLES = {"upper": "-", "lower": "--", "measured": "o-"}
+_WORDS = {"upper": "upper bound", "lower": "lower bound", "measured": "estimate"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A bound, or what was measured, at several n."""
+
+    kind: str
+    points: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """The point at the largest n; 0 at 0 where there is none."""
+        return self.points[-1] if self.points else (0.0, 0.0)
+
+
+@door
+def bounds_against_n(
+    attention: nn.Module,
+    *,
+    lengths: Sequence[int] | None = None,
+    radius: float | None = None,
+    tokens: TokenSet | nn.Module | None = None,
+    x: Tensor | None = None,
+    eps: float | None = None,
+    seed: int = 0,
+    ax: Axes | None = None,
+) -> Figure:
+    """Every 2-norm bound that applies and what is measured, against n, on logarithmic axes.
+
+    Measured are the first n tokens of x; without x, random tokens on the boundary of the set, up to 512 of them.
+
+    Args:
+        lengths: the n; by default powers of two, up to the length of x or to 4096.
+        attention, radius, tokens, x, eps, seed: as in `howsmooth.bounds.table`. The set stays the same for every n.
+        ax: where to draw; a new figure without.
+
+    >>> import howsmooth as hs
+    >>> figure = bounds_against_n(hs.SelfAttention.random(4), lengths=[2, 8], radius=1.0)
+    >>> figure.axes[0].get_xscale()
+    'log'
+    """
+    where = setting(attention, radius=radius, tokens=tokens, x=x, eps=eps)
+    if where.tokens is None:
+        raise InvalidInput("a picture of bounds against n needs a set: give a radius, the LayerNorm before it, or x.")
+    places = _lengths(lengths, x)
+    crossings = _crossovers(where, places[-1])
+    if x is None:  # the bend of the unified bound is drawn where it is
+        places = sorted({*places, *(round(n) for n in crossings if places[0] < n < places[-1])})
+    tables = [_at(where, n, seed) for n in places]
+    curves = _curves(tables, places)
+    seen = "the first n tokens of the input" if x is not None else "random tokens of the set"
+    if x is None:
+        curves["measured"] = _at_random(where, places, seed)
+    figure, ax = axes(ax, 9.6, 5.6)
+    _draw(ax, curves, seen)
+    ax.set(
+        xlabel="number of tokens n",
+        ylabel="Lipschitz constant in the 2-norm, output per input",
+        title=f"Bounds for tokens of radius {where.tokens.radius:.4g} ({where.tokens.origin})",
+    )
+    _mark_crossover(ax, crossings)
+    return figure
+
+
+def _lengths(lengths: Sequence[int] | None, x: Tensor | None) -> list[int]:
+    most = 4096 if x is None else len(x)
+    if lengths is None:
+        lengths = [*(2**power for power in range(1, 13) if 2**power < most), most]
+    rising = sorted(set(lengths))
+    if len(rising) < 2 or rising[0] < 1 or math.isinf(rising[-1]) or (x is not None and rising[-1] > most):
+        raise InvalidInput(
+            f"a picture needs at least two lengths, whole and not above those of the input, got {rising}."
+        )
+    return rising
+
+
+def _at(where: Setting, n: int, seed: int) -> Table:
+    if where.x is None:
+        return table(where.attention, n=n, tokens=where.tokens, norm=2)
+    return table(where.attention, x=where.x[:n], tokens=where.tokens, eps=where.eps, norm=2, seed=seed)
+
+
+def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
+    """Name → its curve; bounds that agree everywhere share one, since one line would hide the other."""
+    curves: dict[str, Curve] = {}
+    for n, rows in zip(places, tables, strict=True):
+        for row in rows:
+            near = row.kind != "measured" and row.scope in ("point", "neighbourhood")
+            name = f"{row.name} ({SCOPES[row.scope]})" if near else row.name
+            if row.value > 0:  # what logarithmic axes can show
+                points = curves.get(name, Curve(row.kind)).points
+                curves[name] = Curve(row.kind, (*points, (n, row.value)))
+    names: dict[Curve, list[str]] = {}
+    for name, curve in curves.items():
+        names.setdefault(curve, []).append(name)
+    return {" = ".join(sorted(same)): curve for curve, same in names.items()}
+
+
+@door
+def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
+    """512 random tokens on the boundary of a set, of which the first n are measured."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(_MOST_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)
+    return tokens.at(z / z.norm(dim=-1, keepdim=True))
+
+
+def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
+    """σ at random tokens on the boundary of the set; where they are too many to be quick, nothing."""
+    assert where.tokens is not None
+    x = random_tokens(where.tokens, seed)
+    measured = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
+    return Curve("measured", tuple((n, float(m)) for n, m in measured.items() if float(m) > 0))
+
+
+def _draw(ax: Axes, curves: dict[str, Curve], seen: str) -> None:
+    smallest = min((curve.end[1] for curve in curves.values() if curve.kind == "upper"), default=math.inf)
+    colours = colormaps["tab20" if len(curves) > 11 else "tab10"]
+    labels: list[Label] = []
+    for number, (name, curve) in enumerate(sorted(curves.items(), key=lambda item: (item[1].end[1], item[0]))):
+        colour = "black" if curve.kind == "measured" else colours(number % colours.N)
+        if curve.points and curve.end[1] > smallest * 10**_DECADES:
+            labels.append((f"↑ {name}: {_power(curve.end[1])}", None, colour))
+        elif curve.points:
+            ax.plot(*zip(*curve.points, strict=True), _STYLES[curve.kind], color=colour, linewidth=1.6, markersize=4)
+            labels.append((f"{name}: {seen}" if curve.kind == "measured" else name, curve.end, colour))
+    ax.set(xscale="log", yscale="log")
+    light_grid(ax)
+    for kind, style in _STYLES.items():
+        if any(curve.kind == kind and curve.points for curve in curves.values()):
+            ax.plot([], [], style, color="black", markersize=4, label=_WORDS[kind])
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=3, frameon=False, fontsize=8.5)
+    _label_ends(ax, labels)
+
+
+def _label_ends(ax: Axes, labels: Sequence[Label]) -> None:
+    """Names to the right of the frame, given from the lowest to the highest and moved apart where they would touch."""
+    low, high = (math.log(limit) for limit in ax.get_ylim())
+
+    def height(label: Label) -> float:
+        return 1.0 if label[1] is None else (math.log(label[1][1]) - low) / (high - low)
+
+    for (name, end, colour), shifted in zip(labels, spaced([height(label) for label in labels], _GAP), strict=True):
+        style: dict[str, Any] = {"color": colour, "va": "center", "fontsize": 8.5, "annotation_clip": False}
+        if end is not None:
+            line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)}
+            style |= {"arrowprops": line | {"shrinkA": 1, "shrinkB": 0}}
+        ax.annotate(name, end or ax.get_xlim(), (1.03, shifted), textcoords=ax.transAxes, **style)
+
+
+def spaced(heights: Sequence[float], gap: float) -> list[float]:
+    """Sorted heights moved apart to at least ``gap``: upwards, and down again from 1 where they would pass it.
+
+    >>> [round(height, 2) for height in spaced([0.1, 0.12, 0.5, 1.0, 1.0], gap=0.05)]
+    [0.1, 0.15, 0.5, 0.95, 1.0]
+    """
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + gap) if placed else height)
+    ceiling = max(1.0, gap * (len(placed) - 1))
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], ceiling)
+        ceiling = placed[i] - gap
+    return placed
+
+
+def _crossovers(where: Setting, n: int) -> list[float]:
+    """Where the mean-field form takes over from √n, head by head; nothing where it does not hold."""
+    where = replace(where, n=n)
+    return [] if get("howsmooth.unified").refusal(where) else crossover(where.numbers(True)).tolist()
+
+
+def _mark_crossover(ax: Axes, at: Sequence[float]) -> None:
+    """A line at every crossover inside the frame."""
+    left, right = ax.get_xlim()
+    inside = sorted(n for n in at if left <= n <= right)
+    for n in inside:
+        ax.axvline(n, color="0.6", linestyle=":", linewidth=1)
+    if inside:
+        heads = "" if len(at) == 1 else f" ({len(inside)} of {len(at)} heads)"
+        style: dict[str, Any] = {"color": "0.4", "fontsize": 8, "ha": "center", "va": "bottom"}
+        middle = math.prod(inside) ** (1 / len(inside))
+        ax.annotate(f"$n = e^{{2a}}${heads}", (middle, 1.0), xycoords=ax.get_xaxis_transform(), **style)
+        ax.set_title(ax.get_title(), pad=16)
+
+
+def _power(value: float) -> str:
+    return "> 1e308" if math.isinf(value) else f"1e{math.floor(math.log10(value))}"

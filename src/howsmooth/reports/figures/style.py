@@ -1,0 +1,96 @@
+"""One style for all pictures, and how they are written.
+
+No pyplot and no global state: figures are plain `matplotlib.figure.Figure` objects, saved with `save_figure`.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+from torch import Tensor
+
+from howsmooth._util.common import FORMATS, check_figure_path, printable, write_whole
+from howsmooth._util.validation import Count, check_number, door
+
+__all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "save_figure"]
+
+ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
+
+
+@door
+def new_figure(
+    panels: Count = 1, width: float = 6.4, height: float = 5.2, columns: Count | None = None
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure with its panels side by side, or in rows of ``columns``.
+
+    >>> figure, panels = new_figure(2)
+    >>> len(panels)
+    2
+    """
+    for inches, name in ((width, "width"), (height, "height")):
+        check_number(inches, name, least=0.1, below=100.0)
+    columns = min(columns or panels, panels)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.remove()
+    return figure, axes[:panels]
+
+
+@door
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure as .png, .svg or .pdf, whole or not at all."""
+    check_figure_path(path)
+    drawn = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a token in a script that the font lacks
+        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=160)
+    write_whole(path, drawn.getvalue())
+
+
+@door
+def literal(text: str) -> str:
+    """A name from elsewhere as a label shows it: without controls, and dollars begin no formula.
+
+    >>> literal("a$b")
+    'a\\\\$b'
+    """
+    return printable(text).replace("$", r"\$")
+
+
+def axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
+    """The axes that were given and their figure, or new ones of this size."""
+    if ax is None:
+        figure, (ax,) = new_figure(1, width, height)
+        return figure, ax
+    return ax.get_figure(), ax  # type: ignore[return-value]
+
+
+def open_frame(ax: Axes) -> None:
+    """No lines above and to the right of the data."""
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def light_grid(ax: Axes) -> None:
+    """A light grid in an open frame."""
+    ax.grid(True, which="major", color="0.9", linewidth=0.6)
+    open_frame(ax)
+
+
+def plain_decades(ax: Axes) -> None:
+    """Plain numbers on a logarithmic axis of values, between the powers of ten too where there is room."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
+    ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+
+
+def array(values: Tensor) -> np.ndarray:
+    """The numbers of a tensor for matplotlib."""
+    return values.detach().double().cpu().numpy()

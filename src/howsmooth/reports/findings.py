@@ -1,0 +1,305 @@
+"""What a scan says, in words and few numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from itertools import pairwise
+from math import isfinite, log, sqrt
+from statistics import fmean, median
+from typing import Any
+
+from howsmooth._util.common import rounded
+from howsmooth._util.guarantee import Guarantee
+from howsmooth._util.validation import door
+from howsmooth.reports.growth import PowerLaw, fit_power_law, growth
+from howsmooth.reports.readable_tokens import readable
+from howsmooth.reports.scan_groups import Cell, Group, Row, cell_of
+
+_SLIGHT = 0.005
+"""Shares so little outside of 0 … 1 are not worth a word."""
+_MOST_GROWTHS, _RESAMPLES = 100, 500
+_OF_VALUES = re.compile("the values (change|grow|fall)")
+PROVED = "howsmooth.three_path"
+KINDS = {
+    "head": "head",
+    "attention": "attention block",
+    "residual": "residual block",
+    "mlp": "MLP",
+    "layer": "layer",
+    "prefix": "stack from the embeddings",
+    "model": "model",
+    "logits": "model with its head",
+}
+"""What is measured → in words."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a bound is from what was measured, over many cells.
+
+    Attributes:
+        name: of the bound.
+        smallest, middle, largest: of the ratio bound / σ.
+        count: how many cells have the bound.
+    """
+
+    name: str
+    smallest: float
+    middle: float
+    largest: float
+    count: int
+
+
+def main_kind(group: Group) -> str:
+    """What the report is about first: heads where there are any."""
+    return group.kinds[0]
+
+
+@door
+def headline(group: Group) -> str:
+    """Which cell is roughest at the longest length, by how much, and why."""
+    what = main_kind(group)
+    cells = group.roughest(what)
+    worst = cells[0]
+    size, word = short(worst["value"]), KINDS.get(what, what)
+    among = f"is the roughest of {len(cells)} {word}s" if len(cells) > 1 else f"is the only {word} measured"
+    compared = ""
+    if len(cells) > 1 and (usual := median(row["value"] for row in cells)) > 0:
+        compared = f", {short(worst['value'] / usual, 2)} times the median {word}"
+    lead = (
+        f"{place_of(worst).capitalize()} of {group.label} {among}: at n = {worst['length']} tokens, a small change ε "
+        f"of its input can change its output by {size} ε{compared}."
+    )
+    return f"{lead} {reason}" if (reason := why(worst, group)) else lead
+
+
+def why(row: Row, group: Group) -> str:
+    """The reason for a cell's roughness in one sentence, or nothing where it was not explained."""
+    share = row.get("value_share")
+    if share is None or not isfinite(share):
+        return ""
+    if -_SLIGHT <= share <= 1 + _SLIGHT:
+        share = min(1.0, max(0.0, share))
+    if share > 1:
+        said = "The value path makes all of it, against the score path"
+    elif share < 0:
+        said = "The score path makes all of it, against the value path"
+    elif share >= 0.5:
+        said = f"{percent(share)} of it goes through the value path"
+    else:
+        said = f"{percent(1 - share)} of it goes through the score path, where the attention weights themselves move"
+    sink, token = row.get("sink"), row.get("sink_token")
+    if row["what"] != "head" or sink is None or token is None:
+        return said + "."
+    # A sink explains a rough value path; beside a rough score path it is only a fact.
+    link = ":" if 0.5 <= share <= 1 else ";"
+    return f"{said}{link} {token_name(group, row)} receives {percent(sink / row['length'])} of all attention."
+
+
+def token_name(group: Group, row: Row) -> str:
+    """The sink of a head by its word and position."""
+    position = row["sink_token"]
+    tokens = group.tokens.get((row["length"], row["window"]))
+    if tokens is None or position >= len(tokens):
+        return f"the token at position {position}"
+    return f"the token “{readable(tokens)[position].strip()}” at position {position}"
+
+
+def rounding_of(what: str) -> Guarantee:
+    """Whether the rounding in cells of a kind is bounded, as in heads and blocks of attention, or was measured.
+
+    >>> rounding_of("head").name, rounding_of("layer").name
+    ('PROVED', 'MEASURED')
+    """
+    return Guarantee.PROVED if what in ("head", "attention") else Guarantee.MEASURED
+
+
+def ends(row: Mapping[str, Any]) -> str:
+    """The certified ends of a cell in words, rounded so that they stay true."""
+    lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
+    rounding = rounding_of(row.get("what", "head"))
+    said = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} {rounding.said()}"]
+    if upper is not None and isfinite(upper) and chance:
+        said.append(f"≤ {rounded(upper, ROUND_CEILING)} {rounding.said(chance)}")
+    return ", ".join(said)
+
+
+def place_of(row: Row) -> str:
+    """A cell in words: "layer 2, head 7"."""
+    what, layer, head = cell_of(row)
+    if what == "head":
+        return f"layer {layer}, head {head}"
+    word = KINDS.get(what, what)
+    if layer is None:
+        return f"the {word}"
+    return {"layer": f"layer {layer}", "prefix": f"the {word} to layer {layer}"}.get(
+        what, f"the {word} of layer {layer}"
+    )
+
+
+def growths(group: Group) -> dict[Cell, PowerLaw]:
+    """The power law in n of every cell that has one, through all its lengths and windows.
+
+    Few values are exact powers, and where they bend, many windows make the standard error of the fit as small as one
+    likes. So the error is at least what the law gets wrong: the root mean square distance of the exponents between
+    neighbouring lengths from that of the fit. With fewer than three lengths there is none.
+    """
+    points = {cell: [(row["length"], row["value"]) for row in rows] for cell, rows in group.cells.items()}
+    fits = {cell: fit_power_law(*zip(*pairs, strict=True)) for cell, pairs in points.items()}
+    return {cell: _with_doubt(fit, points[cell]) for cell, fit in fits.items() if fit is not None}
+
+
+def growth_sentences(group: Group) -> dict[Cell, str]:
+    """What `howsmooth.reports.growth` says of the roughest cells of every kind: an interval, and a law where the data
+    have one.
+
+    Windows are the inputs of its bootstrap. Of a large scan it is the first few hundred cells.
+    """
+    wanted = {id(row) for kind in group.kinds for row in group.roughest(kind)[:_MOST_GROWTHS]}
+    sentences = {}
+    for cell, rows in group.cells.items():
+        if wanted.isdisjoint(map(id, rows)):
+            continue
+        points = [(row["length"], row["value"]) for row in rows if row["value"] > 0]
+        if len({length for length, _ in points}) > 1:
+            lengths, values = zip(*points, strict=True)
+            grown = growth(values, lengths, resamples=_RESAMPLES)
+            sentences[cell] = _OF_VALUES.sub(r"σ \1s", grown.sentence, count=1).replace(" they ", " the values ")
+    return sentences
+
+
+def _with_doubt(fit: PowerLaw, points: Iterable[tuple[int, float]]) -> PowerLaw:
+    logs: dict[int, list[float]] = {}
+    for length, value in points:
+        logs.setdefault(length, []).append(log(value))
+    means = [(log(length), fmean(logs[length])) for length in sorted(logs)]
+    if len(means) < 3:
+        return replace(fit, error=None)
+    steps = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(means)]
+    bend = sqrt(fmean((step - fit.exponent) ** 2 for step in steps))
+    return replace(fit, error=max(bend, fit.error or 0.0))
+
+
+def distances(rows: Iterable[Row]) -> list[Distance]:
+    """Every upper bound's ratio to the measured value, the tightest first."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for name, bound in bounds_of(row).items():
+            if row["value"] > 0:
+                ratios.setdefault(name, []).append(bound / row["value"])
+    several = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
+    return sorted(several, key=lambda distance: distance.middle)
+
+
+def bounds_of(row: Row) -> dict[str, float]:
+    """All upper bounds of a cell, the three-path bound among them."""
+    proved = row.get("proved")
+    three_path = {} if proved is None or not isfinite(proved) else {PROVED: float(proved)}
+    return three_path | row["bounds"]
+
+
+def not_converged(group: Group) -> int:
+    """How many cells did not reach the accuracy that was asked for."""
+    return sum(row.get("converged") is False or row.get("converged") == 0 for row in group.rows)
+
+
+def gaps(group: Group) -> str:
+    """Which lengths have fewer cells than the one the headline is about, or nothing."""
+    what = main_kind(group)
+    counts = group.counts(what)
+    most, word = max(counts.values()), KINDS.get(what, what)
+    fewer = [f"n = {n} has {count} of {most} {word}s" for n, count in counts.items() if count < most]
+    return f"Not every length is complete: {', '.join(fewer)}." if fewer else ""
+
+
+def split(share: float) -> str:
+    """The shares of the value and the score path in whole percents.
+
+    >>> split(0.7), split(1.0002)
+    ('70 % / 30 %', '100 % / 0 %')
+    """
+    return f"{round(100 * share)} % / {100 - round(100 * share)} %"
+
+
+def methods(group: Group) -> list[tuple[str, str]]:
+    """Every setting of the scan as (name, value), both for reading."""
+    total, seconds = len(group.rows), sum(row.get("seconds") or 0.0 for row in group.rows)
+    starts = sorted({row["window_start"] for row in group.rows if row.get("window_start") is not None})
+    missed = not_converged(group)
+    facts = [
+        ("model", group.model),
+        ("weights, sha256", _all(group, "model_sha256")),
+        ("precision of the weights", group.precision or "not said"),
+        ("text", group.text or "not said"),
+        ("text, sha256", _all(group, "text_sha256")),
+        ("measured", ", ".join(f"{KINDS.get(kind, kind)}s" for kind in group.kinds)),
+        ("layers", _ranges(row.get("layer") for row in group.rows)),
+        ("lengths n", ", ".join(map(str, group.lengths))),
+        ("gaps", gaps(group)),
+        ("windows per length", _windows(group)),
+        ("windows begin at", ", ".join(map(str, starts[:40])) + (" …" if len(starts) > 40 else "")),
+        ("relative accuracy asked for", _all(group, "rtol")),
+        ("seed of the solver", _all(group, "seed")),
+        ("arithmetic", _all(group, "dtype")),
+        ("confidence of each upper end", _all(group, "confidence")),
+        ("cells", f"{total}, of which {total - missed} reached that accuracy"),
+        ("time measured", f"{seconds:.1f} s"),
+        ("howsmooth", _all(group, "howsmooth")),
+    ]
+    listed = ("rtol", "seed", "confidence")
+    facts += [(f"setting {name}", _said(value)) for name, value in group.settings.items() if name not in listed]
+    return [(name, value) for name, value in facts if value]
+
+
+def percent(share: float) -> str:
+    """A share in two digits.
+
+    >>> percent(0.914), percent(0.0042)
+    ('91 %', '0.42 %')
+    """
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A number in few digits, without an exponent where people expect none.
+
+    >>> short(1234.5), short(0.01234), short(12.0)
+    ('1230', '0.0123', '12')
+    """
+    said = rounded(value, digits=digits)
+    return f"{float(said):.0f}" if "e+0" in said else said
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _all(group: Group, name: str) -> str:
+    """The one value that all rows share, or the first few of several."""
+    values = dict.fromkeys(str(row[name]) for row in group.rows if row.get(name) is not None)
+    return ", ".join(list(values)[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
+
+
+def _windows(group: Group) -> str:
+    """How many windows were measured at each length: one number where all have as many."""
+    seen: dict[int, set[int]] = {}
+    for row in group.rows:
+        seen.setdefault(row["length"], set()).add(row["window"])
+    counts = {n: len(seen[n]) for n in sorted(seen)}
+    same = len(set(counts.values())) == 1
+    return str(next(iter(counts.values()))) if same else ", ".join(f"{c} of n = {n}" for n, c in counts.items())
+
+
+def _ranges(numbers: Iterable[int | None]) -> str:
+    """Whole numbers with runs written short: 0–5, 8."""
+    rising = sorted({number for number in numbers if number is not None})
+    runs: list[list[int]] = []
+    for number in rising:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,329 @@
+r"""How fast values grow with the number of tokens: an exponent with its interval, a plateau, and which law.
+
+**Exponent.** α and c of value ≈ c·n^α by least squares of ln value on ln n through all points. That is the line through
+the geometric means of every length, each weighted by its number of inputs; with the same inputs at every length, α is
+also the mean of the exponents of the single inputs.
+
+**Interval.** By bootstrap over inputs: see `howsmooth.reports.growth.bootstrap`. Values without spread have none; their
+interval comes from the regression, from how far the points are from the line, and says so.
+
+**Which law** is in `howsmooth.reports.growth.laws`. All of it speaks about the lengths that were measured, and no
+others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+from torch import Tensor
+
+from howsmooth._util.common import rounded
+from howsmooth._util.display import card
+from howsmooth._util.validation import Probability, door
+from howsmooth.errors import InvalidInput
+from howsmooth.reports.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
+from howsmooth.reports.growth.laws import (
+    ROUNDING,
+    STRONG,
+    Law,
+    PowerLaw,
+    Sample,
+    compare,
+    fit_break,
+    fit_line,
+    fit_power_law,
+)
+
+Numbers = NDArray[np.float64]
+_WORDS = {"constant": "a constant", "power": "a free power", "plateau": "growth that ends in a plateau"}
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Growth that ends: value ≈ c·n^α up to ``start`` and the same beyond.
+
+    Attributes:
+        start: the number of tokens where growth ends.
+        interval: of the start, by bootstrap; None without one.
+        exponent: α before.
+        level: the value beyond.
+    """
+
+    start: float
+    interval: tuple[float, float] | None
+    exponent: float
+    level: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Growth:
+    """How values grow with n; build it with `growth`.
+
+    Attributes:
+        law: the fitted power law, value ≈ c·n^α.
+        interval: of the exponent; None where two points leave no doubt that could be measured.
+        method: where the interval comes from, "bootstrap" or "regression"; None without one.
+        confidence: of the intervals.
+        laws: all laws compared, the likeliest first.
+        verdict: name of the one that the data single out, or None when they cannot tell.
+        plateau: where growth ends, when that is the verdict.
+        lengths, values: the data, sorted by length.
+        paired: whether value k belongs to the same input at every length.
+    """
+
+    law: PowerLaw
+    interval: tuple[float, float] | None
+    method: Literal["bootstrap", "regression"] | None
+    confidence: float
+    laws: tuple[Law, ...]
+    verdict: str | None
+    plateau: Plateau | None
+    lengths: tuple[float, ...]
+    values: tuple[Numbers, ...]
+    paired: bool
+    draws: Numbers | None = field(default=None)
+    """Exponents and logarithms of the factor of the bootstrap, ``(resamples, 2)``, stretched like the interval."""
+
+    @property
+    def exponent(self) -> float:
+        """α of value ≈ c·n^α."""
+        return self.law.exponent
+
+    @property
+    def factor(self) -> float:
+        """c of value ≈ c·n^α."""
+        return self.law.factor
+
+    def at(self, n: float) -> float:
+        """The fitted power law at n."""
+        return self.law.at(n)
+
+    def band(self, n: float) -> tuple[float, float] | None:
+        """Interval of the fitted power law at n, from the same source as that of the exponent."""
+        x = math.log(n)
+        if self.draws is not None:
+            low, high = np.quantile(self.draws @ [x, 1.0], tails(self.confidence))
+            return math.exp(low), math.exp(high)
+        if self.interval is None:
+            return None
+        points = np.repeat(np.log(self.lengths), [len(row) for row in self.values])
+        squares = float(((points - points.mean()) ** 2).sum())
+        reach = (self.interval[1] - self.exponent) * math.sqrt(squares / len(points) + (x - points.mean()) ** 2)
+        return self.at(n) * math.exp(-reach), self.at(n) * math.exp(reach)
+
+    @property
+    def sentence(self) -> str:
+        """What the data say, in one sentence."""
+        return _sentence(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the data and the resamples, ready for JSON."""
+        plateau, laws = self.plateau, self.laws
+        return {
+            "exponent": self.exponent,
+            "interval": None if self.interval is None else list(self.interval),
+            "method": self.method,
+            "confidence": self.confidence,
+            "factor": self.factor,
+            "verdict": self.verdict,
+            "laws": {law.name: {"log_likelihood": _finite(law.log_likelihood), "weight": law.weight} for law in laws},
+            "plateau": None if plateau is None else vars(plateau),
+            "lengths": list(self.lengths),
+            "inputs": [len(row) for row in self.values],
+            "paired": self.paired,
+            "sentence": self.sentence,
+        }
+
+    def __repr__(self) -> str:
+        return f"n^{self.exponent:.2f}" + (_interval(self.interval, " ({0} … {1})") if self.interval else "")
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def _repr_html_(self) -> str:
+        laws = [(law.name, f"{100 * law.weight:.3g} % of the evidence") for law in self.laws]
+        return card(repr(self), laws, [self.sentence])
+
+
+@door
+def growth(
+    values: Any,
+    lengths: Sequence[float] | Any,
+    *,
+    paired: bool = False,
+    confidence: Probability = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Growth:
+    """How values grow with the number of tokens.
+
+    Args:
+        values: one row of values per length, as an array ``(lengths, inputs)`` or arrays of different sizes; or one
+            value per entry of ``lengths``, which may repeat, as in columns: ``growth(rows.value, rows.length)``.
+        lengths: n of every row, or of every value.
+        paired: whether the k-th value of every length belongs to the same input, as the windows of a scan do.
+        confidence: probability of the intervals.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    >>> n = [8, 16, 32, 64, 128, 256]
+    >>> noise = np.random.default_rng(0).normal(0, 0.1, (6, 10))
+    >>> grown = growth([0.7 * k**0.5 * np.exp(row) for k, row in zip(n, noise)], n)
+    >>> grown
+    n^0.51 (0.49 … 0.53)
+    >>> grown.verdict
+    'n^1/2'
+    """
+    if resamples < 100:
+        raise InvalidInput(f"percentiles need at least 100 resamples, got {resamples}.")
+    by_length = _read(values, lengths)
+    rows = [np.log(row) for row in by_length.values()]
+    if paired and (len({len(row) for row in rows}) > 1 or len(rows[0]) < 2):
+        raise InvalidInput("paired values need the same inputs at every length, at least two: leave out `paired`.")
+    if max(float(np.ptp(row)) for row in rows) <= ROUNDING:
+        rows, paired = [row[:1] for row in rows], False  # copies of one number are one number
+    x = np.log(np.array(list(by_length)))
+    sample = _sample(x, rows, paired)
+    points = np.repeat(x, [len(row) for row in rows])
+    law = fit_power_law(np.exp(points).tolist(), np.exp(np.concatenate(rows)).tolist())
+    assert law is not None
+    means = resampled_means(rows, paired, resamples, seed) if min(map(len, rows)) > 1 else None
+    interval, draws = None, None
+    method: Literal["bootstrap", "regression"] | None = None
+    if means is not None:
+        line = fit_line(sample.x, means, sample.counts)
+        centre = np.array([law.exponent, math.log(law.factor)])
+        freedom = len(rows[0]) - 1 if paired else freedom_of_exponent(sample.x, rows)
+        draws = centre + stretch(freedom, confidence) * (np.stack([line.slope, line.intercept], -1) - centre)
+        low, high = np.quantile(draws[:, 0], tails(confidence))
+        interval, method = (float(low), float(high)), "bootstrap"
+    elif law.error is not None:
+        reach = law.error * float(stdtrit(law.points - 2, (1 + confidence) / 2))
+        interval, method = (law.exponent - reach, law.exponent + reach), "regression"
+    laws = compare(sample)
+    verdict = _verdict(laws)
+    plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
+    kept = tuple(np.exp(row) for row in rows)
+    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(by_length), kept, paired, draws)
+
+
+def _read(values: Any, lengths: Any) -> dict[float, Numbers]:
+    """Length → its values, sorted by length."""
+    where = _floats(lengths, "the lengths")
+    rows = values.to_numpy() if hasattr(values, "to_numpy") else values
+    rows = [_floats(row, "the values") for row in (rows if hasattr(rows, "__len__") else [rows])]
+    if where.ndim != 1 or len(rows) != len(where):
+        raise InvalidInput(
+            f"growth needs one value, or one row of values, per length, got {len(rows)} for {where.size}: give an "
+            "array of shape (lengths, inputs)."
+        )
+    if not (np.isfinite(where) & (where > 0)).all():
+        raise InvalidInput("lengths must be positive and finite numbers of tokens.")
+    by_length: dict[float, Numbers] = {}
+    for n, row in sorted(zip(where.tolist(), rows, strict=True), key=lambda pair: pair[0]):
+        if row.ndim > 1 or row.size == 0:
+            raise InvalidInput(f"the values at n = {n:g} must be a number or a list of them, got shape {row.shape}.")
+        if not (np.isfinite(row) & (row > 0)).all():
+            raise InvalidInput(f"the values at n = {n:g} are not all positive and finite, so they have no logarithm.")
+        by_length[n] = np.concatenate([by_length.get(n, np.empty(0)), row.reshape(-1)])
+    if len(by_length) < 2:
+        raise InvalidInput("growth with n needs values at two different lengths or more.")
+    return by_length
+
+
+def _floats(numbers: Any, what: str) -> Numbers:
+    try:
+        plain = numbers.detach().cpu().double().numpy() if isinstance(numbers, Tensor) else numbers
+        return np.asarray(plain, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{what} must be real numbers: {error}.") from error
+
+
+def _sample(x: Numbers, rows: Sequence[Numbers], paired: bool) -> Sample:
+    """Means and the spread around them; when paired, without what each input adds at every length."""
+    means = np.array([row.mean() for row in rows])
+    rest = [row - mean for row, mean in zip(rows, means, strict=True)]
+    counts, points = np.array([float(len(row)) for row in rows]), sum(map(len, rows))
+    if paired:
+        rest, points = list(np.array(rest) - np.mean(rest, axis=0)), points - len(rows[0]) + 1
+    return Sample(x, means, counts, float(sum((row**2).sum() for row in rest)), points)
+
+
+def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: int) -> Plateau:
+    """The break and its bootstrap interval, stretched about the estimate like that of the exponent.
+
+    The lengths beside the break decide where it lies, so that the freedom is that of one length, not of all.
+    """
+    bend = fit_break(sample.x, sample.means, sample.counts)
+    assert bend is not None
+    interval = None
+    if means is not None:
+        again = fit_break(sample.x, means, sample.counts)
+        assert again is not None
+        start = float(bend.start)
+        moved = stretch(freedom, confidence) * (again.start - start)
+        low, high = np.exp(np.quantile(start + moved, tails(confidence)))
+        interval = float(low), float(high)
+    level = math.exp(float(bend.intercept + bend.slope * bend.start))
+    return Plateau(math.exp(float(bend.start)), interval, float(bend.slope), level)
+
+
+def _standing(laws: Sequence[Law]) -> list[Law]:
+    """The laws that no other has strong evidence against."""
+    return [law for law in laws if law.bic < laws[0].bic + STRONG]
+
+
+def _verdict(laws: Sequence[Law]) -> str | None:
+    """The best law, unless one with as few or fewer parameters is nearly as good."""
+    rivals = [law for law in _standing(laws)[1:] if law.parameters <= laws[0].parameters]
+    return laws[0].name if laws and not rivals else None
+
+
+def _sentence(growth: Growth) -> str:
+    first, last = growth.lengths[0], growth.lengths[-1]
+    low, high = growth.interval or (growth.exponent, growth.exponent)
+    way = "change" if low <= 0 <= high else "grow" if low > 0 else "fall"
+    said = f"Over n = {first:g} … {last:g} the values {way} like n^{growth.exponent:.2f} ({_doubt(growth)})"
+    standing = [_WORDS.get(law.name, law.name) for law in _standing(growth.laws)]
+    if growth.plateau is not None:
+        plateau, sure = growth.plateau, ""
+        if plateau.interval is not None:
+            sure = f" ({100 * growth.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
+        return (
+            f"{said}, but a plateau describes them better, with strong evidence: growth like n^{plateau.exponent:.2f} "
+            f"up to about n = {plateau.start:.0f}{sure}, and {rounded(plateau.level, digits=3)} beyond."
+        )
+    if growth.verdict == "power":
+        return f"{said}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
+    if growth.verdict is not None:
+        against = "with strong evidence against the others" if len(standing) == 1 else "with no need of a freer law"
+        return f"{said}; {standing[0]} describes them best of the laws compared, {against}."
+    if not standing:
+        return f"{said}; they are too few to compare laws."
+    return f"{said}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
+
+
+def _doubt(growth: Growth) -> str:
+    if growth.interval is None:
+        return "two values, so no interval"
+    sure = f"{100 * growth.confidence:g} % interval {_interval(growth.interval, '{0} to {1}')}"
+    if growth.method == "regression":
+        few = "no spread of inputs" if all(len(row) == 1 for row in growth.values) else "a single input at some length"
+        return f"{sure} from the regression: {few} to resample"
+    counts = sorted({len(row) for row in growth.values})
+    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{sure} by bootstrap over {many} {'paired ' if growth.paired else ''}inputs at each length"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _interval(ends: tuple[float, float], form: str) -> str:
+    return form.format(*(f"{end:.2f}" for end in ends))

@@ -1,0 +1,209 @@
+"""The answer to the title of a report: how smooth the model, its layers and its heads are, compared with what, and why.
+
+All of it is said in relative numbers (`howsmooth.norms.relative_condition`), which compare: σ has the units of the
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from howsmooth.reports.drawings import Axis, drawing, element
+from howsmooth.reports.findings import KINDS, main_kind, place_of, short, why
+from howsmooth.reports.scan_groups import Group, Row
+
+GAUGE = (
+    "Why not σ alone? σ has the units of the tokens. Multiply the gain of a normalisation by 4 and divide the weights "
+    "behind it by 4: the model computes the same, and σ of its attention is a quarter. The relative number is the same "
+    "for both, so it compares layers and models; σ compares lengths, inputs and heads of one layer."
+)
+_PATHS = (
+    "The value path carries changes of the values while the attention weights stay; the score path moves the weights."
+)
+_ANSWERED = ("model", "logits", "layer", "residual", "attention", "head")
+_PARTS = {
+    "model": "the whole model",
+    "logits": "the whole model with its head",
+    "layer": "a layer",
+    "residual": "a residual block (attention with its normalisation and the stream around it)",
+    "attention": "an attention block",
+    "head": "an attention head",
+}
+"""What is measured, in the words of a sentence about the middle one."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The relative conditions of all cells of a kind at one length.
+
+    Attributes:
+        kind, length: which.
+        values: rising.
+        roughest: the row of the largest.
+        reference: those of the same architecture with random weights, where they were measured.
+    """
+
+    kind: str
+    length: int
+    values: tuple[float, ...]
+    roughest: Row
+    reference: tuple[float, ...] = ()
+
+    @property
+    def middle(self) -> float:
+        """The median."""
+        return median(self.values)
+
+
+def scales(group: Group) -> list[Scale]:
+    """Every kind that has relative numbers, from the whole to the heads, at the length the headline is about."""
+    length = group.main_length(main_kind(group))
+    answered = []
+    for kind in _ANSWERED:
+        rows = [row for row in group.roughest(kind, length) if _known(row)]
+        if not rows:
+            continue
+        beside = [] if group.reference is None else group.reference.roughest(kind, length)
+        compared = sorted(float(row["relative"]) for row in beside if _known(row))
+        values = sorted(float(row["relative"]) for row in rows)
+        roughest = max(rows, key=lambda row: float(row["relative"]))
+        answered.append(Scale(kind, length, tuple(values), roughest, tuple(compared)))
+    return answered
+
+
+def _known(row: Row) -> bool:
+    relative = row.get("relative")
+    return relative is not None and isfinite(relative) and relative > 0
+
+
+def answer(group: Group) -> str:
+    """How smooth, in one sentence with a number for the whole, a layer and a head, each as far as it was measured.
+
+    >>> from howsmooth.reports import groups
+    >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 4.0, "relative": 2.5}
+    >>> answer(groups([row])[0])
+    'If what enters changes by 1 %, what leaves an attention head of m can change by up to 2.5 %, at n = 8 tokens.'
+    """
+    known = [scale for scale in scales(group) if scale.kind in ("model", "logits", "layer", "attention", "head")]
+    if any(scale.kind == "model" for scale in known):
+        known = [scale for scale in known if scale.kind != "logits"]
+    if any(scale.kind == "layer" for scale in known):
+        known = [scale for scale in known if scale.kind != "attention"]
+    if not known:
+        return ""
+    first, *rest = known
+    whole = f"{_PARTS[first.kind]} of {group.label}"
+    lead = f"If what enters changes by 1 %, what leaves {whole} can change by up to {_share(first)}"
+    more = [f"{_PARTS[scale.kind]} by {_share(scale)}" for scale in rest]
+    return f"{'; '.join([lead, *more])}, at n = {first.length} tokens."
+
+
+def _share(scale: Scale) -> str:
+    if len(scale.values) == 1:
+        return f"{short(scale.middle, 2)} %"
+    worst = place_of(scale.roughest)
+    return f"{short(scale.middle, 2)} % (the median of {len(scale.values)}; {worst}: {short(scale.values[-1], 2)} %)"
+
+
+def cause(group: Group) -> str:
+    """What makes the most sensitive head, or block, so sensitive, where that was explained."""
+    for scale in reversed(scales(group)):
+        if reason := why(scale.roughest, group):
+            word = KINDS.get(scale.kind, scale.kind)
+            among = f", the most sensitive {word}," if len(scale.values) > 1 else ""
+            return f"Why? In {place_of(scale.roughest)}{among} {reason[0].lower()}{reason[1:]} {_PATHS}"
+    return ""
+
+
+def compared(group: Group) -> str:
+    """What the answer is to be compared with: random weights where they were measured, and a map that only scales."""
+    known = scales(group)
+    with_reference = [scale for scale in known if scale.reference]
+    if not known:
+        return ""
+    plain = "A map that only scales or turns its input has 1 %; what is above comes from what the map is sensitive to."
+    if not with_reference:
+        return f"{plain} Scan with --reference random to see the same architecture before training."
+    said = []
+    for scale in with_reference:
+        ratio = scale.middle / median(scale.reference)
+        times = _times(ratio)
+        named = _PARTS[scale.kind].split(" (")[0]
+        said.append(f"{named} {times} ({short(median(scale.reference), 2)} %)")
+    return f"Compared with the same architecture with random weights: {'; '.join(said)}. {plain}"
+
+
+def _times(ratio: float) -> str:
+    """How one number stands to another, in words.
+
+    >>> _times(3.0), _times(0.5), _times(1.004)
+    ('3 times rougher', '2 times smoother', 'just as rough')
+    """
+    if abs(ratio - 1) < 0.05:
+        return "just as rough"
+    return f"{short(ratio, 2)} times rougher" if ratio > 1 else f"{short(1 / ratio, 2)} times smoother"
+
+
+def picture(group: Group) -> str:
+    """All relative numbers on one logarithmic axis, one line of dots for every kind; nothing where there are none."""
+    known = scales(group)
+    if not known:
+        return ""
+    every = [value for scale in known for value in (*scale.values, *scale.reference)]
+    axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
+    left, right, top, step = 136.0, 440.0, 30.0, 38.0
+    bottom = top + step * len(known)
+
+    def across(value: float) -> float:
+        return left + axis.share(value) * (right - left)
+
+    marks = []
+    for tick in _ticks(axis):
+        x = f"{across(tick):.5g}"
+        marks.append(element("line", x1=x, x2=x, y1=top - 8, y2=bottom, class_="axis" if tick == 1 else "grid"))
+        marks.append(element("text", f"{tick:g} %", x=x, y=bottom + 18, text_anchor="middle"))
+    marks.append(element("text", "only scales", x=f"{across(1):.5g}", y=top - 14, text_anchor="middle", font_size=12))
+    for number, scale in enumerate(known):
+        y = top + step * (number + 0.5)
+        marks.append(element("text", _named(scale), x=left - 14, y=y + 4, text_anchor="end", class_="ink"))
+        if scale.reference:
+            x = f"{across(median(scale.reference)):.5g}"
+            title = f"random weights: median {short(median(scale.reference))} %"
+            marks.append(element("line", title=title, x1=x, x2=x, y1=y - 13, y2=y + 13, class_="bound reference"))
+        for value in scale.values:
+            size, opacity = (3.5, 0.45) if len(scale.values) > 3 else (6, 1.0)
+            place: dict[str, Any] = {"cx": f"{across(value):.5g}", "cy": f"{y:.5g}", "r": size, "opacity": opacity}
+            marks.append(element("circle", title=f"{short(value)} %", class_="dot", **place))
+        if len(scale.values) > 3:
+            x = f"{across(scale.middle):.5g}"
+            marks.append(element("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="axis middle-mark", stroke_width=2))
+        x = f"{across(scale.values[-1]) + 10:.5g}"
+        marks.append(element("text", f"{short(scale.values[-1], 2)} %", x=x, y=y + 4, class_="accent"))
+    label = f"Relative condition of {', '.join(_named(scale) for scale in known)} of {group.label}"
+    return drawing(right + 60, bottom + 24, label, marks)
+
+
+def legend(group: Group) -> str:
+    """What the picture shows, for below it."""
+    beside = "; dashed: random weights" if any(scale.reference for scale in scales(group)) else ""
+    said = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
+    return f"{said} Dots: each one; upright mark: their median{beside}."
+
+
+def _named(scale: Scale) -> str:
+    word = {"model": "whole model", "logits": "model, logits", "attention": "attention"}.get(
+        scale.kind, KINDS.get(scale.kind, scale.kind)
+    )
+    many = {"head": "heads", "layer": "layers", "residual": "residual blocks", "attention": "attention blocks"}
+    return word if len(scale.values) == 1 else f"{len(scale.values)} {many.get(scale.kind, word)}"
+
+
+def _ticks(axis: Axis) -> Sequence[float]:
+    steps = [step * 10.0**power for power in range(-6, 12) for step in (1, 2, 5)]
+    inside = [step for step in steps if axis.low <= step <= axis.high]
+    whole = [step for step in inside if f"{step:e}".startswith("1.0")]
+    return inside if len(inside) <= 8 else whole

@@ -1,0 +1,227 @@
+"""What a report is made from: the rows of a scan, put into groups that belong on one page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from howsmooth._util.validation import door, shown
+from howsmooth.errors import InvalidInput
+from howsmooth.models.random_models import RANDOM_TWIN
+from howsmooth.scans import Scan
+from howsmooth.scans.scan_result import Shares
+
+Row = dict[str, Any]
+Cell = tuple[str, int | None, int | None]
+"""What is measured, its layer and its head."""
+_NEEDED = ("model", "what", "length", "value")
+
+
+class ScanLike(Protocol):
+    """Anything with the rows of a scan; ``tokens`` and ``energies`` are used where it has them."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """One mapping per cell."""
+        ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells of one model on one text, measured in one way.
+
+    Attributes:
+        model, precision, text: as the scan names them.
+        rows: one dictionary per cell; ``bounds`` is a dictionary of finite numbers.
+        tokens: (length, window) → tokens.
+        energies: (layer, head, length, window) → share of each token in the worst direction.
+        settings: what else the scan says about how it was made.
+        reference: the same architecture with random weights on the same text, where that was scanned too.
+    """
+
+    model: str
+    precision: str
+    text: str
+    rows: list[Row]
+    tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
+    energies: Any = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    reference: Group | None = None
+
+    @property
+    def label(self) -> str:
+        """The model with its precision, for wherever its numbers stand."""
+        return f"{self.model} [{self.precision}]" if self.precision else self.model
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Numbers of tokens, rising."""
+        return sorted({row["length"] for row in self.rows})
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """What was measured, heads first, then from the block to the model."""
+        order = ["head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits"]
+        measured = {row["what"] for row in self.rows}
+        return [kind for kind in order if kind in measured] + sorted(measured - set(order))
+
+    @cached_property
+    def _grouped(self) -> dict[tuple[str, int], dict[Cell, list[Row]]]:
+        """What and length → cell → its rows, the roughest window first; the roughest cell first."""
+        grouped: dict[tuple[str, int], dict[Cell, list[Row]]] = {}
+        for row in sorted(self.rows, key=lambda row: -row["value"]):
+            grouped.setdefault((row["what"], row["length"]), {}).setdefault(cell_of(row), []).append(row)
+        return grouped
+
+    @cached_property
+    def cells(self) -> dict[Cell, list[Row]]:
+        """Cell → all its rows: every length and window, short ones first."""
+        cells: dict[Cell, list[Row]] = {}
+        for key in sorted(self._grouped, key=lambda key: key[1]):
+            for cell, rows in self._grouped[key].items():
+                cells.setdefault(cell, []).extend(rows)
+        return cells
+
+    @cached_property
+    def ranks(self) -> dict[int, int]:
+        """Row (by id) → how many windows of its cell at its length are rougher."""
+        several = (rows for cells in self._grouped.values() for rows in cells.values())
+        return {id(row): rank for rows in several for rank, row in enumerate(rows)}
+
+    def counts(self, what: str) -> dict[int, int]:
+        """How many cells of a kind were measured at each length."""
+        return {n: len(self._grouped.get((what, n), ())) for n in self.lengths}
+
+    def main_length(self, what: str) -> int:
+        """The longest length at which most cells of a kind were measured: a scan may have stopped amid a longer one."""
+        counts = self.counts(what)
+        return max(n for n in counts if counts[n] == max(counts.values()))
+
+    def roughest(self, what: str, length: int | None = None) -> list[Row]:
+        """One row per cell at a length (by default the main one): of its windows the roughest. Roughest cell first.
+
+        >>> rows = [{"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": v} for v in (1.0, 2.0)]
+        >>> [row["value"] for row in groups(rows)[0].roughest("head")]
+        [2.0]
+        """
+        length = self.main_length(what) if length is None else length
+        return [rows[0] for rows in self._grouped.get((what, length), {}).values()]
+
+
+Source = ScanLike | Iterable[Mapping[str, Any]] | Sequence[Group] | str | PathLike[str]
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """What, where: without the length and the window."""
+    return row["what"], row.get("layer"), row.get("head")
+
+
+@door
+def groups(source: Source) -> list[Group]:
+    """The scan as groups, in the order in which they were measured.
+
+    Args:
+        source: a store file, a `Scan`, rows, or groups, which stay as they are.
+
+    >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
+    >>> [group.model for group in groups([row, row | {"model": "other"}])]
+    ['m', 'other']
+    """
+    if isinstance(source, list) and all(isinstance(group, Group) for group in source):
+        return _some(source)
+    scan = opened(source)
+    given = scan.rows if hasattr(scan, "rows") else scan
+    if not isinstance(given, Iterable):
+        raise InvalidInput(f"a report is made from a store, a scan or rows, got {shown(source)}.")
+    grouped: dict[tuple[Any, ...], Group] = {}
+    settings = dict(getattr(scan, "settings", None) or {})
+    texts, beside = getattr(scan, "tokens", None) or {}, getattr(scan, "energies", None) or {}
+    for raw in given:
+        row = _row(raw)
+        if not math.isfinite(row["value"]):
+            continue
+        about = tuple(row.get(name) for name in ("model", "model_sha256", "precision", "text_sha256", "rtol"))
+        window = (row["length"], row["window"])
+        cell: tuple[Any, ...] = (row.get("layer"), row.get("head"), *window)
+        shares = row.pop("input_energy", None)
+        shares = list(shares) if isinstance(shares, tuple) else shares  # keys of a scan are tuples
+        if about not in grouped:
+            named = (row["model"], row.get("precision") or "", row.get("text") or "")
+            grouped[about] = Group(*named, rows=[], energies=Shares({}, partial(_fetched, beside)), settings=settings)
+        group = grouped[about]
+        group.rows.append(row)
+        if row["what"] == "head":
+            shares = _key(beside, row, cell) if shares is None else shares
+            if shares is not None:
+                group.energies.keys_of[cell] = shares
+        if window not in group.tokens and (key := _key(texts, row, window)) is not None:
+            group.tokens[window] = json.loads(texts[key]) if isinstance(texts[key], str) else list(texts[key])
+    return _some(_with_references(list(grouped.values())))
+
+
+def _with_references(scanned: list[Group]) -> list[Group]:
+    """Groups of random twins put beside those they are twins of; one without its original stays by itself."""
+    originals = {(group.model, group.text) for group in scanned}
+    twins = {
+        (group.model.removesuffix(RANDOM_TWIN), group.text): group
+        for group in scanned
+        if group.model.endswith(RANDOM_TWIN) and (group.model.removesuffix(RANDOM_TWIN), group.text) in originals
+    }
+    kept = [group for group in scanned if not any(group is twin for twin in twins.values())]
+    return [replace(group, reference=twins.get((group.model, group.text))) for group in kept]
+
+
+def opened(source: Source) -> Any:
+    """The scan of a store file; anything else as it is."""
+    if not isinstance(source, str | PathLike):
+        return source
+    path = Path(source)
+    if not path.is_file():
+        raise InvalidInput(f"there is no scan at {path}: make one with `howsmooth scan MODEL --out {path}`.")
+    return Scan.open(path)
+
+
+def _row(raw: Mapping[str, Any]) -> Row:
+    missing = [name for name in _NEEDED if raw.get(name) is None]
+    if missing:
+        raise InvalidInput(f"a row of the scan lacks {missing[0]!r}: reports are made from rows of `howsmooth scan`.")
+    bounds = raw.get("bounds")
+    plain = isinstance(raw, dict) and "window" in raw and "input_energy" not in raw
+    if plain and isinstance(bounds, dict) and all(map(_number, bounds.values())):
+        return raw  # type: ignore[return-value]  # as it is: a copy of every row of a large scan would not fit
+    row = {"window": 0} | dict(raw)
+    bounds = json.loads(bounds) if isinstance(bounds, str) else bounds or {}
+    row["bounds"] = {name: float(value) for name, value in bounds.items() if _number(value)}
+    return row
+
+
+def _some(scanned: list[Group]) -> list[Group]:
+    if not scanned:
+        raise InvalidInput("the scan holds no measured cell: run `howsmooth scan` first, or let it finish.")
+    return scanned
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _key(table: Mapping[Any, Any], row: Row, cell: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Where a scan keeps something beside its rows: by model, text and cell, or by model and cell of its one text."""
+    keys = (row["model"], row.get("text_sha256"), *cell), (row["model"], *cell)
+    return next((key for key in keys if key in table), None)
+
+
+def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> Iterator[list[float]]:
+    """Shares that came with their rows, and those that a scan keeps under a key of its own, all of them at once."""
+    keys = [key for _, key in wanted if isinstance(key, tuple)]
+    several = getattr(table, "several", None)
+    kept = {key: table[key] for key in keys} if several is None else several(keys)
+    for _, key in wanted:
+        shares = kept[key] if isinstance(key, tuple) else key
+        yield json.loads(shares) if isinstance(shares, str) else list(shares)

@@ -1,0 +1,83 @@
+"""A scan on one page of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import ROUND_CEILING
+from statistics import median
+
+import rich.box
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from howsmooth._util.common import printable, rounded
+from howsmooth._util.validation import door
+from howsmooth.reports import findings
+from howsmooth.reports.findings import headline, main_kind, short
+from howsmooth.reports.growth.laws import PowerLaw
+from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
+
+_MOST = 8
+
+
+@door
+def summary(source: Source) -> RenderableType:
+    """The headline, the roughest cells, the growth and the distances to the bounds of every group, for rich to print.
+
+    >>> from rich.console import Console
+    >>> row = {"model": "tiny", "precision": "float32", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 2}
+    >>> Console(width=120).print(summary([row]))
+    tiny [float32]
+    Layer 0, head 0 of tiny [float32] is the only head measured: ...
+    """
+    return Lines(*(line for group in groups(source) for line in _of_group(group)))
+
+
+def _of_group(group: Group) -> list[RenderableType]:
+    rows, fits = group.roughest(main_kind(group)), findings.growths(group)
+    on = f", {group.text}" if group.text else ""
+    parts: list[RenderableType] = [
+        _shown(f"{group.label}{on}", "dim"),
+        _shown(headline(group), "bold"),
+        _roughest(group, rows[:_MOST], fits),
+    ]
+    if any(row.get("value_share") is not None for row in rows):
+        parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
+    powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
+    if powers:
+        parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
+    for distance in findings.distances(rows):
+        median_ratio, largest = (rounded(ratio, ROUND_CEILING, 3) for ratio in (distance.middle, distance.largest))
+        parts.append(_shown(f"{distance.name} / σ: median {median_ratio}, at most {largest}"))
+    if missing := findings.gaps(group):
+        parts.append(Text(missing, style="bold"))
+    for measured, of in ((group, ""), (group.reference, " of the random weights")):
+        if measured is not None and (missed := findings.not_converged(measured)):
+            said = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
+            parts.append(Text(said, style="bold"))
+    return [*parts, Text("")]
+
+
+def _shown(said: str, style: str = "") -> Text:
+    """Names in it come from elsewhere."""
+    return Text(printable(said), style)
+
+
+def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> Table:
+    shown = Table(
+        "roughest", "σ (estimate)", "ends", "value / score", "growth", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    explained = any(row.get("sink") is not None and row["what"] == "head" for row in rows)
+    if explained:
+        shown.add_column("sink, attention on it")
+    for row in rows:
+        share, fit = row.get("value_share"), fits.get(cell_of(row))
+        cells = [findings.place_of(row), short(row["value"], 4), findings.ends(row)]
+        cells += ["" if share is None else findings.split(share), "" if fit is None else str(fit)]
+        if explained:
+            name = findings.token_name(group, row).removeprefix("the token ").replace("at position ", "")
+            cells.append("" if row.get("sink") is None else f"{name}, {findings.percent(row['sink'] / row['length'])}")
+        shown.add_row(*map(_shown, cells))
+    return shown

@@ -1,0 +1,237 @@
+"""Formats of a cached key or value: how many bits, which number_codes, what shares a scale.
+
+A format is written ``int4``, ``int4[per=channel]``, ``int3[asymmetric,group=32]``, ``fp8_e4m3[per=token]``,
+``int4[first=4,rotary=before]``: a name of `FORMATS`, and what differs from its entry in brackets.
+
+Keys and values are ``(…, heads, n, width)``, as attention holds them. What shares a scale (``per``):
+
+    token     the numbers of one head at one token, or groups of ``group`` of them
+    channel   one coordinate of a head over all tokens, or over runs of ``group`` tokens (the last may be shorter)
+    tensor    all heads and tokens of a layer
+    none      nothing: the numbers are cast as they are
+
+Integers of b bits, symmetric: s = max|x|/(2^(b−1) − 1), x ≈ s·round(x/s). Asymmetric: x ≈ m + s·round((x − m)/s) with
+m = min x and s = (max x − min x)/(2^b − 1). Scales and offsets are float16 number_codes, and are counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from howsmooth._util.validation import did_you_mean, door, shown
+from howsmooth.errors import InvalidInput
+from howsmooth.rounding import number_codes
+
+Kind = Literal["integer", "cast", "scaled", "mxfp4", "nvfp4"]
+Scope = Literal["token", "channel", "tensor", "none"]
+SHARES_SCALE = ("token", "channel", "tensor", "none")
+_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a cached number is stored.
+
+    Attributes:
+        base: the name of the entry in `FORMATS`.
+        bits: of a code, without scales.
+        per: what shares a scale.
+        group: how many numbers of it do; None for all.
+        symmetric: integers around zero; otherwise from the least to the largest number.
+        first: how many tokens at the beginning are kept as they are.
+        rotary: whether keys are rounded before or after they are turned to their positions. Keys without rotary
+            positions, and values, know no difference.
+    """
+
+    base: str
+    bits: int
+    kind: Kind
+    per: Scope
+    group: int | None = None
+    symmetric: bool = True
+    first: int = 0
+    rotary: Literal["after", "before"] = "after"
+
+    @property
+    def name(self) -> str:
+        """As it is written; `parse_format` reads it back.
+
+        >>> parse_format("int4[ per = channel, group=32 ]").name
+        'int4[per=channel,group=32]'
+        """
+        entry = FORMATS[self.base]
+        said = [] if self.symmetric == entry.symmetric else ["symmetric" if self.symmetric else "asymmetric"]
+        for option in ("per", "group", "first", "rotary"):
+            value = getattr(self, option)
+            if value != getattr(entry, option):
+                said.append(f"{option}={value}")
+        return f"{self.base}[{','.join(said)}]" if said else self.base
+
+    def bits_per_number(self, width: int, tokens: int, heads: int = 1) -> float:
+        """Bits per cached number in a window, scales and exact tokens (16 bits each number) included.
+
+        >>> FORMATS["int4"].bits_per_number(width=64, tokens=128)
+        4.25
+        >>> FORMATS["nvfp4"].bits_per_number(width=64, tokens=128), FORMATS["mxfp4"].bits_per_number(64, 128)
+        (4.50390625, 4.25)
+        """
+        self.check(width)
+        rounded = max(tokens - self.first, 0)
+        scopes = {
+            "token": rounded * (width // (self.group or width)),
+            "channel": width * -(-rounded // (self.group or max(rounded, 1))),
+            "tensor": 1 / heads,
+            "none": 0,
+        }[self.per]
+        each = {"integer": 16 if self.symmetric else 32, "scaled": 32, "cast": 0, "mxfp4": 8, "nvfp4": 8}[self.kind]
+        whole = 32 / heads if self.kind == "nvfp4" else 0
+        stored = self.bits * rounded * width + each * scopes + whole + 16 * min(self.first, tokens) * width
+        return stored / (tokens * width)
+
+    def check(self, width: int) -> None:
+        """Refuse heads that groups along a token do not divide."""
+        if self.per == "token" and self.group is not None and width % self.group:
+            raise InvalidInput(
+                f"groups of {self.group} numbers ({self.name}) do not divide the {width} of a head: choose a group, or "
+                f"another format, that divides {width}."
+            )
+
+    def rounded(self, x: Tensor, what: str = "these numbers") -> Tensor:
+        """What is read back from a cache ``(…, heads, n, width)`` in this format, in the dtype of x.
+
+        >>> FORMATS["int2"].rounded(torch.tensor([[[1.0, 0.4, -0.6, 0.0]]]))
+        tensor([[[ 1.,  0., -1.,  0.]]])
+        """
+        self.check(x.shape[-1])
+        number_codes.check_finite_cache(x, what)
+        kept, rest = x[..., : self.first, :], x[..., self.first :, :].float()
+        if not rest.numel():
+            return x.clone()
+        return torch.cat([kept, self._rounded(rest).to(x.dtype)], dim=-2)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.per in ("none", "tensor"):
+            return self._in_scope(x, x, (-3, -2, -1) if x.dim() > 2 else (-2, -1))
+        if self.per == "token":
+            parts = x.unflatten(-1, (-1, self.group or x.shape[-1]))
+            return self._in_scope(parts, x, (-1,)).flatten(-2)
+        parts = x.split(self.group or x.shape[-2], dim=-2)
+        return torch.cat([self._in_scope(part, x, (-2,)) for part in parts], dim=-2)
+
+    def _in_scope(self, x: Tensor, whole: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """x rounded with one scale for every run along ``dims``; ``whole`` is the tensor it is part of."""
+        largest = x.abs().amax(dims, keepdim=True)
+        if self.kind == "cast":
+            return number_codes.to_dtype(x, _DTYPES[self.base])
+        if self.kind == "scaled":
+            return _scaled(x, largest / torch.finfo(_DTYPES[self.base]).max, self._to_own_dtype)
+        if self.kind == "mxfp4":
+            return _scaled(x, number_codes.power_of_two_scale(largest), number_codes.to_fp4)
+        if self.kind == "nvfp4":
+            return _scaled(x, number_codes.two_level_scale(largest, whole.abs().amax()), number_codes.to_fp4)
+        if self.symmetric:
+            most = 2 ** (self.bits - 1) - 1
+            return number_codes.to_integers(x, number_codes.stored_scale(largest / most), most)
+        least = x.amin(dims, keepdim=True)
+        most = 2**self.bits - 1
+        scale = number_codes.stored_scale((x.amax(dims, keepdim=True) - least) / most)
+        return number_codes.to_offset_integers(x, scale, number_codes.stored_scale(least), most)
+
+    def _to_own_dtype(self, x: Tensor) -> Tensor:
+        return number_codes.to_dtype(x, _DTYPES[self.base])
+
+
+def _scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.where(scale > 0, nearest(x / scale) * scale, 0.0)
+
+
+_integer = partial(Format, kind="integer", per="token")
+_cast = partial(Format, kind="cast", per="none")
+FORMATS: dict[str, Format] = {
+    entry.base: entry
+    for entry in (
+        *(_integer(f"int{bits}", bits) for bits in (8, 6, 4, 3, 2)),
+        _cast("fp8_e4m3", 8),
+        _cast("fp8_e5m2", 8),
+        Format("nvfp4", 4, "nvfp4", "token", 16),
+        Format("mxfp4", 4, "mxfp4", "token", 32),
+        _cast("bf16", 16),
+        _cast("fp16", 16),
+    )
+}
+"""The formats by name. fp8 is cast without a scale, as engines do by default; ``[per=…]`` scales it."""
+
+
+def parse_format(text: str) -> Format:
+    """A format from its name and what differs in brackets.
+
+    >>> parse_format("int4[asymmetric,per=channel,group=32,first=4]").bits_per_number(width=64, tokens=68)
+    5.647058823529412
+    >>> parse_format("int5")
+    Traceback (most recent call last):
+    howsmooth.errors.InvalidInput: there is no format 'int5': choose from int8, int6, int4, ..., bf16, fp16, ...
+    """
+    match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[(.*)\])?\s*", text) if isinstance(text, str) else None
+    if match is None or match[1] not in FORMATS:
+        hint = did_you_mean(match[1], list(FORMATS)) if match else None
+        raise InvalidInput(
+            f"there is no format {shown(text)}: choose from {', '.join(FORMATS)}, with brackets if you like, as in "
+            f"int4[asymmetric,per=channel,group=32,first=4,rotary=before]{hint or '.'}"
+        )
+    form = FORMATS[match[1]]
+    for option in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
+        form = _with_option(form, option, text)
+    return form
+
+
+@door
+def parse_formats(text: str) -> list[Format]:
+    """Formats between commas, each once.
+
+    >>> [one.name for one in parse_formats("int8, int4[per=channel,group=32],int8")]
+    ['int8', 'int4[per=channel,group=32]']
+    """
+    return list(dict.fromkeys(parse_format(name) for name in re.split(r",(?![^\[]*\])", text)))
+
+
+def _with_option(entry: Format, option: str, whole: str) -> Format:
+    name, _, value = (piece.strip() for piece in option.partition("="))
+    if option in ("symmetric", "asymmetric"):
+        if entry.kind != "integer":
+            raise InvalidInput(f"{shown(whole)}: only integers are symmetric or asymmetric.")
+        return replace(entry, symmetric=option == "symmetric")
+    if name == "per" and value in SHARES_SCALE:
+        return _with_scope(entry, value, whole)
+    if name in ("group", "first") and re.fullmatch("[0-9]{1,9}", value) and int(value) >= (name == "group"):
+        if name == "group" and (entry.per not in ("token", "channel") or entry.kind in ("mxfp4", "nvfp4")):
+            raise InvalidInput(f"{shown(whole)}: only numbers with a scale per token or channel come in other groups.")
+        return replace(entry, group=int(value)) if name == "group" else replace(entry, first=int(value))
+    if name == "rotary" and value in ("after", "before"):
+        return replace(entry, rotary=value)  # type: ignore[arg-type]
+    raise InvalidInput(
+        f"{shown(whole)}: brackets take asymmetric, per={'|'.join(SHARES_SCALE)}, group=NUMBER, first=NUMBER and "
+        f"rotary=before|after, not {shown(option)}."
+    )
+
+
+def _with_scope(entry: Format, per: str, whole: str) -> Format:
+    if entry.kind in ("mxfp4", "nvfp4") and per != entry.per:
+        raise InvalidInput(f"{shown(whole)}: {entry.base} has blocks of {entry.group} along a token by definition.")
+    if entry.kind == "integer" and per == "none":
+        raise InvalidInput(f"{shown(whole)}: integers need a scale, so per is token, channel or tensor.")
+    if entry.base in ("bf16", "fp16") and per != "none":
+        raise InvalidInput(f"{shown(whole)}: {entry.base} has no scale.")
+    kind: Kind = "scaled" if entry.base in ("fp8_e4m3", "fp8_e5m2") and per != "none" else entry.kind
+    return replace(entry, per=per, kind=kind if per != "none" else "cast")  # type: ignore[arg-type]

@@ -1,0 +1,315 @@
+"""From a model and a text to what may be rounded: answers, predicted damage, an allocation, and its check."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth._util.annotations import Words
+from howsmooth._util.display import step_bar
+from howsmooth._util.validation import Count, Device, Seed, door
+from howsmooth.attention import plain_map
+from howsmooth.errors import HowsmoothError, InvalidInput
+from howsmooth.models import OpenModel, Window, alice, open_model
+from howsmooth.models.open_source import Dtype
+from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
+from howsmooth.rounding.kv_cache import PARTS
+from howsmooth.rounding.number_formats import Format, parse_formats
+from howsmooth.rounding.output_error import answers
+from howsmooth.rounding.rounded_model import Reader, check_text_model, check_weights
+from howsmooth.rounding.sensitivity import Scores, sampled_scores
+from howsmooth.rounding.window_store import Tensors, each_window, run_name
+
+Choices = Mapping[str, Allocation | None]
+ANSWERS = ("actual", "predicted", "tanh", "path", "proved")
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """An allocation, run on windows it was not chosen on.
+
+    Attributes:
+        name: "allocation", "uniform" or "first and last".
+        damage: KL in nats per token (or 1 − cosine) of every window. loss: in nats, of every window; none of encoders.
+    """
+
+    name: str
+    allocation: Allocation | None
+    damage: tuple[float, ...]
+    loss: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean damage."""
+        return sum(self.damage) / len(self.damage)
+
+    @property
+    def error(self) -> float:
+        """Its standard error over windows."""
+        return (
+            float(torch.tensor(self.damage, dtype=torch.float64).std() / len(self.damage) ** 0.5)
+            if len(self.damage) > 1
+            else 0
+        )
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the windows together."""
+        return math.exp(sum(self.loss) / len(self.loss)) if self.loss else None
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What rounding does to a model on a text.
+
+    Attributes:
+        model, precision: names to show.
+        causal: a language model, whose damage is KL; otherwise an encoder's, 1 − cosine.
+        formats, bits: what was tried, and bits per cached number.
+        answers: name of the answer → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
+        scores: of all windows.
+        checks: allocations on other windows, the exact model first; empty without a budget.
+    """
+
+    model: str
+    precision: str
+    causal: bool
+    formats: tuple[Format, ...]
+    bits: tuple[float, ...]
+    answers: dict[str, Tensor]
+    scores: Scores
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def damage_name(self) -> str:
+        """What the damage is called in tables."""
+        return "KL" if self.causal else "1 − cosine"
+
+    @property
+    def allocation(self) -> Allocation | None:
+        """The one that was chosen."""
+        return next((check.allocation for check in self.checks if check.name == "allocation"), None)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """One row per format and part, everything rounded to it: medians over heads of proved and predicted ÷ actual,
+        the predicted damage with its standard error, and the layer that suffers most."""
+        rows = []
+        for index, form in enumerate(self.formats):
+            for part, name in enumerate(PARTS):
+                actual = self.answers["actual"][:, part, index]
+                moved = actual > 0
+                ratios = {
+                    what: float((self.answers[what][:, part, index][moved] / actual[moved]).median())
+                    if bool(moved.any())
+                    else 1.0
+                    for what in ("proved", "predicted")
+                }
+                damage, error = self.scores.damage(self.scores.products[:, :, part, index].sum((1, 2)))
+                layer = int(self.scores.by_layer[:, part, index].argmax())
+                about = {"format": form.name, "what": name, "bits": self.bits[index], "most_in": layer}
+                rows.append(about | ratios | {"kl": float(damage), "kl_error": float(error)})
+        return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per layer, head, part and format; ``kl`` is the damage through this head alone, per token."""
+        damage, error = self.scores.damage(self.scores.products)
+        layers, parts, forms, heads = damage.shape
+        rows = []
+        for layer in range(layers):
+            for head in range(heads):
+                for part in range(parts):
+                    for form in range(forms):
+                        index = (layer, part, form, head)
+                        rows.append(
+                            {
+                                "layer": layer,
+                                "head": head,
+                                "kv_head": head // self.scores.group,
+                                "what": PARTS[part],
+                                "format": self.formats[form].name,
+                                "bits": self.bits[form],
+                                **{
+                                    name: float(self.answers[name][index]) for name in ("actual", "predicted", "proved")
+                                },
+                                "size": float(self.answers["size"][layer, head]),
+                                "kl": float(damage[index]),
+                                "kl_error": float(error[index]),
+                            }
+                        )
+        return rows
+
+
+@door
+def quantise(
+    model: str | OpenModel,
+    text: Words | None = None,
+    *,
+    formats: str = "int8,int4",
+    budget: float | None = None,
+    per: Unit = "part",
+    length: Count = 128,
+    windows: Count = 4,
+    samples: Count = 24,
+    seed: Seed = 0,
+    check: Count | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
+    out: Path | None = None,
+    resume: bool = True,
+    progress: Step | None = None,
+) -> Quantisation:
+    """Measure, predict and prove what rounded keys and values do to a model, and choose formats within a budget.
+
+    Args:
+        model: as `howsmooth.models.open_model` takes it.
+        text: what is read; None for Alice in Wonderland.
+        formats: between commas, see `howsmooth.rounding.number_formats`.
+        budget: bits per cached number, scales included; None chooses nothing.
+        per: what has a format of its own: see `howsmooth.rounding.allocation.allocate`.
+        length, windows: of the pieces of text on which damage is predicted.
+        samples: backward passes for each window.
+        check: windows, none of which overlaps one of those, on which the choice is run; as many by default.
+        device, dtype: where the model computes and with which weights, as of `howsmooth.models.open_model`.
+        out: a store in which a stopped run is taken up again. resume: keep what it has.
+        progress: told what comes next; a notebook shows a bar without it.
+
+    >>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
+    >>> row = quantisation.rows()[0]
+    >>> row["what"], row["format"], row["actual"] <= row["proved"], [check.name for check in quantisation.checks]
+    ('key', 'int8', True, ['exact', 'uniform', 'first and last', 'allocation'])
+    """
+    tried = 0 if budget is None else windows if check is None else check
+    chosen, tell = tuple(parse_formats(formats)), progress or step_bar(windows + tried) or (lambda label: None)
+    opened = _opened(model, device, dtype)
+    check_text_model(opened.model)
+    check_weights(opened.model)
+    words = alice() if text is None else text
+    learnt, held_out = _cut(opened, words, length, windows, tried, seed)
+    if budget is not None:  # before the work begins
+        check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
+    deciding = {
+        "model": opened.sha256,
+        "text": hashlib.sha256(words.encode(errors="surrogatepass")).hexdigest(),
+        "settings": [[one.name for one in chosen], length, samples, seed, [window.start for window in learnt]],
+        "howsmooth": version("howsmooth"),
+    }
+
+    def numbers(index: int) -> Tensors:
+        tell(f"window {index + 1} of {len(learnt)}: answers and scores")
+        return window_numbers(opened, learnt[index], chosen, samples, seed + index)
+
+    kept = each_window(out, run_name(deciding), len(learnt), numbers, resume)
+    result = gathered(opened, chosen, kept, length)
+    if budget is None:
+        return result
+    damage = result.scores.by_cache
+    choices = {
+        "exact": None,
+        "uniform": uniform(damage, chosen, result.bits, budget),
+        "first and last": first_and_last(damage, chosen, result.bits, budget),
+        "allocation": allocate(damage, chosen, result.bits, budget, per),
+    }
+    named = {name: None if choice is None else choice.choice.tolist() for name, choice in choices.items()}
+    run = run_name(deciding | {"choices": named, "checked": [window.start for window in held_out]})
+
+    def outcomes(index: int) -> Tensors:
+        tell(f"checking on window {index + 1} of {len(held_out)}")
+        return window_outcomes(Reader.of(opened.model, opened.inputs(held_out[index])), choices)
+
+    return replace(result, checks=checks(choices, each_window(out, run, len(held_out), outcomes, resume)))
+
+
+def _opened(model: str | OpenModel, device: Device | None, dtype: Dtype | None) -> OpenModel:
+    """The model with its head; without, where its architecture has none that speaks (T5's encoder)."""
+    if isinstance(model, OpenModel):
+        return model.on(device).in_dtype(dtype)
+    try:
+        return open_model(model, head=True, device=device, dtype=dtype)
+    except HowsmoothError:
+        raise
+    except ValueError:  # transformers knows no language model of this architecture
+        return open_model(model, device=device, dtype=dtype)
+
+
+def _cut(
+    opened: OpenModel, words: Words, length: int, windows: int, tried: int, seed: int
+) -> tuple[list[Window], list[Window]]:
+    """Windows to learn from and, evenly between them, windows to try on; no token is in one of each."""
+    count = windows + tried
+    for way in (seed, None):  # where windows drawn in a short text overlap, they are spread evenly
+        cut = opened.windows(words, length, count, way)
+        places = {int((i + 0.5) * count / tried) for i in range(tried)}
+        learnt, held_out = ([cut[i] for i in range(count) if (i in places) == held] for held in (False, True))
+        if all(abs(one.start - other.start) >= length for one in learnt for other in held_out):
+            return learnt, held_out
+    raise InvalidInput(
+        f"the text is too short to check a choice on what it was not made on: {windows} and {tried} windows take "
+        f"{count} × {length} tokens; give more text, or ask for fewer or shorter windows."
+    )
+
+
+def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
+    """Answers of every layer and scores of the model in one window."""
+    reader = Reader.of(opened.model, opened.inputs(window))
+    changes = [answers(site, formats) for site in reader.sites]
+    scores = sampled_scores(reader, formats, samples, seed)
+    stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ANSWERS, "size")}
+    return stacked | {"products": scores.products, "sizes": torch.tensor(_sizes(reader))}
+
+
+def _sizes(reader: Reader) -> list[int]:
+    """Heads, key–value heads, whether the model is causal, and the width of a head."""
+    attention = plain_map(reader.sites[0].attention, "rounding")
+    return [attention.heads, attention.kv_heads, int(reader.causal), attention.key_weight.shape[1]]
+
+
+def _bits(formats: Sequence[Format], sizes: Sequence[int], length: int) -> tuple[float, ...]:
+    return tuple(form.bits_per_number(sizes[3], length, sizes[1]) for form in formats)
+
+
+def gathered(opened: OpenModel, formats: Sequence[Format], windows: Sequence[Tensors], length: int) -> Quantisation:
+    """The windows of a run together."""
+    sizes = windows[0]["sizes"].tolist()
+    heads, kv_heads, causal, _ = sizes
+    means = {name: torch.stack([one[name] for one in windows]).square().mean(0).sqrt() for name in (*ANSWERS, "size")}
+    products = torch.cat([one["products"] for one in windows])
+    return Quantisation(
+        opened.name,
+        opened.precision,
+        bool(causal),
+        tuple(formats),
+        _bits(formats, sizes, length),
+        means,
+        Scores(products, length if causal else 1, heads // kv_heads),
+    )
+
+
+def window_outcomes(reader: Reader, choices: Choices) -> Tensors:
+    """The damage of every choice in one window, and the loss of a language model."""
+    exact, damage, loss = reader.outcome(), list[float](), list[float]()
+    for choice in choices.values():
+        outcome = exact if choice is None else reader.outcome(choice.assignment)
+        damage.append(reader.damage(exact, outcome))
+        loss += [reader.loss(outcome)] if reader.causal else []
+    return {name: torch.tensor(some, dtype=torch.float64) for name, some in (("damage", damage), ("loss", loss))}
+
+
+def checks(choices: Choices, windows: Sequence[Tensors]) -> tuple[Check, ...]:
+    """Every choice over the windows it was run on."""
+    if not windows:
+        return ()
+    damage = torch.stack([one["damage"] for one in windows], -1).tolist()
+    loss = torch.stack([one["loss"] for one in windows], -1).tolist() or [[] for _ in choices]
+    return tuple(
+        Check(name, choice, tuple(some), tuple(said))
+        for (name, choice), some, said in zip(choices.items(), damage, loss, strict=True)
+    )

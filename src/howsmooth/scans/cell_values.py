@@ -1,0 +1,139 @@
+"""The numbers of a cell: value and ends, what proves more, and why it is rough."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AttentionMap, Composite
+from howsmooth.bounds import CATALOGUE, get, setting
+from howsmooth.bounds.catalogue import upper_bounds
+from howsmooth.models import Targets
+from howsmooth.norms import Measurement
+from howsmooth.norms.explanation import explain
+from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.scans.plan import Batch, Cell, Settings
+
+Numbers = dict[str, Any]
+Reasons = dict[str, Tensor]
+PROVED = "howsmooth.three_path"
+"""The bound that every attention map has at its input."""
+_REASONS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
+PROVED_AROUND = "howsmooth.composed"
+"""The same of attention with something around it."""
+COSTLY = ("howsmooth.local",)
+"""Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
+
+
+def head_numbers(attention: AttentionMap | Composite, x: Tensor, settings: Settings) -> list[Numbers]:
+    """The numbers of every head, measured together.
+
+    >>> import howsmooth as hs
+    >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    >>> rows = head_numbers(hs.SelfAttention.random(8, heads=2), x, Settings())
+    >>> [row["lower"] <= row["value"] <= row["upper"] <= 1.1 * row["proved"] for row in rows]
+    [True, True]
+    """
+    begun = time.perf_counter()
+    total, reasons = _measured(attention, x, settings, per_head=True)
+    bounds = _bounds(attention, x, settings, per_head=True)
+    seconds = (time.perf_counter() - begun) / attention.heads
+    return [_numbers(total, (head,), x, seconds, reasons, bounds[head]) for head in range(attention.heads)]
+
+
+def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) -> Numbers:
+    """The numbers of one map: an attention block with its bounds and paths, or any function with its value alone."""
+    begun = time.perf_counter()
+    if isinstance(f, AttentionMap | Composite):
+        total, reasons = _measured(f, x, settings, per_head=False)
+        (bounds,) = _bounds(f, x, settings, per_head=False)
+    else:
+        total, reasons, bounds = measure(f, x, **_solver(settings)), {}, {}
+    return _numbers(total, (), x, time.perf_counter() - begun, reasons, bounds)
+
+
+def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tuple[Cell, Numbers]]:
+    """The cells of a batch with their numbers.
+
+    All heads of a layer are measured even if some are asked for: their random starts are drawn together, and a number
+    must not depend on what else is asked for.
+    """
+    if batch.what == "head":
+        assert batch.layer is not None
+        site = targets.site(batch.layer)
+        of_heads = head_numbers(site.attention, site.x, settings)
+        return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
+    numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
+    return [(cell, numbers) for cell in batch.cells()]
+
+
+def _solver(settings: Settings) -> dict[str, Any]:
+    return {"rtol": settings.rtol, "seed": settings.seed, "confidence": settings.confidence}
+
+
+def _measured(
+    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+) -> tuple[Measurement, Reasons]:
+    """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
+    if not settings.explain:
+        return (measure_heads if per_head else measure)(attention, x, **_solver(settings)), {}
+    story = explain(attention, x, per_head=per_head, influence=False, **_solver(settings))
+    sink, sink_token, entropy = story.sink, story.sink_token, story.entropy
+    if not per_head:
+        strongest = sink.argmax()
+        sink, sink_token, entropy = sink[strongest], sink_token[strongest], entropy.mean()
+    paths = story.value_path.value, story.score_path.value
+    return story.total, dict(zip(_REASONS, (*paths, story.value_share, sink, sink_token, entropy), strict=True))
+
+
+def _bounds(
+    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+) -> list[dict[str, float]]:
+    """Upper bounds on the 2-norm by name, for every head or for the block."""
+    where = setting(attention, x=x)
+    wanted = [] if settings.bounds == "none" else [get(PROVED), get(PROVED_AROUND)]
+    if settings.bounds in ("cheap", "all"):
+        wanted = [b for b in CATALOGUE.values() if settings.bounds == "all" or b.name not in COSTLY]
+    bounds = upper_bounds(where, per_head=per_head, among=wanted)
+    values = {name: bound.reshape(-1).tolist() for name, bound in bounds.items()}
+    count = attention.heads if per_head else 1
+    return [{name: of_map[number] for name, of_map in values.items()} for number in range(count)]
+
+
+def _numbers(
+    total: Measurement, index: tuple[int, ...], x: Tensor, seconds: float, reasons: Reasons, bounds: dict[str, float]
+) -> Numbers:
+    """The columns of a store for the map at one index of a measurement."""
+    others = {name: _finite(value) for name, value in bounds.items() if name not in (PROVED, PROVED_AROUND)}
+    return {
+        "value": float(total.value[index]),
+        "lower": float(total.lower[index]),
+        "upper": _finite(float(total.upper[index])),
+        "relative": None if total.relative is None else _finite(float(total.relative[index])),
+        "confidence": total.confidence,
+        "converged": bool(total.converged[index]),
+        "proved": _finite(bounds.get(PROVED, bounds.get(PROVED_AROUND, math.inf))),
+        "bounds": json.dumps(others),
+        "radius": float(torch.linalg.vector_norm(x.double(), dim=-1).max()),
+        **{name: reasons[name][index].item() if reasons else None for name in _REASONS},
+        "dtype": str(total.dtype).removeprefix("torch."),
+        "seconds": seconds,
+        "input_energy": None if total.right is None else _energies(total.right[index]),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """None for a bound that says nothing."""
+    return value if math.isfinite(value) else None
+
+
+def _energies(vector: Tensor) -> str:
+    """|v_j|² of every token in six digits, as JSON."""
+    energy: Sequence[float] = vector.double().square().sum(-1).tolist()
+    return json.dumps([float(f"{share:.6g}") for share in energy])

@@ -1,0 +1,248 @@
+"""What a scan will take: from n, d and heads, and a few batches that are measured to find the machine's constants.
+
+A batch at n tokens of width d works on its projections, n·d² multiplications, and on its scores, n²·d, in as many
+products as the solver asks for; there is a cost per call beside. So its time is
+
+    t(n) = a + b·n·d² + c·n²·d,   a, b, c ≥ 0,
+
+for every kind of map with constants of its own, found by least squares from two or three short lengths. Reading a
+window is modelled in the same way. What the formula does not know (how many products a head takes) is averaged over
+the layers that are tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from howsmooth._util.validation import Count, check_numbers, door
+from howsmooth.models import OpenModel, Targets, Window
+from howsmooth.scans.cell_values import measure_batch
+from howsmooth.scans.memory_checks import least_bytes
+from howsmooth.scans.plan import Batch, Settings
+from howsmooth.scans.units import split
+
+_LONGEST = 256
+"""Tokens up to which lengths are tried; longer ones are extrapolated."""
+_LAYERS = 3
+_READ = "reading"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: its width, heads and layers."""
+
+    width: int
+    heads: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: OpenModel) -> Sizes:
+        """As its configuration says; 1 where it says nothing."""
+        config: Any = model.model.config
+        names = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        sizes = [getattr(config, name, None) for name in names]
+        return cls(*(size if isinstance(size, int) else 1 for size in sizes))
+
+
+@dataclass(frozen=True)
+class CostLaw:
+    """Seconds as a function of n: t(n) = a + b·n·d² + c·n²·d.
+
+    >>> law = CostLaw.fitted([(n, 0.001 + n * 1e-4) for n in (8, 16, 32)], width=10)
+    >>> round(law(64), 4)
+    0.0074
+    """
+
+    constants: tuple[float, float, float]
+    width: int
+
+    @classmethod
+    def fitted(cls, samples: Sequence[tuple[int, float]], width: int) -> CostLaw:
+        """The law of lengths and their seconds that fits relative to each time, so that short lengths count too."""
+        times = np.array([seconds for _, seconds in samples]).clip(1e-9)
+        features = np.array([_features(n, width) for n, _ in samples]) / times[:, None]
+        scale = np.linalg.norm(features, axis=0)
+        constants, _ = nnls(features / scale, np.ones(len(times)))
+        return cls(tuple((constants / scale).tolist()), width)
+
+    def __call__(self, n: int) -> float:
+        return float(np.dot(self.constants, _features(n, self.width)))
+
+
+def _features(n: int, width: int) -> tuple[float, float, float]:
+    return 1.0, float(n) * width**2, float(n) ** 2 * width
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan will take.
+
+    Attributes:
+        cells, units: how many numbers, in how many pieces of work.
+        seconds: of one worker for all of it; measuring and reading, without starting Python and opening the model.
+        longest: the seconds of the longest unit, below which no number of workers gets.
+        memory: bytes of one worker.
+        workers: for how many the units were cut.
+    """
+
+    cells: int
+    units: int
+    seconds: float
+    longest: float
+    memory: int
+    workers: int
+
+    @property
+    def wall(self) -> float:
+        """Seconds with all workers at work, at the least."""
+        return max(self.longest, self.seconds / self.workers)
+
+    def __str__(self) -> str:
+        with_all = f", {in_words(self.wall)} with {self.workers} workers" if self.workers > 1 else ""
+        return (
+            f"{self.cells} cells in {self.units} units; predicted {in_words(self.seconds)} of one worker{with_all}, "
+            f"{self.memory / 1e9:.2g} GB of memory each"
+        )
+
+    def against(self, seconds: float) -> str:
+        """The prediction beside what it took."""
+        return (
+            f"predicted {in_words(self.seconds)}, took {in_words(seconds)} of workers' time "
+            f"({100 * (self.seconds / max(seconds, 1e-9) - 1):+.0f} %)"
+        )
+
+
+def predict(
+    model: OpenModel,
+    plan: Sequence[Batch],
+    cut: dict[int, list[Window]],
+    settings: Settings,
+    workers: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Prediction:
+    """What a plan will take on this machine, after a short calibration on batches of its own."""
+    laws = calibrated(model, plan, cut, settings, clock)
+    units = split(plan, workers)
+    times = [laws[_READ](unit[0].length) + sum(laws[batch.what](batch.length) for batch in unit) for unit in units]
+    longest = max((batch.length for batch in plan), default=1)
+    sizes = Sizes.of(model)
+    memory = peak_bytes() + 3 * least_bytes(longest, sizes.heads, sizes.width, sizes.layers) // 2
+    cells = sum(len(batch.heads) for batch in plan)
+    return Prediction(cells, len(units), math.fsum(times), max(times, default=0.0), memory, workers)
+
+
+def calibrated(
+    model: OpenModel,
+    plan: Sequence[Batch],
+    cut: dict[int, list[Window]],
+    settings: Settings,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, CostLaw]:
+    """The law of every kind of map in a plan, and that of reading a window."""
+    width = Sizes.of(model).width
+    planned = sorted({batch.length for batch in plan})
+    short = [n for n in planned if n <= _LONGEST]
+    lengths = sorted({*short[:1], *short[-1:]} | {n for n in (16, 64, 128) if n < planned[-1]})
+    times: dict[str, list[tuple[int, float]]] = {}
+    for n in [lengths[0], *lengths]:  # the first is a warm-up and is not counted
+        window = cut[n][0] if n in cut else _cut_short(cut[planned[-1]][0], n)
+        begun = clock()
+        targets = Targets(model, window)
+        targets.read(maps=any(batch.what in ("head", "attention") for batch in plan))
+        seen = {_READ: [clock() - begun]}
+        for batch in _samples(plan):
+            begun = clock()
+            measure_batch(targets, batch, settings)
+            seen.setdefault(batch.what, []).append(clock() - begun)
+        times |= {what: [*times.get(what, []), (n, sum(all_) / len(all_))] for what, all_ in seen.items()}
+    return {what: CostLaw.fitted(samples[1:], width) for what, samples in times.items()}
+
+
+@door
+def makespan(seconds: Sequence[float], workers: Count, start: float = 0.0) -> float:
+    """When the last of some workers is done that take units from one queue, each as soon as it is free.
+
+    Graham (1969): at most (2 − 1/m) times what the best order would give.
+
+    Args:
+        seconds: of the units, in the order of the queue.
+        start: what every worker takes before its first unit: Python, and the model.
+
+    >>> makespan([3, 3, 2, 2, 2], workers=2)
+    7.0
+    """
+    check_numbers(list(seconds), "seconds")
+    free = [start] * min(workers, max(1, len(seconds)))
+    for unit in seconds:
+        heapq.heapreplace(free, free[0] + unit)
+    return float(max(free))
+
+
+def _samples(plan: Sequence[Batch]) -> list[Batch]:
+    """A few batches of every kind, from the first layer to the last."""
+    chosen: list[Batch] = []
+    for what in dict.fromkeys(batch.what for batch in plan):
+        first = plan[0] if plan[0].what == what else next(batch for batch in plan if batch.what == what)
+        same = [batch for batch in plan if (batch.what, batch.length, batch.window) == (what, first.length, 0)]
+        step = max(1, -(-len(same) // _LAYERS))
+        chosen += same[::step]
+    return chosen
+
+
+def _cut_short(window: Window, length: int) -> Window:
+    """The beginning of a window of tokens."""
+    return Window(window.ids[:, :length], window.tokens[:length], window.start)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def in_words(seconds: float) -> str:
+    """A time as one would say it.
+
+    >>> in_words(0.25), in_words(75), in_words(7300), in_words(400_000)
+    ('0.25 s', '1.2 min', '2 h', '4.6 days')
+    """
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= size * (2 if unit == "days" else 1):
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def sbatch_script(command: Sequence[str], prediction: Prediction, shards: int, threads: int, out: str) -> str:
+    """A script for SLURM: one task of an array for every shard, and what joins them.
+
+    The time asked for is twice the prediction and ten minutes: what a scheduler stops is lost.
+    """
+    from shlex import join, quote
+
+    minutes = 10 + math.ceil(2 * prediction.seconds / shards / 60)
+    parts = out.removesuffix(".sqlite")
+    scan = join([*command, "--threads", str(threads), "--shard", "slurm"])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "#SBATCH --job-name=howsmooth",
+            f"#SBATCH --array=1-{shards}",
+            f"#SBATCH --cpus-per-task={threads}",
+            f"#SBATCH --mem={math.ceil(1.25 * prediction.memory / 2**20)}M",
+            f"#SBATCH --time={minutes}",
+            f"{scan} --out {quote(parts)}-$SLURM_ARRAY_TASK_ID.sqlite",
+            f"# when all have ended: howsmooth merge {quote(parts)}-*.sqlite --out {quote(parts)}.sqlite",
+        ]
+    )

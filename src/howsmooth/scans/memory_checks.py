@@ -1,0 +1,57 @@
+"""Whether a window fits in memory: said before it is read where sizes tell, and in one sentence where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from howsmooth._util.common import out_of_memory
+from howsmooth.errors import InvalidInput
+from howsmooth.models import OpenModel
+from howsmooth.models.size_checks import free_bytes
+
+_FLOAT = 4
+
+
+def least_bytes(length: int, heads: int, width: int, layers: int) -> int:
+    """What reading n tokens takes at least.
+
+    A layer holds its h·n² logits while it makes weights of them, and every layer's n·d tokens are kept.
+
+    >>> least_bytes(length=1000, heads=10, width=100, layers=2)
+    80800000
+    """
+    return _FLOAT * (2 * heads * length**2 + layers * length * width)
+
+
+def check_fits(model: OpenModel, length: int, free: int | None = None) -> None:
+    """Refuse a window that cannot fit.
+
+    Args:
+        model, length: what reads how many tokens.
+        free: bytes; by default what the machine has.
+    """
+    config: Any = model.model.config
+    sizes = [getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")]
+    heads, width, layers = (size if isinstance(size, int) else 1 for size in sizes)
+    needed, there = least_bytes(length, heads, width, layers), free_bytes() if free is None else free
+    if needed > there:
+        raise InvalidInput(
+            f"n = {length} does not fit in memory: the logits of one layer with {heads} heads take at least "
+            f"{needed / 1e9:.3g} GB, and {there / 1e9:.3g} GB are free. Ask for shorter lengths."
+        )
+
+
+@contextmanager
+def fitting(length: int) -> Iterator[None]:
+    """One sentence for what runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise InvalidInput(
+                f"n = {length} does not fit in memory: ask for shorter lengths, or for less at once with --what and "
+                "--layers. What a store has kept stays there."
+            ) from error
+        raise

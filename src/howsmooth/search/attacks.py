@@ -1,0 +1,126 @@
+r"""ℓ2 attacks on a classifier: the smallest move found that changes a class, and the worst found inside a ball.
+
+Both are upper bounds on what can be certified. *Minimal norm*: decoupled direction and norm [1]_; δ follows the unit
+gradient of the margin m = logit of the label − largest other, its length shrinks by a factor where the class has
+changed and grows where it has not. *Projected gradient*: unit steps down the margin in the ball, from random starts.
+
+.. [1] J. Rony et al., *Decoupling direction and norm for efficient gradient-based L2 adversarial attacks and defenses*,
+   CVPR 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth._util.validation import Count, NotNegative, Seed, door
+from howsmooth.errors import InvalidInput
+
+Model = Callable[[Tensor], Tensor]
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What an attack found for every input.
+
+    Attributes:
+        distance: ℓ2 distance to the nearest point found with another class, ∞ where none was, ``(batch,)``.
+        margin: the least margin met, ``(batch,)``. point: where it was met, or the nearest point found.
+    """
+
+    distance: Tensor
+    margin: Tensor
+    point: Tensor
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logit of each label less the largest other, ``(batch,)``.
+
+    >>> margins(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1]))
+    tensor([1.])
+    """
+    here = torch.nn.functional.one_hot(labels, logits.shape[-1]).bool()
+    return logits[here] - logits.masked_fill(here, -torch.inf).amax(-1)
+
+
+@door
+def minimal_norm_attack(model: Model, x: Tensor, labels: Tensor, steps: Count = 200, decay: float = 0.05) -> Attack:
+    """The nearest point found at which the class is not the label, for a batch of inputs ``(batch, …)``.
+
+    >>> line = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    >>> attack = minimal_norm_attack(lambda x: x @ line.mT, torch.tensor([[0.5, 0.0]]), torch.tensor([0]))
+    >>> 0.5 <= float(attack.distance) < 0.51
+    True
+    """
+    _check(x, labels)
+    shape = [-1, *[1] * (x.dim() - 1)]
+    delta = torch.zeros_like(x)
+    length = torch.full((len(x),), 1.0, dtype=x.dtype, device=x.device)
+    best = torch.full_like(length, torch.inf)
+    point, least = x.clone(), torch.full_like(length, torch.inf)
+    for step in range(steps):
+        margin, gradient = _slope(model, x + delta, labels)
+        size = delta.flatten(1).norm(dim=1)
+        changed = margin <= 0
+        nearer = changed & (size < best)
+        best, point = torch.where(nearer, size, best), torch.where(nearer.reshape(shape), x + delta, point)
+        least = torch.minimum(least, margin)
+        shrink = decay * (1 - step / steps) + 0.002
+        length = torch.where(changed, torch.minimum(size, best) * (1 - shrink), length * (1 + shrink))
+        stride = length * (0.5 * (1 - step / steps) + 0.02)
+        delta = delta - gradient * stride.reshape(shape)
+        delta = delta * (length / delta.flatten(1).norm(dim=1).clamp_min(_TINY)).reshape(shape)
+    return Attack(best, least, point)
+
+
+@door
+def projected_attack(
+    model: Model,
+    x: Tensor,
+    labels: Tensor,
+    radius: NotNegative | Tensor,
+    steps: Count = 40,
+    starts: Count = 2,
+    seed: Seed = 0,
+) -> Attack:
+    """The least margin found within ``radius`` of each input, one number or one for each."""
+    _check(x, labels)
+    generator = torch.Generator().manual_seed(seed)
+    shape = [-1, *[1] * (x.dim() - 1)]
+    reach = torch.as_tensor(radius, dtype=x.dtype).expand(len(x))
+    least, point = torch.full_like(reach, torch.inf), x.clone()
+    for start in range(starts):
+        delta = torch.zeros_like(x)
+        if start:
+            delta = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            delta = delta * (reach / delta.flatten(1).norm(dim=1)).reshape(shape)
+        for step in range(steps + 1):
+            margin, gradient = _slope(model, x + delta, labels)
+            lower = margin < least
+            least, point = torch.where(lower, margin, least), torch.where(lower.reshape(shape), x + delta, point)
+            stride = reach * (1.0 - step / (steps + 1))
+            delta = delta - gradient * stride.reshape(shape)
+            delta = delta * (reach / delta.flatten(1).norm(dim=1).clamp_min(_TINY)).clamp_max(1.0).reshape(shape)
+    away = (point - x).flatten(1).norm(dim=1)
+    return Attack(torch.where(least <= 0, away, torch.inf), least, point)
+
+
+def _slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The margins and their unit gradients."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        margin = margins(model(x), labels)
+        (gradient,) = torch.autograd.grad(margin.sum(), x)
+    size = gradient.flatten(1).norm(dim=1).clamp_min(_TINY)
+    return margin.detach(), gradient / size.reshape([-1, *[1] * (x.dim() - 1)])
+
+
+def _check(x: Tensor, labels: Tensor) -> None:
+    if x.dim() < 2 or labels.shape != x.shape[:1] or labels.is_floating_point():
+        raise InvalidInput(
+            f"a batch of inputs and a whole number for each are needed, got {tuple(x.shape)} and {tuple(labels.shape)}."
+        )

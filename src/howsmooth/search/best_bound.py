@@ -1,0 +1,54 @@
+"""The upper end on a set: the smallest number that a theorem of the catalogue gives there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from howsmooth.attention import map_of
+from howsmooth.bounds.bound_table import Row, compared_with
+from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
+from howsmooth.bounds.question_setting import setting
+from howsmooth.sets import InputSet, Neighbourhood
+
+Function = Callable[[Tensor], Tensor]
+
+
+def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head: int | None = None) -> Row | None:
+    """The smallest upper bound of the catalogue that holds for n tokens on the whole set; None when none applies.
+
+    >>> import howsmooth as hs, torch
+    >>> from howsmooth.sets import Ball
+    >>> tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0)).written
+    '≤ 6.437'
+    """
+    attention = map_of(f, n) or f
+    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
+        return None
+    tokens = over.token_set(int(attention.in_features))  # type: ignore[arg-type]
+    if isinstance(over, Neighbourhood):  # a ball per token holds the ball of all tokens together
+        where = setting(attention, x=over.x, eps=over.eps, tokens=tokens)
+    else:
+        where = setting(attention, n=n, tokens=tokens)
+    least = least_upper_bound(where, norm, head=head, scopes=("neighbourhood", *ON_SETS))
+    if least is None:
+        return None
+    bound, value = least
+    return Row(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
+
+
+def not_passed(upper: Row | None, reached: float) -> Row | None:
+    """The upper end with its ratio to what a witness reaches, or `ContradictedBound` when the witness passes it.
+
+    >>> import howsmooth as hs, torch
+    >>> from howsmooth.sets import Ball
+    >>> upper = tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0))
+    >>> not_passed(upper, 6.5)
+    Traceback (most recent call last):
+    howsmooth.bounds.bound_table.ContradictedBound: howsmooth.mean_field says ... at most 6.43656, but the witness ...
+    """
+    if upper is None:
+        return None
+    lower = Row("the witness", reached, "lower", upper.norm, "point", "", "", head=upper.head)
+    return compared_with(upper, [lower])

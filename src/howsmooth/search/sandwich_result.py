@@ -1,0 +1,163 @@
+"""The result of a search for both ends: cells with a lower and an upper end, as rows, table and figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import rich.box
+import rich.table
+
+from howsmooth._util.common import rounded
+from howsmooth._util.optional_deps import need
+from howsmooth.bounds.bound_table import Row
+from howsmooth.search.witness import Witness
+from howsmooth.sets import InputSet
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Both ends for one number of tokens on one set.
+
+    Attributes:
+        n: number of tokens.
+        over: the set.
+        witness: an input of the set and the norm of the Jacobian there, the lower end.
+        upper: the smallest upper bound that holds on the set; None when no theorem applies.
+        centre: the norm of the Jacobian at the centre of a neighbourhood.
+        file: where the witness is kept.
+    """
+
+    n: int
+    over: InputSet
+    witness: Witness
+    upper: Row | None = None
+    centre: float | None = None
+    file: Path | None = None
+
+    @property
+    def lower(self) -> float:
+        """L: the norm of the Jacobian at the witness."""
+        return self.witness.value
+
+    @property
+    def start(self) -> str:
+        """The start that led to the witness."""
+        return "an earlier witness" if self.witness.start.startswith("given") else self.witness.start
+
+    @property
+    def size(self) -> float | None:
+        """R, or ε of a neighbourhood; None for a set that has neither."""
+        return size_of(self.over)
+
+    @property
+    def ratio(self) -> float | None:
+        """U / L; None when one of them says nothing."""
+        if self.upper is None or self.upper.vacuous or not self.lower > 0:
+            return None
+        return self.upper.value / self.lower
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python for JSON; an upper bound that overflows is None with ``"vacuous": True``."""
+        upper = None if self.upper is None else self.upper.to_dict()
+        return {
+            "n": self.n,
+            "size": self.size,
+            "over": self.over.describe(),
+            "norm": "inf" if math.isinf(self.witness.norm) else int(self.witness.norm),
+            "head": self.witness.head,
+            "lower": self.lower,
+            "start": self.start,
+            "stopped": self.witness.stopped,
+            "upper": None if upper is None else upper["value"],
+            "vacuous": False if upper is None else upper["vacuous"],
+            "bound": None if self.upper is None else self.upper.name,
+            "scope": None if self.upper is None else self.upper.scope,
+            "ratio": self.ratio,
+            "centre": self.centre,
+            "converged": bool(self.witness.measurement.converged.all()),
+            "seconds": self.witness.seconds,
+            "file": None if self.file is None else str(self.file),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Sandwich(Sequence[Cell]):
+    """Both ends of the Lipschitz constant, one `Cell` for each set and number of tokens.
+
+    Attributes:
+        cells: in the order in which they were searched.
+        interrupted: whether Ctrl-C ended the search; the last cell then holds the best input found until then.
+    """
+
+    cells: tuple[Cell, ...]
+    interrupted: bool = False
+
+    @overload
+    def __getitem__(self, index: int) -> Cell: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Cell, ...]: ...
+    def __getitem__(self, index: int | slice) -> Cell | tuple[Cell, ...]:
+        return self.cells[index]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain Python for JSON."""
+        return [cell.to_dict() for cell in self.cells]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One line per cell."""
+        pd = need("pandas", "a data frame")
+
+        return pd.DataFrame([row | {"over": row["over"]["set"]} for row in self.to_dict()])
+
+    def figure(self) -> Figure:
+        """L ≤ Lip ≤ U against n and against the size of the set; see `howsmooth.reports.figures.sandwich_figure`."""
+        from howsmooth.reports.figures.sandwich_figure import sandwich_figure
+
+        return sandwich_figure(self)
+
+    def __rich__(self) -> rich.table.Table:
+        near = any(cell.centre is not None for cell in self.cells)
+        shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("n", "set", *["at its centre"] * near, "lower bound (witness)", "upper bound (theorem)", "ratio"):
+            shown.add_column(name, justify="right" if name in ("n", "ratio") else "left")
+        for cell in self.cells:
+            centre = "" if cell.centre is None else f"≈ {rounded(cell.centre, digits=4)}"
+            upper = "none applies" if cell.upper is None else f"{cell.upper.written} ({cell.upper.name})"
+            ratio = "–" if cell.ratio is None else rounded(cell.ratio, ROUND_CEILING, 3)
+            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)} ({cell.start})"
+            shown.add_row(str(cell.n), in_words(cell.over), *[centre] * near, lower, upper, ratio)
+        return shown
+
+
+def in_words(over: InputSet) -> str:
+    """The set in a few characters.
+
+    >>> from howsmooth.sets import Ball
+    >>> in_words(Ball(2.0))
+    '|x| ≤ 2'
+    """
+    said = over.describe()
+    kind, size = said["set"], size_of(over)
+    if kind == "neighbourhood":
+        return f"{'each token' if said['per_token'] else 'all tokens'} within {size:.4g}"
+    if kind in ("ball", "sphere"):
+        return f"|x| {'≤' if kind == 'ball' else '='} {size:.4g}"
+    return str(said.get("origin", kind)) + ("" if size is None else f" (|x| ≤ {size:.4g})")
+
+
+def size_of(over: InputSet) -> float | None:
+    """R, or ε of a neighbourhood; None for a set that has neither."""
+    said = over.describe()
+    return said.get("radius", said.get("eps"))

@@ -1,0 +1,94 @@
+"""What a search brings back: an input, its local Lipschitz constant, and how it was found."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from howsmooth._util.common import write_whole
+from howsmooth._util.display import card
+from howsmooth._util.validation import NotNegative, Size, check_path, door
+from howsmooth.norms import Measurement
+from howsmooth.search import witness_files
+
+Stopped = Literal["steps", "seconds", "interrupted", "settled", "running"]
+
+
+@dataclass(frozen=True, eq=False)
+class Witness:
+    """An input on which a map is rough: ``value`` is a lower bound on its Lipschitz constant over the set.
+
+    Attributes:
+        x: the input, ``(n, d)``, float64.
+        value: ‖J(x)‖, measured anew at x in float64.
+        measurement: that measurement, with its singular vectors.
+        norm: 2 or inf.
+        head: which head of the map, or None for the whole of it.
+        over: the set searched, as plain Python.
+        start: the start that led here.
+        history: the best value after each step.
+        seed, steps, seconds: of the search; steps is how many were made.
+        stopped: why it ended: "steps", "seconds", "interrupted", "settled", or "running" in a file that a search still
+            writes to.
+        ids: token ids, for sequences of embeddings.
+        source: how the map was made, when the command line made it.
+    """
+
+    x: Tensor
+    value: NotNegative
+    measurement: Measurement
+    norm: float
+    head: Size | None
+    over: dict[str, Any]
+    start: str
+    history: list[float]
+    seed: int
+    steps: Size
+    seconds: NotNegative
+    stopped: Stopped
+    ids: Tensor | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        n, d = self.x.shape
+        norm = "‖J‖_∞" if self.norm == math.inf else "‖J‖₂"
+        return f"Witness({norm} = {self.value:.6g} at {n} × {d}, from {self.start!r}, {self.steps} steps)"
+
+    def _repr_html_(self) -> str:
+        facts = [("over", str(self.over.get("set", "the set"))), ("from", self.start), ("ended by", self.stopped)]
+        return card(repr(self), facts, ["A lower bound on the Lipschitz constant over the set: this input attains it."])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, all of it or nothing.
+
+        >>> import howsmooth as hs, tempfile
+        >>> from howsmooth.search import worst_case
+        >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
+        >>> witness = worst_case(head, 4, radius=1.0, starts=1, steps=5)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     witness.save(folder + "/w.safetensors")
+        ...     Witness.load(folder + "/w.safetensors").value == witness.value
+        True
+        """
+        m = self.measurement
+        history = torch.tensor(self.history, dtype=torch.float64)
+        tensors = {"x": self.x, "history": history, "ids": self.ids, "left": m.left, "right": m.right}
+        story = {name: getattr(self, name) for name in ("value", "head", "over", "start", "seed", "steps", "seconds")}
+        story |= {
+            "stopped": self.stopped,
+            "source": self.source,
+            "norm": "inf" if self.norm == math.inf else 2,
+            "measurement": {name: said for name, said in m.to_dict().items() if name != "relative"},
+        }
+        write_whole(check_path(path, "path"), witness_files.content(tensors, story))
+
+    @classmethod
+    @door
+    def load(cls, path: str | os.PathLike[str]) -> Witness:
+        """Read a file that `save` wrote; one clear error for anything else."""
+        return witness_files.read(check_path(path, "path"), cls)

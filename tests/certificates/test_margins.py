@@ -1,0 +1,238 @@
+"""Networks of several layers: exact lines, remainders that hold, radii that no attack enters, broken proofs caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import howsmooth as hs
+from evidence.deep_networks import attacked, cases, draw_network, left_over
+from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceClassifier, certified_margins
+from howsmooth.certificates.network import margins as deep
+from howsmooth.certificates.network.affine_form import spectral_ceiling
+from howsmooth.certificates.network.attention_remainder import AttentionRemainder
+from howsmooth.certificates.network.margins import Linearised
+from howsmooth.certificates.network.parts_ir import BendPart, LinearPart, Part, PoolPart, read_network
+from howsmooth.certificates.network.taylor_remainders import BendRemainder, DivisionRemainder
+from howsmooth.errors import InvalidInput, UnsupportedModel
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_and_slopes_are_those_of_the_network(seed: int) -> None:
+    case = draw_network(seed)
+    n = len(case.x)
+    lines = Linearised(read_network(case.network, n), case.network.placed(case.x), range(n))
+    torch.testing.assert_close(lines.logits, case.network(case.x), rtol=1e-12, atol=1e-12)
+    jacobian = torch.autograd.functional.jacobian(case.network, case.x)
+    torch.testing.assert_close(lines.stream.slopes[0][0], jacobian, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_no_attack_inside_a_radius_changes_the_class_or_passes_the_bound(seed: int) -> None:
+    found = attacked(draw_network(seed), starts=3, steps=12)
+    assert found.radius > 0
+    assert found.inside > 0
+    assert found.radius <= found.nearest
+    assert found.excess <= 1e-12
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, kind: type, change: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Replace the ends a remainder gives."""
+    sound = kind.numbers
+    monkeypatch.setattr(kind, "numbers", lambda self, reach: change(self, *sound(self, reach)))
+
+
+def passed(seeds: range) -> float:
+    """By how much true remainders pass their bounds, at most."""
+    return max(left_over(draw_network(seed), draws=8) for seed in seeds)
+
+
+@pytest.mark.slow
+def test_every_remainder_stays_within_its_bound() -> None:
+    assert passed(range(6)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AttentionRemainder, BendRemainder, DivisionRemainder])
+def test_a_remainder_taken_as_nothing_is_caught(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Unstable neurons taken as stable, a second derivative dropped."""
+    broken(monkeypatch, kind, lambda _, lower, upper: (0 * lower, 0 * upper))
+    assert passed(range(6)) > 1e-4
+
+
+@pytest.mark.slow
+def test_half_of_the_moves_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from howsmooth.certificates.network import attention_remainder, taylor_remainders
+
+    for module in (attention_remainder, taylor_remainders):
+        monkeypatch.setattr(module, "moved_by", lambda rows, reach: 0.5 * rows @ reach[: rows.shape[-1]])
+    assert passed(range(6)) > 1e-4
+
+
+def test_a_planted_counter_example_just_outside_is_met() -> None:
+    """A linear network has an exact radius: certified up to it, to one in a thousand, and not beyond."""
+    net = SequenceClassifier([nn.Identity()], nn.Linear(4, 2), pool="first").double()
+    with torch.no_grad():
+        net.classes.weight.copy_(torch.tensor([[3.0, 0, 4, 0], [0, 0, 0, 0]]))  # type: ignore[union-attr, operator]
+        net.classes.bias.copy_(torch.tensor([1.0, 0.0]))  # type: ignore[union-attr, operator]
+    proof = hs.certify(net, torch.zeros(3, 4, dtype=torch.float64), 0, tokens=[0])
+    assert 0.2 * 0.998 < proof.radius < 0.2
+    for norm, exact in ((torch.inf, 1 / 7), (1, 1 / 4)):
+        found = hs.certify(net, torch.zeros(3, 4, dtype=torch.float64), 0, tokens=[0], norm=norm).radius
+        assert exact * 0.998 < found < exact
+
+
+def test_a_kink_just_outside_is_met() -> None:
+    """Margin 1 − 10·relu(z − ½): the class changes at z = 0.6, the gradient at the input is zero."""
+    net = SequenceClassifier([nn.Linear(1, 1), nn.ReLU()], nn.Linear(1, 2)).double()
+    with torch.no_grad():
+        for tensor, values in zip(net.parameters(), ([[1.0]], [-0.5], [[-10.0], [0.0]], [1.0, 0.0]), strict=True):
+            tensor.copy_(torch.tensor(values))
+    assert 0.59 < hs.certify(net, torch.zeros(1, 1, dtype=torch.float64), 0).radius < 0.6
+
+
+@pytest.mark.slow
+def test_one_word_gets_a_larger_radius_than_all_and_ids_equal_their_vectors() -> None:
+    case = draw_network(3)
+    net = SequenceClassifier(
+        list(case.network.layers), case.network.classes, nn.Embedding(11, case.x.shape[1]).double()
+    )
+    ids = torch.tensor([4, 1, 7])
+    label = int(net(ids).argmax())
+    one, every = (hs.certify(net, ids, label, tokens=tokens).radius for tokens in ([1], None))
+    assert 0 < every < one
+    assert one == hs.certify(net, net.embed(ids).detach(), label, tokens=[1]).radius
+    together = hs.certify(net, ids, label, ball="frobenius").radius
+    assert every < together <= one
+
+
+def test_standard_encoders_are_read() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, activation="gelu", norm_first=True, batch_first=True)
+    net = SequenceClassifier([layer], nn.Linear(8, 3), pool="first").double().eval()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    lines = Linearised(read_network(net, 5), x, [0])
+    torch.testing.assert_close(lines.logits, net(x[None])[0], rtol=1e-9, atol=1e-9)
+    assert hs.certify(net, x, int(net(x[None]).argmax()), tokens=[0]).radius > 0
+
+
+def test_what_cannot_be_certified_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw_network(0)
+    net, x = case.network, case.x
+    predicted = int(net(x).argmax())
+    other = hs.certify(net, x, (predicted + 1) % 3)
+    assert (other.radius, other.predicted) == (0.0, predicted)
+    assert f"is {predicted}" in other.notes[-1]
+    with pytest.raises(InvalidInput, match="one of 3 classes"):
+        hs.certify(net, x, 5)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0, a Tanh, has no certificate"):
+        hs.certify(SequenceClassifier([nn.Tanh()], nn.Linear(4, 2)), x, 0)
+    with pytest.raises(UnsupportedModel, match="soft-cap has no certificate"):
+        hs.certify(SequenceClassifier([hs.SelfAttention.random(4, softcap=2.0)], nn.Linear(4, 2)), x, 0)
+    with pytest.raises(InvalidInput, match="dropout in training mode"):
+        hs.certify(SequenceClassifier([nn.Dropout(0.1)], nn.Linear(4, 2)), x, 0)
+    with pytest.raises(InvalidInput, match="each once"):
+        hs.certify(net, x, predicted, tokens=[])
+    with pytest.raises(InvalidInput, match="no embedding"):
+        hs.certify(net, torch.tensor([1, 2]), 0)
+    with pytest.raises(InvalidInput, match="label"):
+        hs.certify(net, x)  # type: ignore[call-overload]
+    monkeypatch.setattr(deep, "LARGEST", 100)
+    with pytest.raises(InvalidInput, match="GB, more than"):
+        hs.certify(net, x, predicted)
+
+
+def test_half_precision_is_computed_in_double_and_said() -> None:
+    net = SequenceClassifier(
+        [Residual(CentredNorm(4), SelfAttend(nn.MultiheadAttention(4, 2)))], nn.Linear(4, 2)
+    ).eval()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    label = int(net(x).argmax())
+    single, half = hs.certify(net, x, label), hs.certify(net.half(), x.half(), label)
+    assert half.radius == pytest.approx(single.radius, rel=0.05)
+    assert "computed in float64" in half.notes
+
+
+def change(bound: Callable[[], Tensor], weight: Tensor, step: Tensor) -> float:
+    """By how much a bound grows when a weight makes a small step, by the symmetric difference."""
+    with torch.no_grad():
+        weight += step
+        up = bound()
+        weight -= 2 * step
+        down = bound()
+        weight += step
+    return float((up - down) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["torch", "howsmooth"])
+def test_margins_are_differentiable_in_weights_and_tokens(layer: str) -> None:
+    """The bound on the margins at a radius has the derivative of finite differences."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2) if layer == "torch" else hs.nn.DotProductAttention(4, 2)
+    mlp = nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)
+    net = SequenceClassifier(
+        [Residual(nn.LayerNorm(4), SelfAttend(attention)), Residual(CentredNorm(4), *mlp)], nn.Linear(4, 3)
+    )
+    net, x = net.double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = {name: p for name, p in net.named_parameters() if p.dim() == 2} | {"x": x}
+
+    def bound() -> Tensor:
+        return certified_margins(net, x, 0, 0.05)[1:].sum()
+
+    slopes = torch.autograd.grad(bound(), list(weights.values()))
+    for weight, slope in zip(weights.values(), slopes, strict=True):
+        step = 1e-5 * torch.randn_like(weight)
+        assert change(bound, weight, step) == pytest.approx(float((slope * step).sum()), rel=1e-3)
+        assert float(slope.abs().max()) > 0
+
+
+def exact_margin(parts: Sequence[Part], x: Tensor) -> Fraction:
+    """The margin of the first of two classes at one token, in rational numbers."""
+    token = [Fraction(number) for number in x[0].tolist()]
+    for part in parts:
+        match part:
+            case LinearPart(weight, _):
+                token = [sum(Fraction(w) * t for w, t in zip(row, token, strict=True)) for row in weight.tolist()]
+            case BendPart("relu"):
+                token = [max(number, Fraction(0)) for number in token]
+    return token[0] - token[1]
+
+
+@pytest.mark.parametrize("activation", [(), (BendPart("relu"),)])
+def test_margins_at_an_input_are_below_the_exact_ones_where_rounding_is_large(activation: tuple[Part, ...]) -> None:
+    """Large numbers that cancel in the first layer: the margin as computed is off, above the exact one as often as not.
+
+    Where an activation follows, the error comes in through its remainder.
+    """
+    off, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x = 1e6 * (1 + torch.rand(1, 3, generator=generator).double())
+        first = 1 + torch.rand(3, 3, generator=generator).double()
+        first[:, 2] = -(first[:, :2] @ x[0, :2]) / x[0, 2] + 1e-6  # sums of 10⁶ that leave about one
+        last = torch.randn(2, 3, generator=generator).double()
+        parts = (LinearPart(first, None), *activation, LinearPart(last, None), PoolPart("first"))
+        lines = Linearised(parts, x, [0])
+        bound, exact = lines.margins(0, torch.zeros(1, dtype=torch.float64))[1], exact_margin(parts, x)
+        assert Fraction(float(bound)) <= exact
+        off.append(Fraction(float(lines.logits[0] - lines.logits[1])) - exact)
+    assert max(off) > Fraction(1e-11)  # of margins of about one: far more than the last layer rounds
+
+
+def test_spectral_ceiling_is_above_the_norm_and_near_it() -> None:
+    matrices = torch.randn(20, 5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ceiling, exact = spectral_ceiling(matrices), torch.linalg.matrix_norm(matrices, 2)
+    assert bool((ceiling >= exact).all())
+    assert bool((ceiling <= 1.02 * exact).all())
+
+
+@pytest.mark.slow
+def test_cases_cover_every_part() -> None:
+    assert {case.norm for case in cases(40)} == {"mean only", "standard", "rms"}
+    assert {case.activation for case in cases(40)} == {"relu", "gelu", "silu"}
+    assert {case.mask for case in cases(40)} == {"none", "causal", "window", "boolean"}

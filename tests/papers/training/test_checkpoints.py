@@ -1,0 +1,326 @@
+"""Checkpoints come back bit by bit, are never half-written, and damaged ones are refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from evidence.damaged_files import checkpoint_case, outcomes
+from howsmooth._util.checksummed import opened, sealed
+from howsmooth._util.common import digest, write_whole
+from howsmooth.errors import InvalidInput
+from howsmooth.nn.layers.registry import KINDS
+from howsmooth.papers.training import (
+    CharacterModel,
+    Checkpoint,
+    Corpus,
+    Intervals,
+    Result,
+    Settings,
+    evaluate,
+    train,
+    validation,
+)
+from howsmooth.papers.training.journal import Journal
+from howsmooth.papers.training.loop import load_model
+
+FIRST_FORMAT = Path(__file__).parent / "data" / "checkpoint-1.safetensors"
+
+SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
+
+
+def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:
+    model = CharacterModel(SETTINGS, symbols=4)
+    optimiser = torch.optim.AdamW(model.groups(0.0), fused=True)
+    model(torch.tensor([[0, 1, 2, 3]])).square().sum().backward()
+    optimiser.step()
+    return model, optimiser
+
+
+def taken() -> Checkpoint:
+    model, optimiser = trained()
+    return Checkpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], model, optimiser)
+
+
+def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    checkpoint, path = taken(), tmp_path / "c.safetensors"
+    checkpoint.save(path)
+    found = Checkpoint.load(path)
+    assert vars(found) | {"tensors": 0} == vars(checkpoint) | {"tensors": 0}
+    assert found.tensors.keys() == checkpoint.tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
+    assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_restoring_brings_back_model_optimiser_and_random_numbers() -> None:
+    checkpoint = taken()
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model, optimiser = trained()
+    checkpoint.restore(model, optimiser)
+    assert torch.equal(torch.rand(3), expected)
+    again = Checkpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [], model, optimiser)
+    names = [name for name in checkpoint.tensors if name != "random"]
+    assert sum(name.startswith("optimiser.") for name in names) == 3 * sum(1 for _ in model.parameters())
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()}  # the warm start of contractive layers
+    assert buffers
+    assert buffers <= set(names)
+    assert all(torch.equal(again.tensors[name], checkpoint.tensors[name]) for name in names)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "foreign", "pickle"])
+def test_a_damaged_checkpoint_is_refused_and_left_alone(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "c.safetensors"
+    taken().save(path)
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        content[-100] ^= 1
+        path.write_bytes(content)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "text":
+        path.write_text("not a checkpoint " * 50)
+    elif damage == "foreign":
+        save_file({"w": torch.ones(2)}, path)
+    else:
+        torch.save({"step": 7}, path)
+    before = path.read_bytes()
+    with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
+        Checkpoint.load(path)
+    assert path.read_bytes() == before
+
+
+def test_the_header_can_be_read_without_howsmooth(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    taken().save(path)
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    assert json.loads(header["__metadata__"]["howsmooth"])["step"] == 7
+    assert "model.head.weight" in load_file(path)
+
+
+def test_the_tensors_of_another_model_are_refused() -> None:
+    other = CharacterModel(Settings(width=8, heads=2, length=4, batch_tokens=8), symbols=4)
+    with pytest.raises(InvalidInput, match="another model"):
+        taken().restore(other)
+
+
+def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no checkpoint"):
+        Checkpoint.load(tmp_path / "none")
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InvalidInput, match=r"cannot write .*No space left.*--resume"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_missing_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot write"):
+        write_whole(tmp_path / "none" / "file", b"new")
+
+
+def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "rows.jsonl")
+    assert journal.rows() == []
+    journal.add({"step": 1})
+    journal.add({"step": 2})
+    with journal.path.open("a") as file:
+        file.write('{"step": 3, "tr')
+    assert journal.rows() == [{"step": 1}, {"step": 2}]
+    journal.keep(lambda row: row["step"] < 2)
+    journal.add({"step": 2})
+    assert journal.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_damaged_journal_is_said(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{]\n{}\n")
+    with pytest.raises(InvalidInput, match="damaged"):
+        Journal(tmp_path / "rows.jsonl").rows()
+
+
+def test_a_checkpoint_of_the_first_format_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+    """Written at step 5 by the version before; the numbers are those to which that version came."""
+    corpus = Corpus.split("to be or not to be, that is the question " * 20)
+    few = Settings(attention="contractive-2", depth=1, width=4, heads=2, length=4, batch_tokens=16, steps=12, warmup=2)
+    (tmp_path / "checkpoint.safetensors").write_bytes(FIRST_FORMAT.read_bytes())
+    result = train(corpus, few, tmp_path, resume=True, intervals=Intervals(save=5, report=5))
+    assert result.train_bits == pytest.approx(3.8585456565178884, rel=1e-6)
+    assert result.valid_bits == pytest.approx(4.168775873346162, rel=1e-6)
+    assert result.valid_bits == pytest.approx(train(corpus, few).valid_bits, rel=1e-6)
+    assert load_model(tmp_path)[1].step == 12
+
+
+@pytest.mark.parametrize("entry", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1), torch.zeros(0), torch.zeros(9, 9), torch.zeros((), dtype=torch.float64), None, "nan"]
+)
+def test_an_optimiser_that_does_not_fit_is_refused_before_anything_is_written(
+    entry: str, wrong: torch.Tensor | str | None, tmp_path: Path
+) -> None:
+    """The fused optimiser of torch writes past the end of a short tensor."""
+    checkpoint, path = taken(), tmp_path / "c.safetensors"
+    name = f"optimiser.head.weight.{entry}"
+    if wrong is None:
+        del checkpoint.tensors[name]
+    elif isinstance(wrong, str):
+        checkpoint.tensors[name] = torch.full_like(checkpoint.tensors[name], float(wrong))
+    else:
+        checkpoint.tensors[name] = wrong
+    checkpoint.save(path)
+    torch.manual_seed(5)
+    model, optimiser = trained()
+    state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    with pytest.raises(InvalidInput, match=r"optimiser"):
+        Checkpoint.load(path).restore(model, optimiser)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "short", "dtype", "noise", "stranger", "model dtype", "infinite"])
+def test_tensors_that_do_not_fit_are_refused(wrong: str) -> None:
+    checkpoint = taken()
+    tensors = checkpoint.tensors
+    if wrong == "missing":
+        del tensors["random"]
+    elif wrong == "short":
+        tensors["random"] = tensors["random"][:-1]
+    elif wrong == "dtype":
+        tensors["random"] = tensors["random"].float()
+    elif wrong == "noise":
+        tensors["random"] = torch.full_like(tensors["random"], 255)
+    elif wrong == "stranger":
+        tensors["optimiser.no.such.parameter.exp_avg"] = torch.zeros(2)
+    elif wrong == "model dtype":
+        tensors["model.head.weight"] = tensors["model.head.weight"].double()
+    else:
+        tensors["model.head.weight"][0, 0] = float("inf")
+    with pytest.raises(InvalidInput, match="the checkpoint holds"):
+        checkpoint.restore(*trained())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": 31},
+        {"step": -1},
+        {"step": "7"},
+        {"step": None},
+        {"seconds": -1.0},
+        {"seconds": "long"},
+        {"losses": [1.0] * 8},
+        {"losses": ["1"]},
+        {"alphabet": "aa"},
+        {"alphabet": 5},
+        {"settings": {}},
+        {"settings": []},
+        {"format": "howsmooth training checkpoint 3"},
+        {"extra": 1},
+    ],
+)
+@pytest.mark.parametrize("seal", [True, False])
+def test_a_header_that_no_run_writes_is_refused(wrong: dict[str, object], seal: bool, tmp_path: Path) -> None:
+    """With a seal that fits, as a forger makes it, and in the first format, which had none on its header."""
+    path = tmp_path / "c.safetensors"
+    checkpoint = taken()
+    checkpoint.save(path)
+    tensors, texts, _ = opened(path)
+    header = json.loads(texts["howsmooth"])
+    if not seal:
+        header |= {"format": "howsmooth training checkpoint 1", "sha256": digest(tensors)}
+        path.write_bytes(save(tensors, {"howsmooth": json.dumps(header)}))
+        Checkpoint.load(path)  # sound so far
+    header |= wrong
+    text = {"howsmooth": json.dumps(header)}
+    path.write_bytes(sealed(tensors, text) if seal else save(tensors, text))
+    with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
+        Checkpoint.load(path)
+
+
+def test_a_step_beyond_the_last_is_no_finished_run(tmp_path: Path) -> None:
+    header = json.loads(safe_header(FIRST_FORMAT)["howsmooth"]) | {"step": 401}
+    (tmp_path / "checkpoint.safetensors").write_bytes(save(load_file(FIRST_FORMAT), {"howsmooth": json.dumps(header)}))
+    with pytest.raises(InvalidInput, match="step 401 of 12"):
+        load_model(tmp_path)
+
+
+def safe_header(path: Path) -> dict[str, str]:
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    found: dict[str, str] = json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]
+    return found
+
+
+def test_changed_bytes_are_refused_or_harmless() -> None:
+    found = outcomes(checkpoint_case(), trials=60)
+    assert found["refused"] + found["same content"] == 60, found
+    assert found["refused"] > 50
+
+
+def test_links_planted_beside_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "run", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("mine")
+    path = folder / "checkpoint.safetensors"
+    for name in (f".checkpoint.safetensors-{os.getpid()}", f".checkpoint.safetensors.{os.getpid()}.tmp"):
+        (folder / name).symlink_to(secret)
+    path.symlink_to(secret)
+    taken().save(path)
+    assert secret.read_text() == "mine"
+    assert not path.is_symlink()
+    assert Checkpoint.load(path).step == 7
+
+
+@pytest.mark.parametrize("row", ["5", "{}", '{"step": "x"}', '{"step": NaN}', "[" * 100_000])
+def test_rows_without_a_step_are_said(row: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    with pytest.raises(InvalidInput, match="damaged"):
+        Journal(tmp_path / "rows.jsonl").rows()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"width": 10**20, "heads": 1}, {"depth": 10**20}, {"batch_tokens": 64 * 10**20}, {"width": 2**30}]
+)
+def test_a_run_that_cannot_fit_is_refused_with_an_estimate(wrong: dict[str, int]) -> None:
+    corpus = Corpus.split("to be or not to be " * 50)
+    with pytest.raises(InvalidInput, match=r"needs about .* GiB"):
+        train(corpus, Settings(**wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "today"), [("l2", "l2-untied"), ("l2-tied", "l2")])
+def test_runs_written_under_the_old_names_are_what_they_were(before: str, today: str) -> None:
+    """Both were written when "l2" had keys of its own and "l2-tied" had not."""
+    folder = FIRST_FORMAT.parent / f"run-of-{before}-before-the-renaming"
+    result, model = Result.read(folder), load_model(folder)[0]
+    assert result is not None
+    assert result.settings.attention == Checkpoint.load(folder / "checkpoint.safetensors").settings.attention == today
+    assert type(model.blocks[0].attention) is KINDS[today].layer
+    bound = model.attention_bound(4)
+    assert bound == (None if result.bound is None else pytest.approx(result.bound, rel=1e-6))
+    corpus = Corpus.split("to be or not to be, that is the question: " * 20)
+    pieces = validation(corpus, result.settings.lengths, result.settings.length)
+    assert evaluate(model, pieces) == pytest.approx(result.valid_bits, rel=1e-6)
+
+
+def test_settings_say_in_which_format_they_are_written() -> None:
+    for name in ("l2", "l2-untied"):
+        settings = Settings(attention=name)  # type: ignore[arg-type]
+        assert Settings.from_dict(settings.to_dict()) == settings
+    with pytest.raises(InvalidInput, match="another version"):
+        Settings.from_dict(Settings().to_dict() | {"format": 3})

@@ -1,0 +1,164 @@
+"""One home for every idea: who may import whom, one definition for every public name, and all names of before."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections import defaultdict
+from importlib import import_module
+
+import pytest
+
+from tests import source_tree
+
+PACKAGES = (
+    # Shared by every package.
+    *("errors", "_util", "engines"),
+    # From a map to a number.
+    *("attention", "jacobians", "norms"),
+    # Where maps and inputs come from, and what is known about them.
+    *("models", "sets", "bounds", "meanfield", "search", "certificates", "rounding"),
+    # Built on these.
+    *("nn", "scans", "reports", "testing"),
+    # The entrances: `import howsmooth`, the reproduced experiments, which use it as anybody would, the command line.
+    *("howsmooth", "papers", "cli", "__main__"),
+)
+"""A package imports those before it, never those after it."""
+
+EXPLAINED = {
+    ("howsmooth.search.sandwich_result", "reports"): (
+        "Sandwich.figure() is a public name: the picture is drawn, and matplotlib loaded, only when it is asked for."
+    ),
+    ("howsmooth.scans.scan_result", "reports"): (
+        "Scan.report() is a public name: the page is made, and its figures loaded, only when it is asked for."
+    ),
+    ("howsmooth.attention.dot_product_map", "models"): (
+        "SelfAttention.from_transformers is a public name: what reads a model is loaded only when one is given."
+    ),
+    ("howsmooth.models.pretrained_files", "nn"): (
+        "a folder that says that its attention was replaced opens as what it is: nn builds the layers it names."
+    ),
+}
+"""(module, package after it that it imports) → why."""
+
+SAME_NAME = {
+    "Batch": "windows of equal length that a scan runs together, and pieces of text that training learns from.",
+    "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
+    "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
+    "Checkpoint": "the tensors of somebody's model, and those of a run with its random state.",
+    "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "FORMATS": "endings of pictures to write, and of images and sounds to read.",
+    "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
+    "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
+    "Progress": "what a search calls after a step, and what a scan calls after a cell.",
+    "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",
+    "Result": "of a run of training, and a type variable.",
+    "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
+    "Settings": "of a scan and of a run of training.",
+    "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
+    "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
+    "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
+    "compare": "laws of growth by how well they fit, and scans by what has changed.",
+    "evaluate": "a function at tokens, a model on a text, the norm at an input.",
+    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
+    "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
+    "local": "the module of the local bound, and a statement of a paper.",
+}
+"""Public names that two modules define → what each of them is. The command line is left out: a command is called like
+what it runs."""
+
+
+def against(found: source_tree.Import) -> bool:
+    """Whether an import goes against the order."""
+    by, of = found.packages
+    return PACKAGES.index(of) > PACKAGES.index(by)
+
+
+@pytest.mark.slow
+def test_every_module_has_a_package() -> None:
+    missing = {source_tree.package(name) for name in source_tree.modules()} - set(PACKAGES)
+    assert not missing, f"give {sorted(missing)} a place in PACKAGES, and in the table of CONTRIBUTING.md"
+
+
+def test_no_package_imports_one_after_it() -> None:
+    wrong = [
+        one
+        for one in source_tree.all_imports()
+        if against(one) and (one.by, source_tree.package(one.of)) not in EXPLAINED
+    ]
+    assert not wrong, "\n".join(f"{one.by}, line {one.line}, imports {one.of}, which comes after it" for one in wrong)
+
+
+def test_no_exception_outlives_its_import() -> None:
+    real = {(one.by, source_tree.package(one.of)) for one in source_tree.all_imports() if against(one)}
+    assert not EXPLAINED.keys() - real
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import howsmooth.cli.console",
+        "from howsmooth.cli import console",
+        "from howsmooth import cli",
+        "from ..cli import console",
+        "def late():\n    from howsmooth.cli.console import out",
+        "if TYPE_CHECKING:\n    from howsmooth.cli.console import out",
+        "import_module('howsmooth.cli.console')",
+        "importlib.import_module('howsmooth.cli')",
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(source: str) -> None:
+    """A negative control: each of these in a module of bounds is against the order."""
+    known = frozenset(source_tree.modules())
+    (found,) = source_tree.imports("howsmooth.bounds.l2", ast.parse(source), known, is_package=False)
+    assert found.packages == ("bounds", "cli")
+    assert against(found)
+
+
+def test_an_import_of_a_name_is_one_of_its_module() -> None:
+    known = frozenset(source_tree.modules())
+    (found,) = source_tree.imports("howsmooth.bounds", ast.parse("from .l2 import lip_2"), known, is_package=True)
+    assert found.of == "howsmooth.bounds.l2"
+    assert not against(found)
+
+
+def defined_twice() -> dict[str, list[str]]:
+    """Public names → the modules that define them, where there are several."""
+    public = {name for names in source_tree.exported().values() for name in names}
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, tree in source_tree.modules().items():
+        if source_tree.package(module) != "cli":
+            for name in public.intersection(source_tree.defined(tree)):
+                homes[name].append(module)
+    return {name: places for name, places in homes.items() if len(places) > 1}
+
+
+def test_a_public_name_is_defined_once_or_both_are_explained() -> None:
+    found = defined_twice()
+    assert not found.keys() - SAME_NAME.keys(), {name: found[name] for name in found.keys() - SAME_NAME.keys()}
+    assert not SAME_NAME.keys() - found.keys()
+
+
+@pytest.mark.slow
+def test_exports_are_there() -> None:
+    for module, names in source_tree.exported().items():
+        import_module(module)
+        assert all(hasattr(sys.modules[module], name) for name in names), module
+        assert len(set(names)) == len(names), module
+
+
+def test_the_names_of_before_are_still_there() -> None:
+    """`tests/data/public_names.json` holds them; ``python -m tests.source_tree`` writes those of today."""
+    before, today = json.loads(source_tree.NAMES.read_text(encoding="utf-8")), source_tree.public_names()
+    gone = {
+        f"{kind}: {place} {name}"
+        for kind, places in before.items()
+        for place, names in places.items()
+        for name in set(names) - set(today[kind].get(place, []))
+    }
+    assert not gone, sorted(gone)
+    assert len(before["names"]["howsmooth"]) > 30
+    assert "--rtol" in before["commands"]["measure"]
