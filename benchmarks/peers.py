@@ -87,7 +87,7 @@ def power_iteration(
     """‖J‖ by v ← JᵀJ v.
 
     With a ``target`` an oracle stops it as soon as it is within ``rtol`` of the truth; nobody has that in practice.
-    Without, it stops on the residual ‖Jᵀu − σv‖ ≤ rtol·σ, u = J v/σ: the rule of `howsmooth.norms.golub_kahan` for
+    Without, it stops on the residual ‖Jᵀu − σv‖ ≤ rtol·σ, u = J v/σ: the rule of `howsmooth.norms.lanczos` for
     its vectors.
 
     The estimate is ‖Jᵀu‖: of all that one iteration offers the closest to σ_max, which it never passes, as

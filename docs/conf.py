@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -13,10 +12,12 @@ sys.path[:0] = [str(ROOT / "docs" / "_extensions"), str(ROOT / "src"), str(ROOT)
 
 from pictures import scrape  # noqa: E402
 
+import howsmooth  # noqa: E402
+
 project = "howsmooth"
 author = "The howsmooth authors"
 copyright = author
-release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+release = howsmooth.__version__
 language = "en"
 
 extensions = [

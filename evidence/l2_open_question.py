@@ -140,7 +140,7 @@ def parts(progress: Callable[[str], None]) -> list[str]:
         ),
         "## In wide heads",
         "When the width may grow with N the answer is no: with hubs at one place and leaves on axes of their own the "
-        "constant is at least N^¼/√8 up to lower order, masked or not (`howsmooth.bounds.l2.wide_input`), which "
+        "constant is at least N^¼/√8 up to lower order, masked or not (`howsmooth.bounds.l2_bounds.wide_input`), which "
         "passes every multiple of log N. The upper bound, of order N^¼√(log N), has the right power.",
         table(["leaves", "2c", "hubs and leaves, exact"], wide),
     ]

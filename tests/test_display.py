@@ -15,6 +15,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth._util import display as notebook
+from howsmooth.reports import groups
+from howsmooth.reports.page import page as write_page
 from howsmooth.rounding.quantisation import quantise
 from howsmooth.scans import scan_result
 
@@ -136,7 +138,7 @@ def test_a_comparison_shows_what_has_changed_first(scan: hs.Scan) -> None:
 def test_a_scan_is_its_whole_report(scan: hs.Scan) -> None:
     shown = scan._repr_html_()
     (page,) = re.findall(r'^<iframe srcdoc="([^"]*)" width="100%" height="720" style="[^"]*"></iframe>$', shown)
-    assert html.unescape(page) == scan.shower()
+    assert html.unescape(page) == write_page(groups(scan))
     assert "How smooth is random:gpt2" in page
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import defaultdict
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -63,9 +64,8 @@ SAME_NAME = {
     "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
     "compare": "laws of growth by how well they fit, and scans by what has changed.",
     "evaluate": "a function at tokens, a model on a text, the norm at an input.",
-    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
-    "local": "the module of the local bound, and a statement of a paper.",
+    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like
 what it runs."""
@@ -140,6 +140,19 @@ def test_a_public_name_is_defined_once_or_both_are_explained() -> None:
     found = defined_twice()
     assert not found.keys() - SAME_NAME.keys(), {name: found[name] for name in found.keys() - SAME_NAME.keys()}
     assert not SAME_NAME.keys() - found.keys()
+
+
+def test_no_file_name_stands_twice() -> None:
+    names = [path.name for path in source_tree.SOURCES.rglob("*.py") if path.name != "__init__.py"]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_no_public_function_is_called_like_a_module_beside_it() -> None:
+    """`howsmooth.scan` would else be the function or the module, depending on the import that came first."""
+    modules = source_tree.modules()
+    for package, names in source_tree.exported().items():
+        beside = {name for name in names if f"{package}.{name}" in modules}
+        assert all(isinstance(getattr(import_module(package), name), ModuleType) for name in beside), beside
 
 
 @pytest.mark.slow

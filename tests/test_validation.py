@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth._util import validation
 from howsmooth._util.annotations import fits, in_words
-from howsmooth._util.validation import Count, Positive, Probability, Seed, WrongCall, door
+from howsmooth._util.validation import Count, Positive, Probability, Seed, WrongCall, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
 
 NONSENSE: list[object] = [None, "x", b"x", [], {}, object(), 1 + 2j, torch.ones(2), torch.ones((), device="meta"), int]
@@ -110,7 +111,7 @@ def test_what_was_given_is_shown_in_a_few_words() -> None:
         assert "\n" not in validation.shown(value)
 
 
-@door
+@validated
 def example(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -123,7 +124,7 @@ def example(
     out: str | Path | None = None,
     **options: Any,
 ) -> str:
-    """A function with a door.
+    """A function with checked arguments.
 
     >>> example(torch.sin, torch.ones(2))
     'in'
@@ -164,7 +165,7 @@ def test_a_door_says_what_it_takes(wrong: dict[str, Any], said: str) -> None:
 
 
 def test_a_wrong_call_is_both_an_error_of_this_package_and_a_type_error() -> None:
-    @door
+    @validated
     def two(first: int, second: int = 0) -> int:
         return first + second
 
@@ -178,7 +179,7 @@ def test_a_wrong_call_is_both_an_error_of_this_package_and_a_type_error() -> Non
 
 
 def test_errors_from_inside_pass_through_a_door() -> None:
-    @door
+    @validated
     def raises(first: int) -> int:
         raise KeyError(first)
 
@@ -241,10 +242,40 @@ def test_a_nested_tensor_is_named_wherever_it_is_given(call: Callable[[], object
     [
         lambda: hs.Scan.open("\ud800"),
         lambda: hs.scan("random:gpt2[layers=1,width=8,heads=2]", "some words", lengths=4, out="\ud800"),
-        lambda: hs.scanning.merge(["\ud800"], "all.sqlite"),
-        lambda: hs.scanning.merge(["one.sqlite"], "\ud800"),
+        lambda: hs.scans.merge(["\ud800"], "all.sqlite"),
+        lambda: hs.scans.merge(["one.sqlite"], "\ud800"),
     ],
 )
 def test_half_a_letter_is_in_no_name_of_a_file(call: Callable[[], object]) -> None:
     with pytest.raises(InvalidInput, match=r"must be .*path.*, got .*ud800"):
         call()
+
+
+CALLS: dict[str, Callable[[hs.SelfAttention, torch.Tensor], object]] = {
+    "measure": lambda a, x: hs.measure(a, x),
+    "measure_heads": lambda a, x: hs.measure_heads(a, x),
+    "explain": lambda a, x: hs.explain(a, x),
+    "certify": lambda a, x: hs.certify(a, x, radius=0.01),
+    "worst_case": lambda a, x: hs.worst_case(a, 4, radius=1.0, starts=1, steps=2),
+    "table": lambda a, x: hs.bounds.table(a, x=x),
+    "scan": lambda a, x: hs.scan("random:gpt2[layers=1,width=8,heads=2]", "some words to read", lengths=4, windows=1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_validated_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    validations: list[str] = []
+
+    def outside(frame: FrameType) -> bool:
+        inside = is_inside(frame)
+        if not inside:
+            validations.append(name)
+        return inside
+
+    is_inside = validation.is_inside
+    a, x = hs.SelfAttention.random(8, 2).double(), torch.randn(6, 8, dtype=torch.float64)
+    monkeypatch.setattr(validation, "is_inside", outside)
+    CALLS[name](a, x)
+    assert validations == [name]
+    CALLS[name](a, x)
+    assert validations == [name, name]  # a negative control: the counter counts every call

@@ -52,10 +52,10 @@ def test_the_light_core_scans_and_reports_and_names_what_is_missing(clean: Path,
 import howsmooth as hs
 scanned = hs.scan("random:gpt2[layers=1,width=16]", "Down the rabbit hole " * 9, lengths=6, bounds="none")
 scanned.report("page.html")
-for missing in (scanned.to_pandas, lambda: hs.figures):
+for missing in (scanned.to_pandas, lambda: hs.reports.figures):
     try:
         missing()
-    except hs.errors.MissingPackage as error:
+    except hs.MissingPackage as error:
         print(error)
 """
     said = run(clean, "-c", script, cwd=tmp_path, env={"OMP_NUM_THREADS": "1", "HOME": str(tmp_path)})

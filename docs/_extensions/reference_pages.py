@@ -100,7 +100,7 @@ def package_page(package: str, names: list[Entry]) -> str:
     if elsewhere:
         parts.append(f"Also here, and described elsewhere: {elsewhere}.\n")
     for one in names:
-        if one.is_home and one.kind == "module" and package != TOP:  # the modules of the top have pages of their own
+        if one.kind == "module" and package != TOP and one.name not in packages():  # those have pages of their own
             parts += [heading(f"``{one.name.removeprefix(TOP + '.')}``", "-"), one.text]
     return "\n".join(parts)
 

@@ -1,8 +1,20 @@
 from . import (
+    attention,
     bounds,
+    certificates,
+    engines,
+    jacobians,
     meanfield,
+    models,
     nn,
+    norms,
+    papers,
+    reports,
+    rounding,
+    scans,
     search,
+    sets,
+    testing,
 )
 from .attention import (
     ALiBi,
@@ -20,7 +32,14 @@ from .attention import (
     SlidingWindow,
 )
 from .certificates import Certificate, PatchTransformer, Robustness, certify
-from .errors import DoesNotApply, HowsmoothError, InvalidInput, NotDifferentiable, UnsupportedModel
+from .errors import (
+    DoesNotApply,
+    HowsmoothError,
+    InvalidInput,
+    MissingPackage,
+    NotDifferentiable,
+    UnsupportedModel,
+)
 from .jacobians import JacobianOperator, jacobian
 from .norms import Measurement
 from .norms.explanation import Explanation, explain, token_influence
@@ -48,6 +67,7 @@ __all__ = [
     "L2SelfAttention",
     "LipschitzNormAttention",
     "Measurement",
+    "MissingPackage",
     "NotDifferentiable",
     "Padding",
     "PatchTransformer",
@@ -60,18 +80,30 @@ __all__ = [
     "SlidingWindow",
     "UnsupportedModel",
     "Witness",
+    "attention",
     "bounds",
+    "certificates",
     "certify",
     "compare",
+    "engines",
     "explain",
     "growth",
     "jacobian",
+    "jacobians",
     "meanfield",
     "measure",
     "measure_heads",
+    "models",
     "nn",
+    "norms",
+    "papers",
+    "reports",
+    "rounding",
     "scan",
+    "scans",
     "search",
+    "sets",
+    "testing",
     "token_influence",
     "worst_case",
 ]

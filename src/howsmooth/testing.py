@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
-from howsmooth._util.validation import check_finite, check_tensor, door
+from howsmooth._util.validation import check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap, as_attention
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 _FACTOR = 3.0
 
 
-@door
+@validated
 def dense_jacobian(f: Callable[[Tensor], Any], x: Tensor, *, create_graph: bool = False) -> Tensor:
     """The Jacobian of f at x as a matrix, ``(outputs, inputs)``, one backward pass for each output.
 
@@ -59,7 +59,7 @@ def dense_jacobian(f: Callable[[Tensor], Any], x: Tensor, *, create_graph: bool 
     return matrix.reshape(-1, x.numel())
 
 
-@door
+@validated
 def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: float = ROUNDING) -> None:
     """Whether an attention map is what it says: its Jacobian, its heads and its masks, in float64.
 
@@ -92,7 +92,7 @@ def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: floa
     _check_masks(known, x, expected)
 
 
-@door
+@validated
 def check_bound(
     bound: Bound | str,
     attention: nn.Module,

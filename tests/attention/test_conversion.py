@@ -1,4 +1,4 @@
-"""Whatever offers an attention map is taken for it at every door, and for nothing else."""
+"""Whatever offers an attention map is taken for it by every function, and for nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "gradient-step, one head": lambda: hs.nn.GradientStepAttention(D, 1),
     "lipschitz-norm": lambda: hs.nn.LipschitzNormAttention(D, HEADS, bias=True),
 }
-DOORS: dict[str, Callable[[Any, Tensor], object]] = {
+CALLS: dict[str, Callable[[Any, Tensor], object]] = {
     "measure": lambda f, x: hs.measure(f, x),
     "measure_heads": lambda f, x: hs.measure_heads(f, x),
     "explain": lambda f, x: hs.explain(f, x),
@@ -158,7 +158,7 @@ def test_maps_without_a_closed_form_are_measured_and_bounded(name: str) -> None:
         hs.measure_heads(layer, x)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -168,11 +168,11 @@ def test_maps_without_a_closed_form_are_measured_and_bounded(name: str) -> None:
         lambda: HostedAttention(hs.nn.L2Attention(D, HEADS, dropout=0.1), causal=True, layer_idx=0),
     ],
 )
-def test_dropout_at_work_is_refused_at_every_door(door: str, layer: Callable[[], nn.Module]) -> None:
+def test_dropout_at_work_is_refused_by_every_function(call: str, layer: Callable[[], nn.Module]) -> None:
     x = torch.randn(N, D)
     with pytest.raises(InvalidInput, match=r"in training mode with dropout: call \.eval\(\) first"):
-        DOORS[door](layer().train(), x)
-    DOORS[door](layer().eval(), x)
+        CALLS[call](layer().train(), x)
+    CALLS[call](layer().eval(), x)
 
 
 def test_measuring_a_layer_in_training_leaves_it_as_it_is() -> None:
@@ -206,7 +206,7 @@ def test_a_residual_around_a_layer_is_another_function() -> None:
     )
     for name in ("measure_heads", "explain", "table"):
         with pytest.raises(InvalidInput, match="attention map"):
-            DOORS[name](wrapped, x)
+            CALLS[name](wrapped, x)
 
 
 @pytest.mark.slow
@@ -247,14 +247,14 @@ def replaced(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("change", [hooked, replaced])
 @pytest.mark.parametrize("name", ["torch", "l2", "map"])
-@pytest.mark.parametrize("door", DOORS)
-def test_what_may_be_changed_from_outside_is_refused(door: str, name: str, change: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_what_may_be_changed_from_outside_is_refused(call: str, name: str, change: Callable[..., nn.Module]) -> None:
     """A hook may do anything to the output, which the closed form does not know."""
     plain = hs.SelfAttention.random(D, HEADS, dtype=torch.float64) if name == "map" else CLOSED[name]().double().eval()
     x = torch.randn(N, D, dtype=torch.float64)
-    DOORS[door](plain, x)
+    CALLS[call](plain, x)
     with pytest.raises(InvalidInput, match="has forward hooks or a forward replaced from outside"):
-        DOORS[door](change(plain), x)
+        CALLS[call](change(plain), x)
 
 
 def test_a_hook_inside_a_layer_is_seen() -> None:

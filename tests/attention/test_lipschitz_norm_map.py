@@ -9,7 +9,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
-from howsmooth.jacobians.function_jacobian import DerivativeWarning
+from howsmooth.jacobians.function_operator import DerivativeWarning
 from howsmooth.testing import dense_jacobian
 
 

@@ -11,7 +11,7 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import kim2021, l2
+from howsmooth.bounds import kim2021, l2_bounds
 from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_no_bound_holds_for_every_n(name: str) -> None:
     attention, bound = hs.L2SelfAttention(ONE, ONE, ONE), hs.bounds.get(name)
     with pytest.raises(hs.DoesNotApply, match="n is finite"):
         bound(attention, n=math.inf)
-    assert measured(attention, l2.tight_input(201), bound.norm) > float(bound(attention, n=3))
+    assert measured(attention, l2_bounds.tight_input(201), bound.norm) > float(bound(attention, n=3))
 
 
 @pytest.mark.parametrize("name", UPPER)

@@ -14,26 +14,26 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.l2_open_question import Average, ascend, line_bound, starts
 from howsmooth.attention.masks import LogitBias
-from howsmooth.bounds import kim2021, l2
+from howsmooth.bounds import kim2021, l2_bounds
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.testing import dense_jacobian as dense
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
-SIGHTS: list[l2.Sight] = ["full", "ordered", "any"]
+SIGHTS: list[l2_bounds.Sight] = ["full", "ordered", "any"]
 
 
-def own_lip_2(query: Tensor, value: Tensor, output: Tensor, n: int, sight: l2.Sight) -> Tensor:
-    summed = l2.lip_2(query, value, n, sight, output).sum()
-    stacked = spectral(output.flatten(0, 1)) * l2.lip_2(query, value, n, sight).square().sum().sqrt()
+def own_lip_2(query: Tensor, value: Tensor, output: Tensor, n: int, sight: l2_bounds.Sight) -> Tensor:
+    summed = l2_bounds.lip_2(query, value, n, sight, output).sum()
+    stacked = spectral(output.flatten(0, 1)) * l2_bounds.lip_2(query, value, n, sight).square().sum().sqrt()
     return torch.minimum(summed, stacked)
 
 
-def bound_with_gradient(name: str, attention: hs.L2SelfAttention, n: int, seen: int, sight: l2.Sight) -> Tensor:
+def bound_with_gradient(name: str, attention: hs.L2SelfAttention, n: int, seen: int, sight: l2_bounds.Sight) -> Tensor:
     """The bound from the pure functions, which autograd can follow."""
     weights = attention.query_weight, attention.plain_value, attention.output_weight
     if name.startswith("kim2021"):
         return (kim2021.lip_inf if name.endswith("inf") else kim2021.lip_2)(*weights, n)
-    return l2.lip_inf(*weights, seen) if name.endswith("inf") else own_lip_2(*weights, seen, sight)
+    return l2_bounds.lip_inf(*weights, seen) if name.endswith("inf") else own_lip_2(*weights, seen, sight)
 
 
 def random_mask(n: int, seed: int) -> Tensor:
@@ -48,7 +48,7 @@ def star(n: int) -> Tensor:
     return seen
 
 
-def masks(n: int, seed: int) -> list[tuple[LogitBias | Tensor | str | None, l2.Sight, int]]:
+def masks(n: int, seed: int) -> list[tuple[LogitBias | Tensor | str | None, l2_bounds.Sight, int]]:
     """A mask, what it lets tokens see, and how many of them."""
     window = hs.SlidingWindow(2)
     return [
@@ -104,14 +104,14 @@ def lemma_quantity(what: str, z: Tensor, seen: Tensor, weight: float = 0.0) -> T
     ("what", "weight"),
     [("row", 0.0), ("column", 0.0), *(pytest.param("column", w, marks=pytest.mark.slow) for w in (0.5, 2.0, 30.0))],
 )
-def test_ascent_never_passes_the_lemmas(what: str, weight: float, sight: l2.Sight) -> None:
+def test_ascent_never_passes_the_lemmas(what: str, weight: float, sight: l2_bounds.Sight) -> None:
     closest = 0.0
     for seed in range(8):
         n = (2, 3, 5, 9)[seed % 4]
         width = n if seed < 4 else 1
         full = torch.ones(n, n, dtype=torch.bool)
         seen = {"full": full, "ordered": full.tril(), "any": star(n) if seed < 4 else random_mask(n, seed)}[sight]
-        limit = kim2021.phi_inverse(n - 1) if what == "row" else l2.largest_column(n, sight, weight)
+        limit = kim2021.phi_inverse(n - 1) if what == "row" else l2_bounds.largest_column(n, sight, weight)
         z = torch.randn(n, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         optimiser = torch.optim.Adam([z], lr=0.1, maximize=True)
         for _ in range(100):
@@ -129,7 +129,7 @@ def test_ascent_never_passes_the_lemmas(what: str, weight: float, sight: l2.Sigh
 def test_many_tokens_never_pass_the_column_lemma(causal: bool, weight: float) -> None:
     """Hubs at 0 and leaves on axes of their own that also lean along one: the shape on which columns grow like √N."""
     n, reached = 60, 0.0
-    sight: l2.Sight = "ordered" if causal else "full"
+    sight: l2_bounds.Sight = "ordered" if causal else "full"
     seen = torch.ones(n, n, dtype=torch.bool)
     for hubs in (1, 10):
         for lean in (0.0, 0.5, 1.0, 1.4):
@@ -137,7 +137,7 @@ def test_many_tokens_never_pass_the_column_lemma(causal: bool, weight: float) ->
                 z = torch.cat([torch.zeros(hubs, n - hubs), apart**0.5 * torch.eye(n - hubs)]).double()
                 z = torch.cat([z, lean * torch.cat([torch.zeros(hubs, 1), torch.ones(n - hubs, 1)])], dim=1)
                 value = lemma_quantity("column", z, seen.tril() if causal else seen, weight)
-                reached = max(reached, float(value) / l2.largest_column(n, sight, weight))
+                reached = max(reached, float(value) / l2_bounds.largest_column(n, sight, weight))
     assert 0.2 < reached < 1
 
 
@@ -193,7 +193,7 @@ def test_the_weight_of_the_direction_is_needed() -> None:
     """Two tokens at distance one: without λ the lemma would be false."""
     z = torch.tensor([[0.0], [1.1]], dtype=torch.float64)
     seen = torch.ones(2, 2, dtype=torch.bool)
-    assert float(lemma_quantity("column", z, seen, weight=8.0)) > l2.largest_column(2, "any")
+    assert float(lemma_quantity("column", z, seen, weight=8.0)) > l2_bounds.largest_column(2, "any")
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_the_weight_of_the_direction_is_needed() -> None:
 def test_the_largest_entry_of_a_weighted_column_is_the_maximum_over_distances(weight: float) -> None:
     d = np.linspace(0, 20, 20_001)
     expected = float(((1 + weight * d) / (1 + np.exp(d))).max())
-    found = l2.largest_column(2, "any", weight) - 1
+    found = l2_bounds.largest_column(2, "any", weight) - 1
     assert expected <= found * (1 + 1e-12)
     assert found <= expected * (1 + 1e-5)
 
@@ -209,20 +209,22 @@ def test_the_largest_entry_of_a_weighted_column_is_the_maximum_over_distances(we
 def test_column_sums_of_full_sight_are_false_under_a_causal_mask() -> None:
     seen = torch.ones(2, 2, dtype=torch.bool).tril()
     equal = torch.zeros(2, 1, dtype=torch.float64)
-    assert lemma_quantity("column", equal, seen) == 1.5 == l2.largest_column(2, "ordered")
-    assert l2.largest_column(2, "full") < 1.5
+    assert lemma_quantity("column", equal, seen) == 1.5 == l2_bounds.largest_column(2, "ordered")
+    assert l2_bounds.largest_column(2, "full") < 1.5
 
 
 def test_column_sums_of_ordered_sight_are_false_under_a_star() -> None:
     equal = torch.zeros(100, 1, dtype=torch.float64)
-    assert float(lemma_quantity("column", equal, star(100))) == pytest.approx(l2.largest_column(100, "any"), rel=1e-12)
-    assert l2.largest_column(100, "ordered") < 20 < 50 < l2.largest_column(100, "any")
+    assert float(lemma_quantity("column", equal, star(100))) == pytest.approx(
+        l2_bounds.largest_column(100, "any"), rel=1e-12
+    )
+    assert l2_bounds.largest_column(100, "ordered") < 20 < 50 < l2_bounds.largest_column(100, "any")
 
 
 @given(st.integers(1, 10**6))
 def test_average_constant_is_never_above_the_older_forms(n: int) -> None:
     c = kim2021.phi_inverse(n - 1)
-    full, ordered, unknown = (l2.average_lip_2(n, sight) for sight in SIGHTS)
+    full, ordered, unknown = (l2_bounds.average_lip_2(n, sight) for sight in SIGHTS)
     assert full <= ordered <= unknown <= n**0.5 * (4 * c + 1) * (1 + 1e-12)
     assert full <= (2 * c + n**0.25 * (1 + math.sqrt(8**0.5 * c))) * (1 + 1e-9)
     q = {"full": n**0.5, "ordered": min(2 * n**0.5 - 1, (n + 1) / 2), "any": (n + 1) / 2}
@@ -235,7 +237,7 @@ def test_average_constant_is_never_above_the_older_forms(n: int) -> None:
 def test_first_quarter_power_form_reference_value() -> None:
     c = kim2021.phi_inverse(999)
     assert 1000**0.25 + 2 * c + 2 * math.sqrt(c * (1000**0.5 + 1) * math.log(1000)) == pytest.approx(77.6, abs=0.05)
-    assert [round(l2.average_lip_2(1000, sight), 1) for sight in SIGHTS] == [31.4, 40.5, 94.3]
+    assert [round(l2_bounds.average_lip_2(1000, sight), 1) for sight in SIGHTS] == [31.4, 40.5, 94.3]
 
 
 @pytest.mark.slow
@@ -270,9 +272,9 @@ def test_bound_of_a_window_does_not_grow_with_n() -> None:
     bound = hs.bounds.get("howsmooth.l2_lip_2")
     window = hs.L2SelfAttention(ONE, ONE, mask=hs.SlidingWindow(3))
     both_ways = hs.L2SelfAttention(ONE, ONE, mask=hs.SlidingWindow(3, causal=False))
-    assert float(bound(window, n=1000)) == pytest.approx(l2.average_lip_2(3, "ordered"), rel=1e-12)
-    assert float(bound(both_ways, n=1000)) == pytest.approx(l2.average_lip_2(5, "any"), rel=1e-12)
-    assert float(bound(both_ways, n=4)) == pytest.approx(l2.average_lip_2(4, "any"), rel=1e-12)
+    assert float(bound(window, n=1000)) == pytest.approx(l2_bounds.average_lip_2(3, "ordered"), rel=1e-12)
+    assert float(bound(both_ways, n=1000)) == pytest.approx(l2_bounds.average_lip_2(5, "any"), rel=1e-12)
+    assert float(bound(both_ways, n=4)) == pytest.approx(l2_bounds.average_lip_2(4, "any"), rel=1e-12)
 
 
 @pytest.mark.parametrize("mask", [None, "causal"])
@@ -283,7 +285,7 @@ def test_tight_input_reaches_the_lower_bound(n: int, mask: str | None) -> None:
     lower, upper = (
         float(hs.bounds.get(f"howsmooth.{name}")(attention, n=n)) for name in ("l2_tight_lower", "l2_lip_inf")
     )
-    jacobian = dense(attention, l2.tight_input(n) / 2)
+    jacobian = dense(attention, l2_bounds.tight_input(n) / 2)
     last = jacobian[-1].abs().sum()  # the row of the last token, second output
     assert float(last) == pytest.approx(lower, rel=1e-9)
     assert lower <= upper * (1 + 1e-12)
@@ -293,7 +295,11 @@ def test_tight_input_reaches_the_lower_bound(n: int, mask: str | None) -> None:
 
 def test_tight_lower_bound_formula() -> None:
     c = kim2021.phi_inverse(100)
-    assert l2.average_lower_inf(101) == l2.average_lower_inf(102) == pytest.approx(4 * c - 1 + 2 / (1 + c), rel=1e-14)
+    assert (
+        l2_bounds.average_lower_inf(101)
+        == l2_bounds.average_lower_inf(102)
+        == pytest.approx(4 * c - 1 + 2 / (1 + c), rel=1e-14)
+    )
 
 
 def test_tight_lower_bound_refuses_wide_tokens_and_windows() -> None:
@@ -307,7 +313,7 @@ def test_tight_lower_bound_refuses_wide_tokens_and_windows() -> None:
 def test_lower_bounds_are_false_for_a_window() -> None:
     """Why they refuse: with a window of one token the map is linear."""
     alone = hs.L2SelfAttention(ONE, ONE, mask=hs.SlidingWindow(1))
-    assert float(hs.bounds.get("howsmooth.l2_lip_2")(alone, n=101)) == 1 < l2.average_lower_inf(101)
+    assert float(hs.bounds.get("howsmooth.l2_lip_2")(alone, n=101)) == 1 < l2_bounds.average_lower_inf(101)
     with pytest.raises(hs.DoesNotApply):
         hs.bounds.get("howsmooth.l2_lower_2")(alone, n=101)
 
@@ -321,7 +327,7 @@ def test_lower_bound_of_a_head_is_reached(d: int, width: int, n: int, mask: str 
     lower = float(hs.bounds.get("howsmooth.l2_lower_2")(head, n=n))
     through = query.T @ query @ value.T @ output.T  # A_hW^VW^O times s
     u = torch.linalg.svd(through.T).Vh[0]
-    x = l2.tight_input(n) * width**0.25 * u / (query @ u).norm()
+    x = l2_bounds.tight_input(n) * width**0.25 * u / (query @ u).norm()
     jacobian = dense(head, x)
     assert float((jacobian[-d:, -d:] @ u).norm()) == pytest.approx(lower, rel=1e-9)
     assert (
@@ -332,7 +338,7 @@ def test_lower_bound_of_a_head_is_reached(d: int, width: int, n: int, mask: str 
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_hubs_and_leaves_reach_their_lower_bound(mask: str | None) -> None:
     leaves, hubs = 16, 8
-    x = l2.wide_input(leaves, hubs)
+    x = l2_bounds.wide_input(leaves, hubs)
     width = leaves + 1
     identity = torch.eye(width, dtype=torch.float64)
     head = hs.L2SelfAttention(identity * width**0.25, identity, mask=mask)  # z = x, M = 1/√s
@@ -340,16 +346,16 @@ def test_hubs_and_leaves_reach_their_lower_bound(mask: str | None) -> None:
     direction[:hubs, -1] = hubs**-0.5
     _, moved = torch.func.jvp(head, (x,), (direction,))
     found = float(moved[hubs:].norm())
-    lower = l2.wide_lower(leaves, hubs)
+    lower = l2_bounds.wide_lower(leaves, hubs)
     assert found >= lower * (1 - 1e-12)
     if mask is None:
         assert found == pytest.approx(lower, rel=1e-12)
 
 
 def test_wide_heads_pass_every_multiple_of_log_n() -> None:
-    ratios = [l2.wide_lower(10**p, 2 * 10 ** (p // 2)) / kim2021.phi_inverse(10**p) for p in (4, 8, 12)]
+    ratios = [l2_bounds.wide_lower(10**p, 2 * 10 ** (p // 2)) / kim2021.phi_inverse(10**p) for p in (4, 8, 12)]
     assert ratios[0] < 1 < 2 < ratios[1] < 10 < ratios[2]
-    assert l2.wide_lower(10**12, 2 * 10**6) < l2.average_lip_2(10**12)
+    assert l2_bounds.wide_lower(10**12, 2 * 10**6) < l2_bounds.average_lip_2(10**12)
 
 
 @pytest.mark.parametrize(("n", "value"), [(10, 4.407), (100, 10.095)])
@@ -365,7 +371,7 @@ def test_short_ascent_reaches_the_best_known_infinity_norms(n: int, value: float
         row.backward()
         optimiser.step()
     assert best == pytest.approx(value, abs=5e-4)
-    assert l2.average_lower_inf(n) <= best <= l2.average_lip_inf(n, 1)
+    assert l2_bounds.average_lower_inf(n) <= best <= l2_bounds.average_lip_inf(n, 1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -383,8 +389,8 @@ def test_products_on_the_line_agree_with_autograd(causal: bool) -> None:
 def test_ascent_on_the_line_stays_between_what_is_proved(causal: bool) -> None:
     n = 31
     found = max(ascend(z, causal, steps=80) for z in starts(n))
-    lower = float(l2.lower_2(ONE[None], ONE[None], n))
-    assert lower < found < l2.average_lip_2(n, "ordered" if causal else "full")
+    lower = float(l2_bounds.lower_2(ONE[None], ONE[None], n))
+    assert lower < found < l2_bounds.average_lip_2(n, "ordered" if causal else "full")
     if not causal:
         assert found < line_bound(n)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Maps
-from howsmooth.bounds import get, l2, setting
+from howsmooth.bounds import get, l2_bounds, setting
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.invertible.branches import Attending
 from howsmooth.papers.training.model import WithinDocuments
@@ -59,7 +59,7 @@ def dense(attention: hs.L2SelfAttention, x: Tensor) -> Tensor:
 
 def test_own_mask_with_its_facts_has_the_bound_of_what_it_lets_see() -> None:
     bound = get("howsmooth.l2_lip_2")
-    assert float(bound(hs.L2SelfAttention(ONE, ONE, mask=Pairs()), n=1000)) == l2.average_lip_2(2, "any")
+    assert float(bound(hs.L2SelfAttention(ONE, ONE, mask=Pairs()), n=1000)) == l2_bounds.average_lip_2(2, "any")
     attention = random_l2(Pairs())
     upper = float(bound(attention, n=N))
     assert upper < float(bound(random_l2(None), n=N))

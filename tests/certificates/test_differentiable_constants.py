@@ -77,5 +77,5 @@ def test_descending_a_few_steps_lowers_what_is_proved_and_what_is_found() -> Non
     ("radius", "x"), [(-1.0, torch.ones(2, 8)), (float("nan"), torch.ones(2, 8)), (0.1, torch.ones(8))]
 )
 def test_what_is_no_ball_or_no_input_is_refused(radius: float, x: Tensor) -> None:
-    with pytest.raises(hs.errors.HowsmoothError):
+    with pytest.raises(hs.HowsmoothError):
         certified_constants(hs.SelfAttention.random(8), x, radius=radius)

@@ -122,15 +122,15 @@ def test_a_network_that_does_not_run_is_refused() -> None:
         hs.certify(network(nn.MultiheadAttention(4, 2)), X, 0)
 
 
-@pytest.mark.parametrize("door", ["certify", "margins"])
-def test_the_network_and_the_random_numbers_are_left_as_they_were(door: str) -> None:
+@pytest.mark.parametrize("call", ["certify", "margins"])
+def test_the_network_and_the_random_numbers_are_left_as_they_were(call: str) -> None:
     net = network(nn.Dropout(0.5), Residual(nn.LayerNorm(4), SelfAttend(nn.MultiheadAttention(4, 2, dropout=0.1))))
     net.layers[0].p = 0.0
     net.layers[0].train()
     x, state = X.clone(), {name: value.clone() for name, value in net.state_dict().items()}
     modes, drawn = [module.training for module in net.modules()], torch.get_rng_state()
     before = [sorted(vars(module)) for module in net.modules()]
-    _ = certified(net) if door == "certify" else certified_margins(net, x, 0, 0.1)
+    _ = certified(net) if call == "certify" else certified_margins(net, x, 0, 0.1)
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     assert [module.training for module in net.modules()] == modes
     assert [sorted(vars(module)) for module in net.modules()] == before

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 from typer.main import get_command
@@ -77,27 +75,14 @@ def test_a_summary_is_the_beginning_of_the_help_of_its_command() -> None:
         assert command.params is command.command.params
 
 
-def test_no_function_of_the_package_is_called_like_one_of_its_subpackages() -> None:
-    """`hs.scan` would else be the function or the module, depending on what was imported first."""
-    modules = {module.name for module in pkgutil.iter_modules(hs.__path__)}
-    assert not {name for name in hs.__all__ if not isinstance(getattr(hs, name), ModuleType)} & modules
-
-
 def test_every_public_name_is_there_and_listed() -> None:
     for package in (hs, import_module("howsmooth.models")):
         for name in package.__all__:
             assert getattr(package, name) is not None
             assert name in dir(package)
-        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        with pytest.raises(AttributeError, match="attribute nothing"):
             package.nothing  # noqa: B018
     assert hs.models is sys.modules["howsmooth.models"]
-
-
-@pytest.mark.slow
-def test_a_scan_can_write_its_report_when_only_its_room_was_imported() -> None:
-    code = "from howsmooth.scans import Scan; assert callable(Scan.writer)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -110,7 +95,7 @@ def test_the_package_needs_no_module_that_windows_lacks() -> None:
         "for module in pkgutil.walk_packages(hs.__path__, 'howsmooth.'):\n"
         "    if not module.name.endswith('__main__'):\n"
         "        importlib.import_module(module.name)\n"
-        "assert callable(hs.scan) and hs.scanning.cost.peak_bytes() == 0\n"
+        "assert callable(hs.scan) and importlib.import_module('howsmooth.scans.cost').peak_bytes() == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

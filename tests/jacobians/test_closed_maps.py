@@ -31,7 +31,7 @@ from howsmooth.jacobians.closed_maps import (
 from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
 from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.layer_wiring import read_norm
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.testing import dense_jacobian
 
 N, D = 5, 6

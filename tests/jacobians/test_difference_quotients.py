@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import NotDifferentiable
 from howsmooth.jacobians import function_jacobian
-from howsmooth.jacobians.function_jacobian import DerivativeWarning
+from howsmooth.jacobians.function_operator import DerivativeWarning
 
 N, D = 5, 8
 WEIGHT = torch.randn(D, D, generator=torch.Generator().manual_seed(1)) / D**0.5

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import function_checks
-from howsmooth.jacobians.function_jacobian import DerivativeWarning, function_jacobian
+from howsmooth.jacobians.function_operator import DerivativeWarning, function_jacobian
 
 NAN, INF = float("nan"), float("inf")
 N, D = 5, 4

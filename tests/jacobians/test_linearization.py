@@ -19,7 +19,7 @@ from evidence.uninitialised_memory import (
     tokens,
 )
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.jacobians.function_jacobian import function_jacobian
+from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.linearization import linearized
 
 
@@ -78,7 +78,7 @@ def test_a_write_into_a_tensor_from_outside_is_not_traced() -> None:
 
 
 def test_a_trace_of_nan_is_not_taken_for_the_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.jacobians.function_jacobian.linearized", lambda f, x: lambda v: v * torch.nan)
+    monkeypatch.setattr("howsmooth.jacobians.function_operator.linearized", lambda f, x: lambda v: v * torch.nan)
     operator = function_jacobian(torch.sin, torch.zeros(3))
     assert operator.method == "torch.func jvp"
     assert torch.equal(operator.matvec(torch.ones(3)), torch.ones(3))

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence import offsets
-from howsmooth.jacobians import attention_jacobian, tiles
-from howsmooth.jacobians import attention_jacobian as closed_form
+from howsmooth.jacobians import attention_jacobian, attention_operator, tiles
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.product_error import Noise
 from howsmooth.jacobians.product_error import spectral_bound as spectral
@@ -39,7 +38,7 @@ def test_noise_covers_what_cancellation_leaves(family: str, dtype: torch.dtype) 
 
 
 def test_the_noise_is_needed_where_clusters_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: False)
+    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: False)
     attention, x = two_clusters()
     operator = attention_jacobian(attention, x)
     exact = autograd_jacobian(attention.in_dtype(torch.float64), x.double())
@@ -90,7 +89,7 @@ def test_l2_attention_moves_with_its_tokens(offset: float) -> None:
 
 def test_half_precision_with_sharper_positions_is_promoted_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi slopes of 2^(−8/3) are kept in float64; a detour through float32 would move the map by 10⁻⁸."""
-    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: True)
+    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: True)
     alibi, rotary = hs.ALiBi.standard(3), hs.Rotary.standard(4)
     attention = hs.SelfAttention.random(12, 3, dtype=torch.float16, logit_biases=[alibi], rotary=rotary)
     x = torch.randn(7, 12).half()
@@ -194,7 +193,7 @@ def test_bounds_on_norms_of_weights_are_true_and_near(shape: tuple[int, ...]) ->
 def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closed_form, "_needs_float64", lambda *_: False)
+    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: False)
     width, n = 64, 16
     generator = torch.Generator().manual_seed(0)
     shared = width * kv_heads // heads

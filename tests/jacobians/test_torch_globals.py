@@ -106,7 +106,7 @@ def test_full_precision_keeps_name_and_result() -> None:
     assert (product.__name__, product.__doc__) == ("product", "A product.")
 
 
-DOORS: dict[str, Callable[[Any, Tensor], Any]] = {
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "measure": lambda f, x: hs.measure(f, x).value,
     "measure_heads": lambda f, x: hs.measure_heads(f, x).value,
     "explain": lambda f, x: hs.explain(f, x).total.value,
@@ -130,12 +130,12 @@ def default(what: torch.dtype | str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("what", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.slow), "meta"])
-def test_numbers_do_not_depend_on_the_defaults_of_torch(what: torch.dtype | str, door: str) -> None:
+def test_numbers_do_not_depend_on_the_defaults_of_torch(what: torch.dtype | str, call: str) -> None:
     attention = hs.SelfAttention.random(4, heads=2, mask="causal", rotary=hs.Rotary.standard(2))
     x = torch.randn(2, 4)
-    usual = DOORS[door](attention, x)
+    usual = CALLS[call](attention, x)
     with default(what):
-        found = DOORS[door](attention, x)
+        found = CALLS[call](attention, x)
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(usual))

@@ -129,7 +129,7 @@ def test_the_rows_are_grouped_once_for_page_and_summary(monkeypatch: pytest.Monk
         grouped.append(row)
         return cell_of(row)
 
-    for module in ("source", "findings", "payload", "summary"):
+    for module in ("scan_groups", "findings", "payload", "text_summary"):
         known = sys.modules[f"howsmooth.reports.{module}"]
         if hasattr(known, "cell_of"):
             monkeypatch.setattr(known, "cell_of", counted)

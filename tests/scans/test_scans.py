@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+import howsmooth as hs
 from evidence.scans import check, exponents, measured
 from howsmooth.models import open_model
 
@@ -29,3 +31,8 @@ def test_blocks_and_layers_equal_an_independent_computation(name: str) -> None:
         ["4", "attention"],
         ["4", "layer"],
     ]
+
+
+def test_a_scan_writes_its_report(tmp_path: Path) -> None:
+    hs.scan("random:bert[layers=1,width=16,heads=2]", "Drink me", lengths=5).report(tmp_path / "r.html")
+    assert "How smooth is random:bert" in (tmp_path / "r.html").read_text(encoding="utf-8")

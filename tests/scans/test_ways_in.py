@@ -148,7 +148,7 @@ def test_the_same_architecture_with_random_weights_is_a_model_of_its_own(tmp_pat
     assert names == {"random:gpt2[layers=2,width=16,seed=3]", "random:gpt2[layers=2,width=16,seed=3]@random"}
     alone = scan("random:gpt2[layers=2,width=16,seed=3]@random", TEXT, **OPTIONS)
     assert values(alone) == [row["value"] for row in both.rows if row["model"].endswith("@random")]
-    (group,) = hs.reporting.groups(both)
+    (group,) = hs.reports.groups(both)
     assert group.reference is not None
     assert len(group.reference.rows) == len(group.rows)
 

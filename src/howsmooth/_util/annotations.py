@@ -1,10 +1,12 @@
-"""What an annotation says about a value: whether it fits, and the kind in words.
+"""Annotations as checks: whether a value fits one, and the annotation in words.
 
-Only what the types of this package are made of is understood; everything else fits.
+Numbers, paths and arrays are judged here, because a number of numpy is one and a tensor is a sequence of numbers;
+`beartype` judges everything else.
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import operator
 import os
@@ -13,10 +15,11 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from beartype.door import is_bearable
 from torch import Tensor
 
 _WORDS: dict[Any, str] = {
@@ -35,56 +38,41 @@ _WORDS: dict[Any, str] = {
 }
 
 
-Words = Annotated[str, lambda value, name: None]
-"""A text that stands beside a path and is none."""
+PlainText = Annotated[str, lambda value, name: None]
+"""A string argument that must not be interpreted as a path."""
 
 
-def kinds(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the parameters; what cannot be resolved is left out."""
+class _Names(dict[str, Any]):
+    """The names of a module; a name that it imports for type checkers only stands for any object."""
+
+    def __missing__(self, name: str) -> Any:
+        return object
+
+
+def hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the parameters, evaluated; of ``*args`` those of a tuple."""
+    plain = inspect.unwrap(function)
+    found = get_type_hints(plain, _Names(vars(builtins) | plain.__globals__), include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.annotation is not p.empty]
-    names = inspect.unwrap(function).__globals__
-    annotations = {p.name: _resolved(p.annotation, names) for p in plain}
-    rest = {p.name for p in plain if p.kind is p.VAR_POSITIONAL}
-    annotations |= {name: types.GenericAlias(tuple, (annotations[name], ...)) for name in rest}
-    return {name: kind for name, kind in annotations.items() if kind is not None}
+    many = {p.name: types.GenericAlias(tuple, (found[p.name], ...)) for p in parameters if p.kind is p.VAR_POSITIONAL}
+    taken = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return {name: hint for name, hint in (found | many).items() if name in taken}
 
 
-def field_kinds(record: type) -> dict[str, Any]:
-    """The annotations of the fields of a dataclass, in the same way."""
-    names = vars(sys.modules[record.__module__])
-    annotations = {field.name: _resolved(field.type, names) for field in fields(record)}
-    return {name: kind for name, kind in annotations.items() if kind is not None}
-
-
-def _resolved(said: Any, names: dict[str, Any]) -> Any:
-    try:
-        return eval(said, names) if isinstance(said, str) else said
-    except NameError as error:  # named for type checkers only
-        name = str(error.name)
-        class_ = _class_of_ours(name)
-        return class_ and _resolved(said, names | {name: class_})
-    except (AttributeError, TypeError):
-        return None
-
-
-def _class_of_ours(name: str) -> type | None:
-    """The class of that name of a module of this package that is loaded: whoever has an instance has loaded it."""
-    ours = [module for path, module in list(sys.modules.items()) if path.startswith(f"{__package__}.")]
-    candidates = [vars(module).get(name) for module in ours]
-    return next(
-        (one for one in candidates if isinstance(one, type) and one.__module__.startswith(f"{__package__}.")), None
-    )
+def field_hints(record: type) -> dict[str, Any]:
+    """The annotations of the fields of a dataclass, evaluated."""
+    found = get_type_hints(record, _Names(vars(builtins) | vars(sys.modules[record.__module__])), include_extras=True)
+    return {field.name: found[field.name] for field in fields(record)}
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, or the kind itself; beside a path a text is meant as one, unless it is `Words`."""
+    """The members of a union, or the kind itself; beside a path a text is meant as one, unless it is `PlainText`."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return tuple(one for one in members if one is not str) if any(map(_is_path_kind, members)) else members
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value is of a kind.
+    """Whether a value is of a kind: numbers of numpy and torch are numbers, and arrays are sequences of theirs.
 
     >>> fits(2, float), fits("2", float | None), fits([1, 2], Sequence[int]), fits([1, "x"], Sequence[int])
     (True, False, True, False)
@@ -94,10 +82,6 @@ def fits(value: object, kind: Any) -> bool:
         return fits(value, inner[0])
     if origin in (Union, types.UnionType):
         return any(fits(value, one) for one in alternatives(kind))
-    if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in inner)
-    if kind is None or kind is type(None):
-        return value is None
     if kind is int:
         return whole_number(value) is not None
     if kind is float:
@@ -106,15 +90,11 @@ def fits(value: object, kind: Any) -> bool:
         return isinstance(value, bool | np.bool_)
     if _is_path_kind(kind):
         return isinstance(value, str | os.PathLike) and _can_be_a_file(os.fspath(value))
-    if (origin or kind) is Callable:
-        return callable(value)
     if origin in (list, tuple, Sequence, Iterable):
         return _holds(value, origin, inner)
     if isinstance(origin, type):
         return isinstance(value, origin)
-    if getattr(kind, "_is_protocol", False):
-        return all(hasattr(value, name) for name in vars(kind) if not name.startswith("_"))
-    return not isinstance(kind, type) or kind in (Any, object) or isinstance(value, kind)
+    return is_bearable(value, kind)
 
 
 def in_words(kind: Any) -> str:

@@ -1,7 +1,7 @@
 """What an argument must be: one sentence for everything else.
 
 Every check returns the value it was given, in the type the code behind it works with, or raises `InvalidInput` with the
-name of the argument, what it takes and what it got. `door` does the same for the call itself.
+name of the argument, what it takes and what it got. `validated` does the same for a call, by its annotations.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, update_wrapper
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from howsmooth._util.annotations import alternatives, field_kinds, fits, in_words, kinds, whole_number
+from howsmooth._util.annotations import alternatives, field_hints, fits, hints, in_words, whole_number
 from howsmooth.errors import InvalidInput
 
 _P = ParamSpec("_P")
@@ -27,6 +28,8 @@ _T = TypeVar("_T")
 _SEEDS = 2**63
 """Generators of torch take seeds below 2⁶⁴; half of them leaves room for those that are derived from one by adding."""
 _SHOWN = 60
+_INSIDE = str(Path(__file__).parents[1]) + os.sep
+_ENTRANCES = tuple(_INSIDE + name + os.sep for name in ("cli", "papers"))
 
 
 class WrongCall(InvalidInput, TypeError):
@@ -235,7 +238,7 @@ def check_numbers(value: object, name: str) -> Tensor:
 
 def check_fields(record: Any) -> None:
     """Refuse a dataclass with a value that is not of the kind of its field."""
-    for name, kind in field_kinds(type(record)).items():
+    for name, kind in field_hints(type(record)).items():
         check_kind(getattr(record, name), kind, name)
 
 
@@ -246,7 +249,7 @@ def check_options(given: Mapping[str, object], known: Iterable[str], name: str) 
     Traceback (most recent call last):
     howsmooth._util.validation.WrongCall: measure takes no argument 'rtoll': did you mean 'rtol'?
     """
-    names = list(known)
+    names = [name for name in known if name != "self"]
     for option in given:
         if option not in names:
             hint = did_you_mean(option, names) or f"; it takes {', '.join(names)}."
@@ -312,14 +315,14 @@ def memory() -> int:
         return 2**33
 
 
-def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, with one sentence for a call that does not fit its signature or the kinds it writes there.
+def validated(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The function, with its arguments checked once, where a call enters the package.
 
-    What can be told from an annotation is checked: numbers, words, flags, tensors that can be read, functions, paths,
-    classes, sequences of such. Tensors may hold no NaN; modules are taken with the weights they have. Ranges and
-    shapes are for the function itself.
+    A call from outside, or from the command line, is compared with the signature and its annotations: numbers, words,
+    flags, readable tensors without NaN, functions, paths, classes, sequences of such, and the ranges of annotations
+    like `Count`. Calls from inside the package pass unchecked. Shapes are checked by the function itself.
 
-    >>> @door
+    >>> @validated
     ... def add(first: int, second: int = 0) -> int:
     ...     return first + second
     >>> add(1, secnd=2)
@@ -334,13 +337,13 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """
     signature = inspect.signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
-    named = keywords(function)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    wanted = cache(lambda: kinds(function))
+    wanted = cache(lambda: hints(function))
 
-    def knock(*args: Any, **given: Any) -> None:
-        if not open_ended:
-            check_options(given, named, name)
+    def check(args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if is_inside(sys._getframe(2)):
+            return
+        if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+            check_options(given, keywords(function), name)
         try:
             bound = signature.bind(*args, **given).arguments
         except TypeError as error:
@@ -349,16 +352,24 @@ def door(function: Callable[_P, _T]) -> Callable[_P, _T]:
             if argument in bound and bound[argument] is not signature.parameters[argument].default:
                 check_kind(bound[argument], kind, argument)
 
-    def enter(*args: _P.args, **given: _P.kwargs) -> _T:
-        knock(*args, **given)
+    def call(*args: _P.args, **given: _P.kwargs) -> _T:
+        check(args, given)
         return function(*args, **given)
 
     # With the globals of the function itself: doctest looks for examples in functions of the module it reads only.
-    return update_wrapper(FunctionType(enter.__code__, function.__globals__, name, None, enter.__closure__), function)
+    return update_wrapper(FunctionType(call.__code__, function.__globals__, name, None, call.__closure__), function)
+
+
+def is_inside(frame: FrameType) -> bool:
+    """Whether a frame runs code of this package; the command line and the experiments call it like everybody else."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back  # a decorator of torch, or a module that is called
+    path = frame.f_code.co_filename
+    return path.startswith(_INSIDE) and not path.startswith(_ENTRANCES)
 
 
 Count = Annotated[int, check_count]
-"""A whole number, at least 1; like the others here an annotation that `door` checks."""
+"""A whole number, at least 1; like the others here an annotation that `validated` checks."""
 Size = Annotated[int, lambda value, name: check_count(value, name, least=0)]
 Seed = Annotated[int, check_seed]
 Probability = Annotated[float, check_fraction]

@@ -2,7 +2,7 @@ r"""Attention with something around the dot product: latent projections, learned
 
 Each is an `AttentionMap` on other tokens. Tokens go through token-wise features z = φ(x) first; tokens of zeros may
 stand beside them; the outputs of the heads may be multiplied by a gate. So the Jacobian is that of plain attention at z
-between token-wise maps (see `howsmooth.jacobians.composite_jacobian`):
+between token-wise maps (see `howsmooth.jacobians.composite_operator`):
 
 .. math:: J = W\,[\,\mathrm{diag}(g)\,J_{\mathrm{heads}}(z)\,\varphi'(x) + \mathrm{diag}(O)\,g'(x)\,].
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door, shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import LogitBias, Maps
@@ -33,7 +33,7 @@ class Feature(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
 
-    @door
+    @validated
     def __init__(self, weight: Tensor | None, bias: Tensor | None = None, stages: Sequence[TokenStage] = ()):
         super().__init__()
         self.register_buffer("weight", weight)
@@ -51,7 +51,7 @@ class Feature(nn.Module):
 class Features(TokenStage):
     """z_i = (branch_1(x_i), branch_2(x_i), …): what a token is before queries, keys and values are made of it."""
 
-    @door
+    @validated
     def __init__(self, *branches: Feature):
         super().__init__()
         self.branches = nn.ModuleList(branches)
@@ -223,7 +223,7 @@ class ComposedAttention(Composite):
     gate: Tensor | None
     gate_bias: Tensor | None
 
-    @door
+    @validated
     def __init__(
         self,
         attention: SelfAttention,

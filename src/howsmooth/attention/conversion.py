@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from howsmooth._util.common import foreign_hooks
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.composite_map import Composite
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
-@door
+@validated
 def map_of(f: object, n: float | None = None) -> nn.Module | None:
     """The map x ↦ f(x) of one sequence without padding, in closed form or at least with a ``kind``; None without one.
 
@@ -82,7 +82,7 @@ def closed_form(f: object, n: float | None = None) -> AttentionMap | Composite |
     return offered if isinstance(offered, AttentionMap | Composite) else None
 
 
-@door
+@validated
 def plain_map(attention: AttentionMap | Composite, wanted: str) -> AttentionMap:
     """The map itself, when nothing is around its dot product; ``wanted`` says what does not know more than that.
 

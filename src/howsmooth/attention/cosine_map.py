@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.stages import Scale, UnitNorm
 from howsmooth.errors import InvalidInput
@@ -22,7 +22,7 @@ class CosineAttention(SelfAttention):
 
     kind = "cosine"
 
-    @door
+    @validated
     def __init__(
         self,
         *weights: Tensor | None,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_tensor, door
+from howsmooth._util.validation import check_tensor, validated
 from howsmooth.attention.composite_map import Composite, Parts, Placement
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.masks import DenseBias, LogitBias, Maps, softmax
@@ -49,7 +49,7 @@ class CrossAttention(nn.Module):
 
     logit_biases: Tensor | None
 
-    @door
+    @validated
     def __init__(
         self,
         query: Tensor,
@@ -114,12 +114,12 @@ class CrossAttention(nn.Module):
         out = out if self.attention.output_bias is None else out + self.attention.output_bias
         return out[0] if single else out
 
-    @door
+    @validated
     def in_decoder(self, encoder: Tensor) -> CrossSide:
         """x ↦ f(x, y): the map of the decoder's tokens, those of the encoder ``(m, d_y)`` held fixed."""
         return CrossSide(self, "decoder", encoder)
 
-    @door
+    @validated
     def in_encoder(self, decoder: Tensor) -> CrossSide:
         """y ↦ f(x, y): the map of the encoder's tokens, those of the decoder ``(n, d_x)`` held fixed."""
         return CrossSide(self, "encoder", decoder)
@@ -131,7 +131,7 @@ class CrossSide(Composite):
     kind = "cross"
     other: Tensor
 
-    @door
+    @validated
     def __init__(self, cross: CrossAttention, side: Side, other: Tensor):
         super().__init__()
         expected = cross.encoder_width if side == "decoder" else cross.decoder_width

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Seed, check_weights, door
+from howsmooth._util.validation import Seed, check_weights, validated
 from howsmooth.attention.attention_map import AttentionMap, check_heads
 from howsmooth.attention.logit_terms import as_mask
 from howsmooth.attention.masks import LogitBias
@@ -47,7 +47,7 @@ class SelfAttention(AttentionMap):
 
     kind = "dot_product"
 
-    @door
+    @validated
     def __init__(
         self,
         query: Tensor,
@@ -85,7 +85,7 @@ class SelfAttention(AttentionMap):
         self.query_stages.append(Scale(self.scale))
 
     @classmethod
-    @door
+    @validated
     def from_bilinear(cls, a: Tensor, v: Tensor, bias: Tensor | None = None, **options: object) -> SelfAttention:
         """One head in the notation of the theory: P_ij ∝ exp(x_jᵀ A x_i + b·x_j), f(X)_i = V Σ_j P_ij x_j.
 
@@ -99,7 +99,7 @@ class SelfAttention(AttentionMap):
         return cls(a, identity, v, query_bias=bias, scale=1.0, **options)  # type: ignore[arg-type]
 
     @classmethod
-    @door
+    @validated
     def random(
         cls,
         width: int,
@@ -128,7 +128,7 @@ class SelfAttention(AttentionMap):
         return cls(*weights, heads=heads, kv_heads=kv_heads, **options)  # type: ignore[arg-type]
 
     @classmethod
-    @door
+    @validated
     def from_torch(cls, module: nn.MultiheadAttention, causal: bool = False) -> SelfAttention:
         """The self-attention x ↦ module(x, x, x) of a `torch.nn.MultiheadAttention`, without its dropout."""
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
@@ -146,7 +146,7 @@ class SelfAttention(AttentionMap):
         return cls(*weights, heads=module.num_heads, mask="causal" if causal else None, **biases)
 
     @classmethod
-    @door
+    @validated
     def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
         """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
         from howsmooth.models import from_transformers

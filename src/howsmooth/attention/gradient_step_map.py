@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door, shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.errors import InvalidInput
 
 
@@ -36,7 +36,7 @@ class GradientStepAttention(nn.Module):
     matrix: Tensor
     context: Tensor
 
-    @door
+    @validated
     def __init__(self, matrix: Tensor, context: Tensor, step: float):
         super().__init__()
         sizes = (*matrix.shape, *context.shape)
@@ -70,7 +70,7 @@ class MeanOfSteps(nn.Module):
 
     kind = "gradient_step"
 
-    @door
+    @validated
     def __init__(self, steps: Sequence[GradientStepAttention]):
         super().__init__()
         if not len(steps):

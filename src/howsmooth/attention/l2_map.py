@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_no_nan, check_tensor, door
+from howsmooth._util.validation import check_no_nan, check_tensor, validated
 from howsmooth.attention.attention_map import AttentionMap, Heads, Stages
 from howsmooth.attention.logit_terms import as_mask
 from howsmooth.attention.masks import LogitBias
@@ -39,7 +39,7 @@ class L2SelfAttention(AttentionMap):
     plain_value: Tensor
     kind = "l2"
 
-    @door
+    @validated
     def __init__(
         self,
         query: Tensor,

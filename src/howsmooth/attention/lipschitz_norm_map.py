@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention.dot_product_map import SelfAttention
 
 
@@ -38,7 +38,7 @@ class LipschitzNormAttention(nn.Module):
 
     kind = "lipschitz_norm"
 
-    @door
+    @validated
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None = None, *, heads: int = 1):
         super().__init__()
         self.projections = SelfAttention(query, key, value, output, heads=heads, scale=1.0)

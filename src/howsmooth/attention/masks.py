@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, check_readable, door, shown
+from howsmooth._util.validation import Count, check_readable, shown, validated
 from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
@@ -176,7 +176,7 @@ class SlidingWindow(LogitBias):
 
     hides_only = keeps_self = True
 
-    @door
+    @validated
     def __init__(self, window: Count, causal: bool = True):
         super().__init__()
         self.window, self.causal = int(window), causal
@@ -206,7 +206,7 @@ class Chunked(LogitBias):
     sight: Sight = "ordered"
     hides_only = keeps_self = True
 
-    @door
+    @validated
     def __init__(self, chunk: Count):
         super().__init__()
         self.chunk = int(chunk)
@@ -233,7 +233,7 @@ class Padding(LogitBias):
 
     hides_only = True
 
-    @door
+    @validated
     def __init__(self, keep: Tensor):
         super().__init__()
         if keep.dim() == 1:

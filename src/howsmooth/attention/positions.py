@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_count, check_number, check_positive, check_weights, door
+from howsmooth._util.validation import check_count, check_number, check_positive, check_weights, validated
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
 from howsmooth.attention.memory_layout import together, woven
 from howsmooth.attention.stages import TokenDerivative, TokenStage
@@ -30,7 +30,7 @@ class Rotary(TokenStage):
     Coordinates beyond the pairs pass unchanged (partial rotary).
     """
 
-    @door
+    @validated
     def __init__(
         self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None
     ):
@@ -47,7 +47,7 @@ class Rotary(TokenStage):
         self.interleaved, self.amplitude = interleaved, amplitude
 
     @classmethod
-    @door
+    @validated
     def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """ω_m = base^{−2m/dim}, in double precision."""
         check_positive(base, "the base of rotary positions")
@@ -103,7 +103,7 @@ class ALiBi(LogitBias):
     sight: Sight = "full"
     keeps_self = True
 
-    @door
+    @validated
     def __init__(self, slopes: Tensor):
         super().__init__()
         if slopes.dim() != 1 or not bool(torch.isfinite(slopes).all()):
@@ -112,7 +112,7 @@ class ALiBi(LogitBias):
         self.register_buffer("slopes", slopes, persistent=False)
 
     @classmethod
-    @door
+    @validated
     def standard(cls, heads: int) -> ALiBi:
         """The slopes of the paper: 2^{−8/m}, 2^{−16/m}, … for m = heads a power of two, interpolated otherwise."""
         check_weights(check_count(heads, "heads"), "ALiBi")
@@ -138,7 +138,7 @@ class RelativeBias(LogitBias):
             (T5, MPNet) are of this form once their buckets are written out by offset.
     """
 
-    @door
+    @validated
     def __init__(self, table: Tensor):
         super().__init__()
         if table.dim() != 2 or table.shape[1] % 2 == 0:

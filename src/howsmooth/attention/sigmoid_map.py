@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from howsmooth._util.validation import check_number, door
+from howsmooth._util.validation import check_number, validated
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.masks import LogitBias, Maps, Sight
 
@@ -35,7 +35,7 @@ class SigmoidAttention(SelfAttention):
     kind = "sigmoid"
     weighting = "sigmoid"
 
-    @door
+    @validated
     def __init__(self, *weights: Tensor | None, logit_shift: float | None = None, **options: object):
         super().__init__(*weights, **options)  # type: ignore[arg-type]
         self.logit_biases.append(_Shift(logit_shift))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_number, door
+from howsmooth._util.validation import check_count, check_number, validated
 from howsmooth.attention.memory_layout import channels_first
 from howsmooth.errors import InvalidInput
 
@@ -134,7 +134,7 @@ class UnitNorm(TokenStage):
     Its derivative is c·g∘(dx − u (u·dx))/√(|x|² + ε) with u = x/√(|x|² + ε).
     """
 
-    @door
+    @validated
     def __init__(self, eps: float, length: float = 1.0, gain: Tensor | None = None):
         super().__init__()
         self.gain: Tensor | None
@@ -147,7 +147,7 @@ class UnitNorm(TokenStage):
         self.register_buffer("gain", gain, persistent=False)
 
     @classmethod
-    @door
+    @validated
     def rms(cls, width: int, eps: float = 1e-6, gain: Tensor | None = None) -> UnitNorm:
         """RMSNorm over ``width`` coordinates: x/√(mean x² + ε) = √width·x/√(|x|² + width·ε)."""
         check_count(width, "width", most=2**62)
@@ -199,7 +199,7 @@ class HeadNorm(TokenStage):
     With u = (x − x̄)/√(|x − x̄|² + width·ε) the derivative is c·g∘(dx − d̄x − u (u·dx)), c = √width/√(|x − x̄|² + width·ε).
     """
 
-    @door
+    @validated
     def __init__(self, eps: float, gain: Tensor | None = None, shift: Tensor | None = None):
         super().__init__()
         self.gain: Tensor | None
@@ -233,7 +233,7 @@ class PlaceScale(TokenStage):
         strength: a. step: m. positions: the place of each token; 0, 1, 2, … when None.
     """
 
-    @door
+    @validated
     def __init__(self, strength: float, step: float, positions: Tensor | None = None):
         super().__init__()
         self.strength, self.step = strength, step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from howsmooth._util.common import rounded
 from howsmooth._util.display import grid
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import Positive, Seed, door
+from howsmooth._util.validation import Positive, Seed, validated
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Bound, evaluated
 from howsmooth.bounds.question_setting import Setting, setting
@@ -195,7 +195,7 @@ class Table(Sequence[Row]):
     __repr__ = __str__
 
 
-@door
+@validated
 @full_precision
 def table(
     attention: nn.Module,

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Size, door
+from howsmooth._util.validation import Size, validated
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.question_setting import PathNumber, Setting, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -64,7 +64,7 @@ class Bound:
         statement: LaTeX.
         reference: where it comes from.
         side: "upper" or "lower".
-        norm: 2, inf, or "token" (`howsmooth.norms.token_norm`).
+        norm: 2, inf, or "token" (`howsmooth.norms.largest_token`).
         scope: where it holds: see `SCOPES`.
         kinds: kinds of attention it covers; empty for all attention maps.
         assumptions: what else must hold.
@@ -200,7 +200,7 @@ def theorem(
     return enter
 
 
-@door
+@validated
 def get(name: str) -> Bound:
     """The bound of that name.
 
@@ -213,7 +213,7 @@ def get(name: str) -> Bound:
     return CATALOGUE[name]
 
 
-@door
+@validated
 def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
     """Every bound whose assumptions hold."""
     return [bound for bound in CATALOGUE.values() if bound.refusal(where, per_head) is None]
@@ -240,7 +240,7 @@ def upper_bounds(
     return evaluated([bound for bound in wanted if bound.side == "upper" and bound.norm == norm], where, per_head)
 
 
-@door
+@validated
 def least_upper_bound(
     where: Setting, norm: float = 2, *, head: Size | None = None, scopes: Sequence[str] = ON_SETS
 ) -> tuple[Bound, Tensor] | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 
 
@@ -66,7 +66,7 @@ class Stage:
     branch: tuple[Stage, ...] = ()
 
     @classmethod
-    @door
+    @validated
     def of(cls, name: str, lip: float, scope: str = "everywhere", note: str = "", kind: str = "map") -> Stage:
         """A stage with that constant."""
         if not lip >= 0:
@@ -74,7 +74,7 @@ class Stage:
         return cls(name, math.log10(lip) if lip > 0 else -math.inf, scope, note, kind)
 
     @classmethod
-    @door
+    @validated
     def around(cls, name: str, branch: Iterable[Stage]) -> Stage:
         """x + branch(x)."""
         branch = tuple(branch)

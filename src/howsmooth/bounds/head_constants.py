@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
 from howsmooth.bounds.point_error import gamma
@@ -77,7 +77,7 @@ def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
     return scores.query, scores.key, scores.query_bias
 
 
-@door
+@validated
 def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bool = True) -> HeadNumbers:
     """The numbers of every head of dot-product attention with linear queries, keys and values.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_tensor, door
+from howsmooth._util.validation import check_tensor, validated
 from howsmooth.bounds.catalogue import least_upper_bound
 from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layer_constants import activation, mlp, normalisation
@@ -19,7 +19,7 @@ from howsmooth.models.model_pieces import AttentionPiece, MLPPiece, NormPiece, P
 from howsmooth.sets import TokenSet
 
 
-@door
+@validated
 def stack(
     model: nn.Module,
     n: int,
@@ -51,7 +51,7 @@ def stack(
     return Stack(tuple(_stage(piece, n, floors, radius) for piece in reading.pieces))
 
 
-@door
+@validated
 def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> dict[str, float]:
     """The smallest token variance (mean square for RMSNorm) that each normalisation sees when the model reads x.
 

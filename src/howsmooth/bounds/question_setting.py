@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_finite, door
+from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.bounds.head_constants import HeadNumbers, head_numbers, norm_rounding, without_output
 from howsmooth.bounds.three_paths import Paths, both_paths
@@ -122,7 +122,7 @@ class Setting:
         self._known.update({key: torch.cat(values) for key, values in numbers_of.items()})
 
 
-@door
+@validated
 def setting(
     attention: nn.Module,
     *,

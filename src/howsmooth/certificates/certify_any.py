@@ -17,7 +17,7 @@ from howsmooth._util.validation import (
     check_number,
     check_one_of,
     check_tensor,
-    door,
+    validated,
 )
 from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_block_around, enclose_heads_around, move_radii
@@ -60,7 +60,7 @@ def certify(
     tokens: Sequence[int] | None = None,
     per_head: bool = False,
 ) -> Certificate: ...
-@door
+@validated
 @full_precision
 @torch.inference_mode(False)
 @torch.no_grad()

@@ -8,12 +8,12 @@ one attention map), `attention_jacobian` (its closed form), `product_error` (how
 """
 
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
-from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.cache_jacobian import CachedJacobian, cached_jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.cache_operator import CachedJacobian, cached_jacobian
 from howsmooth.jacobians.closed_maps import ClosedMap, ComposedJacobian, composed_jacobian
-from howsmooth.jacobians.closed_or_autodiff import closed_jacobian, jacobian
-from howsmooth.jacobians.composite_jacobian import CompositeJacobian, composite_jacobian
-from howsmooth.jacobians.function_jacobian import FunctionJacobian, function_jacobian
+from howsmooth.jacobians.closed_or_autodiff import jacobian
+from howsmooth.jacobians.composite_operator import CompositeJacobian, composite_jacobian
+from howsmooth.jacobians.function_operator import FunctionJacobian, function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "Sum",
     "attention_jacobian",
     "cached_jacobian",
-    "closed_jacobian",
     "composed_jacobian",
     "composite_jacobian",
     "function_jacobian",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.guarantee import weakest
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 
@@ -43,7 +43,7 @@ class IdentityJacobian(JacobianOperator):
 
     method = "closed form"
 
-    @door
+    @validated
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: Sequence[int] = ()):
         if min((*shape, *batch), default=1) < 1:
             raise InvalidInput(f"shapes are of whole numbers, at least 1, got {tuple(shape)} and {tuple(batch)}.")
@@ -51,7 +51,7 @@ class IdentityJacobian(JacobianOperator):
         self.dtype, self.device = dtype, device
 
     @classmethod
-    @door
+    @validated
     def like(cls, x: Tensor) -> IdentityJacobian:
         """At one input, ``(n, d)``, or a batch of them."""
         return cls(x.shape[-2:], x.dtype, x.device, x.shape[:-2])
@@ -123,7 +123,7 @@ class Product(_Composed):
     tensor([8., 8.])
     """
 
-    @door
+    @validated
     def __init__(self, parts: Sequence[JacobianOperator]):
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Product) else (part,))]
         for left, right in pairwise(flat):
@@ -162,7 +162,7 @@ class Sum(_Composed):
     tensor([3., 3.])
     """
 
-    @door
+    @validated
     def __init__(self, parts: Sequence[JacobianOperator]):
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Sum) else (part,))]
         shapes = {(part.in_shape, part.out_shape) for part in flat}

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import arranged
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
-from howsmooth.jacobians.attention_jacobian import (
+from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
     MOST_BLUR,
     attention_jacobian,
@@ -191,7 +191,7 @@ class ComposedJacobian(Product):
         return ComposedJacobian(known, self.blur, self.output[index]) if len(known) == len(parts) else None
 
 
-@door
+@validated
 @full_precision
 def composed_jacobian(f: ClosedMap, x: Tensor, memory: int = DEFAULT_MEMORY) -> ComposedJacobian:
     """The Jacobian of a composition at x, in the dtype of x (half precision in float32).

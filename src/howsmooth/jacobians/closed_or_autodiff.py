@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from howsmooth._util.validation import Size, door
+from howsmooth._util.validation import Size, validated
 from howsmooth.attention import closed_form
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.composite_map import Composite
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.cache_jacobian import Part, cached_jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.cache_operator import Part, cached_jacobian
 from howsmooth.jacobians.closed_maps import OffersJacobian
-from howsmooth.jacobians.composite_jacobian import CompositeJacobian, composite_jacobian
-from howsmooth.jacobians.function_jacobian import function_jacobian
+from howsmooth.jacobians.composite_operator import CompositeJacobian, composite_jacobian
+from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 
 
-@door
+@validated
 def jacobian(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -36,7 +36,7 @@ def jacobian(
             (torch.func).
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
-            `howsmooth.jacobians.cache_jacobian`); None for that in x.
+            `howsmooth.jacobians.cache_operator`); None for that in x.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
         skip: of an attention map, leave tiles out, least first, that together are at most about this share of the norm,
             and say how much that is (`JacobianOperator.left_out`); 0 leaves nothing out.

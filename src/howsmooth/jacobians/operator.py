@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.guarantee import Guarantee
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class MatrixOperator(JacobianOperator):
 
     method = "matrix"
 
-    @door
+    @validated
     def __init__(self, matrix: Tensor):
         if matrix.dim() < 2:
             raise InvalidInput(f"matrix has shape {tuple(matrix.shape)}, but must be (…, m, n).")

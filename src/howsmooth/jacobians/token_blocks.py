@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.jacobians.attention_jacobian import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.tiles import Tile
 

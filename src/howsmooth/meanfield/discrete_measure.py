@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_count, check_numbers, door
+from howsmooth._util.validation import check_count, check_numbers, validated
 from howsmooth.errors import InvalidInput
 
 MASS_TOLERANCE = 1e-9
@@ -36,7 +36,7 @@ class Measure:
     weights: Tensor
     positions: Tensor | None = None
 
-    @door
+    @validated
     def __init__(
         self,
         atoms: Tensor | Sequence[Sequence[float]],
@@ -63,7 +63,7 @@ class Measure:
         object.__setattr__(self, "positions", None if places is None else places[there])
 
     @classmethod
-    @door
+    @validated
     def empirical(cls, x: Tensor) -> Measure:
         """n tokens of equal weight, without positions.
 
@@ -73,7 +73,7 @@ class Measure:
         return cls.of_tokens(x, causal=False)
 
     @classmethod
-    @door
+    @validated
     def of_tokens(cls, x: Tensor, causal: bool = True) -> Measure:
         """n tokens of equal weight; causal attention gives token i (from 0) the position (i+1)/n."""
         x = check_numbers(x, "tokens")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import Measure
 from howsmooth.meanfield.distances import distance
@@ -16,7 +16,7 @@ from howsmooth.meanfield.measure_attention import push
 Pair = tuple[Measure, Measure]
 
 
-@door
+@validated
 def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
     """W₂(F(μ), F(ν)) / W₂(μ, ν), or the same in d₂ when the measures have positions.
 
@@ -34,7 +34,7 @@ def ratio(attention: nn.Module, mu: Measure, nu: Measure) -> float:
     return distance(push(attention, mu), push(attention, nu)) / apart
 
 
-@door
+@validated
 def largest_ratio(attention: nn.Module, pairs: Iterable[Pair]) -> tuple[float, Pair]:
     """The largest `ratio` of the pairs, and the pair that has it."""
     ratios, listed = [], list[object](pairs)

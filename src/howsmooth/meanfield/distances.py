@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.optional_deps import need
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import MASS_TOLERANCE, Measure
 
 _MOST_PIVOTS = 10_000_000
 
 
-@door
+@validated
 def w2(mu: Measure, nu: Measure) -> float:
     """W₂(μ, ν), exactly (a linear programme).
 
@@ -26,7 +26,7 @@ def w2(mu: Measure, nu: Measure) -> float:
     return wasserstein(mu, nu, 2)
 
 
-@door
+@validated
 def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     r""":math:`W_p(\mu, \nu) = (\min_\pi \sum_{ij} \pi_{ij} |x_i - y_j|^p)^{1/p}` over all plans π from μ to ν.
 
@@ -39,7 +39,7 @@ def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     return _transport(mu.atoms, mu.weights, nu.atoms, nu.weights, p) ** (1 / p)
 
 
-@door
+@validated
 def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
     r"""The distance of masked measures, in which mass keeps its position:
 
@@ -64,7 +64,7 @@ def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
     return total ** (1 / p)
 
 
-@door
+@validated
 def distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     """d_p of measures with positions, W_p of measures without."""
     _check(mu, nu, p)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.meanfield.discrete_measure import Measure
 from howsmooth.meanfield.measure_attention import weighted
@@ -40,7 +40,7 @@ class WeightedJacobian(JacobianOperator):
     Lifted vectors are displacements of the atoms and of their images, y = D^{-1/2}z with Σ w_i|y_i|² = 1.
     """
 
-    @door
+    @validated
     def __init__(self, attention: nn.Module, measure: Measure):
         self.inner = attention_jacobian(*weighted(attention, measure))
         self.root = measure.weights.sqrt()[:, None]
@@ -70,7 +70,7 @@ class FieldJacobian(JacobianOperator):
     its part of the Jacobian is block diagonal, and one product serves all atoms.
     """
 
-    @door
+    @validated
     def __init__(self, attention: nn.Module, measure: Measure):
         self.inner = attention_jacobian(*weighted(attention, measure, measure.atoms, measure.positions))
         self.batch_shape = torch.Size([len(measure)])
@@ -145,7 +145,7 @@ class LocalConstant:
         return f"{self.value:.4g} in {where}, {self.part} ({other[0]}: {float(other[1]):.4g})"
 
 
-@door
+@validated
 def local_constant(attention: nn.Module, measure: Measure, **solver: Any) -> LocalConstant:
     """The local Lipschitz constant of F at a measure: how much small displacements of its mass are stretched.
 

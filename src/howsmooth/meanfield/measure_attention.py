@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_finite, check_tensor, door
+from howsmooth._util.validation import check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap, LogitBias, Rotary, as_attention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
@@ -34,7 +34,7 @@ class LogMass(LogitBias):
         weights: ``(n,)``, not negative. Tokens of weight zero come last.
     """
 
-    @door
+    @validated
     def __init__(self, weights: Tensor):
         super().__init__()
         _check_vector(weights, "weights")
@@ -58,7 +58,7 @@ class LogMass(LogitBias):
 class Past(LogitBias):
     """Token i sees the tokens j with positions τ_j ≤ τ_i: those of its own position, too."""
 
-    @door
+    @validated
     def __init__(self, positions: Tensor):
         super().__init__()
         _check_vector(positions, "positions")
@@ -79,7 +79,7 @@ def _check_vector(numbers: object, name: str) -> None:
     check_finite(check_tensor(numbers, name, dims=(1,)), name)
 
 
-@door
+@validated
 def weighted(
     attention: nn.Module, measure: Measure, points: Tensor | None = None, positions: Tensor | None = None
 ) -> tuple[AttentionMap, Tensor]:
@@ -144,7 +144,7 @@ def _check_points(measure: Measure, points: Tensor, positions: Tensor | None) ->
         )
 
 
-@door
+@validated
 def field(attention: nn.Module, measure: Measure) -> Field:
     """Γ_μ, which can be evaluated and differentiated at any points.
 
@@ -158,7 +158,7 @@ def field(attention: nn.Module, measure: Measure) -> Field:
     return Field(attention, measure)
 
 
-@door
+@validated
 def push(attention: nn.Module, measure: Measure) -> Measure:
     r"""The image :math:`F(\mu) = (\Gamma_\mu)_\#\mu`: every atom goes to where the field takes it."""
     map_, tokens = weighted(attention, measure)

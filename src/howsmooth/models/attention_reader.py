@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.process_lock import alone
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import (
     Causal,
     Chunked,
@@ -39,7 +39,7 @@ _ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-@door
+@validated
 @alone
 def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
     """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import alone
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
@@ -48,7 +48,7 @@ class CapturedSite:
     error: float
 
 
-@door
+@validated
 @alone
 def capture(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
@@ -187,7 +187,7 @@ def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
             raise InvalidInput(f"{name} holds {len(value)} items, but one text, image or sound is captured at a time.")
 
 
-@door
+@validated
 @alone
 def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Any submodule as a function of what it really received: ``hs.measure(*site(module, path, x))``.

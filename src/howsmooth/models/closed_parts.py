@@ -19,10 +19,10 @@ from howsmooth._util.common import first_line, relative_error
 from howsmooth._util.torch_globals import exact_autograd
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import HowsmoothError, UnsupportedModel
-from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
 from howsmooth.jacobians.closed_maps import ClosedMap, Series, Tokenwise, composed_jacobian
 from howsmooth.jacobians.function_checks import random_like
-from howsmooth.jacobians.function_jacobian import function_jacobian
+from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.models.captured_sites import TOLERANCE
 from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, read_affine, read_norm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth._util.common import relative_error
 from howsmooth._util.process_lock import alone
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import CrossAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.captured_sites import TOLERANCE, check_request
@@ -42,7 +42,7 @@ class CapturedCross:
     error: float
 
 
-@door
+@validated
 @alone
 def capture_cross(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[CapturedCross]:
     """Run a model once and return every cross-attention with the tokens of decoder and encoder that it saw.

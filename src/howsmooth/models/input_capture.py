@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.process_lock import alone
-from howsmooth._util.validation import door, shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.forward_pass import record_calls
 from howsmooth.models.module_names import attention_site, attention_sites
@@ -39,7 +39,7 @@ class AttentionInputs:
         return self.hidden[layer]
 
 
-@door
+@validated
 @alone
 def attention_inputs(
     model: PreTrainedModel,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor
 from howsmooth._util.process_lock import alone
-from howsmooth._util.validation import check_count, door
+from howsmooth._util.validation import check_count, validated
 from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
@@ -52,7 +52,7 @@ class LayeredModel:
     ('layers.1.self_attn', (3, 16), True)
     """
 
-    @door
+    @validated
     @alone
     def __init__(self, folder: Path | str, scratch: Path | str):
         from transformers import AutoConfig, AutoModel

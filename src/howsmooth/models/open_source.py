@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import digest, first_line, out_of_memory, printable
 from howsmooth._util.optional_deps import need
-from howsmooth._util.validation import Device, check_device, check_one_of, door
+from howsmooth._util.validation import Device, check_device, check_one_of, validated
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.adapters import is_adapter, load_adapted
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
@@ -186,7 +186,7 @@ def names_model(source: str) -> bool:
     return os.path.isfile(path / "config.json") or is_adapter(source) or bool(on_hub)
 
 
-@door
+@validated
 def open_model(
     spec: str,
     *,
@@ -328,7 +328,7 @@ def twin_of(model: OpenModel) -> OpenModel:
     )
 
 
-@door
+@validated
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`open_model`, cut down to the model and its tokenizer.
 

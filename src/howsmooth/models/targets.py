@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import LOCK, alone
-from howsmooth._util.validation import door, shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.attention import AttentionMap, Composite, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
@@ -46,10 +46,8 @@ from howsmooth.models.module_names import (
     layers_without_softmax,
     no_such_layer,
 )
-
-if TYPE_CHECKING:
-    from howsmooth.models.open_source import OpenModel
-    from howsmooth.models.text_windows import Window
+from howsmooth.models.open_source import OpenModel
+from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 
@@ -68,7 +66,7 @@ _MLPS = (
 """The modules that make up a layer's MLP, as paths inside the layer; the first that fits is taken, then checked."""
 
 
-@door
+@validated
 def target(
     open_model: OpenModel, what: str, layer: int | None = None, window: Window | None = None
 ) -> tuple[AttentionMap | Composite | Function, Tensor]:
@@ -111,7 +109,7 @@ class Targets:
     2
     """
 
-    @door
+    @validated
     @alone
     def __init__(self, open_model: OpenModel, window: Window, mlps: bool = True):
         self.model, self.inputs = open_model.model, open_model.inputs(window)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_finite, check_positive, door
+from howsmooth._util.validation import check_count, check_finite, check_positive, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.small_matrices import spectral
 
@@ -43,7 +43,7 @@ class SpectralCaps:
     True
     """
 
-    @door
+    @validated
     def __init__(self, module: nn.Module, cap: float = 1.0, exact_every: int = 100):
         self.cap = check_positive(cap, "cap")
         self.exact_every = check_count(exact_every, "exact_every")

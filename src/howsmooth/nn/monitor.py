@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import evaluating, random_stream
-from howsmooth._util.validation import check_count, check_fraction, door, shown
+from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
@@ -69,7 +69,7 @@ class SmoothnessMonitor:
     10 ['sigma_lower/self_attn']
     """
 
-    @door
+    @validated
     def __init__(
         self,
         model: nn.Module,

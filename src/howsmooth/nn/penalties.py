@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import evaluating, random_stream
-from howsmooth._util.validation import check_count, door
+from howsmooth._util.validation import check_count, validated
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.hosting.listener import Heard, Listener, first_output
@@ -29,7 +29,7 @@ from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 class _Penalty(ABC):
     """The mean over layers of a number that depends on what each layer was called with."""
 
-    @door
+    @validated
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
         self._listener = Listener(model, layers)
         for name, module in self._listener.modules.items():
@@ -86,7 +86,7 @@ class JacobianPenalty(_Penalty):
     True
     """
 
-    @door
+    @validated
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, power: int = 2, steps: int = 1):
         self.power, self.steps = check_count(power, "power", most=2), check_count(steps, "steps")
         super().__init__(model, layers)
@@ -169,7 +169,7 @@ class SoftmaxJacobianPenalty(_Penalty):
         return softmax_jacobian_penalty(heard.again(heard.tokens, **changed)[1])
 
 
-@door
+@validated
 def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
     """The mean of g(p) = p₁(1 − p₁ + p₂) over rows p of attention weights, from 0 to ½.
 

@@ -7,12 +7,12 @@ top of them `local_constant` (`hs.measure`), `relative_condition` and `explanati
 """
 
 from howsmooth.norms.dense import dense_norm
+from howsmooth.norms.entry_norms import inf_norm, one_norm
 from howsmooth.norms.frobenius import frobenius_norm
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
+from howsmooth.norms.largest_token import token_norm
 from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.norm_choice import operator_norm
-from howsmooth.norms.one_norm import inf_norm, one_norm
-from howsmooth.norms.token_norm import token_norm
 
 __all__ = [
     "Measurement",

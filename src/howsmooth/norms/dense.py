@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from howsmooth._util.validation import check_one_of, door
+from howsmooth._util.validation import check_one_of, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import FlatProducts, entry_ends, not_finite, power_of_two
 from howsmooth.norms.measurement import Measurement, NormKind, measurement_between
 
 
-@door
+@validated
 def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float = 1e-3) -> Measurement:
     """A norm from the matrix itself: exact up to rounding, at min(in_size, out_size) products.
 

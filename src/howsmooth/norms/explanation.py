@@ -11,10 +11,11 @@ from torch import Tensor
 
 from howsmooth._util.display import card
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import Positive, Probability, Seed, Size, door
+from howsmooth._util.validation import Positive, Probability, Seed, Size, validated
 from howsmooth.attention import closed_form
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, CompositeJacobian, closed_jacobian, jacobian
+from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, CompositeJacobian, jacobian
+from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.local_constant import in_tokens, solve
 from howsmooth.norms.relative_condition import with_scale
@@ -72,7 +73,7 @@ class Explanation:
         return card(repr(self.total), facts, self.total.notes)
 
 
-@door
+@validated
 @full_precision
 def explain(
     attention: Callable[[Tensor], Tensor],
@@ -136,7 +137,7 @@ def explain(
     )
 
 
-@door
+@validated
 @full_precision
 def token_influence(
     f: Callable[[Tensor], Tensor],

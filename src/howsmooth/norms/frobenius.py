@@ -36,7 +36,7 @@ from scipy.special import lambertw
 from torch import Tensor
 
 from howsmooth._util.common import random_stream
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
@@ -50,11 +50,11 @@ from howsmooth.norms.counted_products import (
     power_of_two,
     quick_lengths,
 )
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 
-@door
+@validated
 def frobenius_norm(
     op: JacobianOperator,
     rtol: float = 1e-3,

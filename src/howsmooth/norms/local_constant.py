@@ -19,12 +19,13 @@ from howsmooth._util.validation import (
     check_count,
     check_number,
     check_options,
-    door,
     keywords,
+    validated,
 )
 from howsmooth.attention import closed_form
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, closed_jacobian, jacobian
+from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, jacobian
+from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 from howsmooth.norms.relative_condition import with_scale
@@ -32,7 +33,7 @@ from howsmooth.norms.relative_condition import with_scale
 _OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
 
 
-@door
+@validated
 @full_precision
 def measure(
     f: Callable[[Tensor], Tensor],
@@ -60,7 +61,7 @@ def measure(
             or module of x.
         x: ``(n, d)``, or ``(batch, n, d)`` for one number per item.
         norm: 2, 1, inf, "fro", or "token": input and output measured by their longest token, max_i |x_i|₂
-            (`howsmooth.norms.token_norm`).
+            (`howsmooth.norms.largest_token`).
         k: how many of the largest singular values and vectors to find (norm 2).
         rtol: relative accuracy of the value; ``converged`` says that it is certified.
         seed: of the random start.
@@ -85,7 +86,7 @@ def measure(
     return with_scale(result, operator, x, known)
 
 
-@door
+@validated
 @full_precision
 def measure_heads(
     attention: Callable[[Tensor], Tensor],
@@ -121,7 +122,7 @@ def measure_heads(
     return with_scale(result, operator, x, known)
 
 
-@door
+@validated
 def solve(operator: JacobianOperator, *, confidence: Probability = 0.99, **options: Any) -> Measurement:
     """`howsmooth.norms.operator_norm` with its vectors in the coordinates of tokens and the operator's own notes."""
     return in_tokens(operator, operator_norm(operator, confidence=confidence, **options))

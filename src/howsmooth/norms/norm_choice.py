@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.dense import dense_norm
+from howsmooth.norms.entry_norms import inf_norm, one_norm
 from howsmooth.norms.frobenius import frobenius_norm
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
+from howsmooth.norms.largest_token import token_norm
 from howsmooth.norms.measurement import Measurement, NormKind
-from howsmooth.norms.one_norm import inf_norm, one_norm
-from howsmooth.norms.token_norm import token_norm
 from howsmooth.norms.truncated_norm import deflated_norm, too_much_left_out
 
 _DENSE_BYTES = 2**29
@@ -23,7 +23,7 @@ _NAMES: dict[NormKind, NormKind] = {2: 2, "2": 2, 1: 1, "1": 1, math.inf: math.i
 _NAMES |= {"token": "token"}
 
 
-@door
+@validated
 def operator_norm(
     op: JacobianOperator,
     norm: NormKind = 2,

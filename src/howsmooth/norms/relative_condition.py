@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap, Composite
-from howsmooth.jacobians.attention_jacobian import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.closed_maps import ComposedJacobian
-from howsmooth.jacobians.function_jacobian import FunctionJacobian
+from howsmooth.jacobians.function_operator import FunctionJacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from howsmooth._util.common import random_stream
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import absolute_noise, left_out, rounding_allowance, widened
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.measurement import Measurement
 
 _NEAR = 1e-2

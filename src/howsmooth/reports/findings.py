@@ -13,7 +13,7 @@ from typing import Any
 
 from howsmooth._util.common import rounded
 from howsmooth._util.guarantee import Guarantee
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.reports.growth import PowerLaw, fit_power_law, growth
 from howsmooth.reports.readable_tokens import readable
 from howsmooth.reports.scan_groups import Cell, Group, Row, cell_of
@@ -58,7 +58,7 @@ def main_kind(group: Group) -> str:
     return group.kinds[0]
 
 
-@door
+@validated
 def headline(group: Group) -> str:
     """Which cell is roughest at the longest length, by how much, and why."""
     what = main_kind(group)

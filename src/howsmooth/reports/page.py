@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from howsmooth._util.common import write_whole
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.findings import ends, gaps, headline, main_kind, place_of, why
 from howsmooth.reports.headline_answer import GAUGE, answer, cause, compared, legend, picture
@@ -36,7 +36,7 @@ _TOGETHER = re.compile(r"\d %|n = \d")
 _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
-@door
+@validated
 def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
     """Write the report and say where it is.
 

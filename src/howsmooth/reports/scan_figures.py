@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.reports.figure_formats import check_formats
 from howsmooth.reports.figures import (
     FORMATS,
@@ -27,7 +27,7 @@ _FARTHEST = 1e6
 """Bounds whose median ratio to σ is larger are named, not drawn."""
 
 
-@door
+@validated
 def write_figures(source: Source, folder: str | PathLike[str], formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every figure the scan has numbers for, in every format, and say where they are."""
     wanted = check_formats(formats)

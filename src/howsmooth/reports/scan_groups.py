@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from howsmooth._util.validation import door, shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models.random_models import RANDOM_TWIN
 from howsmooth.scans import Scan
@@ -23,6 +23,8 @@ Cell = tuple[str, int | None, int | None]
 _NEEDED = ("model", "what", "length", "value")
 
 
+@runtime_checkable
+@runtime_checkable
 class ScanLike(Protocol):
     """Anything with the rows of a scan; ``tokens`` and ``energies`` are used where it has them."""
 
@@ -122,7 +124,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return row["what"], row.get("layer"), row.get("head")
 
 
-@door
+@validated
 def groups(source: Source) -> list[Group]:
     """The scan as groups, in the order in which they were measured.
 

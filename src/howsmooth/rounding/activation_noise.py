@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from howsmooth._util.common import first_tensor
 from howsmooth._util.process_lock import alone
 from howsmooth._util.torch_globals import exact_autograd
-from howsmooth._util.validation import check_one_of, door
+from howsmooth._util.validation import check_one_of, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.forward_pass import Call, listening, reference_mode, run
@@ -70,7 +70,7 @@ class Noise:
         ]
 
 
-@door
+@validated
 def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progress: Step | None = None) -> Noise:
     """The growth of rounding noise in one window, predicted and actual.
 

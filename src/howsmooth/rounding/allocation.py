@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_number, check_one_of, check_tensor, door
+from howsmooth._util.validation import check_number, check_one_of, check_tensor, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.rounding.kv_cache import PARTS, Choice
 from howsmooth.rounding.number_formats import Format
@@ -59,7 +59,7 @@ class Allocation:
         return [row[:1] if len(set(row)) == 1 else row for row in rows]
 
 
-@door
+@validated
 def allocate(
     damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float, per: Unit = "part"
 ) -> Allocation:
@@ -100,7 +100,7 @@ def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], c
     return Allocation(tuple(formats), choice, float(used.mean()), float(total))
 
 
-@door
+@validated
 def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
     """The same format everywhere: the one with most bits that the budget allows."""
     layers, parts, _, heads = _checked(damage, formats, bits, budget)
@@ -108,7 +108,7 @@ def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], bu
     return assigned(damage, formats, bits, torch.full((layers, parts, heads), best))
 
 
-@door
+@validated
 def first_and_last(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
     """The first and last N layers in the format with most bits, the others in the best below the budget; N as it fits.
 

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import did_you_mean, door, shown
+from howsmooth._util.validation import did_you_mean, shown, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.rounding import number_codes
 
@@ -196,7 +196,7 @@ def parse_format(text: str) -> Format:
     return form
 
 
-@door
+@validated
 def parse_formats(text: str) -> list[Format]:
     """Formats between commas, each once.
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.attention.masks import HIDDEN
 from howsmooth.errors import InvalidInput
@@ -66,14 +66,14 @@ class Answers:
     size: Tensor
 
 
-@door
+@validated
 @torch.no_grad()
 def answers(site: CapturedSite, formats: Sequence[Format]) -> Answers:
     """The three answers for a captured attention block."""
     return answers_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
 
 
-@door
+@validated
 @torch.no_grad()
 def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], layer: int = 0) -> Answers:
     """The three answers for dot-product attention at tokens ``(n, d)``.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth._util.annotations import Words
+from howsmooth._util.annotations import PlainText
 from howsmooth._util.display import step_bar
-from howsmooth._util.validation import Count, Device, Seed, door
+from howsmooth._util.validation import Count, Device, Seed, validated
 from howsmooth.attention import plain_map
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.models import OpenModel, Window, alice, open_model
@@ -148,10 +148,10 @@ class Quantisation:
         return rows
 
 
-@door
+@validated
 def quantise(
     model: str | OpenModel,
-    text: Words | None = None,
+    text: PlainText | None = None,
     *,
     formats: str = "int8,int4",
     budget: float | None = None,
@@ -241,7 +241,7 @@ def _opened(model: str | OpenModel, device: Device | None, dtype: Dtype | None) 
 
 
 def _cut(
-    opened: OpenModel, words: Words, length: int, windows: int, tried: int, seed: int
+    opened: OpenModel, words: PlainText, length: int, windows: int, tried: int, seed: int
 ) -> tuple[list[Window], list[Window]]:
     """Windows to learn from and, evenly between them, windows to try on; no token is in one of each."""
     count = windows + tried

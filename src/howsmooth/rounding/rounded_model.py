@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import Rotary, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
@@ -50,7 +50,7 @@ class Reader:
     causal: bool
 
     @classmethod
-    @door
+    @validated
     def of(cls, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Reader:
         """Capture the attention of a model on one text.
 

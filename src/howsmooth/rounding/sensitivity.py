@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import random_stream
-from howsmooth._util.validation import Count, Seed, door
+from howsmooth._util.validation import Count, Seed, validated
 from howsmooth.models.attention_interface import answering, eager_attention
 from howsmooth.rounding.kv_cache import PARTS, read_back
 from howsmooth.rounding.number_formats import Format
@@ -68,7 +68,7 @@ class Scores:
         return self.damage(self.products.sum(-1))[0]
 
 
-@door
+@validated
 def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 24, seed: Seed = 0) -> Scores:
     """The scores of every layer, head, part and format, in one forward and ``samples`` backward passes.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth._util.display import grid
-from howsmooth._util.validation import check_positive, door
+from howsmooth._util.validation import check_positive, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_result import Scan
 from howsmooth.scans.store_reader import Row
@@ -143,7 +143,7 @@ class Comparison:
         }
 
 
-@door
+@validated
 def compare(*scans: Scan | Path | str, names: Sequence[str] | None = None, limit: float = LIMIT) -> Comparison:
     """What has changed from the first scan to the last, map by map.
 

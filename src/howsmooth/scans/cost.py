@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from howsmooth._util.validation import Count, check_numbers, door
+from howsmooth._util.validation import Count, check_numbers, validated
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.scans.cell_values import measure_batch
 from howsmooth.scans.memory_checks import least_bytes
@@ -167,7 +167,7 @@ def calibrated(
     return {what: CostLaw.fitted(samples[1:], width) for what, samples in times.items()}
 
 
-@door
+@validated
 def makespan(seconds: Sequence[float], workers: Count, start: float = 0.0) -> float:
     """When the last of some workers is done that take units from one queue, each as soon as it is free.
 

@@ -15,7 +15,7 @@ from secrets import token_hex
 from typing import Any
 
 from howsmooth._util.common import distinct_files
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.connections import connect_writer, explained, identity
 from howsmooth.scans.scan_store import Store, StoreError, put, update_scan
@@ -51,7 +51,7 @@ class Merged:
         return f"{self.cells} cells of {self.scans} scan(s) from {self.stores} stores are in {self.store}{more}"
 
 
-@door
+@validated
 def merge(stores: Sequence[Path | str], out: Path | str, *, partial: bool = False) -> Merged:
     """Join stores into a new one.
 

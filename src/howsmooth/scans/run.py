@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from howsmooth._util.display import scan_bar
-from howsmooth._util.validation import Device, check_count, check_options, check_positive, door, keywords
+from howsmooth._util.validation import Device, check_count, check_options, check_positive, keywords, validated
 from howsmooth.engines import Engine, load_of, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
@@ -40,7 +40,7 @@ class Progress:
     label: str
 
 
-@door
+@validated
 def scan(
     model: Any,
     text: Any = None,

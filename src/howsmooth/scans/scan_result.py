@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from howsmooth._util.common import spreadsheet_safe
 from howsmooth._util.display import LARGEST_FRAME, frame, grid
 from howsmooth._util.optional_deps import need
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.scans.plan import Cell
 from howsmooth.scans.scan_store import MEMORY, Store
 from howsmooth.scans.store_reader import Row
@@ -97,14 +97,14 @@ class Scan:
     failures: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
-    @door
+    @validated
     def open(cls, path: Path | str) -> Scan:
         """All that a store holds; the shares of tokens are read from it when they are asked for."""
         with Store.reading(path) as store:
             return cls.of(store)
 
     @classmethod
-    @door
+    @validated
     def of(cls, store: Store, scan: int | None = None, asked: Collection[Cell] | None = None) -> Scan:
         """The cells of an open store: all, those of one scan by its number, or of those the ones that are asked for."""
         in_memory = store.path == MEMORY
@@ -134,7 +134,7 @@ class Scan:
         return cls(rows, tokens, shares, _merged([about["settings"] for about in scans]))
 
     @classmethod
-    @door
+    @validated
     def joined(cls, scans: Sequence[Scan]) -> Scan:
         """Scans of several models as one, for one report."""
         tokens = {key: content for scan in scans for key, content in scan.tokens.items()}

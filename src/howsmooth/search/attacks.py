@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import Count, NotNegative, Seed, door
+from howsmooth._util.validation import Count, NotNegative, Seed, validated
 from howsmooth.errors import InvalidInput
 
 Model = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     return logits[here] - logits.masked_fill(here, -torch.inf).amax(-1)
 
 
-@door
+@validated
 def minimal_norm_attack(model: Model, x: Tensor, labels: Tensor, steps: Count = 200, decay: float = 0.05) -> Attack:
     """The nearest point found at which the class is not the label, for a batch of inputs ``(batch, …)``.
 
@@ -77,7 +77,7 @@ def minimal_norm_attack(model: Model, x: Tensor, labels: Tensor, steps: Count = 
     return Attack(best, least, point)
 
 
-@door
+@validated
 def projected_attack(
     model: Model,
     x: Tensor,

@@ -33,7 +33,7 @@ from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain, Scale
 from howsmooth.errors import NotDifferentiable
 from howsmooth.jacobians import function_checks
-from howsmooth.jacobians.function_jacobian import tensor_map
+from howsmooth.jacobians.function_operator import tensor_map
 from howsmooth.jacobians.projection import BlockProjection
 
 BLOCK_SIZE = 2**17

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Positive, Seed, Size, door
+from howsmooth._util.validation import Positive, Seed, Size, validated
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
@@ -31,7 +31,7 @@ Function = Callable[[Tensor], Tensor]
 Progress = Callable[[str, float, int, float], None]
 
 
-@door
+@validated
 def sandwich(
     f: Function,
     lengths: Sequence[int],

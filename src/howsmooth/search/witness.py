@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth._util.common import write_whole
 from howsmooth._util.display import card
-from howsmooth._util.validation import NotNegative, Size, check_path, door
+from howsmooth._util.validation import NotNegative, Size, check_path, validated
 from howsmooth.norms import Measurement
 from howsmooth.search import witness_files
 
@@ -88,7 +88,7 @@ class Witness:
         write_whole(check_path(path, "path"), witness_files.content(tensors, story))
 
     @classmethod
-    @door
+    @validated
     def load(cls, path: str | os.PathLike[str]) -> Witness:
         """Read a file that `save` wrote; one clear error for anything else."""
         return witness_files.read(check_path(path, "path"), cls)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.display import search_bar
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import Count, Positive, Seed, Size, door
+from howsmooth._util.validation import Count, Positive, Seed, Size, validated
 from howsmooth.engines import Engine
 from howsmooth.search.distributed_starts import best_of_all
 from howsmooth.search.multi_start import Search
@@ -22,7 +22,7 @@ from howsmooth.search.witness import Witness
 from howsmooth.sets import InputSet, TokenSet
 
 
-@door
+@validated
 @full_precision
 def worst_case(
     f: Callable[[Tensor], Any],

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, Seed, door
+from howsmooth._util.validation import Count, Seed, validated
 from howsmooth.attention import AttentionMap, LogitBias, as_attention
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
@@ -90,7 +90,7 @@ class MeasureWitness:
         return f"MeasureWitness({self.constant!r}; {self.measure!r})"
 
 
-@door
+@validated
 def worst_measure(
     attention: nn.Module,
     atoms: Count = 2,

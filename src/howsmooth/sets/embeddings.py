@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_finite, door
+from howsmooth._util.validation import check_finite, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.sets.input_sets import InputSet
 from howsmooth.sets.token_sets import TokenSet
@@ -28,7 +28,7 @@ class Embeddings(InputSet):
             [1., 0., 0.]], dtype=torch.float64)
     """
 
-    @door
+    @validated
     def __init__(self, matrix: Tensor, transform: Callable[[Tensor], Tensor] | None = None):
         if matrix.dim() != 2 or 0 in matrix.shape or not matrix.is_floating_point():
             raise InvalidInput(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, door, shown
+from howsmooth._util.validation import Count, shown, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.sets.token_sets import TokenSet
@@ -141,7 +141,7 @@ class Ball(InputSet):
     1.0
     """
 
-    @door
+    @validated
     def __init__(self, radius: float, width: Count | None = None):
         self.radius = self.reach = _size("a radius", radius)
         self.width = width
@@ -162,7 +162,7 @@ class Sphere(Ball):
 
     body = "sphere"
 
-    @door
+    @validated
     def __init__(self, radius: float, width: Count | None = None):
         super().__init__(radius, width)
         if self.radius == 0:
@@ -182,7 +182,7 @@ class Normalised(InputSet):
     True
     """
 
-    @door
+    @validated
     def __init__(self, tokens: TokenSet | nn.Module, surface: bool = False):
         ellipsoid = tokens if isinstance(tokens, TokenSet) else TokenSet.after(tokens)
         left, size, _ = torch.linalg.svd(ellipsoid.axes, full_matrices=False)
@@ -209,7 +209,7 @@ class Neighbourhood(InputSet):
     1.5
     """
 
-    @door
+    @validated
     def __init__(self, x: Tensor, eps: float, per_token: bool = True):
         check_tokens(x)
         if x.dim() != 2:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_numbers, check_positive, check_weights, door
+from howsmooth._util.validation import check_count, check_numbers, check_positive, check_weights, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models.probed_norms import read_norm
 
@@ -40,7 +40,7 @@ class TokenSet:
     origin: str = "given"
 
     @classmethod
-    @door
+    @validated
     def ball(cls, radius: float, width: int, origin: str = "given") -> TokenSet:
         """The ball B_R around the origin."""
         radius = check_positive(radius, "radius")
@@ -49,7 +49,7 @@ class TokenSet:
         return cls(torch.zeros(width, dtype=torch.float64), identity, radius, radius, origin)
 
     @classmethod
-    @door
+    @validated
     def around(cls, x: Tensor) -> TokenSet:
         """The smallest ball around the origin that holds every token of x."""
         if x.dim() == 0 or not x.numel():
@@ -59,19 +59,19 @@ class TokenSet:
         )
 
     @classmethod
-    @door
+    @validated
     def after_rms_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What RMSNorm can give out: :math:`x = \gamma \circ z + \beta` with :math:`|z| \le \sqrt d`."""
         return cls._after(gain, shift, 0.0, "RMSNorm")
 
     @classmethod
-    @door
+    @validated
     def after_layer_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
         r"""What LayerNorm can give out: as RMSNorm, with z in the hyperplane of centred vectors."""
         return cls._after(gain, shift, 1.0, "LayerNorm")
 
     @classmethod
-    @door
+    @validated
     def after(cls, norm: nn.Module, width: int | None = None) -> TokenSet:
         """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class.
 

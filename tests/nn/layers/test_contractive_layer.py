@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence.ascent import ROUNDING
 from howsmooth.attention.logit_terms import as_mask
-from howsmooth.bounds import Bound, kim2021, l2
+from howsmooth.bounds import Bound, kim2021, l2_bounds
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.layers.call_masks import Sight
@@ -46,7 +46,7 @@ def test_block_bound_lies_between_the_lower_bound_and_the_sum_over_heads() -> No
         weights = [torch.randn(D, D, dtype=torch.float64) * torch.rand(()).mul(3).exp() for _ in range(3)]
         attention = hs.L2SelfAttention(*weights, heads=4)
         parts = attention.query_weight, attention.plain_value, attention.output_weight
-        block = float(l2.block_lip_2(*parts, l2.average_lip_2(N)))
+        block = float(l2_bounds.block_lip_2(*parts, l2_bounds.average_lip_2(N)))
         assert (
             block <= float(hs.bounds.get("howsmooth.l2_lip_2")(attention, n=N)) * 1.05
         )  # Frobenius, not spectral, balance
@@ -57,16 +57,16 @@ def test_block_bound_lies_between_the_lower_bound_and_the_sum_over_heads() -> No
 def test_block_bound_with_one_head_is_the_bound_of_the_catalogue() -> None:
     layer = L2Attention(D, 1).double()
     query, value, output = (weight.detach() for weight in layer.weights_by_head())
-    expected = l2.lip_2(query, value, N, "full", output)
-    torch.testing.assert_close(l2.block_lip_2(query, value, output, l2.average_lip_2(N)), expected[0])
+    expected = l2_bounds.lip_2(query, value, N, "full", output)
+    torch.testing.assert_close(l2_bounds.block_lip_2(query, value, output, l2_bounds.average_lip_2(N)), expected[0])
 
 
 def test_block_bound_does_not_grow_with_heads_that_do_nothing() -> None:
     query, value, output = torch.randn(3, 2, 3, D, dtype=torch.float64).unbind(0)
     silent = torch.zeros(1, 3, D, dtype=torch.float64)
     more = (torch.cat([part, silent]) for part in (query, value, output))
-    expected = l2.block_lip_2(query, value, output, 1.0)
-    torch.testing.assert_close(l2.block_lip_2(*more, 1.0), expected, rtol=1e-6, atol=0)
+    expected = l2_bounds.block_lip_2(query, value, output, 1.0)
+    torch.testing.assert_close(l2_bounds.block_lip_2(*more, 1.0), expected, rtol=1e-6, atol=0)
 
 
 @variants
@@ -126,8 +126,8 @@ def test_output_is_l2_attention_times_one_number(variant: str) -> None:
     torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
     weights = [weight.detach() for weight in plain.weights_by_head()]
     bound = {
-        "2": lambda: l2.block_lip_2(*weights, l2.average_lip_2(N)),
-        "inf": lambda: l2.lip_inf(*weights, N),
+        "2": lambda: l2_bounds.block_lip_2(*weights, l2_bounds.average_lip_2(N)),
+        "inf": lambda: l2_bounds.lip_inf(*weights, N),
         "kim": lambda: kim2021.lip_inf(*weights, N),
     }[variant]()
     torch.testing.assert_close(ratio[0, 0], 0.9 / bound)
@@ -250,10 +250,14 @@ def test_zero_weights_give_zero() -> None:
 def test_average_constant_knows_the_mask() -> None:
     window = hs.SlidingWindow(4)
     constants = [average_2(Sight(100, as_mask(mask))) for mask in (None, hs.Causal(), window)]
-    expected = [l2.average_lip_2(100), l2.average_lip_2(100, "ordered"), l2.average_lip_2(4, "ordered")]
+    expected = [
+        l2_bounds.average_lip_2(100),
+        l2_bounds.average_lip_2(100, "ordered"),
+        l2_bounds.average_lip_2(4, "ordered"),
+    ]
     assert constants == expected
     dense = Sight.of((1, 4, 1), torch.ones(4, 4).tril(-1).bool(), False, None)
-    assert average_2(dense) == l2.average_lip_2(4, "any")
+    assert average_2(dense) == l2_bounds.average_lip_2(4, "any")
 
 
 def test_fixed_number_of_tokens_makes_outputs_independent_of_the_length() -> None:
@@ -313,7 +317,7 @@ def test_spectral_norms_that_the_layer_uses_are_those_of_the_stacked_heads() -> 
 
 def _stacked(layer: ContractiveL2Attention) -> tuple[Tensor, Tensor]:
     weights = [weight.detach() for weight in layer.weights_by_head()]
-    return l2.balanced(weights[0], l2.mixing_matrix(*weights))
+    return l2_bounds.balanced(weights[0], l2_bounds.mixing_matrix(*weights))
 
 
 @pytest.mark.parametrize("norm", [2, "inf"])

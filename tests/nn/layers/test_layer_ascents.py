@@ -7,7 +7,7 @@ import torch
 
 from evidence.layer_ascents import KINDS, WRONG, Kind, attack, draw_case, rows
 from howsmooth import nn as layers
-from howsmooth.bounds import l2
+from howsmooth.bounds import l2_bounds
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_case_climbs_the_layer_over_its_bound() -> None:
     case, layer, look = draw_case(KINDS[0], "causal", 3, starts=2)
     free = {name: value[0] for name, value in case.start.items()}
     layer.load_state_dict({name: value for name, value in free.items() if name != "z"})
-    bound = layer.lipschitz_bound(6, mask=look.mask) / l2.average_lip_2(6, "ordered")
+    bound = layer.lipschitz_bound(6, mask=look.mask) / l2_bounds.average_lip_2(6, "ordered")
     torch.testing.assert_close(case.attention(free)(free["z"]) * bound, layer(free["z"], **look.call)[0])
 
 

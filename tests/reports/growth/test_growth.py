@@ -439,17 +439,3 @@ def test_the_figure_of_single_values_has_no_means_and_fits_into_other_figures() 
     labels = [text.get_text() for text in panels[1].get_legend().get_texts()]
     assert labels == ["values", "$n^{0.50}$", "$n^{1/4}$", "$n^{1/2}$"]
     assert panels[1].get_xlabel() == "number of tokens n"
-
-
-def test_the_room_and_the_function_of_the_same_name_live_together() -> None:
-    """`howsmooth.reports.growth` is the function; what is imported from the room still comes from the room."""
-    import importlib
-
-    import howsmooth.reports.growth
-
-    importlib.import_module("howsmooth.reports.growth.fits")
-    from howsmooth.reports.growth import Growth as again
-
-    assert howsmooth.reports.growth is hs.growth is growth
-    assert again is hs.Growth is Growth
-    assert isinstance(hs.growth([1.0, 2.0], [8, 16]), Growth)

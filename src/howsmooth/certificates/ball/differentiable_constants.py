@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import NotNegative, check_finite, check_tensor, door
+from howsmooth._util.validation import NotNegative, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.three_paths import Paths, paths
 from howsmooth.certificates.ball.on_ball import move_radii, upper_ends
@@ -29,7 +29,7 @@ _RTOL = 1e-6
 """To which singular vectors are found: their error enters the slope, not the value."""
 
 
-@door
+@validated
 @full_precision
 def certified_constants(
     attention: AttentionMap, x: Tensor, radius: NotNegative = 0.0, tokens: Sequence[int] | None = None

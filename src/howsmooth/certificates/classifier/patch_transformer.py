@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_positive, door
+from howsmooth._util.validation import check_count, check_positive, validated
 from howsmooth.certificates.classifier.cls_token import PooledAttention
 from howsmooth.certificates.classifier.robust_radius import Classifier
 from howsmooth.errors import InvalidInput, UnsupportedModel
@@ -79,7 +79,7 @@ class PatchTransformer(nn.Module):
     cls_token: Tensor
     positions: Tensor
 
-    @door
+    @validated
     def __init__(self, tensors: Mapping[str, Tensor], heads: int, mean: float = 0.0, deviation: float = 1.0):
         super().__init__()
         self.heads, self.mean, self.deviation = (
@@ -115,7 +115,7 @@ class PatchTransformer(nn.Module):
         return grid, side
 
     @classmethod
-    @door
+    @validated
     def open(
         cls, path: str | Path, heads: int | None = None, mean: float | None = None, deviation: float | None = None
     ) -> PatchTransformer:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import NotNegative, door
+from howsmooth._util.validation import NotNegative, validated
 from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.network.affine_form import Stream, length
 from howsmooth.certificates.network.attention_remainder import attend
@@ -134,7 +134,7 @@ class Linearised:
         return low, others[int(self.margins(label, high * moving, norm)[others].argmin())]
 
 
-@door
+@validated
 @full_precision
 @left_alone()
 def certified_margins(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from howsmooth._util.common import first_tensor
-from howsmooth._util.validation import check_count, check_one_of, check_weights, door
+from howsmooth._util.validation import check_count, check_one_of, check_weights, validated
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.conversion import as_attention
 from howsmooth.attention.module_changes import change_of, known_base
@@ -38,7 +38,7 @@ class CentredNorm(nn.Module):
     tensor([-1.,  1.], grad_fn=<AddBackward0>)
     """
 
-    @door
+    @validated
     def __init__(self, width: int):
         super().__init__()
         check_weights(2 * check_count(width, "width", most=2**62), "the normalisation")
@@ -52,7 +52,7 @@ class CentredNorm(nn.Module):
 class SelfAttend(nn.Module):
     """Self-attention as a map of one argument: a layer that is called like `torch.nn.MultiheadAttention`, or a map."""
 
-    @door
+    @validated
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
@@ -71,7 +71,7 @@ class Residual(nn.Module):
     tensor([2., 2.])
     """
 
-    @door
+    @validated
     def __init__(self, *branch: nn.Module):
         super().__init__()
         self.branch = nn.Sequential(*branch)
@@ -98,7 +98,7 @@ class SequenceClassifier(nn.Module):
 
     positions: Tensor | None
 
-    @door
+    @validated
     def __init__(
         self,
         layers: Iterable[nn.Module],

@@ -13,7 +13,7 @@ from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.product_error import per_map
 
 if TYPE_CHECKING:
-    from howsmooth.jacobians.attention_jacobian import AttentionJacobian
+    from howsmooth.jacobians.attention_operator import AttentionJacobian
 
 _ROUGHLY, _GLANCES = 0.1, 2
 _WORTH, _LITTLE = 0.5, 1e-4

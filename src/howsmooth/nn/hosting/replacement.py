@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.attention import Rotary, SelfAttention, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
@@ -43,7 +43,7 @@ _NOTE = "howsmooth_attention"
 _DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
 
 
-@door
+@validated
 def replace_attention(
     model: Model,
     kind: str,
@@ -95,7 +95,7 @@ def replace_attention(
     return model
 
 
-@door
+@validated
 def replaced_layers(model: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:
     """The layers of howsmooth in a model with their dotted paths."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AttentionLayer))
@@ -166,7 +166,7 @@ def _written(options: dict[str, Any]) -> dict[str, Any]:
     return plain_options
 
 
-@door
+@validated
 def load_replaced(folder: str | Path) -> PreTrainedModel:
     """A model that `replace_attention` changed and ``save_pretrained`` wrote.
 

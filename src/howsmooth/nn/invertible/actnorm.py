@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_finite, check_weights, door
+from howsmooth._util.validation import check_count, check_finite, check_weights, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.invertible.log_determinant import LogDeterminant
 
@@ -28,7 +28,7 @@ class ActNorm(nn.Module):
 
     initialised: Tensor
 
-    @door
+    @validated
     def __init__(self, width: int, tokens: int | None = None):
         super().__init__()
         shape = (1 if tokens is None else check_count(tokens, "tokens"), check_count(width, "width"))

@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_number, door
+from howsmooth._util.validation import check_number, validated
 from howsmooth.attention import AttentionMap, L2SelfAttention
 from howsmooth.attention.logit_terms import as_mask
 from howsmooth.bounds import least_upper_bound, setting
@@ -68,7 +68,7 @@ class Attending(Branch):
     ('past', 4.635)
     """
 
-    @door
+    @validated
     def __init__(self, attention: AttentionLayer | AttentionMap, mask: Mask = None):
         super().__init__()
         if isinstance(attention, AttentionMap) and mask is not None:
@@ -124,7 +124,7 @@ class Scaled(Branch):
     0.45
     """
 
-    @door
+    @validated
     def __init__(self, f: nn.Module, factor: float, *, mask: Mask = None):
         super().__init__()
         self.branch, self.factor = as_branch(f, mask), check_number(factor, "factor")
@@ -145,7 +145,7 @@ class Scaled(Branch):
 class Composed(Branch):
     """x ↦ f_k(… f_2(f_1(x)))."""
 
-    @door
+    @validated
     def __init__(self, *parts: nn.Module):
         super().__init__()
         if not parts:

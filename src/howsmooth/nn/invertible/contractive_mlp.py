@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth._util.validation import Count, check_one_of, check_positive, check_weights, door
+from howsmooth._util.validation import Count, check_one_of, check_positive, check_weights, validated
 from howsmooth.nn.invertible.branches import Branch
 from howsmooth.nn.layers.attention_layer import Norm, as_norm, glorot
 from howsmooth.nn.layers.weight_norms import SpectralNorm
@@ -69,7 +69,7 @@ class ContractiveMLP(Branch):
 
     reach = "token"
 
-    @door
+    @validated
     def __init__(
         self,
         width: Count,

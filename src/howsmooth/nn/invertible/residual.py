@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import evaluating
-from howsmooth._util.validation import check_count, check_finite, check_number, check_positive, door
+from howsmooth._util.validation import check_count, check_finite, check_number, check_positive, validated
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.nn.invertible.branches import as_branch
 from howsmooth.nn.invertible.diagonal_blocks import pulled_back
@@ -70,7 +70,7 @@ class InvertibleResidual(nn.Module):
     True
     """
 
-    @door
+    @validated
     def __init__(
         self,
         f: nn.Module,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, Probability, door
+from howsmooth._util.validation import Count, Probability, validated
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.branches import Attending, Branch, Composed
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
@@ -50,7 +50,7 @@ class InvertibleTransformer(nn.Module):
     True
     """
 
-    @door
+    @validated
     def __init__(
         self,
         width: Count,

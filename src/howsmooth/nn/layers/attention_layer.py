@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_number, check_weights, door, shown
+from howsmooth._util.validation import check_count, check_number, check_weights, shown, validated
 from howsmooth.attention import AttentionMap, LogitBias
 from howsmooth.attention.conversion import check_no_dropout
 from howsmooth.attention.masks import HIDDEN, Maps
@@ -45,7 +45,7 @@ class AttentionLayer(nn.Module, ABC):
     refusal = "this attention has no global Lipschitz bound: give a radius"
     """Said when no bound of the catalogue applies to all inputs."""
 
-    @door
+    @validated
     def __init__(
         self, embed_dim: int, num_heads: int, bias: bool = False, batch_first: bool = True, dropout: float = 0.0
     ):

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_count, check_positive, door
+from howsmooth._util.validation import check_count, check_positive, validated
 from howsmooth.attention.logit_terms import as_mask
-from howsmooth.bounds import get, kim2021, l2, setting
+from howsmooth.bounds import get, kim2021, l2_bounds, setting
 from howsmooth.bounds.own.l2_bounds import balanced, block_lip_2, mixing_matrix
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.attention_layer import Mask, Norm, as_norm, check_length, without_autocast
@@ -48,7 +48,7 @@ class ContractiveL2Attention(L2Attention):
     True
     """
 
-    @door
+    @validated
     def __init__(
         self,
         embed_dim: int,
@@ -113,7 +113,7 @@ class ContractiveL2Attention(L2Attention):
             weights = self.weights_by_head()
             divisor = self._bound(sight, weights, mixing_matrix(*weights), follow=False)
             query, value, output = (weight.double() for weight in weights)
-            size = block_lip_2(query, value, output, 1.0) if order == 2 else l2.lip_inf(query, value, output, 1)
+            size = block_lip_2(query, value, output, 1.0) if order == 2 else l2_bounds.lip_inf(query, value, output, 1)
             if self.max_tokens is not None or (order == self.norm and self.bound == "howsmooth"):
                 spans = [(self._counts(sight)[0], n)]  # one divisor for all, or one that grows as the bound does
             else:
@@ -124,7 +124,7 @@ class ContractiveL2Attention(L2Attention):
 
     def _growth(self, sight: Sight, order: float, n: int) -> float:
         """The constant of the Gaussian average of n tokens: how the bound of L2 attention depends on n."""
-        return average_2(sight, n) if order == 2 else l2.average_lip_inf(sight.terms.most_seen(n), self.head_dim)
+        return average_2(sight, n) if order == 2 else l2_bounds.average_lip_inf(sight.terms.most_seen(n), self.head_dim)
 
     def _bound(self, sight: Sight, weights: Weights, mixing: Tensor, follow: bool) -> Callable[[int], Tensor]:
         """The Lipschitz bound of the L2 attention as a function of n."""
@@ -133,7 +133,7 @@ class ContractiveL2Attention(L2Attention):
                 tied, mixed = balanced(weights[0], mixing)
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
                 return lambda n: average_2(sight, n) * size
-            form = l2.lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
+            form = l2_bounds.lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
             return lambda n: form(*weights, sight.terms.most_seen(n))
 
     def _counts(self, sight: Sight) -> list[int]:

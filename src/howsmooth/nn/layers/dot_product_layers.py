@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from howsmooth import attention
-from howsmooth._util.validation import check_number, check_positive, door
+from howsmooth._util.validation import check_number, check_positive, validated
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.stages import Chain
 from howsmooth.nn.caps import SpectralCaps
@@ -81,7 +81,7 @@ class SigmoidAttention(DotProductAttention):
     )
     map_class = attention.SigmoidAttention
 
-    @door
+    @validated
     def __init__(
         self,
         embed_dim: int,
@@ -125,7 +125,7 @@ class CosineAttention(DotProductAttention):
 
     map_class = attention.CosineAttention
 
-    @door
+    @validated
     def __init__(
         self,
         embed_dim: int,
@@ -165,7 +165,7 @@ class NormControlledAttention(DotProductAttention):
     1.0
     """
 
-    @door
+    @validated
     def __init__(
         self,
         embed_dim: int,

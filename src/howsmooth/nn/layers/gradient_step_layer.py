@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth import attention
-from howsmooth._util.validation import check_count, check_positive, check_weights, door, shown
+from howsmooth._util.validation import check_count, check_positive, check_weights, shown, validated
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
@@ -37,7 +37,7 @@ class GradientStepAttention(AttentionLayer):
     True
     """
 
-    @door
+    @validated
     def __init__(
         self,
         embed_dim: int,

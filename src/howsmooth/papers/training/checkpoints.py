@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from howsmooth._util.checksummed import Damaged, opened, read_json, sealed
 from howsmooth._util.common import digest, write_whole
-from howsmooth._util.validation import NotNegative, Size, check_fields, door
+from howsmooth._util.validation import NotNegative, Size, check_fields, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.papers.training.training_settings import Settings
 
@@ -58,7 +58,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
 
     @classmethod
-    @door
+    @validated
     def take(
         cls,
         step: int,
@@ -151,7 +151,7 @@ class Checkpoint:
         write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
-    @door
+    @validated
     def load(cls, path: Path) -> Checkpoint:
         """Read a file that `save` wrote; anything else, or a damaged one, is refused."""
         path = Path(path)

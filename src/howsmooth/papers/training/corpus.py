@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import check_count, check_fields, door
+from howsmooth._util.validation import check_count, check_fields, validated
 from howsmooth.errors import InvalidInput
 
 TRAINED_SHARE = 0.9
@@ -51,14 +51,14 @@ class Corpus:
                 )
 
     @classmethod
-    @door
+    @validated
     def split(cls, text: str) -> Corpus:
         """The first 90 % of a text to train on, the rest to validate on."""
         cut = int(TRAINED_SHARE * len(text))
         return cls(text[:cut], text[cut:], f"first {TRAINED_SHARE:.0%} of the text to train, the rest to validate")
 
     @classmethod
-    @door
+    @validated
     def read(cls, path: Path | str) -> Corpus:
         """A text file, or a folder whose files (or one of whose files) name their part: train and valid."""
         path = Path(path)
@@ -90,7 +90,7 @@ class Corpus:
         return encode(text, self.alphabet)
 
 
-@door
+@validated
 def encode(text: str, alphabet: str) -> Tensor:
     """Symbols of the characters, i + 1 for the i-th of the alphabet."""
     table = {character: number for number, character in enumerate(alphabet, start=1)}
@@ -102,7 +102,7 @@ def encode(text: str, alphabet: str) -> Tensor:
         ) from None
 
 
-@door
+@validated
 def decode(symbols: Sequence[int], alphabet: str) -> str:
     """The characters of symbols; the start symbol has none.
 
@@ -114,7 +114,7 @@ def decode(symbols: Sequence[int], alphabet: str) -> str:
     return "".join(alphabet[symbol - 1] for symbol in symbols if symbol != START)
 
 
-@door
+@validated
 def documents(text: str) -> list[str]:
     r"""The text cut into documents, which together are the text again.
 

@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from howsmooth._util.common import Busy, spreadsheet_safe, write_whole
-from howsmooth._util.validation import Device, check_device, check_fields, door
+from howsmooth._util.validation import Device, check_device, check_fields, validated
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.registry import renamed
@@ -70,7 +70,7 @@ class Cell:
     status: Status
 
 
-@door
+@validated
 def run_grid(
     corpus: Corpus,
     grid: Grid,
@@ -151,7 +151,7 @@ def row_of(result: Result) -> dict[str, Any]:
     }
 
 
-@door
+@validated
 def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
     kind = renamed(kind)
@@ -160,7 +160,7 @@ def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
     return mean(bits) if bits and len(bits) == len(all_bits) else None
 
 
-@door
+@validated
 def gap_closed(results: Sequence[Result], depth: int) -> float | None:
     """(contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
 

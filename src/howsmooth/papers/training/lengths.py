@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import Count, Seed, Size, check_tensor, door
+from howsmooth._util.validation import Count, Seed, Size, check_tensor, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.corpus import START, Corpus, documents
 
@@ -98,7 +98,7 @@ class Plan(ABC):
 class Fixed(Plan):
     """Windows of ``length`` characters at random places of one document."""
 
-    @door
+    @validated
     def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
         self.targets, self.inputs = _symbols(text, "text"), _before(text)
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
@@ -115,7 +115,7 @@ class Fixed(Plan):
 class Chunks(Plan):
     """Documents one after the other, cut every ``length`` characters; attention stays within a document."""
 
-    @door
+    @validated
     def __init__(self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed):
         self.n, self.pieces, self.seed = length, batch_tokens // length, seed
         self.targets, self.inputs, self.owner, self.begins = _joined(parts)
@@ -149,7 +149,7 @@ class Chunks(Plan):
 class Curriculum(Plan):
     """Pieces of one power of two per batch, short to long, in ``cycles`` rounds over ``steps`` steps."""
 
-    @door
+    @validated
     def __init__(
         self, parts: Sequence[Tensor], length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
     ):
@@ -187,7 +187,7 @@ class Curriculum(Plan):
         return starts[_endless(partial(_permutation, len(starts), self.seed, size), begin, count, len(starts))]
 
 
-@door
+@validated
 def plan(
     corpus: Corpus, lengths: Lengths, length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
 ) -> Plan:
@@ -200,7 +200,7 @@ def plan(
     return Curriculum(parts, length, batch_tokens, seed, steps, cycles)
 
 
-@door
+@validated
 def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> Batch:
     """The validation part (its first ``most`` characters) in pieces of one length, every character predicted once.
 
@@ -216,7 +216,7 @@ def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | No
     return Batch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
 
 
-@door
+@validated
 def powers(length: Size, longest: Count) -> list[tuple[int, int]]:
     """Where to cut a document: (place, size) with sizes powers of two up to ``longest``, largest first.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from howsmooth._util.common import Busy, evaluating, exclusive, unwritable, write_whole
-from howsmooth._util.validation import Device, check_device, door
+from howsmooth._util.validation import Device, check_device, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.checkpoints import CHECKPOINT, Checkpoint
 from howsmooth.papers.training.corpus import Corpus
@@ -45,7 +45,7 @@ class Stopped(KeyboardInterrupt):
         self.step = step
 
 
-@door
+@validated
 def train(
     corpus: Corpus,
     settings: Settings,
@@ -81,7 +81,7 @@ def train(
         return _Run(corpus, settings, folder, intervals, progress, place).go()
 
 
-@door
+@validated
 def evaluate(model: CharacterModel, batch: Batch) -> float:
     """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
     total = 0.0
@@ -102,7 +102,7 @@ def nats(model: CharacterModel, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
-@door
+@validated
 def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
     """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
     checkpoint = Checkpoint.load(Path(folder) / CHECKPOINT)

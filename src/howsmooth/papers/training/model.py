@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import evaluating
-from howsmooth._util.validation import check_count, door
+from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
@@ -131,7 +131,7 @@ class CharacterModel(nn.Module):
     torch.Size([3, 8, 5])
     """
 
-    @door
+    @validated
     def __init__(self, settings: Settings, symbols: int):
         super().__init__()
         settings.check_memory(check_count(symbols, "symbols"))

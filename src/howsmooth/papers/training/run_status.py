@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth._util.checksummed import read_json
-from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, door
+from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.journal import Journal
 from howsmooth.papers.training.training_settings import Settings
@@ -76,7 +76,7 @@ class Result:
         return kept | {"settings": self.settings.to_dict()}
 
     @classmethod
-    @door
+    @validated
     def read(cls, folder: Path) -> Result | None:
         """The result of a finished run, or None."""
         folder = Path(folder)

@@ -16,8 +16,8 @@ from howsmooth._util.validation import (
     check_memory,
     check_one_of,
     check_positive,
-    door,
     shown,
+    validated,
 )
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.registry import renamed
@@ -152,7 +152,7 @@ class Settings:
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
-    @door
+    @validated
     def from_dict(cls, content: dict[str, Any]) -> Settings:
         """From JSON; unknown or missing names are refused."""
         names = {field.name for field in fields(cls)}

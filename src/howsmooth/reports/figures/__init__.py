@@ -12,12 +12,12 @@ from howsmooth._util.optional_deps import require
 require(("matplotlib",), "a picture")
 
 from howsmooth.reports.figures.bound_curves import bounds_against_n, random_tokens
-from howsmooth.reports.figures.certificate_ratios import certificate_ratios
+from howsmooth.reports.figures.certificate_panels import certificate_ratios
 from howsmooth.reports.figures.early_warnings import leads_figure
 from howsmooth.reports.figures.growth_curve import growth_figure
 from howsmooth.reports.figures.head_figures import head_bars, heads_heatmap
-from howsmooth.reports.figures.quantisation_figure import quantisation_figure
-from howsmooth.reports.figures.sandwich_figure import sandwich_figure
+from howsmooth.reports.figures.quantisation_curves import quantisation_figure
+from howsmooth.reports.figures.sandwich_curves import sandwich_figure
 from howsmooth.reports.figures.scan_panels import bound_ratios, depth_lines, scanned_growth, scanned_heads
 from howsmooth.reports.figures.style import FORMATS, check_figure_path, literal, new_figure, save_figure
 from howsmooth.reports.figures.token_figures import chosen_labels, influence_map, token_energies

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.bounds.bound_table import Table, measurements_at, table
 from howsmooth.bounds.catalogue import SCOPES, get
 from howsmooth.bounds.own.token_set_bounds import crossover
@@ -44,7 +44,7 @@ class Curve:
         return self.points[-1] if self.points else (0.0, 0.0)
 
 
-@door
+@validated
 def bounds_against_n(
     attention: nn.Module,
     *,
@@ -127,7 +127,7 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
-@door
+@validated
 def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
     """512 random tokens on the boundary of a set, of which the first n are measured."""
     generator = torch.Generator().manual_seed(seed)

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth._util.annotations import fits
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid
 
 
-@door
+@validated
 def leads_figure(leads: Mapping[str, Sequence[int | None]], *, ax: Axes | None = None) -> Figure:
     """Steps from a signal's warning to divergence, one dot per run and a line at the median of those warned of.
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid, plain_decades
 from howsmooth.reports.growth import Growth
 
@@ -15,7 +15,7 @@ _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
 _MOST_TICKS = 9
 
 
-@door
+@validated
 def growth_figure(
     law: Growth,
     *,

@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from howsmooth._util.validation import check_tensor, door
+from howsmooth._util.validation import check_tensor, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
 _MOST_LABELS = 40
 
 
-@door
+@validated
 def heads_heatmap(
     values: Tensor,
     *,
@@ -49,7 +49,7 @@ def heads_heatmap(
     return figure
 
 
-@door
+@validated
 def head_bars(
     value: Tensor,
     lower: Tensor,

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.head_figures import heads_heatmap
 from howsmooth.reports.figures.style import ACCENT, literal, new_figure, open_frame, plain_decades
@@ -23,7 +23,7 @@ _DECADES = 4
 """Bounds that lie further above all that is measured are left out: they would flatten the rest."""
 
 
-@door
+@validated
 def scanned_heads(values: Mapping[tuple[int, int], float], title: str) -> Figure:
     """σ by (layer, head); cells that were not scanned are hatched.
 
@@ -45,7 +45,7 @@ def scanned_heads(values: Mapping[tuple[int, int], float], title: str) -> Figure
     return figure
 
 
-@door
+@validated
 def scanned_growth(
     cells: Mapping[str, Points], worst: str, fit: PowerLaw, bounds: Mapping[str, Points], title: str
 ) -> Figure:
@@ -73,7 +73,7 @@ def scanned_growth(
     return figure
 
 
-@door
+@validated
 def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mapping[str, float], title: str) -> Figure:
     """Smallest, median and largest bound / σ of every bound; those far beyond are named with their median."""
     figure, (ax,) = new_figure(1, 7.2, 1.4 + 0.45 * len(ratios))
@@ -93,7 +93,7 @@ def bound_ratios(ratios: Mapping[str, tuple[float, float, float]], beyond: Mappi
     return figure
 
 
-@door
+@validated
 def depth_lines(lines: Mapping[str, Points], title: str) -> Figure:
     """σ against the layer, a line for each kind of part."""
     if not lines:

@@ -16,14 +16,14 @@ from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
 from howsmooth._util.common import FORMATS, check_figure_path, printable, write_whole
-from howsmooth._util.validation import Count, check_number, door
+from howsmooth._util.validation import Count, check_number, validated
 
 __all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "save_figure"]
 
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
 
-@door
+@validated
 def new_figure(
     panels: Count = 1, width: float = 6.4, height: float = 5.2, columns: Count | None = None
 ) -> tuple[Figure, list[Axes]]:
@@ -44,7 +44,7 @@ def new_figure(
     return figure, axes[:panels]
 
 
-@door
+@validated
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure as .png, .svg or .pdf, whole or not at all."""
     check_figure_path(path)
@@ -55,7 +55,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_whole(path, drawn.getvalue())
 
 
-@door
+@validated
 def literal(text: str) -> str:
     """A name from elsewhere as a label shows it: without controls, and dollars begin no formula.
 

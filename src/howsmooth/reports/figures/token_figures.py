@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth._util.common import printable
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
@@ -20,7 +20,7 @@ _MOST_LABELS = 40
 _DECADES = 1e-3
 
 
-@door
+@validated
 def influence_map(
     influence: Tensor,
     tokens: Sequence[str] | None = None,
@@ -46,7 +46,7 @@ def influence_map(
     return figure
 
 
-@door
+@validated
 def token_energies(
     input_energy: Tensor,
     output_energy: Tensor,
@@ -73,7 +73,7 @@ def token_energies(
     return figure
 
 
-@door
+@validated
 def chosen_labels(weight: np.ndarray, most: int = _MOST_LABELS) -> list[int]:
     """Positions to label: all when they fit, else up to most/2 of the heaviest, at least n/most apart.
 

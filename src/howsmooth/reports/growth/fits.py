@@ -25,7 +25,7 @@ from torch import Tensor
 
 from howsmooth._util.common import rounded
 from howsmooth._util.display import card
-from howsmooth._util.validation import Probability, door
+from howsmooth._util.validation import Probability, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
 from howsmooth.reports.growth.laws import (
@@ -151,7 +151,7 @@ class Growth:
         return card(repr(self), laws, [self.sentence])
 
 
-@door
+@validated
 def growth(
     values: Any,
     lengths: Sequence[float] | Any,

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 
 STRONG = 6.0
@@ -77,7 +77,7 @@ def rounded_up(error: float) -> str:
     return f"{math.ceil(100 * (error - ROUNDING)) / 100:.2f}" if error > ROUNDING else "0.00"
 
 
-@door
+@validated
 def fit_power_law(lengths: Sequence[float], values: Sequence[float]) -> PowerLaw | None:
     """The power law through points (n, value); None with fewer than two lengths or a number without a logarithm.
 

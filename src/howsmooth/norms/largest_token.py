@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.common import random_stream
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
@@ -48,7 +48,7 @@ from howsmooth.norms.counted_products import (
     rounding_allowance,
     widened,
 )
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 _ROUNDS, _FIRST_STEPS, _STEPS = 12, 4, 50
@@ -62,7 +62,7 @@ _FAINT = 1e-9
 """Share of the largest weight below which none is taken: inverses stay finite, and any weights give a bound."""
 
 
-@door
+@validated
 def token_norm(
     op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:

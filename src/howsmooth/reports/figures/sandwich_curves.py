@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import light_grid, new_figure
 from howsmooth.search.sandwich_result import Cell, in_words
@@ -21,7 +21,7 @@ _MOST_CURVES = 10
 _MOST_TICKS = 8
 
 
-@door
+@validated
 def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     """Both ends on logarithmic axes, a shaded band between them: the constant lies in the band.
 

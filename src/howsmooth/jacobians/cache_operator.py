@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import check_one_of, door
+from howsmooth._util.validation import check_one_of, validated
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.product_error import Noise
@@ -136,7 +136,7 @@ class CachedJacobian(JacobianOperator):
         return total.unflatten(-1, (width, width))
 
 
-@door
+@validated
 @full_precision
 def cached_jacobian(
     attention: AttentionMap, x: Tensor, wrt: Part, *, per_head: bool = False, memory: int = DEFAULT_MEMORY

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import check_finite, door
+from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention.attention_map import AttentionMap, Heads
 from howsmooth.attention.memory_layout import pays
 from howsmooth.attention.stages import Chain
@@ -285,7 +285,7 @@ class AttentionJacobian(JacobianOperator):
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
 
 
-@door
+@validated
 @full_precision
 def attention_jacobian(
     attention: AttentionMap,

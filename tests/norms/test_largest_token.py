@@ -13,7 +13,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
 from howsmooth.norms import token_norm
-from howsmooth.norms.token_norm import block_ends
+from howsmooth.norms.largest_token import block_ends
 
 
 class Blocks(JacobianOperator):

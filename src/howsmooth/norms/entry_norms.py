@@ -17,7 +17,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
     FlatProducts,
@@ -30,11 +30,11 @@ from howsmooth.norms.counted_products import (
     rounding_allowance,
     widened,
 )
-from howsmooth.norms.golub_kahan import golub_kahan
+from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
 
 
-@door
+@validated
 def inf_norm(
     op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:
@@ -47,7 +47,7 @@ def inf_norm(
     return replace(one_norm(op.adjoint, rtol, confidence, seed, exact_limit), norm=math.inf)
 
 
-@door
+@validated
 def one_norm(
     op: JacobianOperator, rtol: float = 1e-3, confidence: float = 0.99, seed: int = 0, exact_limit: int = 4096
 ) -> Measurement:

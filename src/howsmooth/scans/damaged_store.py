@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth._util.common import distinct_files
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.scans.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scans.scan_store import put, put_shard, update_scan
 from howsmooth.scans.schema import APPLICATION_ID, COLUMNS, VERSION, WITH_SHARDS, has, objects
@@ -50,7 +50,7 @@ class Salvaged:
         return f"{self.kept} {of} are whole and are kept in {self.store}{said}{trust}"
 
 
-@door
+@validated
 def salvage(path: Path | str, into: Path | str) -> Salvaged:
     """Keep every cell that is whole, with its scan and its window, in a new store.
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.start_vector import random_start, start_stream
@@ -25,7 +25,7 @@ _REPEATS = 4  # and the number of runs they get from it
 _ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
 
 
-@door
+@validated
 def golub_kahan(
     op: JacobianOperator,
     k: int = 1,

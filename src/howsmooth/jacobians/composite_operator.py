@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth._util.validation import check_finite, door
+from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention.composite_map import Composite, Gate, Parts, Placement
 from howsmooth.attention.stages import TokenDerivative
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.attention_jacobian import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.product_error import spread_of_sum
@@ -283,7 +283,7 @@ class CompositeBlocks(JacobianOperator):
         return back
 
 
-@door
+@validated
 @full_precision
 def composite_jacobian(
     composite: Composite, x: Tensor, *, per_head: bool = False, memory: int = DEFAULT_MEMORY

@@ -35,7 +35,7 @@ from torch.func import functional_call, jvp, vmap
 from howsmooth._util.common import first_line
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.torch_globals import exact_autograd
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.difference_quotients import moves_otherwise
@@ -59,7 +59,7 @@ class DerivativeWarning(UserWarning):
     """The Jacobian was computed as asked, but f gives reason to doubt that it is the derivative meant."""
 
 
-@door
+@validated
 def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian:
     """The Jacobian of f at x as an operator.
 

@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth._util.annotations import fits
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import ACCENT, BLUE, CRIMSON, axes, light_grid, literal
 
 _COLOURS = (BLUE, ACCENT, CRIMSON)
 
 
-@door
+@validated
 def certificate_ratios(
     radii: Sequence[float], ratios: Mapping[str, Sequence[Sequence[float]]], ax: Axes | None = None
 ) -> Figure:

@@ -17,8 +17,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from howsmooth.errors import NotDifferentiable
-from howsmooth.jacobians import function_jacobian as function
-from howsmooth.jacobians.function_jacobian import DerivativeWarning, FunctionJacobian, function_jacobian
+from howsmooth.jacobians import function_operator
+from howsmooth.jacobians.function_operator import DerivativeWarning, FunctionJacobian, function_jacobian
 
 N, D = 5, 4
 LINEARIZE, JVP, DOUBLE_BACKWARD, DENSE_ROWS = "torch.func linearize", "torch.func jvp", "double backward", "dense rows"
@@ -127,7 +127,7 @@ def test_float32_agrees_with_float64_to_single_precision() -> None:
 
 
 def test_chunks_of_columns_and_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function, "_NUMBERS_PER_CHUNK", 3 * N * D)
+    monkeypatch.setattr(function_operator, "_NUMBERS_PER_CHUNK", 3 * N * D)
     x = random(N, D)
     assert_products_equal(function_jacobian(torch.sin, x), oracle(torch.sin, x))
 
@@ -367,7 +367,7 @@ def test_in_place_writes_are_traced_in_the_order_of_f() -> None:
 
 
 def test_a_trace_that_does_not_reproduce_the_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function, "linearized", lambda f, x: lambda v: 1.001 * x.cos() * v)
+    monkeypatch.setattr(function_operator, "linearized", lambda f, x: lambda v: 1.001 * x.cos() * v)
     x = random(N, D)
     operator = function_jacobian(torch.sin, x)
     assert operator.method == JVP

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth._util.common import printable, rounded
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.reports import findings
 from howsmooth.reports.findings import headline, main_kind, short
 from howsmooth.reports.growth.laws import PowerLaw
@@ -22,7 +22,7 @@ from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
 _MOST = 8
 
 
-@door
+@validated
 def summary(source: Source) -> RenderableType:
     """The headline, the roughest cells, the growth and the distances to the bounds of every group, for rich to print.
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from howsmooth._util.validation import door
+from howsmooth._util.validation import validated
 from howsmooth.reports.figures.style import literal, new_figure
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.kv_cache import PARTS
@@ -15,7 +15,7 @@ from howsmooth.rounding.quantisation import Quantisation
 _COLOURS = {"key": "#31688e", "value": "#b23c0c"}
 
 
-@door
+@validated
 def quantisation_figure(result: Quantisation) -> Figure:
     """Four panels: predicted damage through every head for keys and for values (fewest bits), first order and proved
     bound against the actual change of every head, and the frontier of bits against predicted damage.

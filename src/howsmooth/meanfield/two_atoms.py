@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth._util.validation import Positive, check_numbers, door
+from howsmooth._util.validation import Positive, check_numbers, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import Measure
 
@@ -39,7 +39,7 @@ class TwoAtom(NamedTuple):
     heavy: float
 
 
-@door
+@validated
 def two_atom(gamma: float, radius: float) -> TwoAtom:
     """The largest stretch of two atoms over all ratios of their masses, for the eigenvalue −γ of A on B_R.
 
@@ -57,7 +57,7 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
     return TwoAtom(math.exp(b) * math.sqrt(t) * (1 + c * t) / (1 + t) ** 2, t * math.exp(2 * b))
 
 
-@door
+@validated
 def two_atom_measure(direction: Tensor, radius: Positive, heavy: Positive) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
     direction = check_numbers(direction, "direction")
