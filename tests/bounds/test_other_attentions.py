@@ -20,12 +20,9 @@ from howsmooth.bounds import (
     TokenSet,
     furuya2026,
     get,
-    gradient_step,
-    lipschitz_norm,
-    normalised,
     ramapuram2024,
-    sigmoid,
 )
+from howsmooth.bounds.own import gradient_step_bound, lipschitz_norm_bound, normalised, sigmoid_bound
 from howsmooth.bounds.qi2023 import cosine as printed_cosine
 from howsmooth.bounds.question_setting import Setting, setting
 
@@ -243,7 +240,7 @@ def test_the_gradient_step_bound_allows_every_step_of_the_paper_and_more() -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_step_of_the_paper_gives_one_in_our_bound(seed: int) -> None:
     points = draw(seed, 6, 3) + draw(seed + 1, 3)
-    assert gradient_step.gradient_step(points, float(furuya2026.longest_step(points))) == 1
+    assert gradient_step_bound.gradient_step(points, float(furuya2026.longest_step(points))) == 1
 
 
 def test_own_cosine_bound_is_never_above_that_of_the_paper() -> None:
@@ -312,7 +309,7 @@ def test_sigmoid_numbers_hold_for_every_token_of_the_set() -> None:
         biases = {name: draw(seed + 50 + i, 3) for i, name in enumerate(("query_bias", "key_bias", "value_bias"))}
         attention = hs.SigmoidAttention(*draw(seed, 4, 3, 3), rotary=rotary, logit_shift=0.5, **biases)
         tokens = TokenSet.after_rms_norm(draw(seed + 9, 3), draw(seed + 10, 3))
-        numbers = sigmoid.sigmoid_numbers(attention, tokens, n=400)
+        numbers = sigmoid_bound.sigmoid_numbers(attention, tokens, n=400)
         x = tokens.at(torch.nn.functional.normalize(draw(seed + 11, 400, 3), dim=-1))
         logits = torch.logit(attention.weights(x))
         assert numbers.low <= logits.min()
@@ -347,7 +344,7 @@ def test_mixing_of_lipschitz_norm_never_passes_its_constant_and_comes_near() -> 
         t = torch.full((n,), n**-0.5, dtype=torch.float64)
         column = torch.sigmoid(2 * t - math.log(n - 1)).sum()
         highest = max(highest, float(column))
-    assert 0.93 * lipschitz_norm.MIXING <= highest**0.5 <= lipschitz_norm.MIXING
+    assert 0.93 * lipschitz_norm_bound.MIXING <= highest**0.5 <= lipschitz_norm_bound.MIXING
 
 
 def test_multi_head_bounds_cover_the_block() -> None:
