@@ -194,7 +194,7 @@ def _projections(
 def _refuse_unread_parameters(site: Site) -> None:
     """No parameter of the block may stay unread: a feature whose weights are still zero would pass the check unseen."""
     names = site.names
-    read = (*names.inputs, names.output, *names.norms, *names.after, names.bias, *names.more)
+    read = (*names.inputs, names.output, *names.norms, *names.after, names.relative_bias, *names.more)
     parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
     unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
     if unread:

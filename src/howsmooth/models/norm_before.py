@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.forward_pass import listening, record_calls
-from howsmooth.models.module_names import attention_site
+from howsmooth.models.module_names import attention_site, find_blocks
 from howsmooth.models.probed_norms import read_norm
 from howsmooth.models.self_check import random_inputs
-from howsmooth.models.weight_files import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
