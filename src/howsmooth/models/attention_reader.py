@@ -268,10 +268,14 @@ def _query_key_norms(site: Site, heads: int, kv_heads: int, width: int) -> tuple
     query, key = (submodule(site.block, path) for path in site.names.norms)
     if query is None or key is None:
         return None
-    for_query, for_key = _norm(query, heads, width, site.layer), _norm(key, kv_heads, width, site.layer)
-    if for_key.gain is not None and for_key.gain.dim() == 2:  # stages see keys once for each query head
-        for_key.gain = for_key.gain.repeat_interleave(heads // kv_heads, dim=0)
-    return for_query, for_key
+    for_key = _norm(key, kv_heads, width, site.layer)
+    if isinstance(for_key, HeadNorm):  # stages see keys once for each query head
+        group = heads // kv_heads
+        gain, shift = (
+            t if t is None or t.dim() == 1 else t.repeat_interleave(group, dim=0) for t in (for_key.gain, for_key.shift)
+        )
+        for_key = HeadNorm(for_key.eps, gain, shift)
+    return _norm(query, heads, width, site.layer), for_key
 
 
 def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:

@@ -59,9 +59,8 @@ class ModelPart:
             return composed_jacobian(self.closed(), x, memory=memory)
         except HowsmoothError as error:
             why = first_line(error)
-        operator = function_jacobian(self.function, x)
-        operator.notes = (f"the Jacobian is that of torch.func, without closed forms: {why}", *operator.notes)
-        return operator
+        note = f"the Jacobian is that of torch.func, without closed forms: {why}"
+        return function_jacobian(self.function, x, notes=(note,))
 
 
 class ClosedLayers:

@@ -42,31 +42,48 @@ class Call:
 
 
 @contextmanager
+def changed(target: object, **values: Any) -> Iterator[None]:
+    """Other values for attributes of a configuration or module of transformers while the block runs.
+
+    Attributes are the only way that transformers offers to run a model without cache, or a single layer of it.
+    """
+    with ExitStack() as restored:
+        for name, value in values.items():
+            inherited = name not in vars(target) and callable(getattr(type(target), name, None))
+            restore = (delattr, target, name) if inherited else (setattr, target, name, getattr(target, name))
+            restored.callback(*restore)
+            setattr(target, name, value)
+        yield
+
+
+def use_eager_attention(model: PreTrainedModel) -> None:
+    """Let a model that belongs to this package compute attention as its architecture defines it, for good."""
+    # `set_attn_implementation` leaves models unchanged whose source it cannot read.
+    model.config._attn_implementation = "eager"
+
+
+@contextmanager
 def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Iterator[None]:
-    """The model without dropout, gradients or cache and with eager attention; as it was when the block ends.
+    """The model without dropout, gradients or cache and with eager attention; restored when the block ends.
 
     Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
-    are written out. No other thread is in a model meanwhile.
+    are written out. No other thread runs a model meanwhile.
     """
-    with LOCK, evaluating(model), torch.no_grad(), ExitStack() as restored:
+    with LOCK, evaluating(model), torch.no_grad(), ExitStack() as stack:
         configs = list(_with_inner(model.config))
         # Some parts have configurations of their own (encoder and decoder of T5).
         known = {id(config) for config in configs}
         parts: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-        own = [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
-        configs += own
-        # Setting it on a configuration sets it on those inside it as well, so these are restored after their whole.
+        configs += [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
+        # Setting a configuration also sets those inside it, so these are changed before their whole and restored after.
         for config in reversed(configs):
-            restored.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            settings: dict[str, Any] = {"_attn_implementation": implementation}
             if getattr(config, "_experts_implementation", None) not in (None, "eager"):
                 # Experts one by one, as they are defined: faster ways know no double precision.
-                restored.callback(setattr, config, "_experts_implementation", config._experts_implementation)
-                config._experts_implementation = "eager"
+                settings["_experts_implementation"] = "eager"
             if hasattr(config, "use_cache"):
-                restored.callback(setattr, config, "use_cache", config.use_cache)
-                config.use_cache = False
-        for config in (model.config, *own):
-            config._attn_implementation = implementation
+                settings["use_cache"] = False
+            stack.enter_context(changed(config, **settings))
         yield
 
 

@@ -8,7 +8,7 @@ holds one layer in float32, and the tokens of one layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import CapturedSite, capture
 from howsmooth.models.checkpoint_files import weight_files
-from howsmooth.models.forward_pass import listening, reference_mode, run
+from howsmooth.models.forward_pass import changed, listening, reference_mode, run
 from howsmooth.models.module_names import attention_sites, no_such_layer
 
 if TYPE_CHECKING:
@@ -211,20 +211,17 @@ class LayeredModel:
     @contextmanager
     def _only(self, chosen: str, tokens: Tensor) -> Iterator[None]:
         """One layer runs, on the given tokens; the others pass on what they receive."""
-        others = [layer for path, layer in self._layers.items() if path != chosen]
-        for layer in others:
-            layer.forward = _pass_on
 
         def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return (tokens, *args[1:]), kwargs
 
-        try:
+        with ExitStack() as stack:
+            for path, layer in self._layers.items():
+                if path != chosen:
+                    stack.enter_context(changed(layer, forward=_pass_on))
             hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
             with listening([hook]), self._loaded(chosen):
                 yield
-        finally:
-            for layer in others:
-                del layer.forward
 
 
 class _Table(nn.Module):

@@ -74,13 +74,14 @@ def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str
     """What a speech model takes: the normalised wave (Wav2Vec2) or a log-mel spectrogram of fixed length (Whisper)."""
     import transformers
 
+    size = {}
     if processor is None and config.model_type == "whisper":
-        # Two frames of 10 ms become one token.
         processor = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
-        processor.n_samples = config.max_source_positions * 2 * processor.hop_length
+        # Two frames of 10 ms become one token.
+        size = {"max_length": config.max_source_positions * 2 * processor.hop_length}
     elif processor is None:
         processor = transformers.Wav2Vec2FeatureExtractor()
-    made = processor(samples, sampling_rate=RATE, return_tensors="pt")
+    made = processor(samples, sampling_rate=RATE, return_tensors="pt", **size)
     name = "input_features" if "input_features" in made else "input_values"
     return {name: made[name].float()}
 

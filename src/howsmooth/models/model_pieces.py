@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.forward_pass import listening
+from howsmooth.models.forward_pass import listening, use_eager_attention
 
 _BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
 _PROBE_LENGTH = 8
@@ -154,7 +154,7 @@ def _frozen(model: nn.Module) -> Any:
     """A copy without dropout, at least in single precision, with the attention that defines the model."""
     copied: Any = copy.deepcopy(getattr(model, "base_model", model)).eval()
     if hasattr(copied, "config"):
-        copied.config._attn_implementation = "eager"
+        use_eager_attention(copied)
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters())
     return copied.float() if half else copied
 

@@ -19,6 +19,7 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import Device, check_device, check_one_of, validated
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.adapters import is_adapter, load_adapted
+from howsmooth.models.forward_pass import use_eager_attention
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
 from howsmooth.models.named_models import FULL_PRECISION, NAMED
 from howsmooth.models.pretrained_files import gguf_precision, licence_in, load_pretrained
@@ -274,7 +275,7 @@ def opened(
 ) -> OpenModel:
     """A loaded model with what can be told from itself; its weights need no gradients from now on."""
     model.requires_grad_(False)
-    model.config._attn_implementation = "eager"
+    use_eager_attention(model)
     modality = _MODALITIES.get(model.main_input_name)
     if modality is None:
         raise UnsupportedModel(
