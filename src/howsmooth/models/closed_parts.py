@@ -25,7 +25,7 @@ from howsmooth.jacobians.function_checks import random_like
 from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.models.captured_sites import TOLERANCE
-from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, read_affine, read_norm
+from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, norm_stage, read_affine
 
 Function = Callable[[Tensor], Tensor]
 Heard = tuple[Function, Tensor, Tensor]
@@ -164,7 +164,7 @@ def closed_tail(modules: Sequence[nn.Module]) -> ClosedMap | None:
     for module in modules:
         if isinstance(module, nn.Dropout | nn.Identity):
             continue
-        stages.append(read_norm(module) if "norm" in type(module).__name__.lower() else read_affine(module))
+        stages.append(norm_stage(module) if "norm" in type(module).__name__.lower() else read_affine(module))
     return Tokenwise(*stages) if stages else None
 
 

@@ -21,7 +21,7 @@ from howsmooth.models.built_folders import Built, built
 from howsmooth.models.checkpoint_files import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
 from howsmooth.models.checkpoint_files import weight_files as files_in
 from howsmooth.models.named_models import NAMED
-from howsmooth.models.size_checks import check_counts, check_memory, check_size, read_config
+from howsmooth.models.size_checks import check_counts, check_free_memory, check_size, read_model_config
 from howsmooth.models.tokenizing import without_panic
 from howsmooth.models.weight_check import Match
 
@@ -160,14 +160,14 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
     import transformers
 
     config_file, weights, revision = _files(source)
-    check_memory(sum(path.stat().st_size for path in weights) // 4, "the model")
+    check_free_memory(sum(path.stat().st_size for path in weights) // 4, "the model")
     checkpoint = read_checkpoint(weights, sums)
     if sums is not None:
         for name in sums:
             if not name.endswith(".safetensors"):
                 (private / name).write_bytes(verified_content(config_file.parent / name, sums))
         source, config_file = str(private), private / "config.json"
-    read_config(config_file, len(checkpoint.tensors))
+    read_model_config(config_file, len(checkpoint.tensors))
     config = transformers.AutoConfig.from_pretrained(config_file.parent, trust_remote_code=False)
     method = getattr(config, "quantization_config", None)
     if method is not None:

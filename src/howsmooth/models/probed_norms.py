@@ -64,7 +64,8 @@ def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
 
 
 def _frozen(norm: nn.Module) -> nn.Module:
-    if not isinstance(norm, nn.Module) or "norm" not in type(norm).__name__.lower():
+    named = any("norm" in kind.__name__.lower() for kind in type(norm).__mro__)
+    if not isinstance(norm, nn.Module) or not named:
         raise _refused(norm)
     shape = getattr(norm, "normalized_shape", (1,))
     if len(shape if isinstance(shape, tuple | list | torch.Size) else (shape,)) != 1:
@@ -72,7 +73,7 @@ def _frozen(norm: nn.Module) -> nn.Module:
     gated = len(inspect.signature(norm.forward).parameters) != 1  # something else scales what it gives out
     if isinstance(norm, _NormBase | nn.GroupNorm) or gated:
         raise _refused(norm)
-    return copy.deepcopy(norm).double().eval()
+    return copy.deepcopy(norm).to("cpu", torch.float64).eval()
 
 
 def _width(norm: nn.Module) -> int | None:

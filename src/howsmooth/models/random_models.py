@@ -14,7 +14,7 @@ from howsmooth._util.process_lock import alone
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.pretrained_files import quiet
-from howsmooth.models.size_checks import check_memory
+from howsmooth.models.size_checks import check_free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def random_model(spec: str, head: bool = False) -> PreTrainedModel:
 
     name, options = parse_random(spec)
     kind = _TYPES.get(name, name)
-    check_memory(_numbers(options), "this random model")
+    check_free_memory(_numbers(options), "this random model")
     kept = torch.get_default_dtype()
     with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         config = transformers.AutoConfig.for_model(kind, **_configuration(name, options), dtype=torch.float32)
