@@ -1,14 +1,13 @@
 from .attention_reader import from_transformers
-from .captured_sites import CapturedSite, capture, site
-from .cross_capture import CapturedCross, capture_cross
+from .captured_sites import CapturedCross, CapturedSite, capture, capture_cross, site
 from .in_memory import held_model
 from .input_capture import AttentionInputs, attention_inputs
+from .input_files import alice
 from .layerwise import LayeredModel
 from .module_names import MODEL_TYPES, RANDOM_NAMES
 from .named_models import NAMED, NamedModel
 from .open_source import OpenModel, load, open_model
 from .targets import WHATS, Targets, target
-from .text_files import alice
 from .text_windows import Window
 
 __all__ = [

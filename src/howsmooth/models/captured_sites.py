@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import validated
-from howsmooth.attention import AttentionMap, ComposedAttention
+from howsmooth.attention import AttentionMap, ComposedAttention, CrossAttention, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_attention
-from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run
-from howsmooth.models.module_names import CONVENTIONS, Site, attention_site, attention_sites, no_such_layer
-from howsmooth.models.traced_attention import find_attention
+from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run_model
+from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_site, attention_sites, no_such_layer
+from howsmooth.models.traced_attention import FoundAttention, find_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +45,27 @@ class CapturedSite:
     name: str
     attention: AttentionMap | ComposedAttention
     x: Tensor
+    error: float
+
+
+@dataclass(frozen=True)
+class CapturedCross:
+    """A block of cross-attention and what it really saw.
+
+    Attributes:
+        layer: counted from 0 among the blocks of cross-attention.
+        name: dotted path of the block in the model.
+        attention: the block as a map of two sequences; ``attention.in_decoder(encoder)`` and
+            ``attention.in_encoder(decoder)`` are its sides.
+        decoder, encoder: ``(n, d)`` and ``(m, d)``: the tokens it received.
+        error: relative difference between the map and the model's own output there.
+    """
+
+    layer: int
+    name: str
+    attention: CrossAttention
+    decoder: Tensor
+    encoder: Tensor
     error: float
 
 
@@ -80,11 +101,11 @@ def capture(
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
         captured = _capture_by_name(model, inputs, sites, to_the_end=wanted is None)
     else:
-        listened = enumerate(find_attention(model, inputs))
-        captured = {
-            number: _compared(model, number, *attention, RealTokens.read_by(attention.call.module, model, inputs))
-            for number, attention in listened
-        }
+        captured = {}
+        for number, found in enumerate(find_attention(model, inputs, SelfAttention)):
+            real = RealTokens.read_by(found.call.module, model, inputs)
+            attention: Any = found.attention
+            captured[number] = _compared(model, number, found.name, attention, found.x, found.output, found.call, real)
         for layer in wanted or ():
             if layer not in captured:
                 raise no_such_layer(model, layer, len(captured))
@@ -96,7 +117,7 @@ class _Heard(Exception):
 
 
 def _capture_by_name(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site], to_the_end: bool
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[AttentionSite], to_the_end: bool
 ) -> dict[int, CapturedSite]:
     real = RealTokens.of(inputs)
     tokens: dict[nn.Module, Tensor] = {}
@@ -124,7 +145,7 @@ def _capture_by_name(
     hooks = [site.block.register_forward_pre_hook(on_entry, with_kwargs=True) for site in sites]
     hooks += [projection.register_forward_hook(on_output) for projection in of_output]
     with listening(hooks), attention_calls(model, on_call), suppress(_Heard):
-        run(model, inputs)
+        run_model(model, inputs)
     return captured
 
 
@@ -150,6 +171,11 @@ def _compared(
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
             stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")
             errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
+    _refuse_difference(model, layer, name, errors)
+    return CapturedSite(layer, name, attention, x[0].detach(), error)
+
+
+def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Mapping[str, float]) -> None:
     for stage, difference in errors.items():
         if not difference <= TOLERANCE:
             raise UnsupportedModel(
@@ -157,7 +183,48 @@ def _compared(
                 f"own by a relative {difference:.1e}: a feature of it is not modelled, so measure it as a function "
                 "instead."
             )
-    return CapturedSite(layer, name, attention, x[0].detach(), error)
+
+
+@validated
+@alone
+def capture_cross(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[CapturedCross]:
+    """Run a model once and return every cross-attention with the tokens of decoder and encoder that it saw.
+
+    Blocks are found through transformers' attention socket, so that any architecture will do whose queries, keys and
+    values are linear in the tokens. Each map has reproduced the model's weights and output to `TOLERANCE`.
+
+    Args:
+        model: with its encoder and decoder, in float32 or float64.
+        inputs: keyword arguments of the model for one text or sound, without padding, for both parts
+            (``input_ids`` and ``decoder_input_ids``, …).
+
+    >>> import howsmooth as hs
+    >>> from transformers import T5Config, T5Model
+    >>> sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    >>> model = T5Model(T5Config(**sizes, decoder_start_token_id=0))
+    >>> ids = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "decoder_input_ids": torch.tensor([[0, 3]])}
+    >>> [block] = capture_cross(model, ids)
+    >>> tuple(block.decoder.shape), tuple(block.encoder.shape)
+    ((2, 16), (4, 16))
+    >>> hs.measure(block.attention.in_encoder(block.decoder), block.encoder).value.shape
+    torch.Size([])
+    """
+    check_request(model, inputs)
+    padded = [
+        name for name in ("attention_mask", "decoder_attention_mask") if not bool(inputs.get(name, torch.ones(1)).all())
+    ]
+    if padded:
+        raise InvalidInput(f"cross-attention is captured without padding ({padded[0]}): cut the input to real tokens.")
+    return [_compared_cross(model, *numbered) for numbered in enumerate(find_attention(model, inputs, CrossAttention))]
+
+
+def _compared_cross(model: PreTrainedModel, layer: int, found: FoundAttention) -> CapturedCross:
+    attention: Any = found.attention
+    with torch.no_grad():
+        error = relative_error(attention(found.x, found.keys), found.output, attention.attention.output_bias)
+        of_weights = relative_error(attention.weights(found.x, found.keys), found.call.weights)
+    _refuse_difference(model, layer, found.name, {"output": error, "weights": of_weights})
+    return CapturedCross(layer, found.name, attention, found.x[0].detach(), found.keys[0].detach(), error)
 
 
 def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth._util.common import evaluating, first_line
 from howsmooth._util.process_lock import LOCK, alone
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.models.module_names import Site
+from howsmooth.models.module_names import AttentionSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,7 +95,7 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_inner(inner)
 
 
-def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def run_model(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
     """The model's output on inputs that are brought to its device first."""
     _check_ids(model, inputs)
     try:
@@ -140,7 +140,9 @@ def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 @alone
-def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[int, Call]:
+def record_calls(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], inputs: Mapping[str, Tensor]
+) -> dict[int, Call]:
     """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
     calls: dict[nn.Module, Call] = {}
 
@@ -149,7 +151,7 @@ def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[
 
     hooks = [site.block.register_forward_pre_hook(hear, with_kwargs=True) for site in sites]
     with listening(hooks), reference_mode(model):
-        run(model, inputs)
+        run_model(model, inputs)
     return {site.layer: calls[site.block] for site in sites}
 
 

@@ -26,7 +26,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import CapturedSite, capture
 from howsmooth.models.checkpoint_files import weight_files
-from howsmooth.models.forward_pass import changed, listening, reference_mode, run
+from howsmooth.models.forward_pass import changed, listening, reference_mode, run_model
 from howsmooth.models.module_names import attention_sites, no_such_layer
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class LayeredModel:
     def read(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the model on one text, layer by layer, and keep on disk what each layer receives."""
         with self._streaming(), reference_mode(self.model):
-            run(self.model, inputs)
+            run_model(self.model, inputs)
         self._inputs = inputs
 
     @alone

@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth._util.common import printable
 from howsmooth._util.optional_deps import need
 from howsmooth.errors import InvalidInput
-from howsmooth.models.text_files import read_content
+from howsmooth.models.input_files import read_content
 
 RATE = 16_000
 """Samples per second that speech models are trained on."""

@@ -29,8 +29,7 @@ class Convention:
         output: the output projection.
         layout: of a fused projection's features: "contiguous" (all queries, all keys, all values) or "per_head" (query,
             key and value of the first head, then of the second, …). "gated": the query projection gives the queries and
-            the output gate of the first head, then of the second, …; "latent": multi-head latent attention, see
-            `howsmooth.models.latent_attention`.
+            the output gate of the first head, then of the second, …; "latent": multi-head latent attention.
         norms: normalisations of queries and keys, where the block has them.
         after: modules behind the output projection that belong to the block and not to the map.
         relative_bias: a table of relative position biases, where a block has one.
@@ -121,7 +120,7 @@ RANDOM_NAMES = (
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """One attention block of a model, and its dotted path there."""
 
     layer: int
@@ -168,7 +167,7 @@ def find_blocks(names: Collection[str]) -> dict[str, Convention]:
     return blocks
 
 
-def attention_sites(model: PreTrainedModel) -> list[Site]:
+def attention_sites(model: PreTrainedModel) -> list[AttentionSite]:
     """The self-attention blocks of a model, one per layer, in order."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in CONVENTIONS:
@@ -185,10 +184,10 @@ def attention_sites(model: PreTrainedModel) -> list[Site]:
             f"this {type(model).__name__} holds {len(stacks)} stacks of attention ({', '.join(stacks) or 'none'}), but "
             "one stack of self-attention can be read: pass the part of the model that has it."
         )
-    return [Site(_number(path), block, names, path) for path, block in blocks.items()]
+    return [AttentionSite(_number(path), block, names, path) for path, block in blocks.items()]
 
 
-def attention_site(model: PreTrainedModel, layer: int) -> Site:
+def attention_site(model: PreTrainedModel, layer: int) -> AttentionSite:
     """The self-attention block of one layer, counted from 0."""
     sites = {site.layer: site for site in attention_sites(model)}
     skipped = layers_without_softmax(model)

@@ -15,6 +15,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.pretrained_files import quiet
 from howsmooth.models.size_checks import check_free_memory
+from howsmooth.models.text_windows import SPECIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,8 +31,6 @@ _TYPES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
 _OBJECTS = 2**15
 """What the modules of a layer take beside their weights, in numbers of four bytes."""
 LARGEST_SEED = 2**63 - 1
-SPECIAL = 3
-"""Token ids below this are special (padding, beginning, end); byte b of a text has the id b + 3."""
 _TEXT = {"vocab_size": 256 + SPECIAL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 

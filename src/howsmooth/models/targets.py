@@ -35,11 +35,11 @@ from howsmooth.models.closed_parts import (
     compare_derivative,
     in_series,
 )
-from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run
+from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run_model
 from howsmooth.models.layer_wiring import ClosedLayer
 from howsmooth.models.module_names import (
     CONVENTIONS,
-    Site,
+    AttentionSite,
     attention_site,
     attention_sites,
     layer_modules,
@@ -209,7 +209,7 @@ class Targets:
         """Let the model read the window, unless it has."""
         if self._answer is None:
             with self._hearing(), reference_mode(self.model):
-                run(self.model, self.inputs)
+                run_model(self.model, self.inputs)
 
     @cached_property
     def _bodies(self) -> list[nn.Module]:
@@ -271,7 +271,7 @@ class Targets:
         return plain_map(attention, "a layer in closed form")
 
     @cached_property
-    def _blocks(self) -> dict[int, Site]:
+    def _blocks(self) -> dict[int, AttentionSite]:
         """The attention blocks by layer: one walk through the model for all of them."""
         return {site.layer: site for site in attention_sites(self.model)}
 
