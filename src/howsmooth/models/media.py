@@ -22,7 +22,7 @@ RATES = (1_000, 768_000)
 """Samples per second that a sound may have: fewer would be stretched to thousands of times their number."""
 PIXELS = 2**26
 """Pixels of the largest image; a small file can unpack to any number."""
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Kinds of images that are read; pillow knows many more, some of them seldom looked after."""
 
 
@@ -93,7 +93,7 @@ def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are refused below
-            with reader.open(io.BytesIO(content), formats=FORMATS) as opened:
+            with reader.open(io.BytesIO(content), formats=IMAGE_FORMATS) as opened:
                 if opened.width * opened.height > PIXELS:
                     raise ValueError(f"{opened.width} × {opened.height} pixels are too many")
                 image = opened.convert("RGB")

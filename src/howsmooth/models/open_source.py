@@ -29,7 +29,7 @@ from howsmooth.models.text_windows import Tokens, Window, spread_starts
 from howsmooth.models.weight_files import SUFFIXES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 UNLIMITED = 2**31
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -260,10 +260,10 @@ def _open(spec: str, head: bool, device_map: DeviceMap | None) -> OpenModel:
         precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
         if spec.endswith(".gguf"):
             precision = gguf_precision(Path(spec))
-    return opened(spec, model, processor, precision, licence, sha256, notes)
+    return describe_model(spec, model, processor, precision, licence, sha256, notes)
 
 
-def opened(
+def describe_model(
     name: str,
     model: PreTrainedModel,
     processor: Any,
@@ -323,23 +323,10 @@ def twin_of(model: OpenModel) -> OpenModel:
     twin = random_twin(model.model)
     licence = "none (random weights)"
     return replace(
-        opened(f"{model.name}{RANDOM_TWIN}", twin, model.processor, FULL_PRECISION, licence),
+        describe_model(f"{model.name}{RANDOM_TWIN}", twin, model.processor, FULL_PRECISION, licence),
         limit=model.limit,
         reads_bytes=model.reads_bytes,
     )
-
-
-@validated
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`open_model`, cut down to the model and its tokenizer.
-
-    >>> print(NAMED["minilm"].description)
-    all-MiniLM-L6-v2: ... distilled and then fine-tuned ... (not Google's BERT); 22.7 million parameters
-    """
-    opened = open_model(name)
-    if opened.processor is None:
-        raise InvalidInput(f"{name} has no tokenizer beside its weights: add one, or use models.open_model.")
-    return opened.model, opened.processor
 
 
 def content_sha256(model: PreTrainedModel) -> str:

@@ -51,7 +51,7 @@ from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 
-WHATS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
+TARGETS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
 """What `target` knows, from the smallest part to the whole."""
 _OF_MLPS = ("mlp", "residual")
 
@@ -166,8 +166,8 @@ class Targets:
     @alone
     def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Composite | Function, Tensor]:
         """As `target`."""
-        if what not in WHATS:
-            raise InvalidInput(f"what is measured is one of {', '.join(WHATS)}, got {what!r}.")
+        if what not in TARGETS:
+            raise InvalidInput(f"what is measured is one of {', '.join(TARGETS)}, got {what!r}.")
         if what in ("model", "logits"):
             self._run()
             return self._whole(what)

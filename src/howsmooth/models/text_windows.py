@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SPECIAL = 3
 """Token ids below this are special (padding, beginning, end); byte b of a text has the id b + 3."""
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _STDERR = 2
 _OURS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 """All that Python itself raises."""
@@ -177,7 +177,7 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 @alone
-def without_panic(call: Callable[[], Result]) -> Result:
+def without_panic(call: Callable[[], _Result]) -> _Result:
     """The value of a call; a panic in it is a `Panic`, and its report is not printed."""
     with _kept_back() as report:
         try:
@@ -189,7 +189,7 @@ def without_panic(call: Callable[[], Result]) -> Result:
             raise Panic(f"the tokenizer gave up ({first_line(panic)}): take another text or tokenizer.") from panic
 
 
-def _read(call: Callable[[], Result]) -> Result:
+def _read(call: Callable[[], _Result]) -> _Result:
     try:
         return without_panic(call)
     except HowsmoothError:
