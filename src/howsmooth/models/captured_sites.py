@@ -18,7 +18,7 @@ from howsmooth.attention import AttentionMap, ComposedAttention, CrossAttention,
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_attention
-from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run_model
+from howsmooth.models.forward_pass import Inputs, RealTokens, listening, recorded_calls, reference_mode, run_model
 from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_site, attention_sites, no_such_layer
 from howsmooth.models.traced_attention import FoundAttention, find_attention
 
@@ -71,9 +71,7 @@ class CapturedCross:
 
 @validated
 @alone
-def capture(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
-) -> list[CapturedSite]:
+def capture(model: PreTrainedModel, inputs: Inputs, layers: Iterable[int] | None = None) -> list[CapturedSite]:
     """Run the model once and return every attention block with the tokens it saw.
 
     Each map has reproduced the model at these tokens: queries, keys, values, weights and output agree to `TOLERANCE`.
@@ -117,34 +115,30 @@ class _Heard(Exception):
 
 
 def _capture_by_name(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[AttentionSite], to_the_end: bool
+    model: PreTrainedModel, inputs: Inputs, sites: Sequence[AttentionSite], to_the_end: bool
 ) -> dict[int, CapturedSite]:
     real = RealTokens.of(inputs)
-    tokens: dict[nn.Module, Tensor] = {}
     calls: dict[nn.Module, AttentionCall] = {}
     owners = {site.owner for site in sites}
     of_output = {site.submodule(site.names.output): site for site in sites}
     captured: dict[int, CapturedSite] = {}
 
-    def on_entry(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens[block] = Call.of(args, kwargs).hidden
-
     def on_call(call: AttentionCall) -> None:
         if call.module in owners:
             calls[call.module] = call
 
-    def on_output(projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def on_output(projection: nn.Module, args: Any, output: Tensor) -> None:
         # Compared at once and let go: the weights of all layers together would not fit into memory.
         site = of_output[projection]
-        x, call = tokens.pop(site.block), calls.pop(site.owner, None)
+        x, call = entered.pop(site.block).hidden, calls.pop(site.owner, None)
         attention = read_attention(model, site, real.positions)
         captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real)
         if not to_the_end and len(captured) == len(sites):
             raise _Heard
 
-    hooks = [site.block.register_forward_pre_hook(on_entry, with_kwargs=True) for site in sites]
-    hooks += [projection.register_forward_hook(on_output) for projection in of_output]
-    with listening(hooks), attention_calls(model, on_call), suppress(_Heard):
+    hooks = [projection.register_forward_hook(on_output) for projection in of_output]
+    entries = recorded_calls(site.block for site in sites)
+    with entries as entered, listening(hooks), attention_calls(model, on_call), suppress(_Heard):
         run_model(model, inputs)
     return captured
 
@@ -187,7 +181,7 @@ def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Ma
 
 @validated
 @alone
-def capture_cross(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[CapturedCross]:
+def capture_cross(model: PreTrainedModel, inputs: Inputs) -> list[CapturedCross]:
     """Run a model once and return every cross-attention with the tokens of decoder and encoder that it saw.
 
     Blocks are found through transformers' attention socket, so that any architecture will do whose queries, keys and
@@ -237,7 +231,7 @@ def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tens
     return query, key, value
 
 
-def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+def check_request(model: PreTrainedModel, inputs: Inputs) -> None:
     """Refuse what cannot be captured: no transformers model, half precision, several items at once."""
     if getattr(getattr(model, "config", None), "model_type", None) is None:
         raise UnsupportedModel(
@@ -279,7 +273,7 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
         ) from None
     heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def hear(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear(inner: nn.Module, args: Any, kwargs: Any) -> None:
         heard.append((args, kwargs))
 
     # A transformers model must not fill a cache, to which every later call would add.

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
-from howsmooth._util.common import printable
+from howsmooth._util.common import first_line, printable
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -95,10 +95,9 @@ def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) ->
         except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, InvalidInput):
                 raise
-            reason = printable(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             raise InvalidInput(
-                f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors ({reason[:200]}): "
-                "get the file again."
+                f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors "
+                f"({first_line(error)}): get the file again."
             ) from error
         tensors |= stored
     _refuse_integers(tensors)

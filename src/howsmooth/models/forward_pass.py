@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+Inputs = Mapping[str, Tensor]
+"""The keyword arguments of a model for one text, image or sound."""
 _DECODER = "decoder_"
 """How the inputs of a decoder are named beside those of its encoder."""
 
@@ -95,7 +97,7 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_inner(inner)
 
 
-def run_model(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def run_model(model: PreTrainedModel, inputs: Inputs) -> Any:
     """The model's output on inputs that are brought to its device first."""
     _check_ids(model, inputs)
     try:
@@ -112,7 +114,7 @@ def run_model(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
-def _check_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+def _check_ids(model: PreTrainedModel, inputs: Inputs) -> None:
     """Refuse inputs that are no tensors, and token ids that the model has no word for."""
     for name, value in inputs.items():
         if not isinstance(value, Tensor) or value.dim() == 0 or not value.numel():
@@ -139,18 +141,22 @@ def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-@alone
-def record_calls(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], inputs: Mapping[str, Tensor]
-) -> dict[int, Call]:
-    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+@contextmanager
+def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Call]]:
+    """The last call of each module while the block runs."""
     calls: dict[nn.Module, Call] = {}
 
-    def hear(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[block] = Call.of(args, kwargs)
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module] = Call.of(args, kwargs)
 
-    hooks = [site.block.register_forward_pre_hook(hear, with_kwargs=True) for site in sites]
-    with listening(hooks), reference_mode(model):
+    with listening(module.register_forward_pre_hook(record, with_kwargs=True) for module in modules):
+        yield calls
+
+
+@alone
+def record_calls(model: PreTrainedModel, sites: Sequence[AttentionSite], inputs: Inputs) -> dict[int, Call]:
+    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+    with recorded_calls(site.block for site in sites) as calls, reference_mode(model):
         run_model(model, inputs)
     return {site.layer: calls[site.block] for site in sites}
 
@@ -168,7 +174,7 @@ class RealTokens:
     positions: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Tensor]) -> RealTokens:
+    def of(cls, inputs: Inputs) -> RealTokens:
         """What ``attention_mask`` and ``position_ids`` say."""
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
         keep = None if mask is None or mask.dim() != 2 or bool(mask.bool().all()) else mask[0].bool()
@@ -183,7 +189,7 @@ class RealTokens:
         return cls(keep, None if usual else positions)
 
     @classmethod
-    def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> RealTokens:
+    def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Inputs) -> RealTokens:
         """Of the text that a module of the model reads: a decoder beside an encoder has inputs of its own."""
         if getattr(model.config, "is_encoder_decoder", False) and module in set(model.get_decoder().modules()):
             of_decoder = {name: value for name, value in inputs.items() if name.startswith(_DECODER)}

@@ -18,7 +18,7 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import Device, check_device, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.named_models import FULL_PRECISION
+from howsmooth.models.named_models import precision_in_words
 from howsmooth.models.open_source import OpenModel, describe_model, moved
 from howsmooth.models.pretrained_files import processor_of, quiet
 
@@ -65,7 +65,6 @@ def model_in_memory(
             "hs.measure takes one input at a time."
         )
     kinds = {str(weight.dtype).removeprefix("torch.") for weight in source.parameters()}
-    stored = " and ".join(sorted(kinds))
     if any(weight.is_meta for weight in whole.parameters()):
         raise InvalidInput(
             "some weights of the model are on the meta device: load them before measuring; a model whose layers are "
@@ -81,7 +80,7 @@ def model_in_memory(
     if getattr(whole.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     model = moved(model.eval(), device or whole.device, torch.float32)
-    precision = FULL_PRECISION if kinds == {FULL_PRECISION} else f"{stored} weights, computed in float32"
+    precision = precision_in_words(" and ".join(sorted(kinds)))
     bytewise = (NO_TOKENIZER,) if tokenizer is None and model.main_input_name == "input_ids" else ()
     label = name or f"{type(whole).__name__} in memory"
     return describe_model(

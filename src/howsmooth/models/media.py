@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.common import printable
+from howsmooth._util.common import first_line, printable
 from howsmooth._util.optional_deps import need
 from howsmooth.errors import InvalidInput
 from howsmooth.models.input_files import read_content
@@ -66,8 +66,7 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
 
 
 def _unreadable(path: str | Path, kind: str, error: Exception, advice: str) -> InvalidInput:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
-    return InvalidInput(f"{printable(str(path))} cannot be read as {kind} ({printable(reason)}): {advice}.")
+    return InvalidInput(f"{printable(str(path))} cannot be read as {kind} ({first_line(error)}): {advice}.")
 
 
 def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str, Tensor]:

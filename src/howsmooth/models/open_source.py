@@ -21,7 +21,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.adapters import is_adapter, load_adapted
 from howsmooth.models.forward_pass import use_eager_attention
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
-from howsmooth.models.named_models import FULL_PRECISION, NAMED
+from howsmooth.models.named_models import FULL_PRECISION, NAMED, precision_in_words
 from howsmooth.models.pretrained_files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.random_models import RANDOM_TWIN, is_random, random_model, random_name, random_twin
 from howsmooth.models.self_check import samples_of_frames
@@ -89,11 +89,11 @@ class OpenModel:
             return self
         if self.modality != "text" and name == "float64":
             raise InvalidInput("float64 is for models of text: leave dtype out.")
-        twin, precision = copy.deepcopy(self.model), f"{name} weights, computed in {FULL_PRECISION}"
+        twin, precision = copy.deepcopy(self.model), self.precision
         if name == "float64":
             nn.Module.double(twin)
-            precision = self.precision
         else:
+            precision = precision_in_words(name)
             _round_weights(twin, getattr(torch, name))
         return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=name)
 
@@ -257,9 +257,7 @@ def _open(spec: str, head: bool, device_map: DeviceMap | None) -> OpenModel:
         loaded = load_adapted(spec, head) if is_adapter(spec) else load_pretrained(spec, head, None, device_map)
         model, processor, stored, notes = loaded
         sha256, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
-        precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
-        if spec.endswith(".gguf"):
-            precision = gguf_precision(Path(spec))
+        precision = gguf_precision(Path(spec)) if spec.endswith(".gguf") else precision_in_words(stored)
     return describe_model(spec, model, processor, precision, licence, sha256, notes)
 
 

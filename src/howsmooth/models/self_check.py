@@ -142,7 +142,7 @@ def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
     """
     sharp: Rotations = {}
 
-    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def listen(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
         if isinstance(output, Tensor):  # complex numbers, which no model rounds
             return

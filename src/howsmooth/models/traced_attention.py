@@ -8,7 +8,7 @@ or k is a factor and the model's own rotary positions; everything else is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from howsmooth.attention import Causal, CrossAttention, DenseBias, LogitBias, Ro
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_rotary, rotary_kinds
-from howsmooth.models.forward_pass import RealTokens, listening, run_model
+from howsmooth.models.forward_pass import Inputs, RealTokens, listening, run_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ class _Linear:
 
 
 def find_attention(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: type[SelfAttention | CrossAttention]
+    model: PreTrainedModel, inputs: Inputs, kind: type[SelfAttention | CrossAttention]
 ) -> list[FoundAttention]:
     """The attentions of a kind in one run, in the order of computing; `UnsupportedModel` where there is none."""
     linears: list[_Linear] = []
@@ -58,7 +58,7 @@ def find_attention(
     names = {module: name for name, module in model.named_modules()}
     attentions: list[FoundAttention] = []
 
-    def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
+    def on_linear(module: Any, args: Any, y: Any) -> None:
         if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
             return  # a router that is built on a linear layer, and returns more than its product
         weight = module.weight.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,28 +176,20 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     return tensors, stored if isinstance(stored, dict) else {}
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """A safetensors file as a mapping that reads a tensor when it is asked for."""
+class _Lazy(UserDict[str, Tensor]):
+    """A safetensors file as a mapping that reads a tensor when it is requested."""
 
     def __init__(self, file: Any):
-        self.file, self.names = file, dict.fromkeys(file.keys())
+        super().__init__()
+        self.file, self.data = file, dict.fromkeys(file.keys(), torch.empty(0))
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.names:
+        if name not in self.data:
             raise KeyError(name)
         try:
             return self.file.get_tensor(name)
         except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
             raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_said(error)}).") from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
