@@ -41,9 +41,11 @@ def random_case(n: int, width: int = 768, heads: int = 12, causal: bool = False,
 
 def minilm_cases(n: int, layers: Sequence[int]) -> Iterator[Case]:
     """Layers of all-MiniLM-L6-v2 (12 heads × 32) at the tokens they see when the model reads n tokens of Alice."""
-    from howsmooth.models import alice, attention_inputs, from_transformers, load
+    from howsmooth.models import alice, attention_inputs, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     inputs = attention_inputs(model, tokenizer, alice(), n, layers)
     for layer in layers:
         yield Case(f"MiniLM layer {layer}, Alice, n = {n}", from_transformers(model, layer), inputs[layer][0])

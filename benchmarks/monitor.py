@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds
-from howsmooth.models import alice, load
+from howsmooth.models import alice, open_model
 from howsmooth.models.random_models import random_model
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor
@@ -30,7 +30,8 @@ def cases(quick: bool) -> dict[str, Callable[[], tuple[Any, list[Tensor]]]]:
     n = 32 if quick else 128
 
     def encoder(kind: str | None) -> tuple[Any, list[Tensor]]:
-        model, tokenizer = load("minilm")
+        opened = open_model("minilm")
+        model, tokenizer = opened.model, opened.processor
         ids = torch.tensor(tokenizer(alice(), add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
         rows = ids[: len(ids) // n * n].reshape(-1, n)
         return _with(model, kind), [rows[start : start + BATCH] for start in range(0, 10 * BATCH, BATCH)]

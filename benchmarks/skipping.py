@@ -14,7 +14,8 @@ import howsmooth as hs
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import seconds_of
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.models import alice, from_transformers, open_model
+from howsmooth.models import alice, open_model
+from howsmooth.models.attention_reader import from_transformers
 
 TEXT = """A head to a certified 1e-3 in float32, exactly and with tiles of 128 × 128 weights left out, least first, that
 together may be a fifth of the norm: a few products of the whole and a rough certificate of what is left are then

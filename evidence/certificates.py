@@ -21,7 +21,8 @@ from howsmooth.certificates import PatchTransformer
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import enclose_heads
-from howsmooth.models import alice, attention_inputs, from_transformers, load
+from howsmooth.models import alice, attention_inputs, open_model
+from howsmooth.models.attention_reader import from_transformers
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
 TITLE = "Certificates under attack"
@@ -185,7 +186,8 @@ def minilm(
     layers: tuple[int, ...] = tuple(range(6)), length: int = 96, shares: tuple[float, ...] = SHARES
 ) -> Iterator[Heads]:
     """MiniLM heads at a window of Alice in Wonderland."""
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], length, layers)
     for layer, hidden in sorted(inputs.hidden.items()):

@@ -14,7 +14,8 @@ from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.certify_any import certify_tokens
 from howsmooth.certificates.point.enclosure import enclose_heads
-from howsmooth.models import Targets, alice, attention_inputs, from_transformers, load, open_model
+from howsmooth.models import Targets, alice, attention_inputs, open_model
+from howsmooth.models.attention_reader import from_transformers
 from howsmooth.reports.figures import certificate_ratios, save_figure
 from howsmooth.search import Neighbourhood, worst_case
 
@@ -69,7 +70,8 @@ class Found:
 
 def against_worst(layers: Sequence[int], length: int = 96, share: float = 0.01) -> Iterator[Found]:
     """MiniLM heads: the bound on a ball beside the worst that is found in it."""
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], length, tuple(layers))
     for layer, hidden in sorted(inputs.hidden.items()):

@@ -10,7 +10,8 @@ import torch
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.models import alice, attention_inputs, from_transformers, load
+from howsmooth.models import alice, attention_inputs, open_model
+from howsmooth.models.attention_reader import from_transformers
 from howsmooth.norms import golub_kahan
 
 TITLE = "What a certificate costs on real heads"
@@ -38,7 +39,8 @@ def row(name: str, found: Iterable[tuple[int, int]]) -> list[str]:
 
 def parts(progress: Callable[[str], None], length: int = 128) -> list[str]:
     """The text and table of the documentation page."""
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], length)
     rows, every = [], []

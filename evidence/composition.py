@@ -67,7 +67,8 @@ def parts(progress: Callable[[str], None]) -> list[str]:
 
     from howsmooth import models
 
-    minilm, tokenizer = models.load("minilm")
+    opened = models.open_model("minilm")
+    minilm, tokenizer = opened.model, opened.processor
     text = models.attention_inputs(minilm, tokenizer, models.alice(), length=LENGTH, layers=[0])
     torch.manual_seed(0)
     gpt2 = GPT2Model(GPT2Config(attn_implementation="eager")).eval()

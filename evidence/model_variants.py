@@ -20,7 +20,8 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
-from howsmooth.models import Targets, Window, capture, capture_cross, held_model
+from howsmooth.models import Targets, Window, capture, capture_cross
+from howsmooth.models.in_memory import model_in_memory
 
 TITLE = "Are padded, rounded, adapted and compiled models measured right?"
 WORDS, LENGTH = 97, 6
@@ -191,7 +192,7 @@ def changed(kind: str, change: Callable[[Any], Any]) -> Iterator[Case]:
     """Attention and a layer of a model that somebody has changed, as a scan has them; the oracle runs that model."""
     config = {**SELF[kind][1], "vocab_size": 300}
     model = change(build(kind, config, "LMHeadModel" if kind == "GPT2" else "ForCausalLM"))
-    opened = held_model(model)
+    opened = model_in_memory(model)
     window = Window(ids(), [], 0)
     targets = Targets(opened, window, mlps=False)
     running = copy.deepcopy(model) if hasattr(model, "merge_adapter") else model

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from evidence.tables import table as markdown
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds import Table, TokenSet, table
-from howsmooth.models import alice, attention_inputs, from_transformers, load
+from howsmooth.models import alice, attention_inputs, open_model
+from howsmooth.models.attention_reader import from_transformers
 from howsmooth.models.weight_files import load_attention
 
 TITLE = "Every bound on real heads"
@@ -56,7 +57,8 @@ def gpt2(folder: Path, layers: tuple[int, ...] = (0, 6, 11)) -> Iterator[Layer]:
 
 def minilm(layers: tuple[int, ...] | None = None, length: int = MINILM_LENGTH) -> Iterator[Layer]:
     """MiniLM heads at a window of Alice in Wonderland, and around it."""
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], length, layers)
     for layer, hidden in sorted(inputs.hidden.items()):

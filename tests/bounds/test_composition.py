@@ -517,7 +517,8 @@ def test_transformers_know_their_own_mask() -> None:
 def test_minilm_loses_most_digits_to_its_normalisations() -> None:
     from howsmooth import models
 
-    model, tokenizer = models.load("minilm")
+    opened = models.open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     ids = models.attention_inputs(model, tokenizer, models.alice(), length=16, layers=[0]).ids[0]
     result = compare(model, ids)
     assert float(result.measured.value.log10()) < result.floored.log10 < result.everywhere.log10

@@ -329,10 +329,11 @@ def test_long_sequences_work_and_the_bound_holds() -> None:
 
 @pytest.mark.slow
 def test_real_heads_are_bounded_within_a_small_factor() -> None:
-    model, tokenizer = models.load("minilm")
+    opened = models.open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     inputs = models.attention_inputs(model, tokenizer, models.alice(), length=96)
     for layer in range(6):
-        attention = models.from_transformers(model, layer)
+        attention = hs.SelfAttention.from_transformers(model, layer)
         with torch.no_grad():
             bound = three_path(attention, inputs[layer][0])
         measured = hs.measure_heads(attention, inputs[layer][0])

@@ -130,11 +130,13 @@ def test_real_gpt2_heads_after_their_layer_norm_equal_the_library(gpt2: Path) ->
 @pytest.mark.slow
 @needs_minilm
 def test_a_model_is_measured_at_what_its_layer_sees(tmp_path: Path) -> None:
-    from howsmooth.models import attention_inputs, from_transformers, load
+    from howsmooth.models import attention_inputs, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
     (tmp_path / "story.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
     found = answer("minilm", "--layer", 2, "--text", tmp_path / "story.txt")
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     inputs = attention_inputs(model, tokenizer, (tmp_path / "story.txt").read_text(), layers=[2])
     x = inputs[2][0]
     assert found["setting"]["n"] == [len(inputs.tokens)] == [len(x)]
@@ -150,10 +152,12 @@ def test_a_model_is_measured_at_what_its_layer_sees(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_minilm
 def test_measure_takes_models_too() -> None:
-    from howsmooth.models import alice, attention_inputs, from_transformers, load
+    from howsmooth.models import alice, attention_inputs, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
     found = Command("measure").json("minilm", "--length", 16, "--what", "block")
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     x = attention_inputs(model, tokenizer, alice(), 16, [0])[0]
     measured = float(hs.measure(from_transformers(model, 0), x[0]))
     assert found["block"]["value"] == pytest.approx(measured, rel=1e-3)

@@ -28,7 +28,8 @@ needs_models = pytest.mark.skipif(
 @needs_models
 @pytest.mark.slow
 def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    from howsmooth.models import alice, from_transformers, load, open_model
+    from howsmooth.models import alice, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
     folder = tmp_path / "new"
     result = CliRunner().invoke(app, ["demo", "--lengths", "6", "--output", str(folder), "--json"])
@@ -51,7 +52,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
         assert part in again.stdout
     with sqlite3.connect(folder / "demo.sqlite") as store:
         assert store.execute(read).fetchall() == before  # seconds too: nothing was measured again
-    model, _ = load("minilm")
+    model = open_model("minilm").model
     opened = open_model("minilm")
     (window,) = opened.windows(alice(), 6, 1, 0)
     with torch.no_grad():

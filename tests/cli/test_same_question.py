@@ -13,7 +13,8 @@ import torch
 import howsmooth as hs
 from evidence.scan_faults import TEXT
 from howsmooth.cli.source_options import random_tokens
-from howsmooth.models import alice, attention_inputs, capture, from_transformers, load, open_model
+from howsmooth.models import alice, attention_inputs, capture, open_model
+from howsmooth.models.attention_reader import from_transformers
 from howsmooth.search import Witness
 from tests.cli.command import Command
 
@@ -72,7 +73,8 @@ def test_every_command_prints_the_same_value_of_a_real_model_which_is_that_of_a_
     assert found["measure"] == found["scan"]
     assert found["bounds"] == pytest.approx(found["scan"], rel=1e-3)
     assert found["worst-case"] == pytest.approx(found["scan"], rel=1e-3)
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     x = attention_inputs(model, tokenizer, alice(), 6, [4])[4][0].double()
     matrix = torch.autograd.functional.jacobian(from_transformers(model, 4).in_dtype(torch.float64), x)
     sigma = float(torch.linalg.matrix_norm(matrix.reshape(x.numel(), x.numel()), 2))

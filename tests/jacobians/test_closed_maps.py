@@ -30,7 +30,7 @@ from howsmooth.jacobians.closed_maps import (
 )
 from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
 from howsmooth.jacobians.workspace import Workspace
-from howsmooth.models.layer_wiring import read_norm
+from howsmooth.models.layer_wiring import norm_stage
 from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.testing import dense_jacobian
 
@@ -53,7 +53,7 @@ STAGES: dict[str, tuple[TokenStage, Callable[[Tensor], Tensor]]] = {
     "scale": (Diagonal(W[0], W[1]), lambda x: x * W[0] + W[1]),
     "multiple": (Diagonal(0.3), lambda x: 0.3 * x),
     "rms": (UnitNorm.rms(D, 1e-3, W[0]), lambda x: W[0] * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()),
-    "layer norm": (read_norm(norm := randomised(nn.LayerNorm(D, eps=1e-3))), norm),
+    "layer norm": (norm_stage(norm := randomised(nn.LayerNorm(D, eps=1e-3))), norm),
     "gate": (Gate(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
     **{
         name: (Activation(act), act)
@@ -93,7 +93,7 @@ def test_a_norm_with_a_gain_of_one_plus_its_weight_is_told_by_its_answers() -> N
 
     module = randomised(OnePlus(D, eps=1e-4))
     x = tokens()
-    torch.testing.assert_close(read_norm(module)(x), module(x))
+    torch.testing.assert_close(norm_stage(module)(x), module(x))
 
 
 def block(seed: int = 0, mask: str | None = "causal") -> tuple[ClosedMap, Callable[[Tensor], Tensor]]:
@@ -103,8 +103,8 @@ def block(seed: int = 0, mask: str | None = "causal") -> tuple[ClosedMap, Callab
     up, down = tokens(seed + 7, 9, D), tokens(seed + 8, D, 9)
     mlp = Tokenwise(Affine(up), Activation(F.gelu), Affine(down))
     closed = Series(
-        Parallel(Skip(), Series(Tokenwise(read_norm(first)), ClosedAttention(attention))),
-        Parallel(Skip(), Series(Tokenwise(read_norm(second)), mlp)),
+        Parallel(Skip(), Series(Tokenwise(norm_stage(first)), ClosedAttention(attention))),
+        Parallel(Skip(), Series(Tokenwise(norm_stage(second)), mlp)),
     )
 
     def function(x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_blur_in_single_precision_covers_the_whole_error(depth: int) -> None:
 
 def test_far_tokens_cost_no_digits_in_single_precision() -> None:
     """At 10⁶ ± 1 float32 would keep one digit of what a normalisation leaves of them: activations are in float64."""
-    closed = Series(Tokenwise(read_norm(randomised(nn.LayerNorm(D)))), block()[0])
+    closed = Series(Tokenwise(norm_stage(randomised(nn.LayerNorm(D)))), block()[0])
     x = (1e6 + tokens()).float()
     J, exact = composed_jacobian(closed, x), composed_jacobian(closed, x.double()).dense()
     assert J.dtype == torch.float32

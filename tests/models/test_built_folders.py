@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from platformdirs import user_cache_path
 
 from howsmooth._util.common import file_digest as sha256
 from howsmooth.errors import InvalidInput
@@ -24,6 +25,13 @@ from tests.models.tiny import TINY
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOWSMOOTH_CACHE", str(tmp_path / "cache"))
+
+
+def test_cache_is_where_the_variable_says_or_in_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == Path(os.environ["HOWSMOOTH_CACHE"])
+    monkeypatch.delenv("HOWSMOOTH_CACHE")
+    assert cache_folder() == user_cache_path("howsmooth", appauthor=False, opinion=False)
+    assert cache_folder().name == "howsmooth"
 
 
 def test_folder_is_built_once() -> None:

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, pipeline
 
 import howsmooth as hs
 from evidence.scan_faults import make_model
-from howsmooth.models import held_model, open_model
+from howsmooth.models import open_model
+from howsmooth.models.in_memory import model_in_memory
 
 WORDS = "to be or not to be, that is the question " * 20
 
@@ -73,7 +74,7 @@ def test_a_folder_a_path_a_model_and_a_pipeline_give_one_answer(tmp_path: Path) 
 def test_a_compiled_model_is_the_model() -> None:
     model = gpt2()
     wrapped = torch.compile(model, backend="eager")
-    assert held_model(wrapped).sha256 == held_model(model).sha256
+    assert model_in_memory(wrapped).sha256 == model_in_memory(model).sha256
 
 
 @pytest.mark.slow
@@ -101,8 +102,8 @@ def test_adapters_that_are_switched_off_are_left_out(merged: bool) -> None:
 def test_adapters_are_merged_in_single_precision_whatever_the_weights_are_in() -> None:
     rounded = _adapted(gpt2().to(torch.bfloat16))
     exact = _adapted(gpt2().to(torch.bfloat16)).to(torch.float32)
-    held = held_model(rounded)
-    assert held.sha256 == held_model(exact.merge_and_unload()).sha256
+    held = model_in_memory(rounded)
+    assert held.sha256 == model_in_memory(exact.merge_and_unload()).sha256
     assert held.precision.startswith("bfloat16")
 
 
@@ -111,7 +112,7 @@ def test_layers_that_adapters_replace_are_refused_where_they_are_switched_off() 
     adapted = _adapted(gpt2(), modules_to_save=["ln_f"])
     adapted.base_model.disable_adapter_layers()
     with pytest.raises(hs.InvalidInput, match="unload them first"):
-        held_model(adapted)
+        model_in_memory(adapted)
 
 
 def _adapted(model: GPT2LMHeadModel, **options: Any) -> Any:
@@ -122,12 +123,12 @@ def _adapted(model: GPT2LMHeadModel, **options: Any) -> Any:
 
 
 def test_parts_that_are_compiled_are_the_parts() -> None:
-    expected = held_model(gpt2()).sha256
+    expected = model_in_memory(gpt2()).sha256
     region, one, forward = gpt2(), gpt2(), gpt2()
     region.transformer.h[1] = torch.compile(region.transformer.h[1], backend="eager")
     one.transformer.h[0].attn.c_attn = torch.compile(one.transformer.h[0].attn.c_attn, backend="eager")
     forward.forward = torch.compile(forward.forward, backend="eager")
-    assert [held_model(each).sha256 for each in (region, one, forward)] == [expected] * 3
+    assert [model_in_memory(each).sha256 for each in (region, one, forward)] == [expected] * 3
     scanned = hs.scan(forward, WORDS, lengths=8)
     assert values(scanned) == values(hs.scan(gpt2(), WORDS, lengths=8))
 
@@ -136,15 +137,15 @@ def test_a_forward_from_outside_is_refused() -> None:
     model = gpt2()
     model.transformer.h[0].mlp.forward = lambda x: 2 * x
     with pytest.raises(hs.UnsupportedModel, match="a GPT2MLP of the model has a forward that was put in from outside"):
-        held_model(model)
+        model_in_memory(model)
 
 
 def test_hooks_that_are_left_out_are_said() -> None:
     model = gpt2()
     model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)  # hooks of transformers, which change nothing
-    assert not any("hooks" in note for note in held_model(model).notes)
+    assert not any("hooks" in note for note in model_in_memory(model).notes)
     model.transformer.h[0].attn.register_forward_hook(lambda module, args, output: (2 * output[0], *output[1:]))
-    assert "forward hooks of the model are left out (1), with all they change in it" in held_model(model).notes
+    assert "forward hooks of the model are left out (1), with all they change in it" in model_in_memory(model).notes
 
 
 def test_what_cannot_be_scanned_is_refused() -> None:

@@ -11,8 +11,7 @@ import pytest
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.models.input_files import read_input
-from howsmooth.models.text_files import LARGEST_TEXT
+from howsmooth.models.input_files import LARGEST_TEXT, read_input
 
 MODEL = "random:bert[layers=1,width=16]"
 

@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from howsmooth.cli.models import models
-from howsmooth.models import MODEL_TYPES, NAMED, RANDOM_NAMES
+from howsmooth.models import MODEL_TYPES, NAMED
+from howsmooth.models.module_names import RANDOM_NAMES
 
 app = typer.Typer()
 app.command()(models)

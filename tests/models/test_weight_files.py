@@ -16,7 +16,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.models.weight_files import find_blocks, load_attention, load_tokens
+from howsmooth.models.module_names import find_blocks
+from howsmooth.models.weight_files import load_attention, load_tokens
 
 WIDTH, HEADS, N = 16, 4, 7
 

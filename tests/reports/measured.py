@@ -59,9 +59,11 @@ def measure_model() -> dict[str, Any]:
     """All rows of the model, in the form that is kept."""
     import hashlib
 
-    from howsmooth.models import NAMED, alice, attention_inputs, from_transformers, load
+    from howsmooth.models import NAMED, alice, attention_inputs, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     kept: dict[str, Any] = {"rows": [], "tokens": [], "energies": []}
     values = ("minilm", NAMED["minilm"].sha256, "float32", "Alice in Wonderland")

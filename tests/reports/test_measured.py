@@ -20,9 +20,11 @@ needs_model = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "head", "window"), [(3, 3, 0), (5, 11, 1)])
 def test_stored_rows_are_those_of_the_model(layer: int, head: int, window: int) -> None:
-    from howsmooth.models import alice, attention_inputs, from_transformers, load
+    from howsmooth.models import alice, attention_inputs, open_model
+    from howsmooth.models.attention_reader import from_transformers
 
-    model, tokenizer = load("minilm")
+    opened = open_model("minilm")
+    model, tokenizer = opened.model, opened.processor
     text = alice()
     inputs = attention_inputs(model, tokenizer, text[text.index(STARTS[window]) :], 8, [layer])
     attention, x = from_transformers(model, layer).in_dtype(torch.float64), inputs[layer][0].double()

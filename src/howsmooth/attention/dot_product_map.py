@@ -148,8 +148,8 @@ class SelfAttention(AttentionMap):
     @classmethod
     @validated
     def from_transformers(cls, model: PreTrainedModel, layer: int) -> SelfAttention | ComposedAttention:
-        """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.from_transformers`."""
-        from howsmooth.models import from_transformers
+        """The self-attention of one layer of a Hugging Face model; see `howsmooth.models.attention_reader`."""
+        from howsmooth.models.attention_reader import from_transformers
 
         return from_transformers(model, layer)
 

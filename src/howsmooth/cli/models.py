@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 from howsmooth.cli.console import print_json, stdout
-from howsmooth.models import MODEL_TYPES, NAMED, RANDOM_NAMES
+from howsmooth.models import MODEL_TYPES, NAMED
+from howsmooth.models.module_names import RANDOM_NAMES
 
 
 def models(

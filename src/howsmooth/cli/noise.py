@@ -13,7 +13,7 @@ from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, 
 from howsmooth.cli.options import Device, RowsAsJson, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models import alice, open_model
-from howsmooth.models.text_files import read_text
+from howsmooth.models.input_files import read_text
 from howsmooth.rounding.activation_noise import DTYPES, Noise, rounding_noise
 from howsmooth.rounding.rounded_model import check_text_model
 

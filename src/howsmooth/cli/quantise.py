@@ -17,7 +17,7 @@ from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, 
 from howsmooth.cli.exit_codes import INTERRUPTED, complain, stop_word
 from howsmooth.cli.options import Device, Picture, RowsAsJson, WeightDtype, command
 from howsmooth.errors import InvalidInput
-from howsmooth.models.text_files import read_text
+from howsmooth.models.input_files import read_text
 from howsmooth.reports.quantisation_section import write_rounding
 from howsmooth.reports.sections import check_section_path
 from howsmooth.rounding.allocation import UNITS, Allocation

@@ -90,7 +90,7 @@ def _list(experiments: list[Experiment], as_json: bool) -> None:
 
 
 def _read(path: Path) -> str:
-    from howsmooth.models.text_files import read_text
+    from howsmooth.models.input_files import read_text
 
     return read_text(path)
 

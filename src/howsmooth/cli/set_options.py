@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from howsmooth.cli.source_options import Request, Site
 from howsmooth.errors import InvalidInput
-from howsmooth.models.norm_before import norm_before, norm_beside, stored_gain
+from howsmooth.models.probed_norms import norm_before, norm_beside, stored_gain
 from howsmooth.sets import TokenSet
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -60,7 +60,7 @@ class DerivativeWarning(UserWarning):
 
 
 @validated
-def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian:
+def function_jacobian(f: Callable[[Tensor], Any], x: Tensor, notes: Sequence[str] = ()) -> FunctionJacobian:
     """The Jacobian of f at x as an operator.
 
     A 2-D x (or below) is one input and J one map, ``batch_shape == ()``. A 3-D x is a batch of inputs, one map for
@@ -79,7 +79,7 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor) -> FunctionJacobian
     tensor([ 0.2500, -0.2500], dtype=torch.float64)
     """
     function_checks.check_point(x)
-    notes: list[str] = []
+    notes = list(notes)
     # What draws random numbers is refused, and leaves the generator as it was.
     with exact_autograd(x.device), torch.random.fork_rng(devices=[]):
         point = x.detach().clone().to(torch.float32 if x.dtype.itemsize < 4 else x.dtype)

@@ -1,5 +1,8 @@
 """Hugging Face models: their attention as maps, the inputs it really sees, named models and texts.
 
+Reading order: `open_source` opens a model, `module_names` lists where architectures keep their attention,
+`attention_reader` reads one block, `captured_sites` captures all blocks at an input, `targets` the network around them.
+
 >>> from howsmooth.models import capture, open_model
 >>> opened = open_model("random:bert[layers=2,width=32]")
 >>> [window] = opened.windows("Down the rabbit hole", length=12)

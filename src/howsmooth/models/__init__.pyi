@@ -1,26 +1,18 @@
-from .attention_reader import from_transformers
-from .captured_sites import CapturedSite, capture, site
-from .cross_capture import CapturedCross, capture_cross
-from .in_memory import held_model
-from .input_capture import AttentionInputs, attention_inputs
+from .captured_sites import CapturedSite, capture, capture_cross, site
+from .input_capture import attention_inputs
+from .input_files import alice
 from .layerwise import LayeredModel
-from .module_names import MODEL_TYPES, RANDOM_NAMES
-from .named_models import NAMED, NamedModel
-from .open_source import OpenModel, load, open_model
-from .targets import WHATS, Targets, target
-from .text_files import alice
+from .module_names import MODEL_TYPES
+from .named_models import NAMED
+from .open_source import OpenModel, open_model
+from .targets import Targets, target
 from .text_windows import Window
 
 __all__ = [
     "MODEL_TYPES",
     "NAMED",
-    "RANDOM_NAMES",
-    "WHATS",
-    "AttentionInputs",
-    "CapturedCross",
     "CapturedSite",
     "LayeredModel",
-    "NamedModel",
     "OpenModel",
     "Targets",
     "Window",
@@ -28,9 +20,6 @@ __all__ = [
     "attention_inputs",
     "capture",
     "capture_cross",
-    "from_transformers",
-    "held_model",
-    "load",
     "open_model",
     "site",
     "target",

@@ -26,8 +26,7 @@ from howsmooth.attention import (
     UnitNorm,
 )
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.latent_attention import read_latent
-from howsmooth.models.module_names import Site, attention_site, submodule
+from howsmooth.models.module_names import AttentionSite, attention_site, submodule
 from howsmooth.models.self_check import check_against_model
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | Com
 
 
 def read_attention(
-    model: PreTrainedModel, site: Site, positions: Tensor | None = None
+    model: PreTrainedModel, site: AttentionSite, positions: Tensor | None = None
 ) -> SelfAttention | ComposedAttention:
     """The map as the weights and settings describe it, not yet compared with the model.
 
@@ -76,12 +75,12 @@ def read_attention(
         positions: where the tokens stand, ``(n,)``, when not at 0, 1, 2, …; only rotary positions need it.
     """
     _refuse_unread_parameters(site)
-    output, output_bias = linear(site, site.names.output)
+    output, output_bias = _read_linear(site, site.names.output)
     kind = _layer_type(model.config, site.layer)
     rotary = read_rotary(model, site.owner, kind, positions, site.names.interleaved)
     mask = _mask(model.config, site.owner, kind)
     if site.names.layout == "latent":
-        return read_latent(site, linear, rms_norm, rotary, mask)
+        return _read_latent(site, rotary, mask)
     owner = site.owner
     width = next(int(getattr(owner, name)) for name in _HEAD_WIDTHS if hasattr(owner, name))
     heads = output.shape[1] // width
@@ -126,7 +125,7 @@ def read_attention(
     )
 
 
-def linear(site: Site, path: str) -> tuple[Tensor, Tensor | None]:
+def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]:
     """Copies of a projection's weight ``(out, in)`` and bias."""
     from transformers.pytorch_utils import Conv1D
 
@@ -167,20 +166,20 @@ def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Ten
 
 
 def _projections(
-    site: Site, heads: int, width: int
+    site: AttentionSite, heads: int, width: int
 ) -> tuple[list[Tensor], list[Tensor | None], tuple[Tensor, Tensor | None] | None]:
     """Weights and biases of query, key and value, rows ordered head by head, and of an output gate."""
     if site.names.layout in ("separate", "gated"):
         weights: list[Any]
         biases: list[Any]
-        weights, biases = map(list, zip(*(linear(site, path) for path in site.names.inputs), strict=True))
+        weights, biases = map(list, zip(*(_read_linear(site, path) for path in site.names.inputs), strict=True))
         if site.names.layout == "separate":
             return weights, biases, None
         both = [None if t is None else t.unflatten(0, (heads, 2, width)).unbind(1) for t in (weights[0], biases[0])]
         gate: list[Any]
         (weights[0], biases[0]), gate = ([None if t is None else t[i].flatten(0, 1) for t in both] for i in (0, 1))
         return weights, biases, (gate[0], gate[1])
-    fused, bias = linear(site, site.names.inputs[0])
+    fused, bias = _read_linear(site, site.names.inputs[0])
 
     def split(rows: Tensor) -> list[Tensor]:
         if site.names.layout == "per_head":
@@ -191,10 +190,10 @@ def _projections(
     return split(fused), [None] * 3 if bias is None else list(split(bias)), None
 
 
-def _refuse_unread_parameters(site: Site) -> None:
+def _refuse_unread_parameters(site: AttentionSite) -> None:
     """No parameter of the block may stay unread: a feature whose weights are still zero would pass the check unseen."""
     names = site.names
-    read = (*names.inputs, names.output, *names.norms, *names.after, names.bias, *names.more)
+    read = (*names.inputs, names.output, *names.norms, *names.after, names.relative_bias, *names.more)
     parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
     unread = [name for name in parameters if _ADAPTER.sub("", name).rpartition(".")[0] not in read]
     if unread:
@@ -264,14 +263,18 @@ def read_rotary(
     return Rotary(frequencies.detach().float().clone(), interleaved, amplitude, positions)
 
 
-def _query_key_norms(site: Site, heads: int, kv_heads: int, width: int) -> tuple[Any, Any] | None:
+def _query_key_norms(site: AttentionSite, heads: int, kv_heads: int, width: int) -> tuple[Any, Any] | None:
     query, key = (submodule(site.block, path) for path in site.names.norms)
     if query is None or key is None:
         return None
-    for_query, for_key = _norm(query, heads, width, site.layer), _norm(key, kv_heads, width, site.layer)
-    if for_key.gain is not None and for_key.gain.dim() == 2:  # stages see keys once for each query head
-        for_key.gain = for_key.gain.repeat_interleave(heads // kv_heads, dim=0)
-    return for_query, for_key
+    for_key = _norm(key, kv_heads, width, site.layer)
+    if isinstance(for_key, HeadNorm):  # stages see keys once for each query head
+        group = heads // kv_heads
+        gain, shift = (
+            t if t is None or t.dim() == 1 else t.repeat_interleave(group, dim=0) for t in (for_key.gain, for_key.shift)
+        )
+        for_key = HeadNorm(for_key.eps, gain, shift)
+    return _norm(query, heads, width, site.layer), for_key
 
 
 def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
@@ -280,10 +283,10 @@ def _norm(norm: Any, heads: int, width: int, layer: int) -> UnitNorm | HeadNorm:
     together = weight is not None and weight.shape == (heads * width,) and heads > 1
     if weight is not None and weight.shape not in ((width,), (heads, width)) and not together:
         raise _unread_norm(norm, layer)
-    return rms_norm(norm, heads * width, layer) if together else _matching_norm(norm, (heads, width), layer)
+    return _read_rms_norm(norm, heads * width, layer) if together else _matching_norm(norm, (heads, width), layer)
 
 
-def rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
+def _read_rms_norm(norm: Any, width: int, layer: int) -> UnitNorm:
     """RMSNorm over a vector."""
     stage = _matching_norm(norm, (1, width), layer)
     if not isinstance(stage, UnitNorm):
@@ -355,3 +358,60 @@ def _relative_bias(model: PreTrainedModel) -> list[RelativeBias]:
         offsets = torch.arange(-reach, reach + 1, device=weight.device)
         return [RelativeBias(weight[bucket(offsets, *settings)].T.clone())]
     return []
+
+
+def _read_latent(site: AttentionSite, rotary: Rotary | None, mask: LogitBias | None) -> ComposedAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024).
+
+    A token x gives a query latent c^q = norm(W^{qa}x), a key–value latent c = norm(W^{a}x) and one key of positions
+    r = W^{r}x for all heads. Head h has queries W^{qb}_h c^q, keys (W^{kb}_h c, r) and values W^{vb}_h c; rotary
+    positions turn only r and the last coordinates of the queries. These coordinates come first here, which leaves the
+    dot products unchanged.
+    """
+    owner: Any = site.owner
+    heads, rank, turned, plain = (
+        int(getattr(owner, name)) for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    )
+    if getattr(owner, "q_proj", None) is not None:
+        query, query_bias = _read_linear(site, "q_proj")
+        first = Feature(None)
+    else:
+        latent, bias = _read_linear(site, "q_a_proj")
+        first = Feature(latent, bias, [_read_rms_norm(owner.q_a_layernorm, len(latent), site.layer)])
+        query, query_bias = _read_linear(site, "q_b_proj")
+    both, bias = _read_linear(site, "kv_a_proj_with_mqa")
+    biases = (None, None) if bias is None else bias.split([rank, turned])
+    down, places = both.split([rank, turned])
+    features = Features(
+        first,
+        Feature(down, biases[0], [_read_rms_norm(owner.kv_a_layernorm, rank, site.layer)]),
+        Feature(places, biases[1]),
+    )
+    up, _ = _read_linear(site, "kv_b_proj")
+    up = up.unflatten(0, (heads, -1))
+    sizes = (query.shape[1], rank, turned)
+
+    def at(index: int, rows: Tensor) -> Tensor:
+        """Rows ``(heads, ·, ·)`` that read one of the three parts of the features."""
+        parts = [rows if i == index else rows.new_zeros(*rows.shape[:2], size) for i, size in enumerate(sizes)]
+        return torch.cat(parts, dim=-1)
+
+    def turned_first(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:, plain:], rows[:, :plain]], dim=1)
+
+    eye = torch.eye(turned, dtype=up.dtype, device=up.device).expand(heads, -1, -1)
+    key = torch.cat([at(2, eye), at(1, up[:, :plain])], dim=1)
+    output, output_bias = _read_linear(site, site.names.output)
+    attention = SelfAttention(
+        at(0, turned_first(query.unflatten(0, (heads, -1)))).flatten(0, 1),
+        key.flatten(0, 1),
+        at(1, up[:, plain:]).flatten(0, 1),
+        output,
+        heads=heads,
+        query_bias=None if query_bias is None else turned_first(query_bias.reshape(heads, -1, 1)).flatten(),
+        output_bias=output_bias,
+        mask=mask,
+        rotary=rotary,
+        scale=float(owner.scaling),
+    )
+    return ComposedAttention(attention, features=features)

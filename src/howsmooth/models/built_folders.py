@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from platformdirs import user_cache_path
+
 from howsmooth._util.common import file_digest
 from howsmooth.errors import InvalidInput
 
@@ -23,17 +25,9 @@ _DAY = 24 * 60 * 60
 
 
 def cache_folder() -> Path:
-    """Where built folders are kept: ``HOWSMOOTH_CACHE``, or ``howsmooth`` in the user's folder of caches."""
+    """The folder of built models: ``HOWSMOOTH_CACHE``, or ``howsmooth`` in the user's cache directory."""
     given = os.environ.get("HOWSMOOTH_CACHE")
-    if given:
-        return Path(given)
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "howsmooth"
+    return Path(given) if given else user_cache_path("howsmooth", appauthor=False, opinion=False)
 
 
 class Built(NamedTuple):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import validated
-from howsmooth.attention import AttentionMap, ComposedAttention
+from howsmooth.attention import AttentionMap, ComposedAttention, CrossAttention, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_attention
-from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run
-from howsmooth.models.module_names import CONVENTIONS, Site, attention_site, attention_sites, no_such_layer
-from howsmooth.models.traced_attention import find_attention
+from howsmooth.models.forward_pass import Inputs, RealTokens, listening, recorded_calls, reference_mode, run_model
+from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_site, attention_sites, no_such_layer
+from howsmooth.models.traced_attention import FoundAttention, find_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,11 +48,30 @@ class CapturedSite:
     error: float
 
 
+@dataclass(frozen=True)
+class CapturedCross:
+    """A block of cross-attention and what it really saw.
+
+    Attributes:
+        layer: counted from 0 among the blocks of cross-attention.
+        name: dotted path of the block in the model.
+        attention: the block as a map of two sequences; ``attention.in_decoder(encoder)`` and
+            ``attention.in_encoder(decoder)`` are its sides.
+        decoder, encoder: ``(n, d)`` and ``(m, d)``: the tokens it received.
+        error: relative difference between the map and the model's own output there.
+    """
+
+    layer: int
+    name: str
+    attention: CrossAttention
+    decoder: Tensor
+    encoder: Tensor
+    error: float
+
+
 @validated
 @alone
-def capture(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], layers: Iterable[int] | None = None
-) -> list[CapturedSite]:
+def capture(model: PreTrainedModel, inputs: Inputs, layers: Iterable[int] | None = None) -> list[CapturedSite]:
     """Run the model once and return every attention block with the tokens it saw.
 
     Each map has reproduced the model at these tokens: queries, keys, values, weights and output agree to `TOLERANCE`.
@@ -80,11 +99,11 @@ def capture(
         sites = attention_sites(model) if wanted is None else [attention_site(model, each) for each in {*wanted}]
         captured = _capture_by_name(model, inputs, sites, to_the_end=wanted is None)
     else:
-        listened = enumerate(find_attention(model, inputs))
-        captured = {
-            number: _compared(model, number, *attention, RealTokens.read_by(attention.call.module, model, inputs))
-            for number, attention in listened
-        }
+        captured = {}
+        for number, found in enumerate(find_attention(model, inputs, SelfAttention)):
+            real = RealTokens.read_by(found.call.module, model, inputs)
+            attention: Any = found.attention
+            captured[number] = _compared(model, number, found.name, attention, found.x, found.output, found.call, real)
         for layer in wanted or ():
             if layer not in captured:
                 raise no_such_layer(model, layer, len(captured))
@@ -96,35 +115,31 @@ class _Heard(Exception):
 
 
 def _capture_by_name(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], sites: Sequence[Site], to_the_end: bool
+    model: PreTrainedModel, inputs: Inputs, sites: Sequence[AttentionSite], to_the_end: bool
 ) -> dict[int, CapturedSite]:
     real = RealTokens.of(inputs)
-    tokens: dict[nn.Module, Tensor] = {}
     calls: dict[nn.Module, AttentionCall] = {}
     owners = {site.owner for site in sites}
     of_output = {site.submodule(site.names.output): site for site in sites}
     captured: dict[int, CapturedSite] = {}
 
-    def on_entry(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens[block] = Call.of(args, kwargs).hidden
-
     def on_call(call: AttentionCall) -> None:
         if call.module in owners:
             calls[call.module] = call
 
-    def on_output(projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def on_output(projection: nn.Module, args: Any, output: Tensor) -> None:
         # Compared at once and let go: the weights of all layers together would not fit into memory.
         site = of_output[projection]
-        x, call = tokens.pop(site.block), calls.pop(site.owner, None)
+        x, call = entered.pop(site.block).hidden, calls.pop(site.owner, None)
         attention = read_attention(model, site, real.positions)
         captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real)
         if not to_the_end and len(captured) == len(sites):
             raise _Heard
 
-    hooks = [site.block.register_forward_pre_hook(on_entry, with_kwargs=True) for site in sites]
-    hooks += [projection.register_forward_hook(on_output) for projection in of_output]
-    with listening(hooks), attention_calls(model, on_call), suppress(_Heard):
-        run(model, inputs)
+    hooks = [projection.register_forward_hook(on_output) for projection in of_output]
+    entries = recorded_calls(site.block for site in sites)
+    with entries as entered, listening(hooks), attention_calls(model, on_call), suppress(_Heard):
+        run_model(model, inputs)
     return captured
 
 
@@ -150,6 +165,11 @@ def _compared(
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
             stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")
             errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
+    _refuse_difference(model, layer, name, errors)
+    return CapturedSite(layer, name, attention, x[0].detach(), error)
+
+
+def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Mapping[str, float]) -> None:
     for stage, difference in errors.items():
         if not difference <= TOLERANCE:
             raise UnsupportedModel(
@@ -157,7 +177,48 @@ def _compared(
                 f"own by a relative {difference:.1e}: a feature of it is not modelled, so measure it as a function "
                 "instead."
             )
-    return CapturedSite(layer, name, attention, x[0].detach(), error)
+
+
+@validated
+@alone
+def capture_cross(model: PreTrainedModel, inputs: Inputs) -> list[CapturedCross]:
+    """Run a model once and return every cross-attention with the tokens of decoder and encoder that it saw.
+
+    Blocks are found through transformers' attention socket, so that any architecture will do whose queries, keys and
+    values are linear in the tokens. Each map has reproduced the model's weights and output to `TOLERANCE`.
+
+    Args:
+        model: with its encoder and decoder, in float32 or float64.
+        inputs: keyword arguments of the model for one text or sound, without padding, for both parts
+            (``input_ids`` and ``decoder_input_ids``, …).
+
+    >>> import howsmooth as hs
+    >>> from transformers import T5Config, T5Model
+    >>> sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    >>> model = T5Model(T5Config(**sizes, decoder_start_token_id=0))
+    >>> ids = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "decoder_input_ids": torch.tensor([[0, 3]])}
+    >>> [block] = capture_cross(model, ids)
+    >>> tuple(block.decoder.shape), tuple(block.encoder.shape)
+    ((2, 16), (4, 16))
+    >>> hs.measure(block.attention.in_encoder(block.decoder), block.encoder).value.shape
+    torch.Size([])
+    """
+    check_request(model, inputs)
+    padded = [
+        name for name in ("attention_mask", "decoder_attention_mask") if not bool(inputs.get(name, torch.ones(1)).all())
+    ]
+    if padded:
+        raise InvalidInput(f"cross-attention is captured without padding ({padded[0]}): cut the input to real tokens.")
+    return [_compared_cross(model, *numbered) for numbered in enumerate(find_attention(model, inputs, CrossAttention))]
+
+
+def _compared_cross(model: PreTrainedModel, layer: int, found: FoundAttention) -> CapturedCross:
+    attention: Any = found.attention
+    with torch.no_grad():
+        error = relative_error(attention(found.x, found.keys), found.output, attention.attention.output_bias)
+        of_weights = relative_error(attention.weights(found.x, found.keys), found.call.weights)
+    _refuse_difference(model, layer, found.name, {"output": error, "weights": of_weights})
+    return CapturedCross(layer, found.name, attention, found.x[0].detach(), found.keys[0].detach(), error)
 
 
 def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +231,7 @@ def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tens
     return query, key, value
 
 
-def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+def check_request(model: PreTrainedModel, inputs: Inputs) -> None:
     """Refuse what cannot be captured: no transformers model, half precision, several items at once."""
     if getattr(getattr(model, "config", None), "model_type", None) is None:
         raise UnsupportedModel(
@@ -212,7 +273,7 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
         ) from None
     heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def hear(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear(inner: nn.Module, args: Any, kwargs: Any) -> None:
         heard.append((args, kwargs))
 
     # A transformers model must not fill a cache, to which every later call would add.

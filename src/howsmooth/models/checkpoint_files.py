@@ -1,30 +1,41 @@
-"""The weights of a model folder: in which files they are, under which names and kinds; nothing is ever unpickled."""
+"""The weights of a model folder: their files, names and dtypes, and whether each has its place in the model.
+
+Nothing is ever unpickled. transformers fills missing weights with random numbers. Here a weight that takes part in a
+measurement must come from the file; a missing weight that takes no part (a pooler behind the last hidden state, the
+decoder when only the encoder is used) is set to zero, so that a model is the same each time it is opened.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from howsmooth._util.common import printable
+from howsmooth._util.common import first_line, printable
 from howsmooth.errors import InvalidInput, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, DataParallel, FSDP and activation checkpointing put into the names of what they wrap."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredTensors:
     """Tensors by name, and what was done to the names."""
 
     tensors: dict[str, Tensor]
@@ -39,7 +50,7 @@ class Checkpoint:
     def precision(self) -> str:
         """The kinds of numbers the weights are stored in, the commonest first.
 
-        >>> Checkpoint({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
+        >>> StoredTensors({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
         'float32 and float16'
         """
         counts: dict[str, int] = {}
@@ -49,10 +60,10 @@ class Checkpoint:
                 counts[name] = counts.get(name, 0) + tensor.numel()
         return " and ".join(sorted(counts, key=lambda name: -counts[name])) or "float32"
 
-    def unwrapped(self) -> Checkpoint:
+    def unwrapped(self) -> StoredTensors:
         """The same tensors without the names of wrappers, anywhere in a name, said in a note.
 
-        >>> Checkpoint({"module.h.0._orig_mod.weight": torch.zeros(1)}).unwrapped().tensors.keys()
+        >>> StoredTensors({"module.h.0._orig_mod.weight": torch.zeros(1)}).unwrapped().tensors.keys()
         dict_keys(['h.0.weight'])
         """
         removed = {word for name in self.tensors for word in name.split(".") if word in _WRAPPERS}
@@ -68,10 +79,10 @@ class Checkpoint:
                 )
             tensors[plain] = tensor
         said = " and ".join(f"{word!r}" for word in sorted(removed))
-        return Checkpoint(tensors, (*self.notes, f"{said} was taken out of the names of {len(tensors)} weights"))
+        return StoredTensors(tensors, (*self.notes, f"{said} was taken out of the names of {len(tensors)} weights"))
 
 
-def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) -> Checkpoint:
+def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) -> StoredTensors:
     """The tensors of all files; with ``sums``, what is used is the very content that had the given sha256."""
     tensors: dict[str, Tensor] = {}
     for path in files:
@@ -84,14 +95,13 @@ def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) ->
         except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, InvalidInput):
                 raise
-            reason = printable(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             raise InvalidInput(
-                f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors ({reason[:200]}): "
-                "get the file again."
+                f"cannot load the model {str(path.parent)!r}: {path.name} is not whole safetensors "
+                f"({first_line(error)}): get the file again."
             ) from error
         tensors |= stored
     _refuse_integers(tensors)
-    return Checkpoint(tensors)
+    return StoredTensors(tensors)
 
 
 def verified_content(path: Path, sums: Mapping[str, str]) -> bytes:
@@ -158,4 +168,88 @@ def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
         raise UnsupportedModel("the weights hold no floating-point numbers: write them out in floating point first.")
 
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+@dataclass(frozen=True)
+class WeightMatch:
+    """How the tensors of a file fit a model: names of the model that got none, names of the file that fit nowhere."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    mismatched: frozenset[str]
+
+    def check(self, whole: nn.Module, measured: PreTrainedModel) -> tuple[str, ...]:
+        """Refuse weights that are not the model's; put zeros where nothing is measured; what is left to say.
+
+        Args:
+            whole: the model that was loaded.
+            measured: the part of it that is kept.
+        """
+        used = _used(whole, measured)
+        lacking = sorted((self.missing | self.mismatched) & used)
+        if lacking:
+            absent, other = self.missing & used, self.mismatched & used
+            causes = [f"{len(absent)} are missing"] * bool(absent) + [f"{len(other)} have another shape"] * bool(other)
+            lost = sorted(self.unexpected)
+            strangers = f", while {len(lost)} of the file fit nowhere, first {_listed(lost)}" if lost else ""
+            raise InvalidInput(
+                f"the weights do not fit the model: of {len(used)} tensors {' and '.join(causes)}, first "
+                f"{_listed(lacking)}{strangers}: give the weights that belong to config.json."
+            )
+        denied = sorted(name for name in self.unexpected if _inside_a_layer(name, whole))
+        if denied:
+            raise InvalidInput(
+                f"the weights do not fit the model: the file holds {len(denied)} tensors of layers that have no place "
+                f"for them, first {_listed(denied)}: give the config.json that belongs to the weights."
+            )
+        tensors = dict(_tensors(whole))
+        for name, tensor in tensors.items():
+            if name in used and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise InvalidInput(f"the weight {printable(name)} holds NaN or infinity: give weights that are finite.")
+        zeroed = sorted((self.missing | self.mismatched) - used)
+        with torch.no_grad():
+            for name in zeroed:
+                tensors[name].zero_()
+        notes = []
+        if zeroed:
+            notes.append(f"{len(zeroed)} weights that nothing measured uses are not in the file ({_listed(zeroed)})")
+        if self.unexpected:
+            names = sorted(self.unexpected)
+            notes.append(f"{len(names)} tensors of the file are not used by this model ({_listed(names)})")
+        return tuple(notes)
+
+
+def _used(whole: nn.Module, measured: PreTrainedModel) -> set[str]:
+    """The names of the tensors that take part: those of the kept part without its pooler, which comes after it."""
+    poolers = [module for path, module in measured.named_modules() if "pooler" in path.split(".")[-1]]
+    after = {id(tensor) for pooler in poolers for _, tensor in _tensors(pooler)}
+    kept = {id(tensor) for _, tensor in _tensors(measured)} - after
+    return {name for name, tensor in _tensors(whole) if id(tensor) in kept}
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters and stored buffers by every name they have."""
+    yield from module.named_parameters(remove_duplicate=False)
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved)
+
+
+def _inside_a_layer(name: str, whole: nn.Module) -> bool:
+    """Whether a tensor belongs into a module of the model that computes with weights of its own, such as a linear one.
+
+    The file then describes another model: biases where config.json has none, an adapter, scales of quantised weights.
+    """
+    parts = name.split(".")
+    prefix = getattr(whole, "base_model_prefix", "")
+    for path in (parts, parts[1:] if parts[0] == prefix else [], [prefix, *parts]):
+        module: nn.Module | None = whole
+        for step in path[:-1]:
+            module = getattr(module, step, None)
+            if not isinstance(module, nn.Module):
+                break
+            if module._parameters and not module._modules:
+                return True
+    return False
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(printable(name)[:100] for name in names[:_SHOWN]) + more

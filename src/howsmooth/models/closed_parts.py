@@ -20,12 +20,12 @@ from howsmooth._util.torch_globals import exact_autograd
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import HowsmoothError, UnsupportedModel
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
-from howsmooth.jacobians.closed_maps import ClosedMap, Series, Tokenwise, composed_jacobian
+from howsmooth.jacobians.closed_maps import ClosedMap, Tokenwise, composed_jacobian
 from howsmooth.jacobians.function_checks import random_like
 from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.models.captured_sites import TOLERANCE
-from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, read_affine, read_norm
+from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, norm_stage, read_affine
 
 Function = Callable[[Tensor], Tensor]
 Heard = tuple[Function, Tensor, Tensor]
@@ -59,9 +59,8 @@ class ModelPart:
             return composed_jacobian(self.closed(), x, memory=memory)
         except HowsmoothError as error:
             why = first_line(error)
-        operator = function_jacobian(self.function, x)
-        operator.notes = (f"the Jacobian is that of torch.func, without closed forms: {why}", *operator.notes)
-        return operator
+        note = f"the Jacobian is that of torch.func, without closed forms: {why}"
+        return function_jacobian(self.function, x, notes=(note,))
 
 
 class ClosedLayers:
@@ -159,16 +158,8 @@ def compare_derivative(name: str, operator: JacobianOperator, function: Function
         )
 
 
-def closed_tail(modules: Sequence[nn.Module]) -> ClosedMap | None:
-    """What follows the last layer: norms and linear maps of single tokens; None for nothing."""
-    stages = []
-    for module in modules:
-        if isinstance(module, nn.Dropout | nn.Identity):
-            continue
-        stages.append(read_norm(module) if "norm" in type(module).__name__.lower() else read_affine(module))
-    return Tokenwise(*stages) if stages else None
-
-
-def in_series(maps: Sequence[ClosedMap | None]) -> ClosedMap:
-    """The maps one after the other, Nones left out."""
-    return Series(*(each for each in maps if each is not None))
+def closed_tail(modules: Sequence[nn.Module]) -> list[ClosedMap]:
+    """The norms and linear maps of single tokens behind the last layer."""
+    kept = [module for module in modules if not isinstance(module, nn.Dropout | nn.Identity)]
+    stages = [norm_stage(m) if "norm" in type(m).__name__.lower() else read_affine(m) for m in kept]
+    return [Tokenwise(*stages)] if stages else []

@@ -14,12 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth._util.common import evaluating, first_line
 from howsmooth._util.process_lock import LOCK, alone
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.models.module_names import Site
+from howsmooth.models.module_names import AttentionSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+Inputs = Mapping[str, Tensor]
+"""The keyword arguments of a model for one text, image or sound."""
 _DECODER = "decoder_"
 """How the inputs of a decoder are named beside those of its encoder."""
 
@@ -42,31 +44,48 @@ class Call:
 
 
 @contextmanager
+def changed(target: object, **values: Any) -> Iterator[None]:
+    """Other values for attributes of a configuration or module of transformers while the block runs.
+
+    Attributes are the only way that transformers offers to run a model without cache, or a single layer of it.
+    """
+    with ExitStack() as restored:
+        for name, value in values.items():
+            inherited = name not in vars(target) and callable(getattr(type(target), name, None))
+            restore = (delattr, target, name) if inherited else (setattr, target, name, getattr(target, name))
+            restored.callback(*restore)
+            setattr(target, name, value)
+        yield
+
+
+def use_eager_attention(model: PreTrainedModel) -> None:
+    """Let a model that belongs to this package compute attention as its architecture defines it, for good."""
+    # `set_attn_implementation` leaves models unchanged whose source it cannot read.
+    model.config._attn_implementation = "eager"
+
+
+@contextmanager
 def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Iterator[None]:
-    """The model without dropout, gradients or cache and with eager attention; as it was when the block ends.
+    """The model without dropout, gradients or cache and with eager attention; restored when the block ends.
 
     Eager attention is the definition of each model: it alone knows every feature (Gemma 2's soft-cap), and its masks
-    are written out. No other thread is in a model meanwhile.
+    are written out. No other thread runs a model meanwhile.
     """
-    with LOCK, evaluating(model), torch.no_grad(), ExitStack() as restored:
+    with LOCK, evaluating(model), torch.no_grad(), ExitStack() as stack:
         configs = list(_with_inner(model.config))
         # Some parts have configurations of their own (encoder and decoder of T5).
         known = {id(config) for config in configs}
         parts: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-        own = [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
-        configs += own
-        # Setting it on a configuration sets it on those inside it as well, so these are restored after their whole.
+        configs += [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
+        # Setting a configuration also sets those inside it, so these are changed before their whole and restored after.
         for config in reversed(configs):
-            restored.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            settings: dict[str, Any] = {"_attn_implementation": implementation}
             if getattr(config, "_experts_implementation", None) not in (None, "eager"):
                 # Experts one by one, as they are defined: faster ways know no double precision.
-                restored.callback(setattr, config, "_experts_implementation", config._experts_implementation)
-                config._experts_implementation = "eager"
+                settings["_experts_implementation"] = "eager"
             if hasattr(config, "use_cache"):
-                restored.callback(setattr, config, "use_cache", config.use_cache)
-                config.use_cache = False
-        for config in (model.config, *own):
-            config._attn_implementation = implementation
+                settings["use_cache"] = False
+            stack.enter_context(changed(config, **settings))
         yield
 
 
@@ -78,7 +97,7 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_inner(inner)
 
 
-def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def run_model(model: PreTrainedModel, inputs: Inputs) -> Any:
     """The model's output on inputs that are brought to its device first."""
     _check_ids(model, inputs)
     try:
@@ -95,7 +114,7 @@ def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
-def _check_ids(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+def _check_ids(model: PreTrainedModel, inputs: Inputs) -> None:
     """Refuse inputs that are no tensors, and token ids that the model has no word for."""
     for name, value in inputs.items():
         if not isinstance(value, Tensor) or value.dim() == 0 or not value.numel():
@@ -122,17 +141,23 @@ def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-@alone
-def record_calls(model: PreTrainedModel, sites: Sequence[Site], inputs: Mapping[str, Tensor]) -> dict[int, Call]:
-    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+@contextmanager
+def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Call]]:
+    """The last call of each module while the block runs."""
     calls: dict[nn.Module, Call] = {}
 
-    def hear(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[block] = Call.of(args, kwargs)
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module] = Call.of(args, kwargs)
 
-    hooks = [site.block.register_forward_pre_hook(hear, with_kwargs=True) for site in sites]
-    with listening(hooks), reference_mode(model):
-        run(model, inputs)
+    with listening(module.register_forward_pre_hook(record, with_kwargs=True) for module in modules):
+        yield calls
+
+
+@alone
+def record_calls(model: PreTrainedModel, sites: Sequence[AttentionSite], inputs: Inputs) -> dict[int, Call]:
+    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+    with recorded_calls(site.block for site in sites) as calls, reference_mode(model):
+        run_model(model, inputs)
     return {site.layer: calls[site.block] for site in sites}
 
 
@@ -149,7 +174,7 @@ class RealTokens:
     positions: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Tensor]) -> RealTokens:
+    def of(cls, inputs: Inputs) -> RealTokens:
         """What ``attention_mask`` and ``position_ids`` say."""
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
         keep = None if mask is None or mask.dim() != 2 or bool(mask.bool().all()) else mask[0].bool()
@@ -164,7 +189,7 @@ class RealTokens:
         return cls(keep, None if usual else positions)
 
     @classmethod
-    def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> RealTokens:
+    def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Inputs) -> RealTokens:
         """Of the text that a module of the model reads: a decoder beside an encoder has inputs of its own."""
         if getattr(model.config, "is_encoder_decoder", False) and module in set(model.get_decoder().modules()):
             of_decoder = {name: value for name, value in inputs.items() if name.startswith(_DECODER)}

@@ -18,8 +18,8 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import Device, check_device, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.named_models import FULL_PRECISION
-from howsmooth.models.open_source import OpenModel, moved, opened
+from howsmooth.models.named_models import precision_in_words
+from howsmooth.models.open_source import OpenModel, describe_model, moved
 from howsmooth.models.pretrained_files import processor_of, quiet
 
 _MODEL = ("modeling_utils", "PreTrainedModel")
@@ -27,7 +27,9 @@ NO_TOKENIZER = "the model came without a tokenizer, so it has read the bytes of 
 
 
 @alone
-def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device: Device | None = None) -> OpenModel:
+def model_in_memory(
+    source: Any, tokenizer: Any = None, *, head: bool = False, device: Device | None = None
+) -> OpenModel:
     """A model in memory, ready to be measured.
 
     Args:
@@ -41,7 +43,7 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300))
-    >>> held = held_model(model)
+    >>> held = model_in_memory(model)
     >>> held.name, held.precision, held.notes
     ('GPT2LMHeadModel in memory', 'float32', ('the model came without a tokenizer, ...',))
     """
@@ -63,7 +65,6 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
             "hs.measure takes one input at a time."
         )
     kinds = {str(weight.dtype).removeprefix("torch.") for weight in source.parameters()}
-    stored = " and ".join(sorted(kinds))
     if any(weight.is_meta for weight in whole.parameters()):
         raise InvalidInput(
             "some weights of the model are on the meta device: load them before measuring; a model whose layers are "
@@ -79,10 +80,10 @@ def held_model(source: Any, tokenizer: Any = None, *, head: bool = False, device
     if getattr(whole.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     model = moved(model.eval(), device or whole.device, torch.float32)
-    precision = FULL_PRECISION if kinds == {FULL_PRECISION} else f"{stored} weights, computed in float32"
+    precision = precision_in_words(" and ".join(sorted(kinds)))
     bytewise = (NO_TOKENIZER,) if tokenizer is None and model.main_input_name == "input_ids" else ()
     label = name or f"{type(whole).__name__} in memory"
-    return opened(
+    return describe_model(
         label, model, tokenizer, precision, "not stated", notes=(*bytewise, *left_out), reads_bytes=bool(bytewise)
     )
 

@@ -15,7 +15,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.forward_pass import record_calls
 from howsmooth.models.module_names import attention_site, attention_sites
 from howsmooth.models.open_source import longest
-from howsmooth.models.tokenizing import token_ids, token_names
+from howsmooth.models.text_windows import token_ids, token_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -14,16 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.common import relative_error
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.stages import TokenDerivative, TokenStage, UnitNorm
 from howsmooth.errors import UnsupportedModel
 from howsmooth.jacobians.closed_maps import ClosedAttention, ClosedMap, Parallel, Series, Skip, Tokenwise
 from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
 from howsmooth.models.module_names import submodule
+from howsmooth.models.probed_norms import read_norm
 
 Order = Literal["before", "after", "beside"]
-_PROBE, _SAME = 4, 1e-5
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def closed_layers(kind: str, layer: nn.Module, attention: AttentionMap) -> list[
         raise UnsupportedModel(f"how a {type(layer).__name__} puts its parts together is not in the table.")
     wiring = wirings[0]
     mlp = _mlp(wiring, layer)
-    first, second = (Tokenwise(read_norm(layer.get_submodule(path))) for path in wiring.norms)
+    first, second = (Tokenwise(norm_stage(layer.get_submodule(path))) for path in wiring.norms)
     ends = [_end(layer, None if wiring.ends is None else wiring.ends[i]) for i in range(2)]
     return [_in_order(order, ClosedAttention(attention), mlp, (first, second), ends) for order in wiring.orders]
 
@@ -177,7 +176,7 @@ def _end(layer: nn.Module, path: str | None) -> list[ClosedMap]:
     module = layer.get_submodule(path)
     if isinstance(scale := getattr(module, "lambda1", None), Tensor):
         return [Tokenwise(Diagonal(scale.detach()))]
-    return [Tokenwise(read_norm(module))]
+    return [Tokenwise(norm_stage(module))]
 
 
 def read_affine(module: nn.Module) -> Affine:
@@ -190,19 +189,12 @@ def read_affine(module: nn.Module) -> Affine:
     return Affine(weight, None if module.bias is None else module.bias.detach())
 
 
-@torch.no_grad()
-def read_norm(module: nn.Module) -> Norm:
-    """A normalisation of single tokens: which kind, and whether it multiplies by w or 1 + w, its answers tell."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+def norm_stage(module: nn.Module) -> Norm:
+    """A normalisation of single tokens, as `read_norm` finds it, in the precision of its weight."""
+    weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if isinstance(weight, Tensor) and weight.dim() == 1 and eps is not None:
-        shift = bias.detach() if isinstance(bias, Tensor) else None
-        x = torch.randn(_PROBE, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        x = (x + torch.linspace(-1, 1, _PROBE, dtype=torch.float64)[:, None]).to(weight)
-        answer = module(x)
-        for centred in (isinstance(module, nn.LayerNorm), not isinstance(module, nn.LayerNorm)):
-            for gain in (weight.detach(), 1 + weight.detach()):
-                norm = Norm(gain, shift, float(eps), centred)
-                if relative_error(norm(x), answer) <= _SAME:
-                    return norm
-    raise UnsupportedModel(f"{type(module).__name__} is not a LayerNorm or RMSNorm of single tokens.")
+    if weight is None or eps is None:
+        raise UnsupportedModel(f"{type(module).__name__} is not a LayerNorm or RMSNorm of single tokens.")
+    norm = read_norm(module)
+    shift = None if getattr(module, "bias", None) is None else norm.shift.to(weight)
+    return Norm(norm.gain.to(weight), shift, float(eps), norm.centred)

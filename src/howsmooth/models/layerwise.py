@@ -7,8 +7,8 @@ holds one layer in float32, and the tokens of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import CapturedSite, capture
 from howsmooth.models.checkpoint_files import weight_files
-from howsmooth.models.forward_pass import listening, reference_mode, run
+from howsmooth.models.forward_pass import Inputs, changed, listening, reference_mode, run_model
 from howsmooth.models.module_names import attention_sites, no_such_layer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class LayeredModel:
         self._layers = dict(zip(paths, map(self.model.get_submodule, paths), strict=True))
         self._files = self._where()
         self._fill_rest()
-        self._inputs: Mapping[str, Tensor] | None = None
+        self._inputs: Inputs | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -84,10 +84,10 @@ class LayeredModel:
             return read_attention(self.model, self._sites[layer])
 
     @alone
-    def read(self, inputs: Mapping[str, Tensor]) -> None:
+    def read(self, inputs: Inputs) -> None:
         """Run the model on one text, layer by layer, and keep on disk what each layer receives."""
         with self._streaming(), reference_mode(self.model):
-            run(self.model, inputs)
+            run_model(self.model, inputs)
         self._inputs = inputs
 
     @alone
@@ -190,7 +190,7 @@ class LayeredModel:
         holding: dict[nn.Module, Any] = {}
 
         def enter(number: int, path: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 tokens = first_tensor((*args, *kwargs.values()))
                 save_file({"tokens": tokens.contiguous()}, self._file(number))
                 holding[module] = self._loaded(path)
@@ -198,7 +198,7 @@ class LayeredModel:
 
             return hook
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
             holding.pop(module).__exit__(None, None, None)
 
         hooks = []
@@ -211,20 +211,17 @@ class LayeredModel:
     @contextmanager
     def _only(self, chosen: str, tokens: Tensor) -> Iterator[None]:
         """One layer runs, on the given tokens; the others pass on what they receive."""
-        others = [layer for path, layer in self._layers.items() if path != chosen]
-        for layer in others:
-            layer.forward = _pass_on
 
-        def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return (tokens, *args[1:]), kwargs
 
-        try:
+        with ExitStack() as stack:
+            for path, layer in self._layers.items():
+                if path != chosen:
+                    stack.enter_context(changed(layer, forward=_pass_on))
             hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
             with listening([hook]), self._loaded(chosen):
                 yield
-        finally:
-            for layer in others:
-                del layer.forward
 
 
 class _Table(nn.Module):

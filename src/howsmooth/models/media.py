@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth._util.common import printable
+from howsmooth._util.common import first_line, printable
 from howsmooth._util.optional_deps import need
 from howsmooth.errors import InvalidInput
-from howsmooth.models.text_files import read_content
+from howsmooth.models.input_files import read_content
 
 RATE = 16_000
 """Samples per second that speech models are trained on."""
@@ -22,7 +22,7 @@ RATES = (1_000, 768_000)
 """Samples per second that a sound may have: fewer would be stretched to thousands of times their number."""
 PIXELS = 2**26
 """Pixels of the largest image; a small file can unpack to any number."""
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Kinds of images that are read; pillow knows many more, some of them seldom looked after."""
 
 
@@ -66,21 +66,21 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
 
 
 def _unreadable(path: str | Path, kind: str, error: Exception, advice: str) -> InvalidInput:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
-    return InvalidInput(f"{printable(str(path))} cannot be read as {kind} ({printable(reason)}): {advice}.")
+    return InvalidInput(f"{printable(str(path))} cannot be read as {kind} ({first_line(error)}): {advice}.")
 
 
 def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str, Tensor]:
     """What a speech model takes: the normalised wave (Wav2Vec2) or a log-mel spectrogram of fixed length (Whisper)."""
     import transformers
 
+    size = {}
     if processor is None and config.model_type == "whisper":
-        # Two frames of 10 ms become one token.
         processor = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
-        processor.n_samples = config.max_source_positions * 2 * processor.hop_length
+        # Two frames of 10 ms become one token.
+        size = {"max_length": config.max_source_positions * 2 * processor.hop_length}
     elif processor is None:
         processor = transformers.Wav2Vec2FeatureExtractor()
-    made = processor(samples, sampling_rate=RATE, return_tensors="pt")
+    made = processor(samples, sampling_rate=RATE, return_tensors="pt", **size)
     name = "input_features" if "input_features" in made else "input_values"
     return {name: made[name].float()}
 
@@ -92,7 +92,7 @@ def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images are refused below
-            with reader.open(io.BytesIO(content), formats=FORMATS) as opened:
+            with reader.open(io.BytesIO(content), formats=IMAGE_FORMATS) as opened:
                 if opened.width * opened.height > PIXELS:
                     raise ValueError(f"{opened.width} × {opened.height} pixels are too many")
                 image = opened.convert("RGB")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.forward_pass import listening
+from howsmooth.models.forward_pass import listening, use_eager_attention
+from howsmooth.models.layer_wiring import WIRINGS, read_affine
+from howsmooth.models.module_names import layer_modules
 
-_BERT_LIKE = ("bert", "camembert", "roberta", "xlm-roberta")
+_READ = ("bert", "camembert", "roberta", "xlm-roberta", "gpt2")
 _PROBE_LENGTH = 8
 _TOLERANCE = 1e-3
 """Largest relative difference between the pieces and the model on a random input, in single precision."""
@@ -132,14 +135,12 @@ def read_pieces(model: nn.Module, *, causal: bool = False) -> Reading:
         raise InvalidInput("causal is for torch encoders: models of transformers know their own mask.")
     if _is_torch(copied):
         reading, width = _torch_encoder(copied, causal)
-    elif kind in _BERT_LIKE:
-        reading, width = _bert(copied)
-    elif kind == "gpt2":
-        reading, width = _gpt2(copied)
+    elif kind in _READ:
+        reading, width = _transformers_model(copied, kind)
     else:
         raise UnsupportedModel(
             f"{type(copied).__name__} is not among the models whose layers can be read (nn.TransformerEncoder, "
-            f"nn.TransformerEncoderLayer, {', '.join(_BERT_LIKE)}, gpt2): bound its layers one by one with "
+            f"nn.TransformerEncoderLayer, {', '.join(_READ)}): bound its layers one by one with "
             "hs.bounds.layers and multiply them with hs.bounds.Stack."
         )
     reading.check(width)
@@ -154,7 +155,7 @@ def _frozen(model: nn.Module) -> Any:
     """A copy without dropout, at least in single precision, with the attention that defines the model."""
     copied: Any = copy.deepcopy(getattr(model, "base_model", model)).eval()
     if hasattr(copied, "config"):
-        copied.config._attn_implementation = "eager"
+        use_eager_attention(copied)
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters())
     return copied.float() if half else copied
 
@@ -180,28 +181,26 @@ def _torch_encoder(model: Any, causal: bool) -> tuple[Reading, int]:
     return Reading(model, tuple(pieces), causal), width
 
 
-def _bert(model: Any) -> tuple[Reading, int]:
-    last = model.embeddings.LayerNorm
-    pieces: list[Piece] = [NormPiece("embeddings: norm", last)]
-    for index, layer in enumerate(model.encoder.layer):
-        norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
-        inner, outer = layer.intermediate.dense, layer.output.dense
-        parts = (inner, outer), (inner.weight, outer.weight), layer.intermediate.intermediate_act_fn
+def _transformers_model(model: Any, kind: str) -> tuple[Reading, int]:
+    """Layers by the table of wirings; BERT normalises its embeddings, GPT-2 the output of its last layer."""
+    (wiring,) = WIRINGS[kind]
+    norm_first = wiring.orders == ("before",)
+    last = None if norm_first else model.embeddings.LayerNorm
+    pieces: list[Piece] = [] if last is None else [NormPiece("embeddings: norm", last)]
+    entry = last
+    for index, layer in enumerate(layer_modules(model) or ()):
+        first, second = map(layer.get_submodule, wiring.norms)
+        maps = tuple(map(layer.get_submodule, (*wiring.inner, wiring.outer)))
+        weights = tuple(read_affine(each).weight for each in maps)
         attention = plain_map(SelfAttention.from_transformers(model, index), "a bound of layers")
-        pieces += _layer(index, attention, last, parts, norms, norm_first=False)
-        last = norms[1]
-    return Reading(model, tuple(pieces), entry=model.embeddings.LayerNorm), model.config.hidden_size
-
-
-def _gpt2(model: Any) -> tuple[Reading, int]:
-    pieces: list[Piece] = []
-    for index, block in enumerate(model.h):
-        inner, outer = block.mlp.c_fc, block.mlp.c_proj
-        parts = (inner, outer), (inner.weight.T, outer.weight.T), block.mlp.act
-        attention = plain_map(SelfAttention.from_transformers(model, index), "a bound of layers")
-        pieces += _layer(index, attention, block.ln_1, parts, (block.ln_1, block.ln_2), norm_first=True)
-    pieces.append(NormPiece("end: norm", model.ln_f))
-    return Reading(model, tuple(pieces), entry=model.h[0].ln_1), model.config.hidden_size
+        fed = first if norm_first else last
+        entry = entry or first
+        parts: Any = maps, weights, attrgetter(wiring.act)(layer)
+        pieces += _layer(index, attention, fed, parts, (first, second), norm_first)
+        last = second
+    if norm_first:
+        pieces.append(NormPiece("end: norm", model.ln_f))
+    return Reading(model, tuple(pieces), entry=entry), model.config.hidden_size
 
 
 def _layer(

@@ -17,6 +17,15 @@ from howsmooth.models.built_folders import built, cached, is_built
 FULL_PRECISION = "float32"
 
 
+def precision_in_words(stored: str) -> str:
+    """The dtype of stored weights, and that of the computation where it differs.
+
+    >>> precision_in_words("bfloat16")
+    'bfloat16 weights, computed in float32'
+    """
+    return stored if stored == FULL_PRECISION else f"{stored} weights, computed in {FULL_PRECISION}"
+
+
 @dataclass(frozen=True)
 class NamedModel:
     """A model that pip brings.

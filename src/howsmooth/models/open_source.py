@@ -19,8 +19,9 @@ from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import Device, check_device, check_one_of, validated
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.adapters import is_adapter, load_adapted
+from howsmooth.models.forward_pass import use_eager_attention
 from howsmooth.models.media import RATE, audio_features, image_pixels, read_wav
-from howsmooth.models.named_models import FULL_PRECISION, NAMED
+from howsmooth.models.named_models import FULL_PRECISION, NAMED, precision_in_words
 from howsmooth.models.pretrained_files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.random_models import RANDOM_TWIN, is_random, random_model, random_name, random_twin
 from howsmooth.models.self_check import samples_of_frames
@@ -28,7 +29,7 @@ from howsmooth.models.text_windows import Tokens, Window, spread_starts
 from howsmooth.models.weight_files import SUFFIXES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 UNLIMITED = 2**31
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -88,11 +89,11 @@ class OpenModel:
             return self
         if self.modality != "text" and name == "float64":
             raise InvalidInput("float64 is for models of text: leave dtype out.")
-        twin, precision = copy.deepcopy(self.model), f"{name} weights, computed in {FULL_PRECISION}"
+        twin, precision = copy.deepcopy(self.model), self.precision
         if name == "float64":
             nn.Module.double(twin)
-            precision = self.precision
         else:
+            precision = precision_in_words(name)
             _round_weights(twin, getattr(torch, name))
         return replace(self, model=twin, sha256=content_sha256(twin), precision=precision, dtype=name)
 
@@ -256,13 +257,11 @@ def _open(spec: str, head: bool, device_map: DeviceMap | None) -> OpenModel:
         loaded = load_adapted(spec, head) if is_adapter(spec) else load_pretrained(spec, head, None, device_map)
         model, processor, stored, notes = loaded
         sha256, licence = None, licence_in(Path(spec)) if Path(spec).is_dir() else "not stated"
-        precision = FULL_PRECISION if stored == FULL_PRECISION else f"{stored} weights, computed in float32"
-        if spec.endswith(".gguf"):
-            precision = gguf_precision(Path(spec))
-    return opened(spec, model, processor, precision, licence, sha256, notes)
+        precision = gguf_precision(Path(spec)) if spec.endswith(".gguf") else precision_in_words(stored)
+    return describe_model(spec, model, processor, precision, licence, sha256, notes)
 
 
-def opened(
+def describe_model(
     name: str,
     model: PreTrainedModel,
     processor: Any,
@@ -274,7 +273,7 @@ def opened(
 ) -> OpenModel:
     """A loaded model with what can be told from itself; its weights need no gradients from now on."""
     model.requires_grad_(False)
-    model.config._attn_implementation = "eager"
+    use_eager_attention(model)
     modality = _MODALITIES.get(model.main_input_name)
     if modality is None:
         raise UnsupportedModel(
@@ -322,23 +321,10 @@ def twin_of(model: OpenModel) -> OpenModel:
     twin = random_twin(model.model)
     licence = "none (random weights)"
     return replace(
-        opened(f"{model.name}{RANDOM_TWIN}", twin, model.processor, FULL_PRECISION, licence),
+        describe_model(f"{model.name}{RANDOM_TWIN}", twin, model.processor, FULL_PRECISION, licence),
         limit=model.limit,
         reads_bytes=model.reads_bytes,
     )
-
-
-@validated
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`open_model`, cut down to the model and its tokenizer.
-
-    >>> print(NAMED["minilm"].description)
-    all-MiniLM-L6-v2: ... distilled and then fine-tuned ... (not Google's BERT); 22.7 million parameters
-    """
-    opened = open_model(name)
-    if opened.processor is None:
-        raise InvalidInput(f"{name} has no tokenizer beside its weights: add one, or use models.open_model.")
-    return opened.model, opened.processor
 
 
 def content_sha256(model: PreTrainedModel) -> str:

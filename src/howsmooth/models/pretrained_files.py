@@ -18,12 +18,19 @@ from howsmooth._util.process_lock import alone
 from howsmooth._util.validation import shown
 from howsmooth.errors import HowsmoothError, InvalidInput, UnsupportedModel
 from howsmooth.models.built_folders import Built, built
-from howsmooth.models.checkpoint_files import INDEX, WEIGHTS, Checkpoint, read_checkpoint, shard_names, verified_content
-from howsmooth.models.checkpoint_files import weight_files as files_in
+from howsmooth.models.checkpoint_files import (
+    INDEX,
+    WEIGHTS,
+    StoredTensors,
+    WeightMatch,
+    read_checkpoint,
+    shard_names,
+    verified_content,
+    weight_files,
+)
 from howsmooth.models.named_models import NAMED
-from howsmooth.models.size_checks import check_counts, check_memory, check_size, read_config
-from howsmooth.models.tokenizing import without_panic
-from howsmooth.models.weight_check import Match
+from howsmooth.models.size_checks import check_counts, check_free_memory, check_size, read_model_config
+from howsmooth.models.text_windows import without_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +43,7 @@ _PROCESSORS = {
     "input_features": "AutoFeatureExtractor",
 }
 _LISTED = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-"""Weights of another size are listed by transformers, and refused by `Match`."""
+"""Weights of another size are listed by transformers, and refused by `WeightMatch`."""
 _LOADING: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **_LISTED}
 _NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
 """Settings of config.json by which transformers would patch itself, read other files or run other code."""
@@ -132,14 +139,14 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
     with torch.random.fork_rng(devices=[]):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **where, **_LOADING)
     model, report = loaded
-    _match(report).judge(model, model)
+    _match(report).check(model, model)
     return model, without_panic(lambda: transformers.AutoTokenizer.from_pretrained(path.parent, **where))
 
 
-def _match(report: Mapping[str, Any]) -> Match:
+def _match(report: Mapping[str, Any]) -> WeightMatch:
     """What transformers says about the weights it has loaded."""
     mismatched = frozenset(each[0] for each in report["mismatched_keys"])
-    return Match(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
+    return WeightMatch(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
@@ -160,14 +167,14 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
     import transformers
 
     config_file, weights, revision = _files(source)
-    check_memory(sum(path.stat().st_size for path in weights) // 4, "the model")
+    check_free_memory(sum(path.stat().st_size for path in weights) // 4, "the model")
     checkpoint = read_checkpoint(weights, sums)
     if sums is not None:
         for name in sums:
             if not name.endswith(".safetensors"):
                 (private / name).write_bytes(verified_content(config_file.parent / name, sums))
         source, config_file = str(private), private / "config.json"
-    read_config(config_file, len(checkpoint.tensors))
+    read_model_config(config_file, len(checkpoint.tensors))
     config = transformers.AutoConfig.from_pretrained(config_file.parent, trust_remote_code=False)
     method = getattr(config, "quantization_config", None)
     if method is not None:
@@ -191,7 +198,7 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InvalidInput(f"cannot load the model {source!r}: the folder holds no config.json.")
-        return folder / "config.json", files_in(folder), {}
+        return folder / "config.json", weight_files(folder), {}
     from transformers.utils.hub import cached_file
 
     config = Path(str(cached_file(source, "config.json")))
@@ -213,14 +220,14 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
 
 
 def _with_weights(
-    config: Any, head: bool, checkpoint: Checkpoint, device_map: Any
+    config: Any, head: bool, checkpoint: StoredTensors, device_map: Any
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The model of a configuration with the weights of a file, all of them in their places, and what is to be said."""
     replacement = _replacement(config)
     with torch.device("meta"):
         skeleton = _build(config, head or replacement is not None)
     check_size(skeleton, checkpoint.size)
-    if not Checkpoint(skeleton.state_dict()).unwrapped().notes:  # no part of the model is called like a wrapper's
+    if not StoredTensors(skeleton.state_dict()).unwrapped().notes:  # no part of the model is called like a wrapper's
         checkpoint = checkpoint.unwrapped()
     with torch.random.fork_rng(devices=[]):
         if replacement is None:
@@ -233,10 +240,10 @@ def _with_weights(
     model = whole if head or replacement is None else whole.base_model
     if getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
-    return model.eval(), (*checkpoint.notes, *match.judge(whole, model))
+    return model.eval(), (*checkpoint.notes, *match.check(whole, model))
 
 
-def _spread(skeleton: Any, checkpoint: Checkpoint, device_map: Any) -> Any:
+def _spread(skeleton: Any, checkpoint: StoredTensors, device_map: Any) -> Any:
     """The model with its weights where the map says, and transformers' report on them."""
     given = {"config": skeleton.config, "state_dict": dict(checkpoint.tensors), "device_map": device_map}
     try:
@@ -271,7 +278,7 @@ def _replacement(config: Any) -> Any:
     return replacement_of(config)
 
 
-def _put_in(model: Any, checkpoint: Checkpoint) -> Match:
+def _put_in(model: Any, checkpoint: StoredTensors) -> WeightMatch:
     """Load weights by their names, which are those that ``save_pretrained`` gave them; what did not fit."""
     slots = model.state_dict()
     fits = {name: t for name, t in checkpoint.tensors.items() if name in slots and slots[name].shape == t.shape}
@@ -281,7 +288,7 @@ def _put_in(model: Any, checkpoint: Checkpoint) -> Match:
     absent = {name for name, tensor in slots.items() if tensor.numel() and tensor.data_ptr() not in there}
     mismatched = (checkpoint.tensors.keys() & slots.keys()) - fits.keys()
     strangers = checkpoint.tensors.keys() - slots.keys()
-    return Match(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
+    return WeightMatch(frozenset(absent - mismatched), frozenset(strangers), frozenset(mismatched))
 
 
 def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = None) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,8 @@ from howsmooth._util.process_lock import alone
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.module_names import RANDOM_NAMES
 from howsmooth.models.pretrained_files import quiet
-from howsmooth.models.size_checks import check_memory
+from howsmooth.models.size_checks import check_free_memory
+from howsmooth.models.text_windows import SPECIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,8 +33,6 @@ _TYPES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
 _OBJECTS = 2**15
 """What the modules of a layer take beside their weights, in numbers of four bytes."""
 LARGEST_SEED = 2**63 - 1
-SPECIAL = 3
-"""Token ids below this are special (padding, beginning, end); byte b of a text has the id b + 3."""
 _TEXT = {"vocab_size": 256 + SPECIAL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -64,16 +65,10 @@ def random_model(spec: str, head: bool = False) -> PreTrainedModel:
 
     name, options = parse_random(spec)
     kind = _TYPES.get(name, name)
-    check_memory(_numbers(options), "this random model")
-    kept = torch.get_default_dtype()
-    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    check_free_memory(_numbers(options), "this random model")
+    with _drawing(options["seed"]):
         config = transformers.AutoConfig.for_model(kind, **_configuration(name, options), dtype=torch.float32)
-        torch.manual_seed(options["seed"])
-        try:
-            torch.set_default_dtype(torch.float32)  # first weights are drawn in the default dtype
-            model = _class(name, head)(config)
-        finally:
-            torch.set_default_dtype(kept)
+        model = _class(name, head)(config)
     if getattr(config, "is_encoder_decoder", False):
         model = model.get_encoder()
     return model.float().eval()
@@ -182,18 +177,27 @@ def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     >>> twin.config.n_layer, bool((twin.wte.weight == model.wte.weight).all())
     (1, False)
     """
-    kept, weight = torch.get_default_dtype(), next(model.parameters())
-    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+    weight = next(model.parameters())
+    with _drawing(seed):
         try:
-            torch.set_default_dtype(torch.float32)
             twin: Any = type(model)(copy.deepcopy(model.config))
         except (TypeError, ValueError, AttributeError) as error:
             raise UnsupportedModel(
                 f"a {type(model).__name__} cannot be drawn at random from its configuration ({first_line(error)}): "
                 "leave the reference out."
             ) from error
-        finally:
-            torch.set_default_dtype(kept)
     drawn: PreTrainedModel = twin.to(weight.device, weight.dtype).eval()
     return drawn
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """First weights are drawn in float32 on the CPU from this seed; the generator and dtype of torch are restored."""
+    default = torch.get_default_dtype()
+    with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)

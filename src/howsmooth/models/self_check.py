@@ -20,7 +20,7 @@ from howsmooth._util.common import relative_error
 from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.forward_pass import Call, listening, record_calls, reference_mode
-from howsmooth.models.module_names import Site
+from howsmooth.models.module_names import AttentionSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,9 @@ _LONGEST = 512
 _LOUD = 4.0
 
 
-def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAttention | ComposedAttention) -> None:
+def check_against_model(
+    model: PreTrainedModel, site: AttentionSite, attention: SelfAttention | ComposedAttention
+) -> None:
     """Raise `UnsupportedModel` when the map differs from the model's own attention by more than `TOLERANCE`."""
     for name, weight in attention.named_buffers():
         if weight.is_floating_point() and "logit_biases" not in name and not bool(torch.isfinite(weight).all()):
@@ -49,7 +51,7 @@ def check_against_model(model: PreTrainedModel, site: Site, attention: SelfAtten
         block = copy.deepcopy(site.block).to("cpu", torch.float64)
         seen = _double(call.hidden, sharp)
         for tokens in (seen, _loud_tokens(exact, seen)):
-            output = _own_output(Site(site.layer, block, site.names), call, tokens, sharp)
+            output = _own_output(AttentionSite(site.layer, block, site.names), call, tokens, sharp)
             error = relative_error(exact(tokens), output, exact.output_bias)
             if not error <= TOLERANCE:
                 raise UnsupportedModel(
@@ -111,7 +113,7 @@ def _loud_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> 
     return tokens * (_LOUD / size) ** 0.5 if size > 0 else tokens
 
 
-def _own_output(site: Site, call: Call, tokens: Tensor, sharp: Rotations) -> Tensor:
+def _own_output(site: AttentionSite, call: Call, tokens: Tensor, sharp: Rotations) -> Tensor:
     """What the block's output projection returns when the block is called on ``tokens``."""
     outputs: list[Tensor] = []
     projection = site.submodule(site.names.output)
@@ -140,7 +142,7 @@ def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
     """
     sharp: Rotations = {}
 
-    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def listen(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
         if isinstance(output, Tensor):  # complex numbers, which no model rounds
             return

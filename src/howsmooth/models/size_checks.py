@@ -24,7 +24,7 @@ _GROUPS = (
 )
 
 
-def read_config(path: Path, tensors: int) -> dict[str, Any]:
+def read_model_config(path: Path, tensors: int) -> dict[str, Any]:
     """The content of config.json, once its counts of layers and labels go with the number of tensors in the file.
 
     Layers are Python objects and labels entries of a table: a thousand million of them fill the memory before any
@@ -77,7 +77,7 @@ def check_size(skeleton: nn.Module, stored: int) -> None:
         )
 
 
-def check_memory(numbers: int, what: str) -> None:
+def check_free_memory(numbers: int, what: str) -> None:
     """Refuse what does not fit into memory as float32, before it is made."""
     free = free_bytes()
     if 4 * numbers > free:

@@ -23,7 +23,7 @@ from howsmooth._util.validation import shown, validated
 from howsmooth.attention import AttentionMap, Composite, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
-from howsmooth.jacobians.closed_maps import ClosedMap
+from howsmooth.jacobians.closed_maps import ClosedMap, Series
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import TOLERANCE, CapturedSite, capture
 from howsmooth.models.closed_parts import (
@@ -33,13 +33,12 @@ from howsmooth.models.closed_parts import (
     ModelPart,
     closed_tail,
     compare_derivative,
-    in_series,
 )
-from howsmooth.models.forward_pass import Call, RealTokens, listening, reference_mode, run
+from howsmooth.models.forward_pass import Call, RealTokens, listening, recorded_calls, reference_mode, run_model
 from howsmooth.models.layer_wiring import ClosedLayer
 from howsmooth.models.module_names import (
     CONVENTIONS,
-    Site,
+    AttentionSite,
     attention_site,
     attention_sites,
     layer_modules,
@@ -51,7 +50,7 @@ from howsmooth.models.text_windows import Window
 
 Function = Callable[[Tensor], Tensor]
 
-WHATS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
+TARGETS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
 """What `target` knows, from the smallest part to the whole."""
 _OF_MLPS = ("mlp", "residual")
 
@@ -166,8 +165,8 @@ class Targets:
     @alone
     def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Composite | Function, Tensor]:
         """As `target`."""
-        if what not in WHATS:
-            raise InvalidInput(f"what is measured is one of {', '.join(WHATS)}, got {what!r}.")
+        if what not in TARGETS:
+            raise InvalidInput(f"what is measured is one of {', '.join(TARGETS)}, got {what!r}.")
         if what in ("model", "logits"):
             self._run()
             return self._whole(what)
@@ -209,7 +208,7 @@ class Targets:
         """Let the model read the window, unless it has."""
         if self._answer is None:
             with self._hearing(), reference_mode(self.model):
-                run(self.model, self.inputs)
+                run_model(self.model, self.inputs)
 
     @cached_property
     def _bodies(self) -> list[nn.Module]:
@@ -223,25 +222,21 @@ class Targets:
         modules = [*self._layers, *(module for mlp in self._mlps if mlp for module in mlp)]
         last = self._layers[-1]
 
-        def on_entry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls[module] = Call.of(args, kwargs)
-
-        def on_exit(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def on_exit(module: nn.Module, args: Any, output: Any) -> None:
             self._outputs[module] = first_tensor(output)
 
-        def at_the_end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def at_the_end(module: nn.Module, args: Any, output: Any) -> None:
             self._answer = output
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
             if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
                 self._tail.append((module, args[0], output))
 
-        hooks = [module.register_forward_pre_hook(on_entry, with_kwargs=True) for module in modules]
-        hooks += [module.register_forward_hook(on_exit) for module in [*modules, *self._bodies]]
+        hooks = [module.register_forward_hook(on_exit) for module in [*modules, *self._bodies]]
         inside = {module for layer in self._layers for module in layer.modules()}
         leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
         hooks += [module.register_forward_hook(after) for module in leaves]
-        with listening([*hooks, self.model.register_forward_hook(at_the_end)]):
+        with listening([*hooks, self.model.register_forward_hook(at_the_end)]), recorded_calls(modules) as self._calls:
             yield
 
     def _input(self, layer: int) -> Tensor:
@@ -271,7 +266,7 @@ class Targets:
         return plain_map(attention, "a layer in closed form")
 
     @cached_property
-    def _blocks(self) -> dict[int, Site]:
+    def _blocks(self) -> dict[int, AttentionSite]:
         """The attention blocks by layer: one walk through the model for all of them."""
         return {site.layer: site for site in attention_sites(self.model)}
 
@@ -288,7 +283,7 @@ class Targets:
             if not _same(self._outputs[self._layers[layer - 1]], self._calls[self._layers[layer]].hidden):
                 raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
         compared = [ComparedLayer(self._closed, layer, *self._heard(layer)) for layer in layers]
-        return in_series([*compared, closed_tail(tail)])
+        return Series(*compared, *closed_tail(tail))
 
     def _closed_residual(self, layer: int, function: Function) -> ClosedMap:
         closed, x = self._closed_layer(layer).residual, self._input(layer)

@@ -8,7 +8,7 @@ or k is a factor and the model's own rotary positions; everything else is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from howsmooth.attention import Causal, CrossAttention, DenseBias, LogitBias, Ro
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_rotary, rotary_kinds
-from howsmooth.models.forward_pass import RealTokens, listening, run
+from howsmooth.models.forward_pass import Inputs, RealTokens, listening, run_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,11 +29,12 @@ _SAME = 1e-5
 
 
 class FoundAttention(NamedTuple):
-    """A self-attention found through the socket: its map, input and output ``(1, n, d)``, and the call itself."""
+    """An attention found in one run: its path and map, the tokens of queries and keys, the output and the call."""
 
     name: str
-    attention: SelfAttention
+    attention: SelfAttention | CrossAttention
     x: Tensor
+    keys: Tensor
     output: Tensor
     call: AttentionCall
 
@@ -48,38 +49,16 @@ class _Linear:
     y: Tensor
 
 
-@dataclass(frozen=True)
-class FoundCross:
-    """Cross-attention as found in one run: its path, the map, both inputs and the output, and the call itself."""
-
-    name: str
-    attention: CrossAttention
-    decoder: Tensor
-    encoder: Tensor
-    output: Tensor
-    call: AttentionCall
-
-
-def find_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[FoundAttention]:
-    """All self-attentions of one run, in the order of computing; cross-attention is passed over."""
-    attentions = [found for found in find_every(model, inputs) if isinstance(found, FoundAttention)]
-    if not attentions:
-        raise UnsupportedModel(
-            f"no self-attention was found in {type(model).__name__} (model type {model.config.model_type!r}): it has "
-            "none, or computes it without transformers' attention interface; measure a module of it as a function, "
-            "models.site(model, path, …)."
-        )
-    return attentions
-
-
-def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[FoundAttention | FoundCross]:
-    """All attentions of one run, in the order of computing."""
+def find_attention(
+    model: PreTrainedModel, inputs: Inputs, kind: type[SelfAttention | CrossAttention]
+) -> list[FoundAttention]:
+    """The attentions of a kind in one run, in the order of computing; `UnsupportedModel` where there is none."""
     linears: list[_Linear] = []
     waiting: list[AttentionCall] = []
     names = {module: name for name, module in model.named_modules()}
-    attentions: list[FoundAttention | FoundCross] = []
+    attentions: list[FoundAttention] = []
 
-    def on_linear(module: Any, args: tuple[Any, ...], y: Any) -> None:
+    def on_linear(module: Any, args: Any, y: Any) -> None:
         if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
             return  # a router that is built on a linear layer, and returns more than its product
         weight = module.weight.detach()
@@ -89,11 +68,8 @@ def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Fou
             call = waiting.pop()
             name = names[call.module]
             real = RealTokens.read_by(call.module, model, inputs)
-            x, other, attention = _rebuild(model, name, call, linears, one, real)
-            if isinstance(attention, CrossAttention):
-                attentions.append(FoundCross(name, attention, x, other, y, call))
-            else:
-                attentions.append(FoundAttention(name, attention, x, y, call))
+            x, keys, attention = _rebuild(model, name, call, linears, one, real)
+            attentions.append(FoundAttention(name, attention, x, keys, y, call))
             linears.clear()
         else:
             linears.append(one)
@@ -113,9 +89,17 @@ def find_every(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Fou
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     with listening(layer.register_forward_hook(on_linear) for layer in layers), attention_calls(model, on_call):
-        run(model, inputs)
+        run_model(model, inputs)
         refuse_unprojected()
-    return attentions
+    found = [one for one in attentions if isinstance(one.attention, kind)]
+    if not found:
+        name = "self-attention" if kind is SelfAttention else "cross-attention"
+        raise UnsupportedModel(
+            f"no {name} was found in {type(model).__name__} (model type {model.config.model_type!r}): it has none, or "
+            "computes it without transformers' attention interface; measure a module of it as a function, "
+            "models.site(model, path, …)."
+        )
+    return found
 
 
 def _rebuild(
@@ -190,22 +174,24 @@ def _splits(features: int, heads: int, width: int) -> Iterator[Tensor]:
 
 
 def _bias(bias: Tensor | None, heads: int) -> Tensor | None:
-    """What is added to the logits of cross-attention, ``(heads, n, m)``; None when nothing is."""
-    if bias is None:
-        return None
-    bias = torch.where(bias < torch.finfo(bias.dtype).min / 2, float("-inf"), bias)[0]
-    return None if bool((bias == 0).all()) else bias.expand(heads, -1, -1).clone()
+    """The term added to the logits of cross-attention, ``(heads, n, m)``; None for zeros."""
+    bias = _with_infinities(bias)
+    return None if bias is None else bias.expand(heads, -1, -1).clone()
 
 
 def _mask(bias: Tensor | None, keep: Tensor | None) -> LogitBias | None:
-    """The mask by name when it is none or causal, and written out for this length otherwise."""
+    """None or the causal mask where the bias is one of them, otherwise the bias written out for this length."""
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:-2], bias.shape[-1], -1)
+        bias = bias if keep is None else bias[..., keep, :][..., keep]
+    bias = _with_infinities(bias)
+    mask = None if bias is None else DenseBias(bias.clone())
+    return Causal() if mask is not None and mask.is_causal else mask
+
+
+def _with_infinities(bias: Tensor | None) -> Tensor | None:
+    """A bias ``(1, heads or 1, n, m)`` without its batch, with −∞ for the lowest numbers; None for zeros."""
     if bias is None:
         return None
-    n = bias.shape[-1]
-    bias = bias.expand(*bias.shape[:-2], n, n)[0]
-    bias = bias if keep is None else bias[..., keep, :][..., keep]
-    bias = torch.where(bias < torch.finfo(bias.dtype).min / 2, float("-inf"), bias)
-    if bool((bias == 0).all()):
-        return None
-    mask = DenseBias(bias.clone())
-    return Causal() if mask.is_causal else mask
+    bias = torch.where(bias < torch.finfo(bias.dtype).min / 2, float("-inf"), bias)[0]
+    return None if bool((bias == 0).all()) else bias

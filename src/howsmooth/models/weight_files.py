@@ -1,7 +1,7 @@
 """Attention weights and tokens from files, read without ever running code from them.
 
-A file knows the matrices of an attention block by the names its framework gave them; `CONVENTIONS` lists those names.
-It does not know the mask, the positions or the logit scale: those are said by the caller.
+A file holds the matrices of an attention block under the names of its framework, which
+`howsmooth.models.module_names` lists. It holds no mask, no positions and no logit scale: the caller gives them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,49 +23,11 @@ from torch import Tensor
 from howsmooth._util.common import first_line, printable
 from howsmooth.attention import LogitBias, SelfAttention
 from howsmooth.errors import InvalidInput, UnsupportedModel
+from howsmooth.models.module_names import FILE_CONVENTIONS, Convention, find_blocks
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
 _DEEPEST = 32
 
-
-@dataclass(frozen=True)
-class Convention:
-    """How a framework names the projections of one attention block.
-
-    Attributes:
-        inputs: the query, key and value projections, or a single one that holds all three.
-        output: the output projection.
-        weight, bias: what follows the name of an input projection.
-        transposed: weights are (in, out), so that heads are columns (GPT-2's Conv1D).
-    """
-
-    inputs: tuple[str, ...]
-    output: str
-    weight: str = ".weight"
-    bias: str = ".bias"
-    transposed: bool = False
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Tensors without which this convention is not what the file follows."""
-        return tuple(name + self.weight for name in self.inputs)
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Tensors that may be missing: biases, and the output projection."""
-        return (*(name + self.bias for name in self.inputs), self.output + ".weight", self.output + ".bias")
-
-
-CONVENTIONS = (
-    Convention(("c_attn",), "c_proj", transposed=True),  # GPT-2
-    Convention(("in_proj",), "out_proj", weight="_weight", bias="_bias"),  # torch.nn.MultiheadAttention
-    Convention(("self.query", "self.key", "self.value"), "output.dense"),  # BERT, RoBERTa
-    Convention(("attention.query", "attention.key", "attention.value"), "output.dense"),  # ViT
-    Convention(("q_proj", "k_proj", "v_proj"), "o_proj"),  # Llama and its descendants
-    Convention(("q_proj", "k_proj", "v_proj"), "out_proj"),  # OPT, BART, CLIP
-    Convention(("q_lin", "k_lin", "v_lin"), "out_lin"),  # DistilBERT
-    Convention(("query", "key", "value"), "output"),
-)
 
 # Beside the projections and known not to change the map: GPT-2's stored causal mask, and the norm after BERT's block.
 _HARMLESS = ("bias", "masked_bias", "output.LayerNorm.weight", "output.LayerNorm.bias")
@@ -164,27 +127,6 @@ def read_attention_weights(
     return AttentionWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias, heads, kv_heads)
 
 
-def find_blocks(tensors: Mapping[str, Any]) -> dict[str, Convention]:
-    """The prefixes at which an attention block begins, with the convention it follows.
-
-    >>> list(find_blocks({"h.3.attn.c_attn.weight": None, "h.3.mlp.c_proj.weight": None}))
-    ['h.3.attn.']
-    """
-    blocks: dict[str, Convention] = {}
-    taken: set[str] = set()
-    for convention in sorted(CONVENTIONS, key=lambda c: -len(c.required[0])):  # self.query before query
-        first = convention.required[0]
-        for name in tensors:
-            prefix = name.removesuffix(first)
-            whole = name.endswith(first) and (not prefix or prefix.endswith("."))
-            if not whole or name in taken or not all(prefix + other in tensors for other in convention.required):
-                continue
-            rivals = [c for c in CONVENTIONS if c.required == convention.required]
-            blocks[prefix] = next((c for c in rivals if f"{prefix}{c.output}.weight" in tensors), convention)
-            taken.update(prefix + other for other in convention.required)
-    return blocks
-
-
 def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
     """The tokens x, (n, d) or (batch, n, d), stored in a ``.safetensors``, ``.pt``, ``.pth`` or ``.npy`` file.
 
@@ -234,28 +176,20 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     return tensors, stored if isinstance(stored, dict) else {}
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """A safetensors file as a mapping that reads a tensor when it is asked for."""
+class _Lazy(UserDict[str, Tensor]):
+    """A safetensors file as a mapping that reads a tensor when it is requested."""
 
     def __init__(self, file: Any):
-        self.file, self.names = file, dict.fromkeys(file.keys())
+        super().__init__()
+        self.file, self.data = file, dict.fromkeys(file.keys(), torch.empty(0))
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.names:
+        if name not in self.data:
             raise KeyError(name)
         try:
             return self.file.get_tensor(name)
         except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
             raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_said(error)}).") from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
@@ -290,7 +224,7 @@ def _plain(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 def _choose(prefix: str | None, blocks: Mapping[str, Convention], path: Path) -> str:
     if not blocks:
-        known = "; ".join(", ".join((*c.required, c.output + ".weight")) for c in CONVENTIONS)
+        known = "; ".join(", ".join((*c.required, c.output + ".weight")) for c in FILE_CONVENTIONS)
         raise UnsupportedModel(f"{path.name} holds no attention block with names known here ({known}).")
     if prefix is None and len(blocks) == 1:
         return next(iter(blocks))

@@ -20,7 +20,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
 from howsmooth.models.attention_interface import answering, eager_attention
 from howsmooth.models.captured_sites import check_request
-from howsmooth.models.forward_pass import run
+from howsmooth.models.forward_pass import run_model
 from howsmooth.rounding.kv_cache import PARTS, Cache, Choice, read_back
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def run_whole(reader: Reader) -> Any:
     before = config.output_hidden_states
     config.output_hidden_states = not reader.causal
     try:
-        return run(reader.model, reader.inputs)
+        return run_model(reader.model, reader.inputs)
     finally:
         config.output_hidden_states = before
 

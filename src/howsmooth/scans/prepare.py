@@ -10,7 +10,8 @@ from typing import Any
 
 from howsmooth._util.validation import Device
 from howsmooth.errors import InvalidInput
-from howsmooth.models import OpenModel, Targets, Window, held_model, open_model
+from howsmooth.models import OpenModel, Targets, Window, open_model
+from howsmooth.models.in_memory import model_in_memory
 from howsmooth.models.input_files import file_named, joined_texts, read_input
 from howsmooth.models.open_source import DeviceMap, Dtype
 from howsmooth.scans.memory_checks import check_fits, fitting
@@ -105,7 +106,7 @@ def _opened(
     if device_map is not None:
         raise InvalidInput("a device_map spreads a model that is opened by name: one in memory is where it is.")
     if not isinstance(model, OpenModel):
-        return held_model(model, tokenizer, head=head, device=device).in_dtype(dtype)
+        return model_in_memory(model, tokenizer, head=head, device=device).in_dtype(dtype)
     if tokenizer is not None:
         raise InvalidInput("a tokenizer goes with a model in memory: one that is open has its own.")
     return model.on(device).in_dtype(dtype)

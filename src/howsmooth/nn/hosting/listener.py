@@ -19,7 +19,7 @@ from howsmooth.attention import Causal, ComposedAttention, DenseBias, LogitBias,
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
-from howsmooth.models.module_names import CONVENTIONS, Site, attention_sites
+from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_sites
 from howsmooth.nn.hosting.adapter import Seen
 from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
 from howsmooth.nn.layers.call_masks import Sight
@@ -42,7 +42,7 @@ class Heard:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    site: Site | None = None
+    site: AttentionSite | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -112,7 +112,7 @@ class Listener:
         self._hooks, self.calls = [], {}
 
 
-def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, Site]]:
+def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, AttentionSite]]:
     everything = dict(model.named_modules())
     if layers is not None:
         wanted = [layers] if isinstance(layers, str) else list(layers)
@@ -130,7 +130,7 @@ def _find(model: nn.Module, layers: Iterable[str] | None) -> tuple[dict[str, nn.
     return modules, sites
 
 
-def _sites(model: Any) -> list[Site]:
+def _sites(model: Any) -> list[AttentionSite]:
     if getattr(getattr(model, "config", None), "model_type", None) not in CONVENTIONS:
         return []
     try:
@@ -191,7 +191,7 @@ def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) ->
     return DenseBias(added[:, keep][:, :, keep])
 
 
-def _block(model: Any, heard: Heard, site: Site) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _block(model: Any, heard: Heard, site: AttentionSite) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
     seen = Seen.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
