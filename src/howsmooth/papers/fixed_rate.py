@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from howsmooth.models import alice
 from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.figure_style import finish, panels, spread, whole_numbers
-from howsmooth.papers.training import Corpus, Settings, train
+from howsmooth.papers.training import Corpus, TrainingSettings, train
 
 KINDS = {"dot-product": "post-norm", "l2": "post-norm", "contractive-2": "contractive"}
 SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 2e-3}
@@ -34,7 +34,7 @@ def cells(asked: Asked) -> Sequence[Cell]:
 def run(asked: Asked, cell: Cell) -> list[Row]:
     """Bits per character, beside those of guessing characters by how often they occur."""
     corpus = Corpus.split(alice() if asked.text is None else asked.text)
-    result = train(corpus, Settings(**cell))
+    result = train(corpus, TrainingSettings(**cell))
     return [{**asdict(result.settings), "bits": result.valid_bits, "guessing": guessing(corpus)}]
 
 

@@ -29,7 +29,7 @@ from howsmooth.nn.layers.dot_product_layers import DotProductAttention, NormCont
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
 from howsmooth.nn.layers.l2_layer import L2Attention
 from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
-from howsmooth.nn.layers.registry import KINDS
+from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 Tie = Literal["query", "key", "mean"]
@@ -51,7 +51,7 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
       (out_proj): Linear(in_features=8, out_features=8, bias=False)
     )
     """
-    chosen = KINDS[kind]
+    chosen = LAYER_KINDS[kind]
     said = sorted(chosen.options.keys() & options.keys())
     if said:
         raise InvalidInput(f"{kind} attention says its {said[0]} by its name: leave the option out.")

@@ -16,11 +16,11 @@ from howsmooth._util.validation import check_number, check_positive, validated
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.stages import Chain
 from howsmooth.nn.caps import SpectralCaps
-from howsmooth.nn.layers.attention_layer import Heads, Mask, MixingLayer, glorot
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
+from howsmooth.nn.layers.call_masks import CallMasks
 
 
-class DotProductAttention(MixingLayer):
+class DotProductAttention(ProjectedAttention):
     """Plain dot-product attention (Vaswani et al. 2017), the baseline; arguments as in `AttentionLayer`.
 
     It is Lipschitz on bounded sets only, so `lipschitz_bound` needs a radius.
@@ -51,10 +51,12 @@ class DotProductAttention(MixingLayer):
         """What the map is built with besides weights and mask."""
         return {}
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
-        return Heads(*(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True)))
+        return ProjectedTokens(
+            *(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True))
+        )
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
@@ -98,16 +100,16 @@ class SigmoidAttention(DotProductAttention):
     def options(self) -> dict[str, Any]:
         return {"logit_shift": self.logit_shift}
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
-        heads = super().project(x, sight)
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        heads = super().project(x, masks)
         like = heads.query
         if self.logit_shift is not None:
             shift = like.new_full((1, 1, 1, 1), self.logit_shift)
-        elif sight.keep is None:
-            shift = like.new_full((1, 1, 1, 1), -math.log(sight.n))
+        elif masks.keep is None:
+            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n))
         else:
-            shift = -sight.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
-        return Heads(heads.query, heads.key, heads.value, shift)
+            shift = -masks.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
+        return ProjectedTokens(heads.query, heads.key, heads.value, shift)
 
 
 class CosineAttention(DotProductAttention):
@@ -184,8 +186,8 @@ class NormControlledAttention(DotProductAttention):
     def options(self) -> dict[str, Any]:
         return {"scale": 1 / self.head_dim}
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
-        return super().combine(mixed / 3, sight)
+    def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
+        return super().combine(mixed / 3, masks)
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         attention_map = super().attached_map(mask, n)
