@@ -114,9 +114,8 @@ class SmoothnessMonitor:
             step: its number, when the count does not start at 0.
         """
         now = self._next if step is None else step
-        heard = self._recorder.take()
         self._next = now + 1
-        self._recorder.open = self._next % self.every == 0
+        heard = self._recorder.take(record_next=self._next % self.every == 0)
         if now % self.every or not heard:
             return {}
         self.problems, self.latest, self.alarms = {}, {}, []

@@ -48,7 +48,6 @@ class AttentionAdapter(nn.Module):
         self.layer, self.layer_idx = layer, layer_idx
         self.is_causal = causal  # as transformers' own attention says it
         self.dropout = nn.Dropout(dropout)
-        self.turns = "rotary" in getattr(layer, "options", dict)()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Output of the new tokens, ``(batch, new, d)``; weights are not returned, ask the layer's map for them."""
@@ -59,7 +58,7 @@ class AttentionAdapter(nn.Module):
         new = hidden_states.shape[1]
         tokens = hidden_states if cache is None else self._with_past(hidden_states, cache)
         seen = TransformersMask.of(given.get("attention_mask"), tokens.shape[:2], new, self.is_causal)
-        if self.turns and position_ids is not None:
+        if getattr(self.layer, "rotary", None) is not None and position_ids is not None:
             _check_consecutive(position_ids, seen)
         out, _ = self.layer(
             tokens if self.layer.batch_first else tokens.transpose(0, 1),

@@ -100,9 +100,9 @@ class CallRecorder:
         if self.open and torch.is_grad_enabled() and not _REPEATING.get():
             self.calls[name] = RecordedCall(module, args, kwargs, self.sites.get(name))
 
-    def take(self) -> dict[str, RecordedCall]:
-        """What was heard since the last time, by name."""
-        calls, self.calls = self.calls, {}
+    def take(self, record_next: bool = True) -> dict[str, RecordedCall]:
+        """Return the calls since the last time by name, and record those that follow, or do not."""
+        calls, self.calls, self.open = self.calls, {}, record_next
         return calls
 
     def close(self) -> None:

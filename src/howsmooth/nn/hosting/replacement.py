@@ -200,6 +200,7 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
         replacement.apply(model)
     _load_weights(model, folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
+        # transformers reads it from this attribute only; its own from_pretrained assigns it in the same way.
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
 
@@ -262,10 +263,11 @@ def _replace_in_torch(
         layer = _make(kind, old, None, block.self_attn.dropout, given | options, tie)
         new.append(layer.train(block.training))
     for block, layer in zip(chosen, new, strict=True):
-        block.self_attn = layer
+        block.set_submodule("self_attn", layer)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.enable_nested_tensor = module.use_nested_tensor = False  # torch's fused dot-product path
+            # torch offers no other way to switch off its fused dot-product path, which would ignore the new layers.
+            module.enable_nested_tensor = module.use_nested_tensor = False
 
 
 def _make(

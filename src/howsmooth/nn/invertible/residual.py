@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -181,6 +180,9 @@ class InvertibleResidual(nn.Module):
         moved = self.branch(leaf)
 
         def solved(u: Tensor) -> Tensor:
+            if torch.is_grad_enabled():  # create_graph: the returned gradient would count as constant
+                raise NotDifferentiable("the inverse has first derivatives only: leave create_graph=True out.")
+
             def step(w: Tensor, index: Tensor) -> Tensor:
                 every = torch.zeros_like(u).index_copy(0, index, w)
                 return (u - vector_jacobian_product(moved, leaf, every))[index]
@@ -188,7 +190,9 @@ class InvertibleResidual(nn.Module):
             # That the map contracts has been checked on the way to x.
             return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
 
-        return _Implicit.apply(y - moved, solved)
+        attached = y - moved
+        attached.register_hook(solved)
+        return attached.view_as(attached)  # the caller's tensor keeps its own gradient
 
     def log_det(
         self,
@@ -214,21 +218,6 @@ class InvertibleResidual(nn.Module):
             return estimate
         names = ("value", "standard_error", "truncation", *(() if estimate.limit is None else ("limit",)))
         return replace(estimate, **{name: getattr(estimate, name)[0] for name in names})
-
-
-class _Implicit(torch.autograd.Function):
-    """The identity, whose backward pass turns gradients with respect to x into gradients with respect to y − f(x̂)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.solved = solved
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # create_graph: what is returned would count as constant
-            raise NotDifferentiable("the inverse has first derivatives only: leave create_graph=True out.")
-        return ctx.solved(u), None
 
 
 def _solved(step: FixedPointMap, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:

@@ -7,13 +7,14 @@ tokens before they meet, and carries the theory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth._util.validation import check_number, check_positive, validated
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.stages import Chain
 from howsmooth.nn.caps import SpectralCaps
 from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
@@ -43,12 +44,25 @@ class DotProductAttention(ProjectedAttention):
     def make_weights(self, bias: bool) -> None:
         self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3, bias=bias)
         self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
+        self.set_rotary(None)
+
+    def set_rotary(self, rotary: Rotary | None) -> None:
+        """Rotate queries and keys by their positions, or do not."""
+        self.rotary = rotary
         core = self.map()  # its stages have no weights of their own
         self.weighting = core.weighting
         self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            is_angle = self.rotary is not None and tensor is self.rotary.frequencies  # useless in half precision
+            return tensor.to(converted.device) if is_angle else converted
+
+        return super()._apply(convert, recurse)
+
     def options(self) -> dict[str, Any]:
-        """What the map is built with besides weights and mask."""
+        """Return the arguments of the map besides weights, mask and rotary positions."""
         return {}
 
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
@@ -60,7 +74,7 @@ class DotProductAttention(ProjectedAttention):
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
-        options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, **self.options()}
+        options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, "rotary": self.rotary, **self.options()}
         if self.in_proj.bias is not None:
             options |= zip(("query_bias", "key_bias", "value_bias"), self.in_proj.bias.chunk(3), strict=True)
             options["output_bias"] = self.out_proj.bias[:]
