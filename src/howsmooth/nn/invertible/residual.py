@@ -191,7 +191,7 @@ class InvertibleResidual(nn.Module):
             return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
 
         attached = y - moved
-        attached.register_hook(solved)
+        attached.register_hook(lambda u: None if u is None else solved(u))  # None: an undefined gradient
         return attached.view_as(attached)  # the caller's tensor keeps its own gradient
 
     def log_det(
