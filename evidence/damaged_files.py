@@ -14,13 +14,14 @@ import torch
 from evidence.tables import table
 from howsmooth._util.common import digest
 from howsmooth.errors import HowsmoothError
-from howsmooth.papers.training import CharacterModel, Checkpoint, Settings
+from howsmooth.papers.training import CharacterModel, TrainingSettings
+from howsmooth.papers.training.checkpoints import TrainingCheckpoint
 from howsmooth.search import Witness, worst_case
 
 TITLE = "Are damaged files noticed?"
 TRIALS = 600
 Case = tuple[bytes, Callable[[Path], Any]]
-_SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
+_SETTINGS = TrainingSettings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
 
 
 def checkpoint_case() -> Case:
@@ -29,7 +30,7 @@ def checkpoint_case() -> Case:
     model, optimiser = fresh_run()
     model(torch.tensor([[0, 1, 2, 3]])).square().sum().backward()
     optimiser.step()
-    checkpoint = Checkpoint.take(7, _SETTINGS, "abc", "0" * 64, 1.5, [2.5, 2.25], model, optimiser)
+    checkpoint = TrainingCheckpoint.take(7, _SETTINGS, "abc", "0" * 64, 1.5, [2.5, 2.25], model, optimiser)
     return _file(checkpoint.save), _go_on
 
 
@@ -101,10 +102,10 @@ def _file(save: Callable[[Path], None]) -> bytes:
 def _go_on(path: Path) -> tuple[object, ...]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        found = Checkpoint.load(path)
+        found = TrainingCheckpoint.load(path)
         model, optimiser = fresh_run()
         found.restore(model, optimiser)
-        again = Checkpoint.take(
+        again = TrainingCheckpoint.take(
             found.step, found.settings, found.alphabet, found.text, found.seconds, found.losses, model, optimiser
         )
         return (

@@ -19,7 +19,7 @@ import torch
 from evidence.tables import FOLDER, table
 from howsmooth.models import alice
 from howsmooth.nn import SmoothnessMonitor
-from howsmooth.papers.training import CharacterModel, Corpus, Settings
+from howsmooth.papers.training import CharacterModel, Corpus, TrainingSettings
 from howsmooth.papers.training.lengths import plan
 from howsmooth.papers.training.loop import nats
 
@@ -27,7 +27,7 @@ TITLE = "Does σ warn before training diverges?"
 SIGNALS = ("σ", "largest logit", "entropy", "‖P‖", "relative condition", "gradient norm", "loss")
 _OF_MONITOR = {"σ": "sigma_lower", "largest logit": "largest_logit", "entropy": "entropy", "‖P‖": "weights_norm"}
 _OF_MONITOR["relative condition"] = "condition"
-BASE = Settings(
+BASE = TrainingSettings(
     attention="dot-product", depth=2, width=32, heads=2, length=32, batch_tokens=256, rate=2e-3, warmup=0, clip=0.0
 )
 SEEDS = tuple(range(10))
@@ -50,7 +50,7 @@ class Run:
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SIGNALS})
 
 
-def train(seed: int, rising: bool, corpus: Corpus, settings: Settings = BASE, most: int = MOST) -> Run:
+def train(seed: int, rising: bool, corpus: Corpus, settings: TrainingSettings = BASE, most: int = MOST) -> Run:
     """One run: at a steady rate, or with one that rises after `STEADY` steps until the loss runs away."""
     run, pieces = Run(seed, rising), plan(corpus, "fixed", settings.length, settings.batch_tokens, seed, most)
     with torch.random.fork_rng(devices=[]):

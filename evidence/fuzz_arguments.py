@@ -22,6 +22,8 @@ from howsmooth import bounds, meanfield, models, rounding, search
 from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
 from howsmooth.papers import training
+from howsmooth.papers.training.lengths import TextBatch
+from howsmooth.papers.training.run_status import TrainingResult
 
 D, N = 6, 4
 NAN_IN = "nan in "
@@ -62,16 +64,16 @@ def _corpus() -> training.Corpus:
     return training.Corpus.split("to be or not to be, that is the question\n\n" * 10)
 
 
-def _settings() -> training.Settings:
-    return training.Settings(depth=1, width=4, heads=1, length=4, steps=2, batch_tokens=8)
+def _settings() -> training.TrainingSettings:
+    return training.TrainingSettings(depth=1, width=4, heads=1, length=4, steps=2, batch_tokens=8)
 
 
 def _two_measures(shift: float = 0.0) -> meanfield.Measure:
     return meanfield.Measure(_x(3, D, dtype=torch.float64) + shift, [0.2, 0.3, 0.5])
 
 
-def _result() -> training.Result:
-    return training.Result(_settings(), 2.0, 2.0, 1.0, None, 16, 1.0, 10, "split", "0" * 64)
+def _result() -> TrainingResult:
+    return TrainingResult(_settings(), 2.0, 2.0, 1.0, None, 16, 1.0, 10, "split", "0" * 64)
 
 
 RIGHT: dict[str, Callable[[], Any]] = {
@@ -119,7 +121,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "grid": lambda: training.Grid(_settings(), ("l2",), (1,), (0,)),
     "intervals": lambda: training.Intervals(),
     "characters": lambda: _seeded(lambda: training.CharacterModel(_settings(), 5)),
-    "batch": lambda: training.Batch(torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)),
+    "batch": lambda: TextBatch(torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)),
     "parts": lambda: [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3])],
     "symbols": lambda: torch.tensor([1, 2, 3, 1, 2, 3, 1, 2]),
     "results": lambda: [_result()],
@@ -364,23 +366,17 @@ SPECIAL: dict[str, list[str]] = {
     "attention.SelfAttention.from_transformers.model": ["transformer"],
     "attention.SelfAttention.from_transformers.layer": ["one"],
     "attention.SelfAttention.from_torch.module": ["multihead"],
-    "nn.Attending.attention": ["l2 layer", "attention"],
     "nn.InvertibleResidual.f": ["contractive", "contractive mlp"],
-    "nn.Scaled.f": ["linear", "l2 layer"],
+    "nn.ScaledBranch.f": ["linear", "l2 layer"],
     "nn.ContractiveL2Attention.norm": ["nothing"],
     "nn.replace_attention.kind": ["l2"],
     "nn.softmax_jacobian_penalty.weights": ["square"],
     "nn.SpectralCaps.module": ["l2 layer"],
     "scans.scan.model": ["open model"],
     "scans.scan.lengths": ["numbers"],
-    "papers.plan.lengths": ["fixed"],
-    "papers.validation.lengths": ["fixed"],
-    "papers.Settings.lengths": ["fixed"],
-    "papers.Settings.attention": ["l2"],
+    "papers.TrainingSettings.lengths": ["fixed"],
+    "papers.TrainingSettings.attention": ["l2"],
     "papers.CharacterModel.symbols": ["three"],
-    "papers.evaluate.model": ["characters"],
-    "papers.decode.symbols": ["numbers"],
-    "papers.Fixed.text": ["symbols"],
     "papers.Corpus.read.path": ["file"],
     "search.sandwich.lengths": ["numbers"],
     "search.sandwich.eps": ["radii"],

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from evidence.scan_faults import TEXT, make_model
 from howsmooth.certificates import PatchTransformer
 from howsmooth.cli import app
-from howsmooth.papers.training import Corpus, Settings, train
+from howsmooth.papers.training import Corpus, TrainingSettings, train
 from howsmooth.scans import scan
 
 HOSTILE = "\x1b]52;c;cHduZWQ=\x1b\\\x1b[2J\u202e\x9b31m<b>[bold]$x_{"
@@ -53,7 +53,7 @@ def make_inputs(folder: Path) -> None:
     _stores(folder)
     _configurations(folder)
     corpus = Corpus.split("to be or not to be, that is the question " * 60)
-    settings = Settings(depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)
+    settings = TrainingSettings(depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)
     train(corpus, settings, folder / "run")
     (folder / "empty").mkdir()
 

@@ -14,10 +14,10 @@ import howsmooth as hs
 from evidence.tables import table
 from howsmooth.errors import HowsmoothError
 from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attention
-from howsmooth.nn.invertible.branches import Scaled
-from howsmooth.nn.invertible.fixed_point import solve
+from howsmooth.nn.invertible.branches import ScaledBranch
+from howsmooth.nn.invertible.fixed_point import solve_fixed_point
 from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import average_2
 
 TITLE = "Inverting residual attention"
@@ -81,7 +81,7 @@ class Case:
 
         contraction = self.block.contraction(y.shape[1])
         options = {"tolerance": 0.0, "max_iterations": evaluations, "memory": 8 if accelerate else 0}
-        solve(step, y, contraction=contraction, scale=contraction.size(y), **options)  # type: ignore[arg-type]
+        solve_fixed_point(step, y, contraction=contraction, scale=contraction.size(y), **options)  # type: ignore[arg-type]
         return seen
 
     def error(self, found: Inversion) -> float:
@@ -111,7 +111,7 @@ def cases(batch: int = 128, n: int = 64, width: int = 64, heads: int = 8, steps:
         for c in COEFFICIENTS:
             plain = layer(width, heads)
             train(plain, n, width, steps_taken)
-            yield Case(f"c·F, {state}", c, InvertibleResidual(Scaled(plain, c), coefficient=c, trust=True), x)
+            yield Case(f"c·F, {state}", c, InvertibleResidual(ScaledBranch(plain, c), coefficient=c, trust=True), x)
             contractive = layer(width, heads, c)
             train(contractive, n, width, steps_taken)
             yield Case(f"contractive, {state}", c, InvertibleResidual(contractive), x)
@@ -165,7 +165,7 @@ class Steep:
     def truth(self, y: Tensor, sign: float = -1.0) -> list[mpmath.mpf]:
         """The inverse of y in 60 digits, by iteration."""
         with mpmath.workdps(60):
-            factor = sign * mpmath.mpf(self.coefficient) / mpmath.mpf(average_2(Sight(len(y))))
+            factor = sign * mpmath.mpf(self.coefficient) / mpmath.mpf(average_2(CallMasks(len(y))))
             given, square = [mpmath.mpf(float(each)) for each in y], mpmath.mpf(self.weight) ** 2
             x, steps = given, int(50 / -math.log10(self.coefficient)) + 20
             for _ in range(steps):

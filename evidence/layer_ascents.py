@@ -22,7 +22,7 @@ from howsmooth.bounds import Setting, TokenSet
 from howsmooth.bounds.kim2021 import l2_weights
 from howsmooth.bounds.own.l2_bounds import block_lip_2
 from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.norms.small_matrices import spectral
 
 TITLE = "Layers under joint ascent over tokens and weights"
@@ -145,9 +145,9 @@ def attack(kind: Kind, mask: str, least: int, starts: int = 25, steps: int = 60)
 class WithoutFactor(layers.L2Attention):
     """L2 attention without A_h, as often seen; it claims the bound of the real one."""
 
-    def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, None]:
+    def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, None]:
         weights = self.qk_proj.weight, self.v_proj.weight, self.out_proj.weight
-        return hs.L2SelfAttention(*weights, heads=self.num_heads, **self.options(sight.n))(x), None
+        return hs.L2SelfAttention(*weights, heads=self.num_heads, **self.options(masks.n))(x), None
 
     def options(self, n: int) -> dict[str, Any]:
         """How it differs from L2 attention."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evidence.tables import table
 from howsmooth.nn import ContractiveL2Attention
-from howsmooth.nn.invertible.branches import Attending, Composed
+from howsmooth.nn.invertible.branches import AttentionBranch, ComposedBranch
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
 from howsmooth.nn.invertible.log_determinant import Method
 from howsmooth.nn.invertible.residual import InvertibleResidual
@@ -52,11 +52,11 @@ def cases(count: int, mask: str | None) -> Iterator[Case]:
         width = heads * int(torch.randint(1, 4, (), generator=generator))
         c = (0.5, 0.7, 0.9)[seed % 3]
         norm = ("2", "2", "2", "inf")[seed % 4]
-        attention = Attending(ContractiveL2Attention(width, heads, c, norm), mask)  # type: ignore[arg-type]
+        attention = AttentionBranch(ContractiveL2Attention(width, heads, c, norm), mask)  # type: ignore[arg-type]
         branch = attention
         if seed % 5 == 0 and norm == "2":
             mlps = (ContractiveMLP(width, 8, 1.0), ContractiveMLP(width, 8, 1.0))
-            branch = Composed(mlps[0], attention, mlps[1])  # type: ignore[assignment]
+            branch = ComposedBranch(mlps[0], attention, mlps[1])  # type: ignore[assignment]
         block = InvertibleResidual(branch).double().eval()
         yield Case(block, 2 * torch.randn(n, width, dtype=torch.float64, generator=generator))
 

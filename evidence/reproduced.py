@@ -19,8 +19,8 @@ from PIL import Image
 
 from evidence.tables import FOLDER, table
 from howsmooth._util.common import write_whole
-from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Reproduction, reproduce
-from howsmooth.papers.experiment import Size
+from howsmooth.papers import EXPERIMENTS, Experiment, ExperimentOptions, Reproduction, reproduce
+from howsmooth.papers.experiment import ExperimentSize
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reproduced.md"
@@ -43,8 +43,8 @@ def runs(names: Iterable[str], in_full: Sequence[str], folder: Path) -> dict[str
     """Every experiment in its quick size, and some in full."""
     made: dict[str, list[Reproduction]] = {}
     for name in names:
-        sizes: tuple[Size, ...] = ("quick", "full") if name in in_full else ("quick",)
-        made[name] = [reproduce(EXPERIMENTS[name], Asked(size), folder) for size in sizes]
+        sizes: tuple[ExperimentSize, ...] = ("quick", "full") if name in in_full else ("quick",)
+        made[name] = [reproduce(EXPERIMENTS[name], ExperimentOptions(size), folder) for size in sizes]
         print(name, *(one.finding.verdict.value for one in made[name]), sep=": ", flush=True)
     return made
 

@@ -19,19 +19,20 @@ import howsmooth as hs
 from evidence.tables import FOLDER, table
 from evidence.training_grid import RUNS, text
 from howsmooth._util.common import Busy, write_whole
-from howsmooth.papers.training import CharacterModel, Corpus, Intervals, Result, Settings, load_model, train
+from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, load_model, train
+from howsmooth.papers.training.run_status import TrainingResult
 from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "Does a curriculum of lengths pay?"
-BASE = Settings(depth=4, width=64, heads=4, length=256, batch_tokens=1024, steps=2000, rate=3e-3, warmup=100)
+BASE = TrainingSettings(depth=4, width=64, heads=4, length=256, batch_tokens=1024, steps=2000, rate=3e-3, warmup=100)
 SEEDS = (0, 1)
 WINDOWS = 4
 """Windows of the validation part on which σ is measured, for each length."""
 INTERVALS = Intervals(validate=100)
-Runs = dict[str, list[tuple[Result, Path]]]
+Runs = dict[str, list[tuple[TrainingResult, Path]]]
 
 
-def arms(base: Settings = BASE) -> dict[str, Settings]:
+def arms(base: TrainingSettings = BASE) -> dict[str, TrainingSettings]:
     """What is compared: every step at full length, and two curricula."""
     return {
         "chunks": replace(base, lengths="chunks"),
@@ -43,7 +44,7 @@ def arms(base: Settings = BASE) -> dict[str, Settings]:
 def run(
     folder: Path,
     corpus: Corpus,
-    wanted: dict[str, Settings],
+    wanted: dict[str, TrainingSettings],
     seeds: Sequence[int],
     intervals: Intervals,
     progress: Callable[[str], None],

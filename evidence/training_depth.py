@@ -11,19 +11,22 @@ from dataclasses import replace
 
 from evidence.tables import FOLDER
 from evidence.training_grid import NARROW, RUNS, WINDOW, draw, run, summary, text
-from howsmooth.papers.training import Corpus, Grid, Result, Settings
+from howsmooth.papers.training import Corpus, Grid, TrainingSettings
 from howsmooth.papers.training.grid import write_table
+from howsmooth.papers.training.run_status import TrainingResult
 from howsmooth.papers.training.training_settings import Attention
 
 TITLE = "How deep does it train at a fixed learning rate?"
-BASE = Settings(
+BASE = TrainingSettings(
     width=64, heads=4, length=32, batch_tokens=256, steps=800, rate=2e-3, schedule="fixed", warmup=0, clip=0.0
 )
 DEPTHS, SEEDS = (2, 6, 10, 14, 18), (0,)
 USUAL: tuple[Attention, ...] = ("dot-product", "l2")
 
 
-def grids(base: Settings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS) -> dict[str, Grid]:
+def grids(
+    base: TrainingSettings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS
+) -> dict[str, Grid]:
     """Dot-product and tied L2 attention with LayerNorm after and before the branches, and contractive blocks.
 
     The last also with a window, on which contractive attention is damped less.
@@ -36,7 +39,7 @@ def grids(base: Settings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence
     }
 
 
-def untrained(results: Sequence[Result], corpus: Corpus) -> list[str]:
+def untrained(results: Sequence[TrainingResult], corpus: Corpus) -> list[str]:
     """The cells that did no better than guessing characters by how often they occur, or diverged."""
     limit = single_character_bits(corpus)
     return [

@@ -15,13 +15,14 @@ from evidence.real_heads import shared_folder
 from evidence.tables import FOLDER, table
 from howsmooth.bounds.own.l2_bounds import average_lip_2, lower_2
 from howsmooth.models import alice
-from howsmooth.papers.training import Corpus, Grid, Result, Settings, gap_closed, mean_bits, run_grid
-from howsmooth.papers.training.grid import KINDS, Cell, write_table
+from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
+from howsmooth.papers.training.grid import COMPARED_KINDS, GridProgress, gap_closed, mean_bits, write_table
+from howsmooth.papers.training.run_status import TrainingResult
 from howsmooth.reports.figures import new_figure, save_figure
 
 TITLE = "What does contractive attention cost?"
 RUNS = Path(__file__).resolve().parents[1] / "howsmooth-output" / "evidence"
-BASE = Settings(width=128, heads=4, length=64, batch_tokens=512, steps=1500, rate=3e-3, warmup=100)
+BASE = TrainingSettings(width=128, heads=4, length=64, batch_tokens=512, steps=1500, rate=3e-3, warmup=100)
 DEPTHS, SEEDS = (2, 4, 6), (0, 1)
 WINDOW = 4
 """Tokens that a token sees in the second half of the grid."""
@@ -40,38 +41,47 @@ def text() -> tuple[str, Corpus]:
     return "Alice in Wonderland", Corpus.split(alice())
 
 
-def grids(base: Settings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS) -> dict[str, Grid]:
+def grids(
+    base: TrainingSettings = BASE, depths: Sequence[int] = DEPTHS, seeds: Sequence[int] = SEEDS
+) -> dict[str, Grid]:
     """The five kinds in the usual pre-norm blocks, the two contractive ones in blocks that contract as a whole.
 
     Both where a token sees all before it, and, without untied L2 attention, where it sees a window.
     """
-    usual, contractive = replace(base, blocks="pre-norm"), replace(base, blocks="contractive", attention=KINDS[4])
+    usual, contractive = (
+        replace(base, blocks="pre-norm"),
+        replace(base, blocks="contractive", attention=COMPARED_KINDS[4]),
+    )
     return {
-        "pre-norm": Grid(usual, KINDS, depths, seeds),
-        "contractive": Grid(contractive, KINDS[3:], depths, seeds),
-        f"pre-norm{NARROW}": Grid(replace(usual, window=WINDOW), (KINDS[0], *KINDS[2:]), depths, seeds),
-        f"contractive{NARROW}": Grid(replace(contractive, window=WINDOW), KINDS[3:], depths, seeds),
+        "pre-norm": Grid(usual, COMPARED_KINDS, depths, seeds),
+        "contractive": Grid(contractive, COMPARED_KINDS[3:], depths, seeds),
+        f"pre-norm{NARROW}": Grid(
+            replace(usual, window=WINDOW), (COMPARED_KINDS[0], *COMPARED_KINDS[2:]), depths, seeds
+        ),
+        f"contractive{NARROW}": Grid(replace(contractive, window=WINDOW), COMPARED_KINDS[3:], depths, seeds),
     }
 
 
 def constants(
-    base: Settings = BASE, depths: Sequence[int] = DEPTHS[:1], seeds: Sequence[int] = SEEDS
+    base: TrainingSettings = BASE, depths: Sequence[int] = DEPTHS[:1], seeds: Sequence[int] = SEEDS
 ) -> dict[str, Grid]:
     """`contractive-2` scaled to constants above one, in pre-norm blocks."""
-    usual = replace(base, blocks="pre-norm", attention=KINDS[4])
-    return {f"constant {c:g}": Grid(replace(usual, coefficient=c), KINDS[4:], depths, seeds) for c in CONSTANTS}
+    usual = replace(base, blocks="pre-norm", attention=COMPARED_KINDS[4])
+    return {
+        f"constant {c:g}": Grid(replace(usual, coefficient=c), COMPARED_KINDS[4:], depths, seeds) for c in CONSTANTS
+    }
 
 
-def run(folder: Path, corpus: Corpus, wanted: dict[str, Grid], progress: Show) -> dict[str, list[Result]]:
+def run(folder: Path, corpus: Corpus, wanted: dict[str, Grid], progress: Show) -> dict[str, list[TrainingResult]]:
     """All cells that are not there yet; those that are finished."""
 
-    def show(cell: Cell) -> None:
+    def show(cell: GridProgress) -> None:
         progress(f"{cell.name} ({cell.number}/{cell.total}), step {cell.status.step}, {cell.status.bits:.3f} bits")
 
     return {name: run_grid(corpus, grid, folder / name, progress=show) for name, grid in wanted.items()}
 
 
-def bits(results: Sequence[Result], kind: str, depth: int) -> str:
+def bits(results: Sequence[TrainingResult], kind: str, depth: int) -> str:
     """Mean over the seeds, and half their range when there are several."""
     found = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
     values = [value for value in found if value is not None]
@@ -81,7 +91,7 @@ def bits(results: Sequence[Result], kind: str, depth: int) -> str:
     return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} ± {(max(values) - min(values)) / 2:.3f}"
 
 
-def summary(found: dict[str, list[Result]], wanted: dict[str, Grid]) -> str:
+def summary(found: dict[str, list[TrainingResult]], wanted: dict[str, Grid]) -> str:
     """A row for every kind of attention and block, a column for every depth."""
     depths = next(iter(wanted.values())).depths
     rows = [
@@ -92,7 +102,7 @@ def summary(found: dict[str, list[Result]], wanted: dict[str, Grid]) -> str:
     return table(["attention", "blocks", *(f"depth {depth}" for depth in depths), "Lipschitz bound"], rows)
 
 
-def gaps(found: dict[str, list[Result]], depths: Sequence[int] = DEPTHS) -> str:
+def gaps(found: dict[str, list[TrainingResult]], depths: Sequence[int] = DEPTHS) -> str:
     """How much of the loss by the ∞-norm bound the 2-norm bound wins back."""
     rows = []
     for narrow in ("", NARROW):
@@ -104,7 +114,9 @@ def gaps(found: dict[str, list[Result]], depths: Sequence[int] = DEPTHS) -> str:
     return table(["", *(f"depth {depth}" for depth in depths)], rows)
 
 
-def costs(found: dict[str, list[Result]], allowed: dict[str, list[Result]], depth: int = DEPTHS[0]) -> str:
+def costs(
+    found: dict[str, list[TrainingResult]], allowed: dict[str, list[TrainingResult]], depth: int = DEPTHS[0]
+) -> str:
     """Bits against the Lipschitz constant that attention may have, and the share of the gap that this closes."""
     usual = _at(found["pre-norm"], depth)
     fixed = [result for result in usual if result.settings.attention in ("contractive-inf", "l2")]
@@ -118,7 +130,7 @@ def costs(found: dict[str, list[Result]], allowed: dict[str, list[Result]], dept
     return table(["Lipschitz bound of the attention", "validation bits per character", "share of the gap"], rows)
 
 
-def bound(results: Sequence[Result], kind: str) -> str:
+def bound(results: Sequence[TrainingResult], kind: str) -> str:
     """Least and largest proved bound of an attention block, over depths and seeds."""
     values = [r.bound for r in results if r.settings.attention == kind and r.bound is not None]
     if not values:
@@ -128,7 +140,7 @@ def bound(results: Sequence[Result], kind: str) -> str:
     )
 
 
-def draw(found: dict[str, list[Result]], wanted: dict[str, Grid], path: Path) -> None:
+def draw(found: dict[str, list[TrainingResult]], wanted: dict[str, Grid], path: Path) -> None:
     """Validation bits against depth; a colour for every kind, a stroke for every block."""
     figure, (ax,) = new_figure(1, 9.0, 4.6)
     kinds = list(dict.fromkeys(kind for grid in wanted.values() for kind in grid.kinds))
@@ -190,7 +202,7 @@ def parts(progress: Show = lambda text: None) -> list[str]:
     ]
 
 
-def _at(results: Sequence[Result], depth: int) -> list[Result]:
+def _at(results: Sequence[TrainingResult], depth: int) -> list[TrainingResult]:
     return [result for result in results if result.settings.depth == depth]
 
 

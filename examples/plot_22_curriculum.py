@@ -14,7 +14,8 @@ import torch
 
 import howsmooth as hs
 from howsmooth.models import alice
-from howsmooth.papers.training import Corpus, Intervals, Settings, Status, load_model, train
+from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, load_model, train
+from howsmooth.papers.training.run_status import TrainingStatus
 from howsmooth.reports.figures import new_figure
 
 corpus, lengths, steps = Corpus.split(alice()), (8, 16, 32, 64), 400
@@ -34,13 +35,13 @@ def sigma(folder: Path, n: int) -> list[float]:
 figure, axes = new_figure(2, 5.0, 4.4)
 for ax, kind in zip(axes, ("chunks", "curriculum"), strict=True):
     seen: dict[tuple[int, int], list[float]] = {}
-    settings = Settings(
+    settings = TrainingSettings(
         lengths=kind, depth=2, width=64, heads=4, length=64, batch_tokens=512, steps=steps, rate=3e-3, warmup=50
     )
     with TemporaryDirectory() as place:
         folder = Path(place) / "run"
 
-        def look(now: Status, folder: Path = folder, seen: dict[tuple[int, int], list[float]] = seen) -> None:
+        def look(now: TrainingStatus, folder: Path = folder, seen: dict[tuple[int, int], list[float]] = seen) -> None:
             if now.step % 100 == 0:
                 seen |= {(now.step, n): sigma(folder, n) for n in lengths}
 

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 import matplotlib.image
 from matplotlib import pyplot
 
-from howsmooth.papers import EXPERIMENTS, Asked, reproduce
+from howsmooth.papers import EXPERIMENTS, ExperimentOptions, reproduce
 
 names = ("not-lipschitz", "large-radius", "inversion")
 with TemporaryDirectory() as folder:
-    made = {name: reproduce(EXPERIMENTS[name], Asked("quick"), Path(folder)) for name in names}
+    made = {name: reproduce(EXPERIMENTS[name], ExperimentOptions("quick"), Path(folder)) for name in names}
 figures = {name: one.experiment.draw(one.rows) for name, one in made.items()}
 first, second, third = figures.values()
 

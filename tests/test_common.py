@@ -27,8 +27,9 @@ from howsmooth._util.common import (
     same_file,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training import Batch, CharacterModel, Settings, evaluate
-from howsmooth.papers.training.loop import locked
+from howsmooth.papers.training import CharacterModel, TrainingSettings
+from howsmooth.papers.training.lengths import TextBatch
+from howsmooth.papers.training.loop import bits_per_character, locked
 from howsmooth.scans.connections import StoreError, only_writer
 
 
@@ -89,9 +90,9 @@ def test_every_part_is_in_its_own_mode_again_also_after_an_error() -> None:
 
 
 def test_validating_leaves_a_frozen_part_of_a_model_frozen() -> None:
-    model = CharacterModel(Settings(width=8, heads=2, depth=1, length=4), 5).train()
+    model = CharacterModel(TrainingSettings(width=8, heads=2, depth=1, length=4), 5).train()
     model.blocks[0].eval()
-    evaluate(model, Batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long), None))
+    bits_per_character(model, TextBatch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long), None))
     model.attention_bound(4)
     assert model.training
     assert not any(part.training for part in model.blocks[0].modules())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import howsmooth as hs
 from evidence import fuzz_api, fuzz_arguments
 from howsmooth._util.validation import WrongCall
+from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.search import Ball
 
 ATTENTION = hs.SelfAttention.random(6, 2)
@@ -95,7 +96,7 @@ SQUARE, NAN = torch.eye(6), torch.full((6, 6), math.nan)
     [
         (lambda: hs.bounds.TokenSet.after_rms_norm(torch.tensor(1.0)), "gain and shift must be vectors"),
         (lambda: hs.bounds.TokenSet.after_layer_norm(torch.ones(6, dtype=torch.complex64)), "gain must be .* real"),
-        (lambda: hs.nn.ActNorm(2**64), "ActNorm needs about"),
+        (lambda: ActNorm(2**64), "ActNorm needs about"),
         (lambda: hs.nn.ContractiveMLP(6, 6, out_width=2**64), "the network needs about"),
         (lambda: hs.nn.L2Attention(2**64, 1), "the layer needs about"),
         (lambda: hs.models.target(lambda: 0, "layer", 0), "open_model must be a OpenModel"),  # type: ignore[arg-type]

@@ -44,7 +44,6 @@ EXPLAINED = {
 """(module, package after it that it imports) → why."""
 
 SAME_NAME = {
-    "Batch": "windows of equal length that a scan runs together, and pieces of text that training learns from.",
     "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
     "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
@@ -55,13 +54,9 @@ SAME_NAME = {
     "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
     "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",
-    "Result": "of a run of training, and a type variable.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
-    "Settings": "of a scan and of a run of training.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
     "compare": "laws of growth by how well they fit, and scans by what has changed.",
-    "evaluate": "a function at tokens, a model on a text, the norm at an input.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
     "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }

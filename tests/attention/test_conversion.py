@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import AttentionJacobian, FunctionJacobian
-from howsmooth.nn import Attending
-from howsmooth.nn.hosting.adapter import HostedAttention
-from howsmooth.papers.training import UntiedL2Attention
+from howsmooth.nn.hosting.adapter import AttentionAdapter
+from howsmooth.nn.invertible.branches import AttentionBranch
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.search import multi_start
 
 N, D, HEADS = 6, 8, 2
@@ -30,8 +30,8 @@ CLOSED: dict[str, Callable[[], nn.Module]] = {
     "contractive, inf": lambda: hs.nn.ContractiveL2Attention(D, HEADS, norm="inf", bound="kim2021"),
     "sequence first": lambda: hs.nn.DotProductAttention(D, HEADS, batch_first=False),
     "torch": lambda: SelfAttending(nn.MultiheadAttention(D, HEADS, batch_first=True)).module,
-    "hosted": lambda: HostedAttention(hs.nn.L2Attention(D, HEADS), causal=True, layer_idx=0),
-    "branch": lambda: Attending(hs.nn.ContractiveL2Attention(D, HEADS), mask="causal"),
+    "hosted": lambda: AttentionAdapter(hs.nn.L2Attention(D, HEADS), causal=True, layer_idx=0),
+    "branch": lambda: AttentionBranch(hs.nn.ContractiveL2Attention(D, HEADS), mask="causal"),
 }
 FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "gradient-step": lambda: hs.nn.GradientStepAttention(D, HEADS, step=1.0),
@@ -75,7 +75,7 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
     """What the layer itself answers to one sequence."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer(x, x, x)[0]
-    if isinstance(layer, HostedAttention | Attending):
+    if isinstance(layer, AttentionAdapter | AttentionBranch):
         found = layer(x[None])
         return (found[0] if isinstance(found, tuple) else found)[0]
     return layer(x)[0]
@@ -164,8 +164,8 @@ def test_maps_without_a_closed_form_are_measured_and_bounded(name: str) -> None:
     [
         lambda: hs.nn.L2Attention(D, HEADS, dropout=0.1),
         lambda: nn.MultiheadAttention(D, HEADS, dropout=0.1),
-        lambda: HostedAttention(hs.nn.L2Attention(D, HEADS), causal=True, layer_idx=0, dropout=0.1),
-        lambda: HostedAttention(hs.nn.L2Attention(D, HEADS, dropout=0.1), causal=True, layer_idx=0),
+        lambda: AttentionAdapter(hs.nn.L2Attention(D, HEADS), causal=True, layer_idx=0, dropout=0.1),
+        lambda: AttentionAdapter(hs.nn.L2Attention(D, HEADS, dropout=0.1), causal=True, layer_idx=0),
     ],
 )
 def test_dropout_at_work_is_refused_by_every_function(call: str, layer: Callable[[], nn.Module]) -> None:

@@ -13,7 +13,8 @@ from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.bounds import CATALOGUE, Bound, least_upper_bound, setting
 from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.bounds.question_setting import Setting
-from howsmooth.nn import Attending, CosineAttention
+from howsmooth.nn import CosineAttention
+from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.scans.cell_values import head_numbers
 from howsmooth.scans.plan import Settings
 from howsmooth.search.best_bound import tightest_upper
@@ -57,7 +58,7 @@ def test_layers_branches_tables_and_searches_give_the_same_number(n: int) -> Non
     assert tightest is not None
     found = {
         "layer": float(layer.lipschitz_bound(n)),
-        "branch": float(Attending(attention).lipschitz_bound(n)),
+        "branch": float(AttentionBranch(attention).lipschitz_bound(n)),
         "search": upper.value,
         "table": tightest.value,
     }

@@ -13,7 +13,7 @@ from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import get, l2_bounds, setting
 from howsmooth.nn import ContractiveL2Attention, L2Attention
-from howsmooth.nn.invertible.branches import Attending
+from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.papers.training.model import WithinDocuments
 from howsmooth.search.single_head import one_head
 
@@ -163,4 +163,4 @@ def test_documents_are_bounded_as_a_window_without_being_one() -> None:
 
 def test_a_branch_takes_no_mask_of_every_item() -> None:
     with pytest.raises(hs.InvalidInput, match="one mask for all items"):
-        Attending(ContractiveL2Attention(4, 2), WithinDocuments(PAST.expand(2, N, N)))
+        AttentionBranch(ContractiveL2Attention(4, 2), WithinDocuments(PAST.expand(2, N, N)))

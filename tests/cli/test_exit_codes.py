@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from howsmooth.cli import app, exit_codes, main
 from howsmooth.cli.exit_codes import CODES
 from howsmooth.cli.train import described
-from howsmooth.papers.training import Status
+from howsmooth.papers.training.run_status import TrainingStatus
 from tests.cli.command import Command
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_keeps_its_work_and_says_so(
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("to be or not to be " * 100, encoding="utf-8")
 
-    def stopped(now: Status) -> str:
+    def stopped(now: TrainingStatus) -> str:
         if now.step == 10:
             os.kill(os.getpid(), getattr(signal, name))
         return described(now)

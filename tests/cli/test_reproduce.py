@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from howsmooth.cli import app
 from howsmooth.errors import InvalidInput
-from howsmooth.papers import EXPERIMENTS, Asked
+from howsmooth.papers import EXPERIMENTS, ExperimentOptions
 
 run = CliRunner().invoke
 
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, done = EXPERIMENTS["not-lipschitz"], list[int]()
 
-    def stopping(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+    def stopping(asked: ExperimentOptions, cell: dict[str, int]) -> list[dict[str, int]]:
         if len(done) == 5:
             done.append(-1)
             raise KeyboardInterrupt
@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
     again = run(app, ask)
     assert again.exit_code == 0
     assert "Verdict: confirmed" in again.stdout
-    assert len(done) == len(experiment.cells(Asked("quick"))) + 1
+    assert len(done) == len(experiment.cells(ExperimentOptions("quick"))) + 1
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+    def stopped(asked: ExperimentOptions, cell: dict[str, int]) -> list[dict[str, int]]:
         raise KeyboardInterrupt
 
     first = EXPERIMENTS["not-lipschitz"]

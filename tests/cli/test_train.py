@@ -17,8 +17,10 @@ from typer.testing import CliRunner, Result
 
 from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.train import default_folder, described, train
-from howsmooth.papers.training import Checkpoint, Corpus, Settings, Status
+from howsmooth.papers.training import Corpus, TrainingSettings
 from howsmooth.papers.training import train as run_training
+from howsmooth.papers.training.checkpoints import TrainingCheckpoint
+from howsmooth.papers.training.run_status import TrainingStatus
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
 app.command()(train)
@@ -69,7 +71,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_json_is_what_the_library_returns(text: Path) -> None:
     found = printed(text, *TINY, "--attention", "l2", "--depth", 1, "--out", "run")
-    settings = Settings(attention="l2", depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=6, warmup=1)
+    settings = TrainingSettings(attention="l2", depth=1, width=8, heads=2, length=8, batch_tokens=32, steps=6, warmup=1)
     expected = run_training(Corpus.read(text), settings).to_dict()
     assert found.pop("folder") == "run"
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
@@ -84,7 +86,7 @@ def test_the_summary_says_bits_split_and_bound(text: Path, attention: str) -> No
     assert "first 90% of the text to train" in result.stdout
     assert ("no Lipschitz bound" in result.stdout) == (attention == "l2-untied")
     assert ("after its LayerNorm" in result.stdout) == (attention == "dot-product")
-    assert Checkpoint.load(Path("run/checkpoint.safetensors")).step == 6
+    assert TrainingCheckpoint.load(Path("run/checkpoint.safetensors")).step == 6
 
 
 def test_a_run_has_a_folder_of_its_own_and_goes_on_only_when_asked(text: Path) -> None:
@@ -130,9 +132,9 @@ def test_a_run_that_diverges_exits_with_code_one(text: Path) -> None:
 
 
 def test_the_line_of_progress_says_it_all() -> None:
-    line = described(Status(30, 90, 2.5, 0.9, 10.0, 6.0))
+    line = described(TrainingStatus(30, 90, 2.5, 0.9, 10.0, 6.0))
     assert line == "step 30/90 · 2.500 bits · bound 0.9 · 10.0 steps/s · 0:06 left"
-    assert "bound" not in described(Status(30, 90, 2.5, None, 10.0, 6.0))
+    assert "bound" not in described(TrainingStatus(30, 90, 2.5, None, 10.0, 6.0))
 
 
 @pytest.mark.slow
@@ -153,21 +155,11 @@ def test_control_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> No
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
-    step = Checkpoint.load(tmp_path / "run" / "checkpoint.safetensors").step
+    step = TrainingCheckpoint.load(tmp_path / "run" / "checkpoint.safetensors").step
     assert process.returncode == 130
     assert said == (
         f"howsmooth: interrupted: {step} steps are kept in run; the same command with --resume goes on from there.\n"
     )
-
-
-def test_an_old_name_of_attention_is_answered_by_the_new_one(text: Path) -> None:
-    result = run(text, *TINY, "--attention", "l2-tied", "--out", "run")
-    assert result.exit_code == 0, result.output
-    assert "'l2-tied' is called 'l2' now" in result.stderr
-    assert Checkpoint.load(Path("run/checkpoint.safetensors")).settings.attention == "l2"
-    table = run(text, *TINY, "--table", "--attention", "l2-tied,l2-untied", "--depth", 1, "--seed", 0, "--out", "grid")
-    assert table.exit_code == 0, table.output
-    assert sorted(path.name for path in Path("grid").glob("*-seed0")) == ["l2-depth1-seed0", "l2-untied-depth1-seed0"]
 
 
 def test_gradient_steps_are_bounded_on_all_inputs(text: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput
+from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.flows import sequence_flow
 from howsmooth.nn.layers.weight_norms import SpectralNorm
 
@@ -92,8 +93,8 @@ OWN: dict[str, tuple[Callable[..., object], dict[str, Any], dict[str, tuple[Any,
         {"f": layers.ContractiveMLP(2, 4, 0.5)},
         {"coefficient": (1.0, 1.5, -0.1, math.nan, math.inf, "1"), "norm": (1, math.nan, "2")},
     ),
-    "Scaled": (layers.Scaled, {"f": layers.ContractiveMLP(2, 4, 0.5), "factor": 1.0}, {"factor": NUMBERS}),
-    "ActNorm": (layers.ActNorm, {"width": 4}, {"width": COUNTS, "tokens": (0, -1, 2.5, "4")}),
+    "ScaledBranch": (layers.ScaledBranch, {"f": layers.ContractiveMLP(2, 4, 0.5), "factor": 1.0}, {"factor": NUMBERS}),
+    "ActNorm": (ActNorm, {"width": 4}, {"width": COUNTS, "tokens": (0, -1, 2.5, "4")}),
     "SpectralNorm": (SpectralNorm, {"rows": 2, "columns": 3}, {"rows": COUNTS, "columns": COUNTS, "width": COUNTS}),
     "SpectralCaps": (layers.SpectralCaps, {"module": nn.Linear(2, 2)}, {"cap": BELOW, "exact_every": COUNTS}),
     "SmoothnessMonitor": (

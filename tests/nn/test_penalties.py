@@ -12,7 +12,7 @@ from howsmooth import nn as layers
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.nn.caps import SpectralCaps
 from howsmooth.nn.hosting.replacement import replace_attention
-from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, softmax_jacobian_penalty, stretch
+from howsmooth.nn.penalties import JacobianPenalty, SoftmaxJacobianPenalty, power_method_norm, softmax_jacobian_penalty
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY
 
@@ -50,7 +50,7 @@ def test_gradient_for_fixed_vectors_passes_gradcheck() -> None:
     """Far from convergence too: |Jᵀu|² and |Jᵀu| are differentiated exactly for the vector u that was used."""
     layer, x = layers.L2Attention(4, 2).double(), torch.randn(3, 4, dtype=torch.float64)
     names = [name for name, _ in layer.named_parameters()]
-    _, left = stretch(lambda y: layer(y)[0], x, steps=1)
+    _, left = power_method_norm(lambda y: layer(y)[0], x, steps=1)
 
     def value(*weights: Tensor) -> Tensor:
         state = dict(zip(names, weights, strict=True))
@@ -61,7 +61,7 @@ def test_gradient_for_fixed_vectors_passes_gradcheck() -> None:
 
     weights = tuple(parameter.detach().clone().requires_grad_() for parameter in layer.parameters())
     assert torch.autograd.gradcheck(value, weights)
-    mine, used = stretch(lambda y: layer(y)[0], x, left, steps=1, power=2)
+    mine, used = power_method_norm(lambda y: layer(y)[0], x, left, steps=1, power=2)
     left = used
     theirs = value(*weights)
     torch.testing.assert_close(mine, theirs)
@@ -125,7 +125,7 @@ def test_penalties_need_a_forward_pass_and_something_to_speak_of() -> None:
         with pytest.raises(InvalidInput, match="no softmax weights"):
             SoftmaxJacobianPenalty(other, layers=[""])
     with pytest.raises(NotDifferentiable, match="does not depend"):
-        stretch(lambda x: torch.ones(3, 2), torch.zeros(3, 2))
+        power_method_norm(lambda x: torch.ones(3, 2), torch.zeros(3, 2))
 
 
 def test_no_penalty_is_nan() -> None:

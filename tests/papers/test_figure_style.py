@@ -8,12 +8,12 @@ import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from howsmooth.papers import EXPERIMENTS, Asked
-from howsmooth.papers.figure_style import MARKS, finish, line, panels, spread, whole_numbers
+from howsmooth.papers import EXPERIMENTS, ExperimentOptions
+from howsmooth.papers.figure_style import MARKS, finish, integer_ticks, line, median_band, panels
 
 
 def test_series_are_told_apart_without_colour() -> None:
-    _, (ax,) = panels(["seven"], "n", "σ")
+    (ax,) = panels(["seven"], "n", "σ")
     for number in range(7):
         line(ax, number, [1, 10], [1, 2 + number], f"measured {number}")
         line(ax, number, [1, 10], [1, 2 + number], f"theorem {number}", marks=False)
@@ -25,9 +25,9 @@ def test_series_are_told_apart_without_colour() -> None:
 
 @pytest.mark.parametrize("most", [30, 500, 10_000])
 def test_legends_hide_nothing_and_ticks_are_plain_and_apart(most: int) -> None:
-    figure, (ax,) = panels(["growth"], "n", "σ")
+    (ax,) = panels(["growth"], "n", "σ")
     line(ax, 0, [1, most], [0.2, 0.3], "measured")
-    finish(ax)
+    figure = finish(ax)
     FigureCanvasAgg(figure).draw()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     assert ax.get_legend().get_window_extent(renderer).y1 < ax.xaxis.get_tightbbox(renderer).y0
@@ -42,17 +42,17 @@ def test_legends_hide_nothing_and_ticks_are_plain_and_apart(most: int) -> None:
 
 
 def test_a_band_goes_from_the_least_to_the_largest_value() -> None:
-    _, (ax,) = panels(["spread"], "n", "σ")
-    spread(ax, 0, pandas.DataFrame({"n": [1, 1, 1, 2], "value": [1.0, 2.0, 9.0, 4.0]}), "n", "value", "measured")
+    (ax,) = panels(["spread"], "n", "σ")
+    median_band(ax, 0, pandas.DataFrame({"n": [1, 1, 1, 2], "value": [1.0, 2.0, 9.0, 4.0]}), "n", "value", "measured")
     assert ax.lines[0].get_ydata().tolist() == [2.0, 4.0]  # type: ignore[union-attr]
     [band] = ax.collections
     assert band.get_paths()[0].get_extents().ymax == 9.0
 
 
-def test_depths_are_whole_numbers() -> None:
-    _, (ax,) = panels(["depth"], "depth", "bits", log="")
+def test_depths_are_integer_ticks() -> None:
+    (ax,) = panels(["depth"], "depth", "bits", log="")
     line(ax, 0, [1, 2], [3.0, 3.1], "measured")
-    whole_numbers(ax)
+    integer_ticks(ax)
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
@@ -60,7 +60,11 @@ def test_depths_are_whole_numbers() -> None:
 @pytest.mark.parametrize("name", ["not-lipschitz", "masked-distance", "large-radius", "inversion"])
 def test_figures_name_their_axes_and_series(name: str) -> None:
     experiment = EXPERIMENTS[name]
-    rows = [row for cell in experiment.cells(Asked("quick")) for row in experiment.run(Asked("quick"), cell)]
+    rows = [
+        row
+        for cell in experiment.cells(ExperimentOptions("quick"))
+        for row in experiment.run(ExperimentOptions("quick"), cell)
+    ]
     figure = experiment.draw(pandas.DataFrame(rows))
     for ax in figure.axes:
         assert ax.get_xlabel()

@@ -12,7 +12,7 @@ from torch.func import jacrev
 import howsmooth as hs
 from howsmooth.papers import (
     EXPERIMENTS,
-    Asked,
+    ExperimentOptions,
     Verdict,
     adversarial,
     growth_text,
@@ -68,7 +68,7 @@ def test_a_variant_that_moves_the_exponent_is_not_confirmed() -> None:
 @pytest.mark.slow
 def test_adversarial_inputs_of_causal_heads_reach_root_n_at_both_ends() -> None:
     cell = {"model": RANDOM_GPT2, "layer": 6, "heads": 2, "lengths": (27, 97)}
-    rows = pandas.DataFrame(adversarial.run(Asked("quick"), cell))
+    rows = pandas.DataFrame(adversarial.run(ExperimentOptions("quick"), cell))
     share = rows["sigma"] / rows["value_norm"] / rows["n"] ** 0.5
     assert share.between(0.95, 1.05).all()
     assert adversarial.judge(rows).verdict is Verdict.CONFIRMED
@@ -82,35 +82,35 @@ def test_gpt2s_own_heads_are_read_from_a_file(tmp_path: Path) -> None:
     names |= {"c_proj.bias": (width,)}
     save_file({f"h.6.attn.{name}": torch.randn(shape) for name, shape in names.items()}, tmp_path / "gpt2.safetensors")
     cell = {"model": str(tmp_path / "gpt2.safetensors"), "layer": 6, "heads": 1, "lengths": (27, 97)}
-    rows = pandas.DataFrame(adversarial.run(Asked("quick"), cell))
+    rows = pandas.DataFrame(adversarial.run(ExperimentOptions("quick"), cell))
     assert (rows["sigma"] <= rows["upper"]).all()
     assert (rows["sigma"] >= rows["lower"] * (1 - 1e-9)).all()
 
 
 @pytest.mark.slow
 def test_the_tightness_of_lip_infinity_agrees_with_known_ascents() -> None:
-    cells = lip_infinity.cells(Asked("quick"))
+    cells = lip_infinity.cells(ExperimentOptions("quick"))
     assert [cell["n"] for cell in cells] == [10, 100, 1000]
     for cell in cells[:2]:
-        [row] = lip_infinity.run(Asked("quick"), cell)
+        [row] = lip_infinity.run(ExperimentOptions("quick"), cell)
         best = max(row["random"], row["construction"])
-        assert best == pytest.approx(lip_infinity.REFERENCE[cell["n"]], rel=5e-3)
+        assert best == pytest.approx(lip_infinity.KNOWN_ASCENTS[cell["n"]], rel=5e-3)
         assert row["lower"] * (1 - 1e-9) <= best <= row["kim"]
 
 
 def test_a_model_with_fewer_layers_is_measured_at_its_last() -> None:
     cell = {"model": "random:bert[layers=2,width=16]", "layers": (3, 6), "length": 8, "windows": 1}
-    rows = growth_text.run(Asked("quick"), cell)
+    rows = growth_text.run(ExperimentOptions("quick"), cell)
     assert [row["layer"] for row in rows] == [1]
     assert all(row["converged"] for row in rows)
 
 
 @pytest.mark.slow
 def test_variants_of_a_small_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(recipe_variants.PLACES, recipe_variants.CAUSAL, ("random:gpt2[layers=2,width=16]", 1))
-    for variant in recipe_variants.VARIANTS[recipe_variants.CAUSAL]:
-        cell = {"place": recipe_variants.CAUSAL, "variant": variant, "seed": 0, "n": 8, "windows": 1}
-        [row] = recipe_variants.run(Asked("quick"), cell)
+    monkeypatch.setitem(recipe_variants.PLACES, recipe_variants._CAUSAL, ("random:gpt2[layers=2,width=16]", 1))
+    for variant in recipe_variants.VARIANTS[recipe_variants._CAUSAL]:
+        cell = {"place": recipe_variants._CAUSAL, "variant": variant, "seed": 0, "n": 8, "windows": 1}
+        [row] = recipe_variants.run(ExperimentOptions("quick"), cell)
         assert row["sigma"] > 0
         assert row["released"] > 0
 

@@ -10,7 +10,8 @@ import pandas
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.papers import EXPERIMENTS, Asked, Experiment, Finding, Verdict, reproduce
+from howsmooth.papers import EXPERIMENTS, Experiment, ExperimentOptions, Verdict, reproduce
+from howsmooth.papers.experiment import Finding
 from howsmooth.papers.figure_style import finish, line, panels
 from howsmooth.papers.released_recipe import exponents
 
@@ -18,15 +19,14 @@ from howsmooth.papers.released_recipe import exponents
 def made(folder: Path, calls: list[int]) -> Experiment:
     """An experiment of four cells that counts what it measures."""
 
-    def measure(asked: Asked, cell: dict[str, int]) -> list[dict[str, int]]:
+    def measure(asked: ExperimentOptions, cell: dict[str, int]) -> list[dict[str, int]]:
         calls.append(cell["n"])
         return [{"n": cell["n"], "square": cell["n"] ** 2}]
 
     def draw(rows: pandas.DataFrame) -> object:
-        figure, (ax,) = panels(["squares"], "n", "n²", log="")
+        (ax,) = panels(["squares"], "n", "n²", log="")
         line(ax, 0, rows["n"], rows["square"], "measured")
-        finish(ax)
-        return figure
+        return finish(ax)
 
     return Experiment(
         "squares", "none", "Squares", "n² grows", "integers", lambda asked: [{"n": n} for n in range(1, 5)], measure,
@@ -35,7 +35,7 @@ def made(folder: Path, calls: list[int]) -> Experiment:
 
 
 def test_data_pictures_and_verdict_are_kept(tmp_path: Path) -> None:
-    found = reproduce(made(tmp_path, []), Asked("quick"), tmp_path)
+    found = reproduce(made(tmp_path, []), ExperimentOptions("quick"), tmp_path)
     assert found.finding.measured == "sum 30"
     assert pandas.read_parquet(found.folder / "rows.parquet")["square"].tolist() == [1, 4, 9, 16]
     assert {path.suffix for path in found.folder.iterdir()} == {".png", ".svg", ".pdf", ".parquet", ".json", ".jsonl"}
@@ -47,10 +47,10 @@ def test_data_pictures_and_verdict_are_kept(tmp_path: Path) -> None:
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
     calls: list[int] = []
     experiment = made(tmp_path, calls)
-    first = reproduce(experiment, Asked("quick"), tmp_path)
+    first = reproduce(experiment, ExperimentOptions("quick"), tmp_path)
     journal = first.folder / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-cut])
-    again = reproduce(experiment, Asked("quick"), tmp_path)
+    again = reproduce(experiment, ExperimentOptions("quick"), tmp_path)
     assert calls == [1, 2, 3, 4, 4]
     pandas.testing.assert_frame_equal(again.rows, first.rows)
 
@@ -58,8 +58,10 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
 @pytest.mark.slow
 def test_an_executor_gives_the_rows_of_this_process(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
-        there = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), tmp_path / "there", executor=threads)
-    here = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), tmp_path / "here")
+        there = reproduce(
+            EXPERIMENTS["not-lipschitz"], ExperimentOptions("quick"), tmp_path / "there", executor=threads
+        )
+    here = reproduce(EXPERIMENTS["not-lipschitz"], ExperimentOptions("quick"), tmp_path / "here")
     assert there.rows.equals(here.rows)
     journals = [sorted((made.folder / "journal.jsonl").read_text().splitlines()) for made in (here, there)]
     assert journals[0] == journals[1]
@@ -67,11 +69,11 @@ def test_an_executor_gives_the_rows_of_this_process(tmp_path: Path) -> None:
 
 def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> None:
     experiment = made(tmp_path, [])
-    kept = reproduce(experiment, Asked("quick"), tmp_path).folder / "journal.jsonl"
+    kept = reproduce(experiment, ExperimentOptions("quick"), tmp_path).folder / "journal.jsonl"
     kept.write_text(kept.read_text().replace('"quick"', '"slow"', 1))
     before = kept.read_bytes()
     with pytest.raises(InvalidInput, match="other settings"):
-        reproduce(experiment, Asked("quick"), tmp_path)
+        reproduce(experiment, ExperimentOptions("quick"), tmp_path)
     assert kept.read_bytes() == before
 
 
@@ -80,25 +82,25 @@ def test_a_run_that_failed_before_its_first_cell_is_in_nobodys_way(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidInput, match="In the place of gpt2"):
-        reproduce(EXPERIMENTS["growth-text"], Asked("quick", ("gpt2",)), tmp_path)
+        reproduce(EXPERIMENTS["growth-text"], ExperimentOptions("quick", ("gpt2",)), tmp_path)
     with pytest.raises(InvalidInput, match="In the place of bert-base-uncased"):
-        reproduce(EXPERIMENTS["growth-text"], Asked("quick", ("bert-base-uncased",)), tmp_path)
+        reproduce(EXPERIMENTS["growth-text"], ExperimentOptions("quick", ("bert-base-uncased",)), tmp_path)
 
 
 def test_a_choice_that_an_experiment_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no choice of models"):
-        reproduce(EXPERIMENTS["lip-two"], Asked("quick", ("gpt2",)), tmp_path)
+        reproduce(EXPERIMENTS["lip-two"], ExperimentOptions("quick", ("gpt2",)), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["not-lipschitz", "large-radius", "inversion"])
 def test_cheap_claims_are_confirmed(tmp_path: Path, name: str) -> None:
-    assert reproduce(EXPERIMENTS[name], Asked("quick"), tmp_path).finding.verdict is Verdict.CONFIRMED
+    assert reproduce(EXPERIMENTS[name], ExperimentOptions("quick"), tmp_path).finding.verdict is Verdict.CONFIRMED
 
 
 @pytest.mark.slow
 def test_the_printed_power_of_the_bound_on_lip_two_is_passed(tmp_path: Path) -> None:
-    found = reproduce(EXPERIMENTS["lip-two"], Asked("quick"), tmp_path)
+    found = reproduce(EXPERIMENTS["lip-two"], ExperimentOptions("quick"), tmp_path)
     assert found.finding.verdict is Verdict.OTHER_CONSTANT
     assert (found.rows["measured"] <= found.rows["corrected"]).all()
     assert (found.rows["measured"] > found.rows["printed"]).any()
@@ -106,7 +108,7 @@ def test_the_printed_power_of_the_bound_on_lip_two_is_passed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_released_recipe_grows_faster_than_sigma(tmp_path: Path) -> None:
-    found = exponents(reproduce(EXPERIMENTS["released-recipe"], Asked("quick"), tmp_path).rows)
+    found = exponents(reproduce(EXPERIMENTS["released-recipe"], ExperimentOptions("quick"), tmp_path).rows)
     assert found["sigma"] == pytest.approx(0.07, abs=0.03)
     assert found["released"] == pytest.approx(0.24, abs=0.03)
 
@@ -115,7 +117,7 @@ def test_every_experiment_has_cells_that_plain_json_can_hold_and_a_short_module(
     folder = Path(__import__("howsmooth.papers", fromlist=["papers"]).__file__).parent
     for experiment in EXPERIMENTS.values():
         for size in ("quick", "normal", "full"):
-            cells = experiment.cells(Asked(size))
+            cells = experiment.cells(ExperimentOptions(size))
             assert len(cells) > 0
             assert len(json.loads(json.dumps(cells))) == len(cells)
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 150 for path in folder.glob("*.py"))

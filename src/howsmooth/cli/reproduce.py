@@ -17,7 +17,7 @@ from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
     from howsmooth.engines import Engine
-    from howsmooth.papers import Asked, Experiment, Reproduction
+    from howsmooth.papers import Experiment, ExperimentOptions, Reproduction
 
 LONG = 120.0
 """Minutes above which a run must be asked for by --yes."""
@@ -49,7 +49,7 @@ def reproduce(
       howsmooth reproduce --all --quick\n
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
-    from howsmooth.papers import EXPERIMENTS, Asked
+    from howsmooth.papers import EXPERIMENTS, ExperimentOptions
 
     if experiment is None and not all_of_them:
         _list(list(EXPERIMENTS.values()), as_json)
@@ -59,7 +59,7 @@ def reproduce(
     if experiment is not None and all_of_them:
         raise InvalidInput("name one experiment or ask for --all, not both.")
     size: Any = "quick" if quick else "full" if full else "normal"
-    asked = Asked(size, tuple(model or ()), None if text is None else _read(text))
+    asked = ExperimentOptions(size, tuple(model or ()), None if text is None else _read(text))
     if experiment is not None:
         check_one_of(experiment, EXPERIMENTS, "the experiment")
     wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
@@ -95,7 +95,7 @@ def _read(path: Path) -> str:
     return read_text(path)
 
 
-def _warn(wanted: list[Experiment], asked: Asked, yes: bool) -> None:
+def _warn(wanted: list[Experiment], asked: ExperimentOptions, yes: bool) -> None:
     minutes = sum(asked.pick(*one.minutes) for one in wanted)
     if minutes > 1:
         stderr().print(f"About {_time(minutes)} on two cores.", markup=False)
@@ -110,7 +110,9 @@ def _time(minutes: float) -> str:
     return f"{hours:.0f} hours" if days < 2 else f"{hours:,.0f} hours ({days:.0f} days)"
 
 
-def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool, engine: Engine | None) -> Reproduction:
+def _run(
+    experiment: Experiment, asked: ExperimentOptions, output: Path, resume: bool, engine: Engine | None
+) -> Reproduction:
     from howsmooth.papers import reproduce as run
 
     console = stderr()

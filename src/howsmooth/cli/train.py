@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ _SAME = "the same command with --resume goes on from there"
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained and how; the fields of `howsmooth.papers.training.Settings`."""
+    """What is trained and how; the fields of `howsmooth.papers.training.TrainingSettings`."""
 
     attention: Annotated[
         str,
@@ -112,12 +111,12 @@ def train(
 
 
 def _one(corpus: Any, model: Model, text: Path, out: Path | None, as_json: bool, **options: Any) -> None:
-    from howsmooth.papers.training import Settings
+    from howsmooth.papers.training import TrainingSettings
     from howsmooth.papers.training import train as run
 
     depth, seed = _number("depth", model.depth or "2"), _number("seed", model.seed or "0")
-    (attention,) = _kinds(model.attention or "dot-product", several=False)
-    settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
+    attention: Any = model.attention or "dot-product"
+    settings = TrainingSettings(**model.common(), attention=attention, depth=depth, seed=seed)
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
     with _watching(out) as show:
         result = run(corpus, settings, out, progress=lambda s: show("", s), **options)
@@ -133,13 +132,14 @@ def _one(corpus: Any, model: Model, text: Path, out: Path | None, as_json: bool,
 
 
 def _grid(corpus: Any, model: Model, out: Path, as_json: bool, **options: Any) -> None:
-    from howsmooth.papers.training import Grid, Settings, run_grid
-    from howsmooth.papers.training.grid import KINDS, TABLE, row_of
+    from howsmooth.papers.training import Grid, TrainingSettings, run_grid
+    from howsmooth.papers.training.grid import COMPARED_KINDS, TABLE, row_of
 
-    kinds = _kinds(model.attention) if model.attention else KINDS
+    named: Any = tuple(name.strip() for name in model.attention.split(","))
+    kinds = named if model.attention else COMPARED_KINDS
     depths = tuple(_number("depth", each) for each in (model.depth or "2,4,6").split(","))
     seeds = tuple(_number("seed", each) for each in (model.seed or "0,1").split(","))
-    grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
+    grid = Grid(TrainingSettings(**model.common(), depth=max(depths)), kinds, depths, seeds)
     with _watching(out) as show:
 
         def tell(cell: Any) -> None:
@@ -156,7 +156,7 @@ def _grid(corpus: Any, model: Model, out: Path, as_json: bool, **options: Any) -
 
 def comparison(results: list[Any], grid: Any) -> Table:
     """Validation bits per character: a row per kind, a column per depth, the mean over seeds."""
-    from howsmooth.papers.training import gap_closed, mean_bits
+    from howsmooth.papers.training.grid import gap_closed, mean_bits
 
     shown = Table(title="Validation bits per character, mean over seeds", title_justify="left")
     shown.add_column("attention")
@@ -183,7 +183,7 @@ def default_folder(text: Path, name: str) -> Path:
 
 
 def _summary(result: Any) -> Iterator[str]:
-    from howsmooth.nn.layers.registry import KINDS
+    from howsmooth.nn.layers.registry import LAYER_KINDS
 
     settings = result.settings
     yield (
@@ -198,7 +198,7 @@ def _summary(result: Any) -> Iterator[str]:
     if result.bound is None:
         yield f"Attention: no Lipschitz bound exists for {settings.attention}."
     else:
-        where = "" if KINDS[settings.attention].lipschitz else " after its LayerNorm"
+        where = "" if LAYER_KINDS[settings.attention].lipschitz else " after its LayerNorm"
         norm = "∞" if (settings.attention, settings.block_kind) == ("contractive-inf", "contractive") else "2"
         window = "" if settings.window is None else f", window {settings.window}"
         said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}{window}"
@@ -208,7 +208,7 @@ def _summary(result: Any) -> Iterator[str]:
 @contextmanager
 def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
     """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
-    from howsmooth.papers.training import Stopped
+    from howsmooth.papers.training.loop import TrainingStopped
 
     try:
         with progress_line("reading the text", BarColumn(bar_width=20), TimeElapsedColumn(), total=1.0) as update:
@@ -217,7 +217,7 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
                 update(description=label + described(now), completed=now.step / now.steps)
 
             yield show
-    except Stopped as stopped:
+    except TrainingStopped as stopped:
         complain(f"{stop_word()}: {stopped.step} steps are kept in {out}; {_SAME}.")
         raise SystemExit(INTERRUPTED) from None
 
@@ -228,18 +228,6 @@ def described(now: Any) -> str:
     minutes, seconds = divmod(round(now.seconds_left), 60)
     speed = f"{now.steps_per_second:.1f} steps/s"
     return f"step {now.step}/{now.steps} · {now.bits:.3f} bits{bound} · {speed} · {minutes}:{seconds:02d} left"
-
-
-def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
-    """Names of attention as they are today; one that was renamed is answered by a line on stderr."""
-    from howsmooth.nn.layers.registry import renamed
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        names = tuple(renamed(name.strip()) for name in text.split(",")) if several else (renamed(text),)
-    for warning in said:
-        complain(str(warning.message))
-    return names
 
 
 def _number(name: str, text: str) -> int:

@@ -15,8 +15,8 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.nn.hosting.listener import Heard, Listener, attention_of, first_output
-from howsmooth.nn.signals import Alarm, Watch, head_signals
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, attention_of, first_output
+from howsmooth.nn.signals import Alarm, AlarmHistory, head_signals
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
 
@@ -46,7 +46,7 @@ class SmoothnessMonitor:
     Args:
         model: that trains.
         every: steps from one measurement to the next; the first step is measured.
-        layers: dotted paths of modules; by default every attention layer (see `hosting.listener.Listener`). A
+        layers: dotted paths of modules; by default every attention layer (see `hosting.call_recorder.CallRecorder`). A
             module that is no attention layer is measured as a function of the whole batch, the largest over its texts.
         log: called as ``log(values, step=step)`` (``wandb.log`` is such a function), or a ``SummaryWriter`` of
             TensorBoard, or a folder for one; None keeps values in ``latest`` only.
@@ -91,10 +91,10 @@ class SmoothnessMonitor:
         self.heads = heads
         if not 1 < factor < math.inf:
             raise InvalidInput(f"factor is how often a signal may grow before it alarms, above 1, got {factor}.")
-        self._watch, self._alarm = Watch(factor, check_count(within, "within")), alarm
+        self._watch, self._alarm = AlarmHistory(factor, check_count(within, "within")), alarm
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model, self._log = model, as_log(log)
-        self._listener = Listener(model, layers)
+        self._recorder = CallRecorder(model, layers)
         self._vectors: dict[str, Tensor] = {}
         self._next = 0
         self.latest: dict[str, float] = {}
@@ -105,7 +105,7 @@ class SmoothnessMonitor:
     @property
     def layers(self) -> list[str]:
         """The paths of the modules that are watched."""
-        return list(self._listener.modules)
+        return list(self._recorder.modules)
 
     def step(self, step: int | None = None) -> dict[str, float]:
         """To be called once per step of training, after the forward pass; the values, when it was time for them.
@@ -114,9 +114,8 @@ class SmoothnessMonitor:
             step: its number, when the count does not start at 0.
         """
         now = self._next if step is None else step
-        heard = self._listener.take()
         self._next = now + 1
-        self._listener.open = self._next % self.every == 0
+        heard = self._recorder.take(record_next=self._next % self.every == 0)
         if now % self.every or not heard:
             return {}
         self.problems, self.latest, self.alarms = {}, {}, []
@@ -128,7 +127,7 @@ class SmoothnessMonitor:
             self._log(dict(self.latest), step=now)
         return self.latest
 
-    def _values(self, name: str, heard: Heard, now: int) -> dict[str, float]:
+    def _values(self, name: str, heard: RecordedCall, now: int) -> dict[str, float]:
         try:
             attention = attention_of(self._model, heard)
             measured = self._measured(name, heard, attention)
@@ -184,7 +183,7 @@ class SmoothnessMonitor:
         return {signal: values.tolist() for signal, values in signals.items()}
 
     def _measured(
-        self, name: str, heard: Heard, attention: tuple[Callable[[Tensor], Tensor], Tensor] | None
+        self, name: str, heard: RecordedCall, attention: tuple[Callable[[Tensor], Tensor], Tensor] | None
     ) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
@@ -230,7 +229,7 @@ class SmoothnessMonitor:
 
     def close(self) -> None:
         """Stop listening to the model."""
-        self._listener.close()
+        self._recorder.close()
 
     def __enter__(self) -> SmoothnessMonitor:
         return self

@@ -21,7 +21,7 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, validated
 from howsmooth.bounds.yudin2025 import softmax_jacobian_norm
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.nn.hosting.listener import Heard, Listener, first_output
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, first_output
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 
@@ -31,8 +31,8 @@ class _Penalty(ABC):
 
     @validated
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
-        self._listener = Listener(model, layers)
-        for name, module in self._listener.modules.items():
+        self._recorder = CallRecorder(model, layers)
+        for name, module in self._recorder.modules.items():
             self._check(name, module)
 
     def _check(self, name: str, module: nn.Module) -> None:
@@ -40,7 +40,7 @@ class _Penalty(ABC):
         return
 
     @abstractmethod
-    def _value(self, name: str, heard: Heard) -> Tensor:
+    def _value(self, name: str, heard: RecordedCall) -> Tensor:
         """The number of one layer."""
 
     def __call__(self) -> Tensor:
@@ -48,7 +48,7 @@ class _Penalty(ABC):
 
         A layer whose tokens or weights are NaN or infinite has none, and is refused by name.
         """
-        heard = self._listener.take()
+        heard = self._recorder.take()
         if not heard:
             raise InvalidInput("the penalty speaks of what the layers have seen: run the model, with gradients, first.")
         values = []
@@ -64,7 +64,7 @@ class _Penalty(ABC):
 
     def close(self) -> None:
         """Stop listening to the model."""
-        self._listener.close()
+        self._recorder.close()
 
 
 class JacobianPenalty(_Penalty):
@@ -92,17 +92,17 @@ class JacobianPenalty(_Penalty):
         super().__init__(model, layers)
         self._vectors: dict[str, Tensor] = {}
 
-    def _value(self, name: str, heard: Heard) -> Tensor:
+    def _value(self, name: str, heard: RecordedCall) -> Tensor:
         x = heard.tokens.detach()
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         known = self._vectors.pop(name, None)
-        squares, left = stretch(lambda y: first_output(heard, y), x, known, self.steps, self.power)
+        squares, left = power_method_norm(lambda y: first_output(heard, y), x, known, self.steps, self.power)
         if bool(left.isfinite().all()):  # a vector of NaN would spoil every later step
             self._vectors[name] = left
         return squares.mean()
 
 
-def stretch(
+def power_method_norm(
     f: Callable[[Tensor], Tensor], x: Tensor, left: Tensor | None = None, steps: int = 1, power: int = 1
 ) -> tuple[Tensor, Tensor]:
     """|Jᵀu|^power ≤ σ^power for every text of x after steps of the power method from ``left``, and the new u.
@@ -111,7 +111,7 @@ def stretch(
     that Jv is its derivative in u along v.
 
     >>> matrix = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64)).requires_grad_()
-    >>> value, _ = stretch(lambda x: x @ matrix, torch.ones(1, 2, dtype=torch.float64), steps=40)
+    >>> value, _ = power_method_norm(lambda x: x @ matrix, torch.ones(1, 2, dtype=torch.float64), steps=40)
     >>> value.detach(), torch.autograd.grad(value, matrix)[0].round(decimals=6)
     (tensor(3., dtype=torch.float64), tensor([[0., 0.],
             [0., 1.]], dtype=torch.float64))
@@ -164,7 +164,7 @@ class SoftmaxJacobianPenalty(_Penalty):
                 "attention weights to softmax_jacobian_penalty, or name other layers."
             )
 
-    def _value(self, name: str, heard: Heard) -> Tensor:
+    def _value(self, name: str, heard: RecordedCall) -> Tensor:
         changed: dict[str, Any] = {"need_weights": True, "average_attn_weights": False}
         return softmax_jacobian_penalty(heard.again(heard.tokens, **changed)[1])
 

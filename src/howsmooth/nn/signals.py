@@ -105,12 +105,12 @@ class Alarm:
         return f"{place}: {_WORDS[self.signal]} {change} in {self.since} steps ({self.before:.3g} → {self.now:.3g})"
 
 
-class Watch:
+class AlarmHistory:
     """The past of every signal, and whether it has grown (entropy: fallen) by a factor within so many steps.
 
     After an alarm the past of that signal begins anew, so that it is told again only when it has grown once more.
 
-    >>> watch = Watch(factor=2.0, within=100)
+    >>> watch = AlarmHistory(factor=2.0, within=100)
     >>> seen = {0: 1.0, 50: 1.5, 90: 2.1}
     >>> [len(list(watch.alarms(step, 0, None, {"sigma_lower": value}))) for step, value in seen.items()]
     [0, 0, 1]

@@ -1,11 +1,14 @@
-"""The experiments of both papers, one module each: the claim, how it is tested, the picture and the verdict.
+"""The experiments of two papers, one module each: claim, test, figure and verdict.
+
+Read `experiment`, `reproduction` (it runs one and saves its files), then any experiment; `experiment_inputs` and
+`figure_style` hold their common code, and `training` trains the language models that some of them need.
 
 >>> from howsmooth.papers import EXPERIMENTS
 >>> EXPERIMENTS["not-lipschitz"].title
 'Dot-product attention is not Lipschitz'
 """
 
-# ruff: noqa: E402  (what is missing is said before anything asks for it)
+# ruff: noqa: E402  (a missing package is reported before anything imports it)
 from howsmooth._util.optional_deps import require
 
 require(("matplotlib", "pandas", "pyarrow", "ot"), "an experiment of the papers")
@@ -27,10 +30,10 @@ from howsmooth.papers import (
     recipe_variants,
     released_recipe,
 )
-from howsmooth.papers.experiment import Asked, Experiment, Finding, Verdict
+from howsmooth.papers.experiment import Experiment, ExperimentOptions, Verdict
 from howsmooth.papers.reproduction import Reproduction, reproduce
 
-__all__ = ["EXPERIMENTS", "Asked", "Experiment", "Finding", "Reproduction", "Verdict", "reproduce"]
+__all__ = ["EXPERIMENTS", "Experiment", "ExperimentOptions", "Reproduction", "Verdict", "reproduce"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.id: module.EXPERIMENT

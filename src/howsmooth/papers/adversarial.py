@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import castin2024, get
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.experiment_inputs import block
-from howsmooth.papers.figure_style import finish, line, panels, short, spread
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import attention_block
+from howsmooth.papers.figure_style import finish, lines, median_bands, model_label, panels, reference_line
 from howsmooth.search.single_head import one_head
 
-RADIUS, LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
-CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
+RADIUS, _LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
+_CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """A causal model (random GPT-2 in several draws, or GPT-2's own layers by path) and a trained encoder."""
-    draws = [CAUSAL.format(seed=seed) for seed in range(asked.pick(2, 4, 10))]
-    models = asked.models or (*draws, "minilm")
+    draws = [_CAUSAL.format(seed=seed) for seed in range(options.pick(2, 4, 10))]
+    models = options.models or (*draws, "minilm")
     layer = {"minilm": 4}
-    lengths = asked.pick((27, 57, 97), LENGTHS, LENGTHS)
-    return [{"model": m, "layer": layer.get(m, 6), "heads": asked.pick(3, 12, 12), "lengths": lengths} for m in models]
+    lengths = options.pick((27, 57, 97), _LENGTHS, _LENGTHS)
+    return [
+        {"model": m, "layer": layer.get(m, 6), "heads": options.pick(3, 12, 12), "lengths": lengths} for m in models
+    ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """σ of each head at its own two-cluster input, in units of ‖V‖, with the theorem's lower and upper ends."""
-    attention = block(cell["model"], cell["layer"])
+    attention = attention_block(cell["model"], cell["layer"])
     attention = attention.in_dtype(torch.float64)
     one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
     alone = [one_head(attention, head) for head in range(min(cell["heads"], attention.heads))]
@@ -44,7 +43,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
         }
         for head, map_ in enumerate(alone):
             values, vectors = (each[head] for each in eigenpairs)
-            inputs = [clusters(values, vectors, n, sign) for sign in (-1, 1)]
+            inputs = [two_cluster_input(values, vectors, n, sign) for sign in (-1, 1)]
             sigma = max(float(hs.measure_heads(map_, x).value) for x in inputs if x is not None)
             rows.append(
                 {"model": cell["model"], "layer": cell["layer"], "head": head, "n": n, "sigma": sigma}
@@ -54,7 +53,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def clusters(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | None:
+def two_cluster_input(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | None:
     """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0).
 
     u is the eigenvector of A with the eigenvalue γ that is largest in size among the real ones of this sign.
@@ -67,28 +66,23 @@ def clusters(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | Non
     return RADIUS * torch.stack([first * u, *[others * u] * (n - 1)])
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """σ in units of ‖V‖√n, and for each model σ of one head between the bounds."""
-    rows = rows.assign(kind=rows["model"].map(short), share=rows["sigma"] / rows["value_norm"] / rows["n"] ** 0.5)
+    rows = rows.assign(kind=rows["model"].map(model_label), share=rows["sigma"] / rows["value_norm"] / rows["n"] ** 0.5)
     kinds = list(rows["kind"].unique())
     titles = ["Every head at its own input", *(f"{kind}, head 0 between the bounds" for kind in kinds)]
-    figure, axes = panels(titles, "number of tokens n", "σ_max(J)", columns=2)
+    axes = panels(titles, "number of tokens n", "σ_max(J)", columns=2)
     axes[0].set(yscale="linear", ylim=(0.8, 1.2), ylabel="σ_max(J) ÷ (‖V‖√n)")
-    for number, kind in enumerate(kinds):
-        spread(axes[0], number, rows[rows["kind"] == kind], "n", "share", kind)
-    axes[0].axhline(
-        1, color="black", linestyle="--", linewidth=1.2, label="√n (order of Theorem 3.3 and Proposition 3.4)"
-    )
+    median_bands(axes[0], rows, ["kind"], "n", "share", sort=False)
+    reference_line(axes[0], 1, "√n (order of Theorem 3.3 and Proposition 3.4)")
     for ax, kind in zip(axes[1:], kinds, strict=True):
         first = rows[(rows["kind"] == kind) & (rows["head"] == 0)].groupby("n", as_index=False).first()
-        line(ax, 0, first["n"], first["sigma"], "two-cluster input (measured)")
-        line(ax, 1, first["n"], first["upper"], "upper: howsmooth.sqrt_n", marks=False)
-        line(ax, 2, first["n"], first["lower"], "lower: howsmooth.two_cluster", marks=False)
-    finish(*axes)
-    return figure
+        theorems = {"upper": "upper: howsmooth.sqrt_n", "lower": "lower: howsmooth.two_cluster"}
+        lines(ax, first, "n", {"sigma": "two-cluster input (measured)"}, theorems)
+    return finish(*axes)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """σ ÷ (‖V‖√n), the mean over draws and heads, between 0.95 and 1.05; both bounds hold."""
     causal = rows[rows["model"].str.startswith("random:gpt2") | rows["model"].str.endswith(".safetensors")]
     share = (causal["sigma"] / causal["value_norm"] / causal["n"] ** 0.5).groupby(causal["n"]).mean()
@@ -98,15 +92,12 @@ def judge(rows: pandas.DataFrame) -> Finding:
         hs.growth(some["sigma"].tolist(), some["n"].tolist()).exponent for _, some in rows.groupby(["model", "head"])
     ]
     near = bool(share.between(0.95, 1.05).all())
-    return Finding(
-        Verdict.CONFIRMED
-        if held and near
-        else Verdict.OTHER_CONSTANT
-        if held and min(exponents) > 0.4
-        else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        held and near,
         f"causal heads: σ ÷ (‖V‖√n) is {share.min():.3f} to {share.max():.3f} in the mean, n = {rows['n'].min()} … "
         f"{rows['n'].max()}, R = {RADIUS:g}; exponents of all heads {min(exponents):.3f} to {max(exponents):.3f}; "
         f"{outside or 'no'} values above howsmooth.sqrt_n or below howsmooth.two_cluster.",
+        other_constant=held and min(exponents) > 0.4,
     )
 
 

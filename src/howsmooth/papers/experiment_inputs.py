@@ -1,10 +1,12 @@
-"""Attention maps and tokens for the experiments, by the one grammar of sources."""
+"""Attention maps and tokens for the experiments, from the same sources that every command takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+
+import torch
 
 from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.errors import InvalidInput
@@ -22,14 +24,15 @@ SUBSTITUTES = {
         f"{RANDOM_GPT2} (GPT-2's size, untrained)"
     ),
 }
-"""The papers' models → what stands in for them where the hub cannot be reached, and what that changes."""
+"""The papers' models → substitutes where the hub cannot be reached, and their differences."""
+ONE = torch.ones(1, 1, dtype=torch.float64)
 
 
 @lru_cache(maxsize=1)
-def opened(source: str) -> OpenModel:
-    """A model, kept until another is asked for; one of the papers' that cannot be had names what can.
+def experiment_model(source: str) -> OpenModel:
+    """Open a model and cache it until another is requested; the error for a missing one names substitutes.
 
-    >>> opened("random:gpt2[layers=1,width=8,heads=2]").modality
+    >>> experiment_model("random:gpt2[layers=1,width=8,heads=2]").modality
     'text'
     """
     try:
@@ -44,14 +47,14 @@ def opened(source: str) -> OpenModel:
 def sites(
     source: str, layers: Iterable[int], length: int, text: str | None = None, count: int = 1
 ) -> Iterator[list[CapturedSite]]:
-    """Some attention blocks of a model with the tokens they saw, for each of so many windows."""
-    model = opened(source)
+    """Yield some attention blocks of a model with their input tokens, for each of ``count`` windows."""
+    model = experiment_model(source)
     for window in model.windows(alice() if text is None else text, length=length, count=count):
         yield capture(model.model, model.inputs(window), layers)
 
 
-def block(source: str, layer: int) -> AttentionMap:
-    """The attention of a layer: of a model, or of GPT-2's layers in a safetensors file, which is causal."""
+def attention_block(source: str, layer: int) -> AttentionMap:
+    """Read the attention of a layer: of a model, or of GPT-2's layers in a safetensors file, which is causal."""
     if Path(source).suffix == ".safetensors":
         return load_attention(source, f"h.{layer}.attn.", heads=12, mask="causal")
     [[site]] = sites(source, [layer], 8)

@@ -1,4 +1,4 @@
-"""The common style of the reproduced figures: colours and marks that grey print and colour-blind readers tell apart."""
+"""The common style of the reproduced figures: distinct in grey and for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from howsmooth.papers.experiment import Rows
 from howsmooth.reports.figures import literal, new_figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -21,11 +21,9 @@ HEIGHT = 4.2
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
-def panels(
-    titles: Sequence[str], x: str, y: str, *, log: str = "xy", columns: int | None = None
-) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel per title, in rows of ``columns``; axes named, logarithmic where ``log`` says so."""
-    figure, axes = new_figure(len(titles), 5.6, HEIGHT, columns)
+def panels(titles: Sequence[str], x: str, y: str, *, log: str = "xy", columns: int | None = None) -> list[Axes]:
+    """Make a figure with one panel per title, in rows of ``columns``; ``log`` names the logarithmic axes."""
+    _, axes = new_figure(len(titles), 5.6, HEIGHT, columns)
     for ax, title in zip(axes, titles, strict=True):
         ax.set(xlabel=x, ylabel=y, title=title)
         if "x" in log:
@@ -34,11 +32,11 @@ def panels(
             ax.set_yscale("log")
         ax.grid(True, which="major", linewidth=0.4, color="0.85")
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes
 
 
 def line(ax: Axes, number: int, x: Any, y: Any, label: str, *, marks: bool = True) -> None:
-    """One series; its number gives colour, mark and dash. Measured series have marks, theorems none."""
+    """Draw one series; its number gives colour, mark and dash. Measured series have marks, theorems none."""
     style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "label": literal(label)}
     if marks:
         ax.plot(x, y, marker=MARKS[number % len(MARKS)], markersize=4, linewidth=1.2, **style)
@@ -46,39 +44,59 @@ def line(ax: Axes, number: int, x: Any, y: Any, label: str, *, marks: bool = Tru
         ax.plot(x, y, linestyle=DASHES[number % len(DASHES)], linewidth=1.4, **style)
 
 
-def spread(ax: Axes, number: int, rows: pandas.DataFrame, x: str, y: str, label: str) -> None:
-    """The median at every x, with a band from the least to the largest value."""
+def lines(ax: Axes, rows: Rows, x: str, measured: dict[str, str], theorems: dict[str, str]) -> None:
+    """Draw columns against the column x; both dictionaries map columns to labels."""
+    for number, (column, label) in enumerate({**measured, **theorems}.items()):
+        line(ax, number, rows[x], rows[column], label, marks=column in measured)
+
+
+def reference_line(ax: Axes, y: float, label: str) -> None:
+    """Draw a dashed horizontal line at y."""
+    ax.axhline(y, color="black", linestyle="--", linewidth=1.2, label=label)
+
+
+def median_band(ax: Axes, number: int, rows: Rows, x: str, y: str, label: str) -> None:
+    """Draw the median at every x, with a band from the smallest to the largest value."""
     grouped = rows.groupby(x)[y]
     middle = grouped.median()
     line(ax, number, middle.index, middle.to_numpy(), label)
     ax.fill_between(middle.index, grouped.min(), grouped.max(), color=COLOURS[number % len(COLOURS)], alpha=0.15)
 
 
-def short(source: str) -> str:
-    """A model in a legend, without its sizes; of a file its name.
+def median_bands(ax: Axes, rows: Rows, by: list[str], x: str, y: str, label: str = "{}", *, sort: bool = True) -> None:
+    """Draw a median with its band for every group; ``label`` formats the key of the group."""
+    for number, (key, group) in enumerate(rows.groupby(by, sort=sort)):
+        median_band(ax, number, group, x, y, label.format(*key))
 
-    >>> short("random:gpt2[layers=12,width=768]"), short("weights/gpt2.safetensors")
+
+def model_label(source: str) -> str:
+    """Return the name of a model for a legend: without its sizes, or the stem of its file.
+
+    >>> model_label("random:gpt2[layers=12,width=768]"), model_label("weights/gpt2.safetensors")
     ('random:gpt2', 'gpt2')
     """
     return Path(source).stem if source.endswith(".safetensors") else source.partition("[")[0]
 
 
-def finish(*axes: Axes) -> None:
-    """Legends below the panels, where they hide nothing, and as many plain numbers along the axes as have room."""
+def finish(*axes: Axes) -> Figure:
+    """Put legends below the panels and plain numbers along the axes, and return the figure."""
+    figure = axes[0].get_figure(root=True)
+    assert figure is not None
     for ax in axes:
         legend = ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-        figure, place = ax.get_figure(), ax.get_subplotspec()
+        place = ax.get_subplotspec()
         rows = 1 if place is None else place.get_gridspec().nrows
         height = rows * (HEIGHT + 0.18 * len(legend.get_texts()))
-        figure.set_figheight(max(figure.get_figheight(), height))  # type: ignore[union-attr]
+        figure.set_figheight(max(figure.get_figheight(), height))
         for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
             if axis.get_scale() == "log" and (axis is ax.xaxis or high < 1000 * low):
                 within = (1,) if high > 1000 * low else (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)
                 axis.set_major_locator(LogLocator(subs=within))
                 axis.set_major_formatter(lambda value, _: f"{value:g}")
                 axis.set_minor_formatter(NullFormatter())
+    return figure
 
 
-def whole_numbers(ax: Axes) -> None:
-    """Ticks along x at whole numbers only."""
+def integer_ticks(ax: Axes) -> None:
+    """Put ticks along x at integers only."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

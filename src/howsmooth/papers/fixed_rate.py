@@ -3,67 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
 from math import log2
 from typing import Any
 
-import pandas
 from matplotlib.figure import Figure
 
-from howsmooth.models import alice
-from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.figure_style import finish, panels, spread, whole_numbers
-from howsmooth.papers.training import Corpus, Settings, train
+from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.figure_style import finish, reference_line
+from howsmooth.papers.language_models import bits_by_depth, trained
+from howsmooth.papers.training import Corpus
 
-KINDS = {"dot-product": "post-norm", "l2": "post-norm", "contractive-2": "contractive"}
-SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 2e-3}
-PAPER = {"width": 512, "heads": 8, "length": 288, "batch_tokens": 288 * 32, "rate": 2e-3}
+_KINDS = {"dot-product": "post-norm", "l2": "post-norm", "contractive-2": "contractive"}
+_SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 2e-3}
+_PAPER = {"width": 512, "heads": 8, "length": 288, "batch_tokens": 288 * 32, "rate": 2e-3}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Kinds × depths at one rate, without warm-up, decay or clipping."""
-    sizes: dict[str, Any] = asked.pick(SMALL | {"width": 32}, SMALL, PAPER)
-    steps, depths = asked.pick((100, (2, 10, 18)), (500, (2, 6, 10, 14, 18)), (20_000, (2, 6, 10, 14, 18)))
+    sizes: dict[str, Any] = options.pick(_SMALL | {"width": 32}, _SMALL, _PAPER)
+    steps, depths = options.pick((100, (2, 10, 18)), (500, (2, 6, 10, 14, 18)), (20_000, (2, 6, 10, 14, 18)))
     fixed = {"schedule": "fixed", "warmup": 0, "clip": 0.0, "steps": steps, **sizes}
     return [
-        {"attention": kind, "blocks": blocks, "depth": d, **fixed} for kind, blocks in KINDS.items() for d in depths
+        {"attention": kind, "blocks": blocks, "depth": d, **fixed} for kind, blocks in _KINDS.items() for d in depths
     ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Bits per character, beside those of guessing characters by how often they occur."""
-    corpus = Corpus.split(alice() if asked.text is None else asked.text)
-    result = train(corpus, Settings(**cell))
-    return [{**asdict(result.settings), "bits": result.valid_bits, "guessing": guessing(corpus)}]
+    row, corpus = trained(options, cell)
+    return [row | {"guessing": unigram_bits(corpus)}]
 
 
-def guessing(corpus: Corpus) -> float:
+def unigram_bits(corpus: Corpus) -> float:
     """Bits per character of the validation part under the frequencies of the training part, one added to each."""
     counts = Counter(corpus.train)
     total = len(corpus.train) + len(corpus.alphabet)
     return -sum(log2((counts[character] + 1) / total) for character in corpus.valid) / len(corpus.valid)
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """Bits against depth."""
-    figure, (ax,) = panels(["A fixed learning rate"], "depth (layers)", "validation bits per character", log="")
-    for number, (kind, some) in enumerate(rows.groupby("attention")):
-        spread(ax, number, some, "depth", "bits", str(kind))
-    ax.axhline(rows["guessing"].iloc[0], color="black", linestyle="--", linewidth=1.2, label="guessing by frequency")
-    whole_numbers(ax)
-    finish(ax)
-    return figure
+    ax = bits_by_depth(rows, "A fixed learning rate")
+    reference_line(ax, rows["guessing"].iloc[0], "guessing by frequency")
+    return finish(ax)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """The greatest depth at which each kind does better than guessing."""
     trained = rows[rows["bits"].notna() & (rows["bits"] < rows["guessing"])]
-    deepest = {kind: int(trained[trained["attention"] == kind]["depth"].max() or 0) for kind in KINDS}
+    deepest = {kind: int(trained[trained["attention"] == kind]["depth"].max() or 0) for kind in _KINDS}
     most = rows["depth"].max()
     as_claimed = deepest["dot-product"] <= 10 and min(deepest["l2"], deepest["contractive-2"]) == most
-    return Finding(
-        Verdict.CONFIRMED if as_claimed and most > 10 else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        as_claimed and most > 10,
         f"deepest that trains, of {most}: "
         + ", ".join(f"{kind} {depth}" for kind, depth in deepest.items())
         + f". Width {rows['width'].max()}, {rows['steps'].max()} steps, rate {rows['rate'].max():g}.",

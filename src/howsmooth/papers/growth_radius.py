@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import sites
-from howsmooth.papers.figure_style import finish, line, panels, short, spread
+from howsmooth.papers.figure_style import finish, line, median_band, model_label, panels
 
-MODELS = {"minilm": 4, "smollm2": 6, "random:bert[layers=7,width=768,heads=12]": 6}
+_MODELS = {"minilm": 4, "smollm2": 6, "random:bert[layers=7,width=768,heads=12]": 6}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Windows of 48 tokens, scaled so that the longest token has length R times that of the text itself."""
-    models = asked.models or asked.pick(("minilm",), tuple(MODELS), tuple(MODELS))
-    factors = [2.0**k for k in asked.pick(range(-4, 5, 2), range(-5, 6), range(-7, 8))]
+    models = options.models or options.pick(("minilm",), tuple(_MODELS), tuple(_MODELS))
+    factors = [2.0**k for k in options.pick(range(-4, 5, 2), range(-5, 6), range(-7, 8))]
     return [
-        {"model": m, "layer": MODELS.get(m, 0), "factors": factors, "windows": asked.pick(2, 3, 10)} for m in models
+        {"model": m, "layer": _MODELS.get(m, 0), "factors": factors, "windows": options.pick(2, 3, 10)} for m in models
     ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """σ_max at c·X, c from far below 1 to far above."""
     rows = []
-    for window, [site] in enumerate(sites(cell["model"], [cell["layer"]], 48, asked.text, cell["windows"])):
+    for window, [site] in enumerate(sites(cell["model"], [cell["layer"]], 48, options.text, cell["windows"])):
         longest = float(site.x.norm(dim=-1).amax())
         for factor in cell["factors"]:
             value = float(hs.measure(site.attention, factor * site.x).value)
@@ -38,24 +35,23 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """σ relative to that of small inputs."""
-    figure, (ax,) = panels(
+    (ax,) = panels(
         ["48 tokens of real text, scaled"], "radius R ÷ that of the text", "σ_max(J) ÷ its value at the least R"
     )
     start = 0.0
     for number, (model, some) in enumerate(rows.groupby("model")):
         first = some[some["factor"] == some["factor"].min()]["sigma"].median()
-        spread(ax, number, some.assign(scaled=some["sigma"] / first), "factor", "scaled", short(str(model)))
+        median_band(ax, number, some.assign(scaled=some["sigma"] / first), "factor", "scaled", model_label(str(model)))
         medians = some[some["factor"] >= 1].assign(scaled=some["sigma"] / first).groupby("factor")["scaled"].median()
         start = max(start, medians.iloc[0])
     factors = sorted(factor for factor in rows["factor"].unique() if factor >= 1)
     line(ax, 6, factors, [start * factor**2 for factor in factors], "R² (growth of howsmooth.sqrt_n)", marks=False)
-    finish(ax)
-    return figure
+    return finish(ax)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """No window's σ at c times its radius is above c²σ, c > 1; how steep it is on the way is said as well."""
     text = rows[rows["factor"] == 1].set_index(["model", "window"])["sigma"]
     beyond = rows[rows["factor"] > 1].set_index(["model", "window"])
@@ -65,8 +61,8 @@ def judge(rows: pandas.DataFrame) -> Finding:
         middle = some.groupby("factor")["sigma"].median()
         slopes = np.diff(np.log(middle)) / np.diff(np.log(middle.index))
         steepest, last = max(steepest, slopes.max()), [*last, slopes[-1]]
-    return Finding(
-        Verdict.CONFIRMED if share <= 1 else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        share <= 1,
         f"at c times the radius of the text, c > 1, σ is at most {share:.2f}·c² times that of the text, in every "
         f"window. Medians grow at most like R^{steepest:.2f} between neighbouring radii, and between the two largest "
         f"like R^{min(last):.2f} to R^{max(last):.2f}.",

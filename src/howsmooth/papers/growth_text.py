@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.models.text_windows import Tokens
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, opened, sites
-from howsmooth.papers.figure_style import finish, line, panels, short, spread
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, experiment_model, sites
+from howsmooth.papers.figure_style import finish, line, median_band, model_label, panels
 
-MODELS = ("minilm", "smollm2", RANDOM_BERT, RANDOM_GPT2)
+_MODELS = ("minilm", "smollm2", RANDOM_BERT, RANDOM_GPT2)
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Models × lengths; all layers and windows of one are measured together."""
-    lengths = asked.pick((8, 16, 32, 64), (4, 8, 16, 32, 64, 128), (*range(2, 101, 2), 128, 256, 512))
-    models = asked.models or asked.pick(("minilm", RANDOM_GPT2), MODELS, (*MODELS, "mpnet"))
-    places = {"layers": asked.pick((0, 6), (0, 6), (0, 3, 6)), "windows": asked.pick(3, 5, 10)}
+    lengths = options.pick((8, 16, 32, 64), (4, 8, 16, 32, 64, 128), (*range(2, 101, 2), 128, 256, 512))
+    models = options.models or options.pick(("minilm", RANDOM_GPT2), _MODELS, (*_MODELS, "mpnet"))
+    places = {"layers": options.pick((0, 6), (0, 6), (0, 3, 6)), "windows": options.pick(3, 5, 10)}
     return [{"model": m, "length": n, **places} for m in models for n in lengths]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """σ_max of the whole attention block (output projection in, residual and normalisation out), certified to 10⁻³."""
-    model = opened(cell["model"])
+    model = experiment_model(cell["model"])
     layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
-    rows: list[Row] = []
+    rows: list[Record] = []
     if cell["length"] <= len(Tokens("", model.processor)):  # special tokens alone are no text
         return rows
-    for window, captured in enumerate(sites(cell["model"], layers, cell["length"], asked.text, cell["windows"])):
+    for window, captured in enumerate(sites(cell["model"], layers, cell["length"], options.text, cell["windows"])):
         for site in captured:
             sigma = hs.measure(site.attention, site.x)
             rows.append(
@@ -42,39 +39,37 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
-    """One panel per model: medians with the spread over windows, and n^¼ and √n for the eye."""
+def draw(rows: Rows) -> Figure:
+    """One panel per model: medians with the median_band over windows, and n^¼ and √n for the eye."""
     models = list(rows["model"].unique())
-    titles = [f"{short(model)}, whole attention block" for model in models]
-    figure, axes = panels(titles, "number of tokens n", "σ_max(J) ÷ its value at the least n", columns=2)
+    titles = [f"{model_label(model)}, whole attention block" for model in models]
+    axes = panels(titles, "number of tokens n", "σ_max(J) ÷ its value at the least n", columns=2)
     for ax, model in zip(axes, models, strict=True):
         here = rows[rows["model"] == model]
         for number, (layer, some) in enumerate(here.groupby("layer")):
             first = some[some["length"] == some["length"].min()]["value"].median()
-            spread(ax, number, some.assign(scaled=some["value"] / first), "length", "scaled", f"layer {layer}")
+            median_band(ax, number, some.assign(scaled=some["value"] / first), "length", "scaled", f"layer {layer}")
         lengths = sorted(here["length"].unique())
-        for number, power, said in (
+        for number, power, label in (
             (5, 0.25, "n^¼ (the paper's observation)"),
             (6, 0.5, "√n (growth of castin2024, Theorem 3.3)"),
         ):
-            line(ax, number, lengths, [(n / lengths[0]) ** power for n in lengths], said, marks=False)
-    finish(*axes)
-    return figure
+            line(ax, number, lengths, [(n / lengths[0]) ** power for n in lengths], label, marks=False)
+    return finish(*axes)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """The exponent of every model and layer, with its interval over windows."""
-    said, exponents = [], []
+    parts, exponents = [], []
     for (model, layer), some in rows.groupby(["model", "layer"]):
         table = some.pivot_table(index="length", columns="window", values="value").dropna(axis=1)
         grown = hs.growth(table.to_numpy().tolist(), table.index.tolist())
         low, high = grown.interval or (grown.exponent, grown.exponent)
         exponents.append(grown.exponent)
-        said.append(f"{model} layer {layer}: n^{grown.exponent:.2f} [{low:.2f}, {high:.2f}]")
-    slow = max(exponents) < 0.5
+        parts.append(f"{model} layer {layer}: n^{grown.exponent:.2f} [{low:.2f}, {high:.2f}]")
     near = all(0.15 <= exponent <= 0.35 for exponent in exponents)
-    verdict = Verdict.CONFIRMED if near else Verdict.OTHER_CONSTANT if slow else Verdict.NOT_CONFIRMED
-    return Finding(verdict, f"exponents with 95 % intervals over windows: {'; '.join(said)}.")
+    measured = f"exponents with 95 % intervals over windows: {'; '.join(parts)}."
+    return Finding.of(near, measured, other_constant=max(exponents) < 0.5)
 
 
 EXPERIMENT = Experiment(

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas
 import torch
 from matplotlib.figure import Figure
 
 from howsmooth.nn import DotProductAttention, L2Attention
-from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.figure_style import finish, line, panels
 
-TOKENS = WIDTH = 64
+_TOKENS = _WIDTH = 64
 HEADS, ITERATIONS = 8, 25
-KINDS = {"L2": L2Attention, "dot-product": DotProductAttention}
+_KINDS = {"L2": L2Attention, "dot-product": DotProductAttention}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """c ∈ {.5, .7, .9}, several draws of Glorot weights."""
-    return [{"kind": k, "c": c, "seed": s} for k in KINDS for c in (0.5, 0.7, 0.9) for s in range(asked.pick(2, 5, 20))]
+    return [
+        {"kind": k, "c": c, "seed": s} for k in _KINDS for c in (0.5, 0.7, 0.9) for s in range(options.pick(2, 5, 20))
+    ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """The largest error of an entry after each step of x ← y − c·F(x), from y; one token at 0, the others in ±10."""
     torch.manual_seed(cell["seed"])
-    layer = KINDS[cell["kind"]](WIDTH, HEADS).double().eval()
-    x = 20 * torch.rand(1, TOKENS, WIDTH, dtype=torch.float64) - 10
+    layer = _KINDS[cell["kind"]](_WIDTH, HEADS).double().eval()
+    x = 20 * torch.rand(1, _TOKENS, _WIDTH, dtype=torch.float64) - 10
     x[:, 0] = 0
     rows = []
     with torch.no_grad():
@@ -38,24 +37,23 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     return rows
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """Errors against iterations."""
-    figure, axes = panels(list(KINDS), "fixed-point iterations", "largest error of an entry", log="y")
-    for ax, kind in zip(axes, KINDS, strict=True):
+    axes = panels(list(_KINDS), "fixed-point iterations", "largest error of an entry", log="y")
+    for ax, kind in zip(axes, _KINDS, strict=True):
         for number, (c, some) in enumerate(rows[rows["kind"] == kind].groupby("c")):
             middle = some.groupby("step")["error"].median()
             line(ax, number, middle.index, middle.to_numpy(), f"c = {c}")
-    finish(*axes)
-    return figure
+    return finish(*axes)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """L2 attention comes back to x; dot-product attention does not."""
     last = rows[rows["step"] == ITERATIONS]
-    back = {kind: last[last["kind"] == kind]["error"] for kind in KINDS}
+    back = {kind: last[last["kind"] == kind]["error"] for kind in _KINDS}
     right = bool((back["L2"] < 1e-6).all() and (back["dot-product"] > 1).all())
-    return Finding(
-        Verdict.CONFIRMED if right else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        right,
         f"after {ITERATIONS} iterations the largest error is {back['L2'].min():.1g} to {back['L2'].max():.1g} for L2 "
         f"and {back['dot-product'].min():.3g} to {back['dot-product'].max():.3g} for dot-product attention "
         f"({len(back['L2'])} draws each).",

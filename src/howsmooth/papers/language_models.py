@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import pandas
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth.models import alice
-from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.figure_style import finish, panels, spread, whole_numbers
-from howsmooth.papers.training import Corpus, Settings, train
+from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.figure_style import finish, integer_ticks, median_bands, panels
+from howsmooth.papers.training import Corpus, TrainingSettings, train
 
-KINDS = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
-SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 3e-3, "warmup": 50}
-PAPER = {"width": 512, "heads": 8, "length": 288, "batch_tokens": 288 * 32, "rate": 1e-4, "warmup": 400}
+_KINDS = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
+_SMALL = {"width": 64, "heads": 4, "length": 32, "batch_tokens": 256, "rate": 3e-3, "warmup": 50}
+_PAPER = {"width": 512, "heads": 8, "length": 288, "batch_tokens": 288 * 32, "rate": 1e-4, "warmup": 400}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Kinds × depths × seeds; the contractive kinds in contractive blocks, the others in pre-norm blocks."""
-    sizes: dict[str, Any] = asked.pick(SMALL, SMALL | {"width": 128, "length": 64, "batch_tokens": 512}, PAPER)
-    steps, depths, seeds = asked.pick((400, (1, 3), 1), (1000, (2, 4, 6), 2), (50_000, (2, 4, 6, 8, 10), 1))
+    sizes: dict[str, Any] = options.pick(_SMALL, _SMALL | {"width": 128, "length": 64, "batch_tokens": 512}, _PAPER)
+    steps, depths, seeds = options.pick((400, (1, 3), 1), (1000, (2, 4, 6), 2), (50_000, (2, 4, 6, 8, 10), 1))
     return [
         {"attention": kind, "depth": depth, "seed": seed, "steps": steps, **sizes}
-        for kind in KINDS
+        for kind in _KINDS
         for depth in depths
         for seed in range(seeds)
     ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Bits per character of the validation part at the end of training."""
-    corpus = Corpus.split(alice() if asked.text is None else asked.text)
-    result = train(corpus, Settings(**cell))
-    return [{**asdict(result.settings), "bits": result.valid_bits, "seconds": result.seconds}]
+    row, _ = trained(options, cell)
+    return [row]
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def trained(options: ExperimentOptions, cell: Record) -> tuple[Record, Corpus]:
+    """Train the model of a cell, and return its settings and bits with the text."""
+    corpus = Corpus.split(alice() if options.text is None else options.text)
+    result = train(corpus, TrainingSettings(**cell))
+    return {**asdict(result.settings), "bits": result.valid_bits, "seconds": result.seconds}, corpus
+
+
+def draw(rows: Rows) -> Figure:
     """Bits against depth."""
-    figure, (ax,) = panels(["Character language models"], "depth (layers)", "validation bits per character", log="")
-    for number, (kind, some) in enumerate(rows.groupby("attention")):
-        spread(ax, number, some, "depth", "bits", str(kind))
-    whole_numbers(ax)
-    finish(ax)
-    return figure
+    return finish(bits_by_depth(rows, "Character language models"))
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def bits_by_depth(rows: Rows, title: str) -> Axes:
+    """Draw validation bits against depth, one band for every kind of attention."""
+    (ax,) = panels([title], "depth (layers)", "validation bits per character", log="")
+    median_bands(ax, rows, ["attention"], "depth", "bits")
+    integer_ticks(ax)
+    return ax
+
+
+def judge(rows: Rows) -> Finding:
     """Tied L2 a little behind dot-product at equal depth, contractive further behind and better the deeper it is."""
     best = rows.groupby("attention")["bits"].min()
     gap = rows[rows["depth"] == rows["depth"].max()].groupby("attention")["bits"].mean()
@@ -58,8 +66,8 @@ def judge(rows: pandas.DataFrame) -> Finding:
         "bits"
     ].min()
     in_order, closing = usual < tied < min(1.15 * usual, contractive), shallow - contractive
-    return Finding(
-        Verdict.CONFIRMED if in_order and closing > 0.01 else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        in_order and closing > 0.01,
         f"dot-product, tied L2, contractive in this order: {'yes' if in_order else 'no'}; depth {rows['depth'].max()} "
         f"in place of {rows['depth'].min()} brings the best contractive kind {closing:.3f} bits (0.01 are asked for); "
         f"bits at depth {rows['depth'].max()}: "

@@ -2,58 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.experiment_inputs import opened
-from howsmooth.papers.figure_style import finish, panels, short, spread
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import experiment_model
+from howsmooth.papers.figure_style import finish, median_bands, model_label, panels
 
 LAYERS = (0, 3)
-PARTS = {"attention": "attention block alone", "residual": "with residual and normalisation"}
+_PARTS = {"attention": "attention block alone", "residual": "with residual and normalisation"}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """A post-norm encoder and a pre-norm causal model."""
-    models = asked.models or asked.pick(
+    models = options.models or options.pick(
         ("minilm", "random:gpt2[layers=4]"),
         ("minilm", "random:gpt2[layers=4]", "smollm2"),
         ("minilm", "random:gpt2[layers=4]", "smollm2"),
     )
-    lengths = asked.pick((8, 16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128))
-    return [{"model": m, "length": n, "windows": asked.pick(2, 4, 10)} for m in models for n in lengths]
+    lengths = options.pick((8, 16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128))
+    return [{"model": m, "length": n, "windows": options.pick(2, 4, 10)} for m in models for n in lengths]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Both parts at the same tokens."""
-    options: dict[str, Any] = {"lengths": cell["length"], "windows": cell["windows"], "layers": LAYERS}
-    options |= {"bounds": "none", "explain": False}
-    scan = hs.scan(opened(cell["model"]), asked.text, what="attention,residual", **options)
+    window: Record = {"lengths": cell["length"], "windows": cell["windows"], "layers": LAYERS}
+    window |= {"bounds": "none", "explain": False}
+    scan = hs.scan(experiment_model(cell["model"]), options.text, what="attention,residual", **window)
     kept = ("what", "layer", "length", "window", "value", "lower", "upper")
     return [{"model": cell["model"]} | {name: row[name] for name in kept} for row in scan.rows]
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """One panel per part."""
-    figure, axes = panels(list(PARTS.values()), "number of tokens n", "σ_max(J) (measured)")
-    for ax, quantity in zip(axes, PARTS, strict=True):
-        some = rows[rows["what"] == quantity]
-        for number, ((model, layer), one) in enumerate(some.groupby(["model", "layer"])):
-            spread(ax, number, one, "length", "value", f"{short(str(model))}, layer {layer}")
-    finish(*axes)
-    return figure
+    rows = rows.assign(model=rows["model"].map(model_label))
+    axes = panels(list(_PARTS.values()), "number of tokens n", "σ_max(J) (measured)")
+    for ax, quantity in zip(axes, _PARTS, strict=True):
+        median_bands(ax, rows[rows["what"] == quantity], ["model", "layer"], "length", "value", "{}, layer {}")
+    return finish(*axes)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """How far the two quantities lie apart, and whether they grow alike."""
     said, apart = [], []
     for (model, layer), some in rows.groupby(["model", "layer"]):
         grown = {}
-        for quantity in PARTS:
+        for quantity in _PARTS:
             middle = some[some["what"] == quantity].groupby("length")["value"].median()
             grown[quantity] = hs.growth(middle.tolist(), middle.index.tolist()).exponent
         ratio = some[some["what"] == "residual"]["value"].median() / some[some["what"] == "attention"]["value"].median()
@@ -61,8 +55,8 @@ def judge(rows: pandas.DataFrame) -> Finding:
         said.append(
             f"{model} layer {layer}: ratio {ratio:.3g}, n^{grown['residual']:.2f} against n^{grown['attention']:.2f}"
         )
-    return Finding(
-        Verdict.CONFIRMED if max(apart) < 0.1 else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        max(apart) < 0.1,
         f"with residual and normalisation against the block alone: {'; '.join(said)}.",
     )
 

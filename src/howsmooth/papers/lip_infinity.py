@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import pandas
-import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.bounds import get
-from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.figure_style import finish, line, panels
+from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import ONE
+from howsmooth.papers.figure_style import finish, lines, panels
 
-ONE = torch.ones(1, 1, dtype=torch.float64)
-REFERENCE = {10: 4.407, 100: 10.095, 200: 12.093, 500: 14.875, 1000: 17.066}
+KNOWN_ASCENTS = {10: 4.407, 100: 10.095, 200: 12.093, 500: 14.875, 1000: 17.066}
 """Best values of long ascents that share no code with the search."""
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Lengths up to 1000; 50 random starts in full. Beyond 200 tokens steps are dear, and 60 of them are enough."""
-    lengths = asked.pick((10, 100, 1000), (10, 20, 50, 100, 200, 500, 1000), (10, 20, 50, 100, 200, 500, 1000))
-    steps = asked.pick(60, 120, 200)
-    near, far = asked.pick((4, 2), (16, 2), (50, 50))
+    lengths = options.pick((10, 100, 1000), (10, 20, 50, 100, 200, 500, 1000), (10, 20, 50, 100, 200, 500, 1000))
+    steps = options.pick(60, 120, 200)
+    near, far = options.pick((4, 2), (16, 2), (50, 50))
     return [{"n": n, "starts": near if n <= 200 else far, "steps": steps if n <= 200 else 60} for n in lengths]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """What climbing reaches from random starts alone and with the construction, between both theorems."""
     n, head = cell["n"], hs.L2SelfAttention(ONE, ONE)
     search = {"norm": math.inf, "steps": cell["steps"], "seed": 0}
@@ -41,25 +38,25 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     ]
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """Searches between the proved ends."""
-    figure, (ax,) = panels(["Lip_∞ of L2 attention, D = H = 1"], "number of tokens N", "largest ‖J‖_∞ found", log="x")
-    line(ax, 0, rows["n"], rows["construction"], "search from the construction (measured)")
-    line(ax, 1, rows["n"], rows["random"], "search from random starts (measured)")
-    line(ax, 2, rows["n"], rows["kim"], "upper: Kim et al., Theorem 3.2, 4φ⁻¹(N−1) + 1", marks=False)
-    line(ax, 3, rows["n"], rows["lower"], "lower: howsmooth.l2_tight_lower, proved at the construction", marks=False)
-    finish(ax)
-    return figure
+    (ax,) = panels(["Lip_∞ of L2 attention, D = H = 1"], "number of tokens N", "largest ‖J‖_∞ found", log="x")
+    measured = {"construction": "search from the construction (measured)"}
+    measured["random"] = "search from random starts (measured)"
+    theorems = {"kim": "upper: Kim et al., Theorem 3.2, 4φ⁻¹(N−1) + 1"}
+    theorems["lower"] = "lower: howsmooth.l2_tight_lower, proved at the construction"
+    lines(ax, rows, "n", measured, theorems)
+    return finish(ax)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """Searches end below the bound, and reach the values known from elsewhere to half a percent."""
     best = rows[["random", "construction"]].max(axis=1)
     below = bool((best <= rows["kim"]).all() and (best >= rows["lower"] * (1 - 1e-9)).all())
-    missed = [abs(value / REFERENCE[n] - 1) for n, value in zip(rows["n"], best, strict=True) if n in REFERENCE]
+    missed = [abs(value / KNOWN_ASCENTS[n] - 1) for n, value in zip(rows["n"], best, strict=True) if n in KNOWN_ASCENTS]
     ratios = best / rows["kim"]
-    return Finding(
-        Verdict.CONFIRMED if below and max(missed) < 5e-3 else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        below and max(missed) < 5e-3,
         f"the search reaches {ratios.min():.1%} to {ratios.max():.1%} of 4φ⁻¹(N−1) + 1, N = {rows['n'].min()} … "
         f"{rows['n'].max()}, never more; it agrees with independent ascents to {max(missed):.1e}. The bound is tight "
         f"up to a constant: the construction proves at least {(rows['lower'] / rows['kim']).max():.1%} of it.",

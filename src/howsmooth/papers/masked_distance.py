@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas
 import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.meanfield import Measure, conditional, push
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.figure_style import finish, panels
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.figure_style import finish, panels, reference_line
 
 GRAINS = 2**16
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Random pairs of measures on (position, token)."""
-    return [{"seed": seed, "pairs": 10} for seed in range(asked.pick(4, 20, 200))]
+    return [{"seed": seed, "pairs": 10} for seed in range(options.pick(4, 20, 200))]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Ratio of distances after and before causal attention, in d₂, over the proved bound."""
     generator = torch.Generator().manual_seed(cell["seed"])
     rows = []
@@ -50,24 +47,21 @@ def _drawn(generator: torch.Generator, width: int, radius: float) -> Measure:
     return Measure(x, weights, torch.arange(4, dtype=torch.float64).repeat_interleave(2) / 3)
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """Distance after against distance before, and the ratio over the bound."""
-    figure, (ax,) = panels(
-        ["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (proved bound × before)", log="y"
-    )
+    (ax,) = panels(["Pairs of masked measures"], "d₂ before attention", "d₂ after ÷ (proved bound × before)", log="y")
     ax.scatter(
         rows["before"], rows["after"] / rows["before"] / rows["bound"], s=10, color="#0072B2", label="pairs (measured)"
     )
-    ax.axhline(1, color="black", linestyle="--", linewidth=1.2, label="upper: howsmooth.masked_mean_field")
-    finish(ax)
-    return figure
+    reference_line(ax, 1, "upper: howsmooth.masked_mean_field")
+    return finish(ax)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """No pair above the bound."""
     share = rows["after"] / rows["before"] / rows["bound"]
-    return Finding(
-        Verdict.CONFIRMED if bool((share <= 1 + 1e-9).all()) else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        bool((share <= 1 + 1e-9).all()),
         f"{len(rows)} pairs: d₂ grows by at most {(rows['after'] / rows['before']).max():.3g}, at most "
         f"{share.max():.1%} of the proved constant; none is above.",
     )

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import pandas
-import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.bounds import kim2021
-from howsmooth.papers.experiment import KIM, Asked, Cell, Experiment, Finding, Row, Verdict
+from howsmooth.papers.experiment import KIM, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import ONE
 from howsmooth.papers.figure_style import finish, line, panels
 
-ONE = torch.ones(1, 1, dtype=torch.float64)
 
-
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """One token at 0, half of the others at t, half at −t."""
-    distances = asked.pick(4, 7, 13)
+    distances = options.pick(4, 7, 13)
     return [{"n": n, "t": 10 ** (4 * k / (distances - 1))} for n in (3, 11, 101) for k in range(distances)]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """The largest row sum ‖J‖_∞ and σ_max, for dot-product and for tied L2 attention, A = V = W = 1."""
     x = kim2021.not_lipschitz_witness(cell["n"], cell["t"])
     dot, l2 = hs.SelfAttention.from_bilinear(ONE, ONE), hs.L2SelfAttention(ONE, ONE)
@@ -35,26 +31,23 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     ]
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """‖J‖_∞ against how far the tokens lie apart."""
-    figure, (ax,) = panels(
-        ["One token at 0, the others at ±t"], "t (distance of the tokens from 0)", "‖J‖_∞ (measured)"
-    )
+    (ax,) = panels(["One token at 0, the others at ±t"], "t (distance of the tokens from 0)", "‖J‖_∞ (measured)")
     for number, ((name, n), some) in enumerate(rows.groupby(["attention", "n"])):
         line(ax, number, some["t"], some["infinity"], f"{name}, n = {n}")
     some = rows[(rows["n"] == rows["n"].max()) & (rows["attention"] == "dot-product")]
     line(ax, 6, some["t"], some["theorem"], "Theorem 3.1: 1 + t²(n−1)/n", marks=False)
-    finish(ax)
-    return figure
+    return finish(ax)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """‖J‖_∞ of dot-product attention is at least 1 + t²(n−1)/n; that of L2 attention stays below its bound."""
     dot, l2 = (rows[rows["attention"] == name] for name in ("dot-product", "L2, tied"))
     held = bool((dot["infinity"] >= dot["theorem"] * (1 - 1e-9)).all())
     bounded = all(row["infinity"] <= 4 * kim2021.phi_inverse(row["n"] - 1) + 1 for _, row in l2.iterrows())
-    return Finding(
-        Verdict.CONFIRMED if held and bounded else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        held and bounded,
         f"dot-product: ‖J‖_∞ from {dot['infinity'].min():.3g} to {dot['infinity'].max():.3g}, at least "
         f"1 + t²(n−1)/n in {len(dot)} of {len(dot)} inputs; tied L2 attention on the same inputs: at most "
         f"{l2['infinity'].max():.3g}, below 4φ⁻¹(n−1) + 1.",

@@ -6,9 +6,8 @@ that it can be seen what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import pandas
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,38 +15,38 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import AttentionMap, plain_map
 from howsmooth.models import alice, capture, target
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.experiment_inputs import opened
-from howsmooth.papers.figure_style import finish, panels, spread
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import experiment_model
+from howsmooth.papers.figure_style import finish, median_bands, panels
 from howsmooth.papers.released_recipe import QUANTITIES, SOURCE, exponents, quantities
 
-CAUSAL, ENCODER = "random GPT-2, layer 6", "MiniLM, layer 4"
-PLACES = {CAUSAL: (SOURCE, 6), ENCODER: ("minilm", 4)}
-BLOCK = "attention block alone"
+_CAUSAL, ENCODER = "random GPT-2, layer 6", "MiniLM, layer 4"
+PLACES = {_CAUSAL: (SOURCE, 6), ENCODER: ("minilm", 4)}
+_BLOCK = "attention block alone"
 VARIANTS = {
-    CAUSAL: (BLOCK, "dropout on", "residual and LayerNorm in", "heads cut by rows"),
-    ENCODER: (BLOCK, "residual and LayerNorm in"),
+    _CAUSAL: (_BLOCK, "dropout on", "residual and LayerNorm in", "heads cut by rows"),
+    ENCODER: (_BLOCK, "residual and LayerNorm in"),
 }
 DROPPED = 0.1
 """The share that GPT-2 drops in training, of the attention weights and of the output."""
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Variants × draws of the weights (the trained encoder has one) × n = 8 … 64."""
-    draws, windows = asked.pick((1, 2), (3, 3), (5, 10))
+    draws, windows = options.pick((1, 2), (3, 3), (5, 10))
     return [
         {"place": stack, "variant": variant, "seed": seed, "n": n, "windows": windows}
         for stack, variants in VARIANTS.items()
-        for seed in range(draws if stack == CAUSAL else 1)
+        for seed in range(draws if stack == _CAUSAL else 1)
         for variant in variants
         for n in (8, 16, 32, 64)
     ]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Both quantities of one variant, at the tokens that reach it in the windows."""
     source, layer = PLACES[cell["place"]]
-    model = opened(source.format(seed=cell["seed"]))
+    model = experiment_model(source.format(seed=cell["seed"]))
     rows = []
     for number, window in enumerate(model.windows(alice(), length=cell["n"], count=cell["windows"])):
         if cell["variant"] == "residual and LayerNorm in":
@@ -73,15 +72,15 @@ def with_dropout(attention: AttentionMap, seed: int) -> Callable[[Tensor], Tenso
     def function(x: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         weights, values = attention.weights(x), attention.project(x[None])[2][0]
-        mixed = (weights * kept(weights.shape, generator)) @ values
+        mixed = (weights * dropout_factors(weights.shape, generator)) @ values
         out = (mixed @ attention.output_weight).sum(0)
         out = out if attention.output_bias is None else out + attention.output_bias
-        return out * kept(out.shape, generator)
+        return out * dropout_factors(out.shape, generator)
 
     return function
 
 
-def kept(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def dropout_factors(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """What dropout multiplies by: 0 with probability `DROPPED`, else what keeps the mean."""
     return (torch.rand(shape, generator=generator) >= DROPPED).float() / (1 - DROPPED)
 
@@ -95,28 +94,26 @@ def cut_by_rows(attention: AttentionMap) -> hs.SelfAttention:
     return hs.SelfAttention(query, key, value, output, heads=attention.heads, mask="causal")
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """One panel per quantity."""
-    figure, axes = panels(list(QUANTITIES.values()), "number of tokens n", "value (measured)")
+    axes = panels(list(QUANTITIES.values()), "number of tokens n", "value (measured)")
     for ax, name in zip(axes, QUANTITIES, strict=True):
-        for number, ((stack, variant), some) in enumerate(rows.groupby(["place", "variant"], sort=False)):
-            spread(ax, number, some, "n", name, f"{stack}: {variant}")
-    finish(*axes)
-    return figure
+        median_bands(ax, rows, ["place", "variant"], "n", name, "{}: {}", sort=False)
+    return finish(*axes)
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """Whether a variant leaves the exponent of σ_max of the block as it is (to 0.05)."""
     said, moved = [], []
     for stack in VARIANTS:
         here = rows[rows["place"] == stack]
-        block = exponents(here[here["variant"] == BLOCK])["sigma"]
+        block = exponents(here[here["variant"] == _BLOCK])["sigma"]
         for variant, some in here.groupby("variant", sort=False):
             alphas = exponents(some)
             moved += [value for value in alphas.values() if abs(value - block) >= 0.05]
             said.append(f"{stack}, {variant}: {alphas['sigma']:.2f} and {alphas['released']:.2f}")
-    return Finding(
-        Verdict.NOT_CONFIRMED if moved else Verdict.CONFIRMED,
+    return Finding.of(
+        not moved,
         f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(said)}. {len(moved)} of {2 * len(said)} are 0.05 or more "
         "from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not known.",
     )

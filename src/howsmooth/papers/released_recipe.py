@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import pandas
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -13,24 +12,24 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.models import alice, capture
 from howsmooth.norms.local_constant import solve
-from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
-from howsmooth.papers.experiment_inputs import opened
-from howsmooth.papers.figure_style import finish, panels, spread
+from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
+from howsmooth.papers.experiment_inputs import experiment_model
+from howsmooth.papers.figure_style import finish, median_band, panels
 
 SOURCE, LAYER = "random:gpt2[layers=12,width=768,heads=12,seed={seed}]", 6
 QUANTITIES = {"sigma": "σ_max(J)", "released": "√‖Jᵀf(X)‖, the released recipe"}
 
 
-def cells(asked: Asked) -> Sequence[Cell]:
+def cells(options: ExperimentOptions) -> list[Record]:
     """Randomly initialised GPT-2, layer 6, n = 8 … 64, dropout off."""
-    return [{"seed": s, "n": n} for s in range(asked.pick(2, 5, 10)) for n in (8, 16, 32, 64)]
+    return [{"seed": s, "n": n} for s in range(options.pick(2, 5, 10)) for n in (8, 16, 32, 64)]
 
 
-def run(asked: Asked, cell: Cell) -> list[Row]:
+def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     """Both quantities for the attention block alone, at the tokens that reach it."""
-    model = opened(SOURCE.format(seed=cell["seed"]))
+    model = experiment_model(SOURCE.format(seed=cell["seed"]))
     rows = []
-    for number, window in enumerate(model.windows(alice(), length=cell["n"], count=asked.pick(2, 5, 10))):
+    for number, window in enumerate(model.windows(alice(), length=cell["n"], count=options.pick(2, 5, 10))):
         site = capture(model.model, model.inputs(window), [LAYER])[0]
         rows.append(cell | {"window": number} | quantities(site.attention, site.x))
     return rows
@@ -44,16 +43,15 @@ def quantities(attention: AttentionMap | Callable[[Tensor], Tensor], x: Tensor, 
     return {"sigma": float(solve(j, rtol=rtol).value), "released": float(back.norm().sqrt())}
 
 
-def draw(rows: pandas.DataFrame) -> Figure:
+def draw(rows: Rows) -> Figure:
     """Both quantities against n."""
-    figure, (ax,) = panels(["Random GPT-2, layer 6"], "number of tokens n", "value (measured)")
+    (ax,) = panels(["Random GPT-2, layer 6"], "number of tokens n", "value (measured)")
     for number, (name, label) in enumerate(QUANTITIES.items()):
-        spread(ax, number, rows, "n", name, label)
-    finish(ax)
-    return figure
+        median_band(ax, number, rows, "n", name, label)
+    return finish(ax)
 
 
-def exponents(rows: pandas.DataFrame) -> dict[str, float]:
+def exponents(rows: Rows) -> dict[str, float]:
     """α of value ≈ c·n^α for both."""
     alphas = {}
     for name in QUANTITIES:
@@ -62,12 +60,12 @@ def exponents(rows: pandas.DataFrame) -> dict[str, float]:
     return alphas
 
 
-def judge(rows: pandas.DataFrame) -> Finding:
+def judge(rows: Rows) -> Finding:
     """Whether σ_max grows as the recipe's quantity does."""
     alphas = exponents(rows)
     alike = abs(alphas["sigma"] - alphas["released"]) < 0.05
-    return Finding(
-        Verdict.CONFIRMED if alike else Verdict.NOT_CONFIRMED,
+    return Finding.of(
+        alike,
         f"exponent of σ_max {alphas['sigma']:.3f}, of √‖Jᵀf(X)‖ {alphas['released']:.3f}, on the same inputs. The "
         "second is what the released scripts compute; whether it is what the printed figures show is not known.",
     )

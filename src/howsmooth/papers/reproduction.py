@@ -1,4 +1,4 @@
-"""Running an experiment: cell by cell into a journal, then Parquet, a picture in three formats and a verdict.
+"""Running an experiment: cell by cell into a journal, then Parquet, a figure in three formats and a verdict.
 
 A journal is one line of JSON per cell, appended and flushed when the cell is done, so that a run that was stopped goes
 on where it was; a last line that was cut off is measured again.
@@ -19,16 +19,18 @@ import pandas
 from howsmooth._util.common import write_whole
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.experiment import Asked, Cell, Experiment, Finding, Row
+from howsmooth.papers.experiment import Experiment, Finding
+from howsmooth.papers.experiment import ExperimentOptions as Asked
+from howsmooth.papers.experiment import Record as Cell
+from howsmooth.papers.experiment import Record as Row
 from howsmooth.reports.figures import save_figure
 
 PICTURES = (".png", ".svg", ".pdf")
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """An experiment that was run: its rows, its finding and the files that hold them."""
+    """A finished experiment: its rows, its finding and the folder of its files."""
 
     experiment: Experiment
     asked: Asked
@@ -38,11 +40,7 @@ class Reproduction:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json`` and verdict.json."""
-        return {
-            "id": self.experiment.id,
-            "paper": self.experiment.paper,
-            "claim": self.experiment.claim,
-            "setting": self.experiment.setting,
+        return {name: getattr(self.experiment, name) for name in ("id", "paper", "claim", "setting")} | {
             "size": self.asked.size,
             "models": list(self.asked.models),
             "text": self.asked.text_said,
@@ -59,14 +57,14 @@ def reproduce(
     folder: Path = Path("reproduced"),
     *,
     resume: bool = True,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     executor: Executor | Engine | None = None,
 ) -> Reproduction:
-    """Run one experiment and keep its data, picture and verdict in ``folder/ID``; cells may run on any executor.
+    """Run one experiment and save its data, figure and verdict in ``folder/ID``; cells may run on any executor.
 
     >>> import tempfile
-    >>> from howsmooth.papers import EXPERIMENTS, Asked
-    >>> made = reproduce(EXPERIMENTS["not-lipschitz"], Asked("quick"), Path(tempfile.mkdtemp()))
+    >>> from howsmooth.papers import EXPERIMENTS, ExperimentOptions
+    >>> made = reproduce(EXPERIMENTS["not-lipschitz"], ExperimentOptions("quick"), Path(tempfile.mkdtemp()))
     >>> made.finding.verdict.value
     'confirmed'
     """
@@ -97,7 +95,7 @@ def reproduce(
 
 
 def _run_cell(item: tuple[str, Asked, Cell]) -> list[Row]:
-    """One cell of an experiment by name, in whatever process this runs."""
+    """Run one cell of an experiment by name, in any process."""
     from howsmooth.papers import EXPERIMENTS
 
     name, asked, cell = item

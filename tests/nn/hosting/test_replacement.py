@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.named_models import NAMED
-from howsmooth.nn.hosting.adapter import HostedAttention, Seen
+from howsmooth.nn.hosting.adapter import AttentionAdapter, TransformersMask
 from howsmooth.nn.hosting.replacement import (
     REPLACEABLE,
     load_replaced,
@@ -24,11 +24,11 @@ from howsmooth.nn.hosting.replacement import (
     replaced_layers,
     replacement_of,
 )
-from howsmooth.nn.layers.registry import KINDS
+from howsmooth.nn.layers.registry import LAYER_KINDS
 from tests.models.tiny import TINY
 
 TEXT = tuple(kind for kind in REPLACEABLE if kind != "vit")
-CAUSAL_KINDS = tuple(kind for kind in KINDS if kind != "lipschitz-norm")
+CAUSAL_KINDS = tuple(kind for kind in LAYER_KINDS if kind != "lipschitz-norm")
 BLIND = (
     "contractive-l2",
     "contractive-2",
@@ -84,7 +84,7 @@ def test_dot_product_attention_computes_what_the_model_did(name: str, implementa
         before = [model(input_ids=ids)[0], model(input_ids=ids, attention_mask=mask)[0][mask.bool()]]
         assert replace_attention(model, "dot-product") is model
         after = [model(input_ids=ids)[0], model(input_ids=ids, attention_mask=mask)[0][mask.bool()]]
-    assert sum(isinstance(module, HostedAttention) for module in model.modules()) == 2
+    assert sum(isinstance(module, AttentionAdapter) for module in model.modules()) == 2
     for old, new in zip(before, after, strict=True):
         error = 1e-5 if implementation == "eager" else 1e-6 if "RMSNorm" in repr(model) else 1e-12
         torch.testing.assert_close(new, old, rtol=error, atol=error)
@@ -154,7 +154,7 @@ def test_encoder_of_torch_computes_what_it_did() -> None:
 # --- every kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_every_kind_runs_forward_and_backward_in_an_encoder(kind: str) -> None:
     model = replace_attention(TINY["bert"].build(), kind).train()
     ids, mask = words(2, 7), torch.ones(2, 7, dtype=torch.long)
@@ -168,7 +168,7 @@ def test_every_kind_runs_forward_and_backward_in_an_encoder(kind: str) -> None:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_every_kind_runs_in_an_encoder_of_torch(kind: str, batch_first: bool) -> None:
     block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
     encoder = replace_attention(nn.TransformerEncoder(block, 2, enable_nested_tensor=batch_first), kind)
@@ -179,7 +179,7 @@ def test_every_kind_runs_in_an_encoder_of_torch(kind: str, batch_first: bool) ->
     assert encoder.eval()(x, src_key_padding_mask=padding).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_padding_changes_nothing(kind: str) -> None:
     model = replace_attention(TINY["bert"].build(), kind)
     ids = words(1, 5)
@@ -542,20 +542,22 @@ def test_positions_that_jump_are_refused() -> None:
 def test_masks_of_transformers_are_read() -> None:
     least = torch.finfo(torch.float32).min
     causal = torch.zeros(1, 1, 3, 3).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), least)
-    assert Seen.of(causal, (2, 3), 3, causal=False) == Seen(None, True, None)
-    assert Seen.of(None, (1, 3), 1, causal=True) == Seen(None, True, None)
-    assert Seen.of(torch.ones(1, 1, 1, 3, dtype=torch.bool), (1, 3), 1, True) == Seen(None, True, None)
+    assert TransformersMask.of(causal, (2, 3), 3, causal=False) == TransformersMask(None, True, None)
+    assert TransformersMask.of(None, (1, 3), 1, causal=True) == TransformersMask(None, True, None)
+    assert TransformersMask.of(torch.ones(1, 1, 1, 3, dtype=torch.bool), (1, 3), 1, True) == TransformersMask(
+        None, True, None
+    )
     left = causal.clone()
     left[..., 0] = least
-    found = Seen.of(left, (1, 3), 3, causal=False)
+    found = TransformersMask.of(left, (1, 3), 3, causal=False)
     assert (found.mask, found.causal, found.padding.tolist()) == (None, True, [[True, False, False]])
     window = torch.tensor([[True, False, False], [True, True, False], [False, True, True]])
-    found = Seen.of(window[None, None], (1, 3), 3, causal=True)
+    found = TransformersMask.of(window[None, None], (1, 3), 3, causal=True)
     assert torch.equal(found.mask[0, 0], ~window)
     with pytest.raises(InvalidInput, match="set_attn_implementation"):
-        Seen.of(torch.ones(3), (1, 3), 3, True)
+        TransformersMask.of(torch.ones(3), (1, 3), 3, True)
     with pytest.raises(InvalidInput, match="look at"):
-        Seen.of(torch.ones(1, 1, 2, 3), (1, 3), 3, True)
+        TransformersMask.of(torch.ones(1, 1, 2, 3), (1, 3), 3, True)
 
 
 # --- models of real size

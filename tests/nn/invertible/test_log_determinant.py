@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import howsmooth as hs
 from evidence import log_determinants
 from howsmooth.nn import ContractiveL2Attention, CosineAttention
-from howsmooth.nn.invertible.branches import Attending, Branch, Composed, Scaled
+from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch, ScaledBranch
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
 from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks
-from howsmooth.nn.invertible.log_determinant import METHODS, LogDeterminant, total
+from howsmooth.nn.invertible.log_determinant import METHODS, LogDeterminant, sum_log_determinants
 from howsmooth.nn.invertible.residual import InvertibleResidual
 
 
@@ -44,16 +44,18 @@ def causal_branches() -> dict[str, Branch | nn.Module]:
     lower = torch.ones(5, 5, dtype=torch.bool).tril()
     lower[4, 1] = False
     layer = ContractiveL2Attention(4, 2, 0.9)
-    wide = Attending(ContractiveL2Attention(6, 2), "causal")
+    wide = AttentionBranch(ContractiveL2Attention(6, 2), "causal")
     return {
-        "causal": Attending(layer, "causal"),
-        "window": Attending(layer, hs.SlidingWindow(2)),
-        "lower triangular booleans": Attending(layer, lower),
-        "inf norm": Attending(ContractiveL2Attention(4, 1, 0.9, "inf"), "causal"),
-        "map": Scaled(hs.L2SelfAttention(*torch.randn(3, 4, 4), heads=2, mask="causal"), 0.005),
-        "cosine": Scaled(Attending(CosineAttention(4, 2), "causal"), 1e-6),
+        "causal": AttentionBranch(layer, "causal"),
+        "window": AttentionBranch(layer, hs.SlidingWindow(2)),
+        "lower triangular booleans": AttentionBranch(layer, lower),
+        "inf norm": AttentionBranch(ContractiveL2Attention(4, 1, 0.9, "inf"), "causal"),
+        "map": ScaledBranch(hs.L2SelfAttention(*torch.randn(3, 4, 4), heads=2, mask="causal"), 0.005),
+        "cosine": ScaledBranch(AttentionBranch(CosineAttention(4, 2), "causal"), 1e-6),
         "network": ContractiveMLP(4, 8, 0.9),
-        "composition": Composed(ContractiveMLP(4, 8, 1.0, out_width=6), wide, ContractiveMLP(6, 8, 1.0, out_width=4)),
+        "composition": ComposedBranch(
+            ContractiveMLP(4, 8, 1.0, out_width=6), wide, ContractiveMLP(6, 8, 1.0, out_width=4)
+        ),
         "not attention": RunningMean(),
     }
 
@@ -145,7 +147,7 @@ def test_untied_l2_attention_does_not_take_the_closed_form() -> None:
     attention = hs.L2SelfAttention(one, one, one, key=one / 2, mask="causal")
     x = tokens(1, 4, 1)
     truth = causal_blocks(attention, x).detach()
-    torch.testing.assert_close(Attending(attention).diagonal_blocks(x).detach(), truth)
+    torch.testing.assert_close(AttentionBranch(attention).diagonal_blocks(x).detach(), truth)
     assert float((l2_blocks(attention, x) - truth).abs().max()) > 1e-2
 
 
@@ -249,15 +251,15 @@ def test_totals_add_values_and_cuts_and_square_errors() -> None:
     part = LogDeterminant(torch.ones(2), torch.full((2,), 3.0), torch.ones(2), "series", 8)
     other = LogDeterminant(torch.ones(2), torch.full((2,), 4.0), torch.zeros(2), "roulette", 4)
     exact = LogDeterminant(torch.ones(2), torch.zeros(2), torch.zeros(2), "blocks")
-    found = total([part, other, exact])
+    found = sum_log_determinants([part, other, exact])
     assert found.value.tolist() == [3, 3]
     assert found.standard_error.tolist() == [5, 5]
     assert found.truncation.tolist() == [1, 1]
     assert (found.samples, found.exact, found.method) == (4, False, "series + roulette + blocks")
     assert found.limit is None
     limited = [replace(part, limit=torch.full((2,), 7.0)), replace(other, limit=torch.full((2,), 2.0)), exact]
-    assert total(limited).limit.tolist() == [9, 9]  # type: ignore[union-attr]
-    assert total(limited).error_bar(0.9999).tolist() == [9, 9]
+    assert sum_log_determinants(limited).limit.tolist() == [9, 9]  # type: ignore[union-attr]
+    assert sum_log_determinants(limited).error_bar(0.9999).tolist() == [9, 9]
 
 
 def test_bad_requests_are_refused() -> None:

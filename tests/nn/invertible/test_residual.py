@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from evidence import inversion
-from howsmooth.nn import ContractiveL2Attention, DotProductAttention, L2Attention
-from howsmooth.nn.invertible import InvertibleResidual
-from howsmooth.nn.invertible.branches import Attending, Composed, Scaled
-from howsmooth.nn.invertible.contractive_mlp import ACTIVATIONS, ContractiveMLP
-from howsmooth.nn.invertible.fixed_point import Contraction, DidNotConverge, solve
+from howsmooth.nn import ContractiveL2Attention, DotProductAttention, InvertibleResidual, L2Attention
+from howsmooth.nn.invertible.branches import AttentionBranch, ComposedBranch, ScaledBranch
+from howsmooth.nn.invertible.contractive_mlp import NONEXPANSIVE_ACTIVATIONS, ContractiveMLP
+from howsmooth.nn.invertible.fixed_point import Contraction, DidNotConverge, solve_fixed_point
 from howsmooth.testing import dense_jacobian
 
 
@@ -61,11 +60,13 @@ def certified_blocks() -> dict[str, InvertibleResidual]:
         "network": InvertibleResidual(ContractiveMLP(6, 32, 0.97)),
         "network in the inf norm": InvertibleResidual(ContractiveMLP(6, 32, 0.9, norm=math.inf), norm=math.inf),
         "composition": InvertibleResidual(
-            Composed(
-                ContractiveMLP(6, 16, 1.0), Attending(ContractiveL2Attention(6, 2, 0.9)), ContractiveMLP(6, 16, 1.0)
+            ComposedBranch(
+                ContractiveMLP(6, 16, 1.0),
+                AttentionBranch(ContractiveL2Attention(6, 2, 0.9)),
+                ContractiveMLP(6, 16, 1.0),
             )
         ),
-        "scaled map": InvertibleResidual(Scaled(hs.L2SelfAttention(*torch.randn(3, 6, 6) / 3, heads=2), 0.02)),
+        "scaled map": InvertibleResidual(ScaledBranch(hs.L2SelfAttention(*torch.randn(3, 6, 6) / 3, heads=2), 0.02)),
         "linear": InvertibleResidual(Linear(-0.9 * torch.eye(6))),
     }
 
@@ -258,7 +259,7 @@ def test_what_has_no_certificate_is_refused() -> None:
 
 def test_certificate_follows_the_number_of_tokens() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
-    block = InvertibleResidual(Scaled(hs.L2SelfAttention(one, one, one), 0.15))
+    block = InvertibleResidual(ScaledBranch(hs.L2SelfAttention(one, one, one), 0.15))
     assert block.contraction(3).coefficient < 1
     with pytest.raises(hs.DoesNotApply, match="for 1000 token"):
         block.contraction(1000)
@@ -270,7 +271,7 @@ def test_masks_that_hide_a_token_from_itself_are_refused() -> None:
         InvertibleResidual(ContractiveL2Attention(4, 2), mask=mask)
     one = torch.ones(1, 1, dtype=torch.float64)
     with pytest.raises(hs.DoesNotApply, match="sees itself"):
-        InvertibleResidual(Scaled(hs.L2SelfAttention(one, one, one, mask=mask), 0.1)).inverse(
+        InvertibleResidual(ScaledBranch(hs.L2SelfAttention(one, one, one, mask=mask), 0.1)).inverse(
             torch.zeros(3, 1).double()
         )
 
@@ -284,7 +285,7 @@ def test_masks_of_single_items_are_refused() -> None:
 
 def test_trusted_coefficients_make_conditional_bounds() -> None:
     layer = L2Attention(8, 2).double().eval()
-    block = InvertibleResidual(Scaled(layer, 0.5), coefficient=0.5, trust=True)
+    block = InvertibleResidual(ScaledBranch(layer, 0.5), coefficient=0.5, trust=True)
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     with torch.no_grad():
         found = block.inverse(block(x))
@@ -361,7 +362,7 @@ def test_inverse_in_training_is_that_of_evaluation_and_changes_nothing() -> None
 
 
 def test_solver_reports_divergence_without_nan() -> None:
-    grow = solve(
+    grow = solve_fixed_point(
         lambda x, index: 1e200 * x * x + 1,
         torch.full((1, 1), 10.0, dtype=torch.float64),
         contraction=Contraction(1 - 1e-9, certified=False),
@@ -372,10 +373,10 @@ def test_solver_reports_divergence_without_nan() -> None:
     assert bool(torch.isfinite(grow.x).all())
 
 
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(NONEXPANSIVE_ACTIVATIONS))
 def test_activations_are_1_lipschitz(activation: str) -> None:
     x = torch.linspace(-30, 30, 200_001, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(ACTIVATIONS[activation](x).sum(), x)
+    (slope,) = torch.autograd.grad(NONEXPANSIVE_ACTIVATIONS[activation](x).sum(), x)
     assert float(slope.abs().max()) <= 1
 
 

@@ -12,27 +12,28 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth import nn as layers
-from howsmooth.nn.invertible.branches import Attending, Branch, Composed, Scaled
-from howsmooth.nn.invertible.contractive_mlp import ACTIVATIONS
+from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch, ScaledBranch
+from howsmooth.nn.invertible.contractive_mlp import NONEXPANSIVE_ACTIVATIONS
 from howsmooth.nn.invertible.running_error import UnknownRounding, evaluation_error
 
 
 def branches() -> dict[str, nn.Module]:
     torch.manual_seed(0)
     made: dict[str, nn.Module] = {
-        "l2": Attending(layers.L2Attention(6, 2, bias=True)),
-        "l2 causal": Attending(layers.L2Attention(6, 2, bias=True), "causal"),
-        "l2 window": Attending(layers.L2Attention(6, 2), hs.SlidingWindow(2)),
-        "l2 array": Attending(layers.L2Attention(6, 2), torch.ones(7, 7, dtype=torch.bool).tril()),
-        "contractive": Attending(layers.ContractiveL2Attention(6, 2)),
-        "contractive inf": Attending(layers.ContractiveL2Attention(6, 2, norm="inf")),
-        "cosine": Attending(layers.CosineAttention(6, 2, bias=True)),
-        "lipschitz-norm": Attending(layers.LipschitzNormAttention(6, 2)),
-        "gradient-step": Attending(layers.GradientStepAttention(6, 2, context_size=5)),
-        "map": Attending(hs.L2SelfAttention(*torch.randn(3, 6, 6) / 3, heads=2)),
-        "composed": Composed(layers.ContractiveMLP(6, 8), Scaled(layers.L2Attention(6, 2), 0.3)),
+        "l2": AttentionBranch(layers.L2Attention(6, 2, bias=True)),
+        "l2 causal": AttentionBranch(layers.L2Attention(6, 2, bias=True), "causal"),
+        "l2 window": AttentionBranch(layers.L2Attention(6, 2), hs.SlidingWindow(2)),
+        "l2 array": AttentionBranch(layers.L2Attention(6, 2), torch.ones(7, 7, dtype=torch.bool).tril()),
+        "contractive": AttentionBranch(layers.ContractiveL2Attention(6, 2)),
+        "contractive inf": AttentionBranch(layers.ContractiveL2Attention(6, 2, norm="inf")),
+        "cosine": AttentionBranch(layers.CosineAttention(6, 2, bias=True)),
+        "lipschitz-norm": AttentionBranch(layers.LipschitzNormAttention(6, 2)),
+        "gradient-step": AttentionBranch(layers.GradientStepAttention(6, 2, context_size=5)),
+        "map": AttentionBranch(hs.L2SelfAttention(*torch.randn(3, 6, 6) / 3, heads=2)),
+        "composed": ComposedBranch(layers.ContractiveMLP(6, 8), ScaledBranch(layers.L2Attention(6, 2), 0.3)),
     }
-    return made | {name: layers.ContractiveMLP(6, 12, activation=name) for name in ACTIVATIONS}
+    return made | {name: layers.ContractiveMLP(6, 12, activation=name) for name in NONEXPANSIVE_ACTIVATIONS}
 
 
 @pytest.mark.parametrize("name", list(branches()))
@@ -66,7 +67,7 @@ def test_bound_covers_cancellation_of_the_logits() -> None:
                 shares = [mpmath.exp(-((w * (a - b)) ** 2)) for b in points]
                 exact = w * w * mpmath.fdot(shares, points) / mpmath.fsum(shares)
                 off = abs(mpmath.mpf(float(found[i])) - exact)
-                assert off <= float(evaluation_error(Attending(layer), x).flatten()[i])
+                assert off <= float(evaluation_error(AttentionBranch(layer), x).flatten()[i])
 
 
 def test_sums_and_products_in_any_order_are_covered() -> None:
@@ -124,7 +125,7 @@ def test_inverse_of_a_branch_with_unknown_rounding_is_not_certified() -> None:
 
 
 def test_shift_of_actnorm_that_cancels_is_counted() -> None:
-    norm = layers.ActNorm(1).double().eval()
+    norm = ActNorm(1).double().eval()
     nn.init.constant_(norm.shift, 1e9)
     nn.init.constant_(norm.log_scale, 0.3)
     x = torch.rand(5, 1, dtype=torch.float64)
@@ -135,7 +136,7 @@ def test_shift_of_actnorm_that_cancels_is_counted() -> None:
 
 
 def test_bound_of_a_whole_branch_is_a_branchs_own() -> None:
-    branch: Branch = Scaled(layers.L2Attention(4, 2), 1e-3).eval()
+    branch: Branch = ScaledBranch(layers.L2Attention(4, 2), 1e-3).eval()
     x = torch.randn(1, 5, 4)
     small, large = evaluation_error(branch, x), evaluation_error(branch.branch, x)
     assert float(small.max()) < 2e-3 * float(large.max())

@@ -17,7 +17,7 @@ from howsmooth.attention.logit_terms import as_mask
 from howsmooth.bounds import Bound, kim2021, l2_bounds
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import average_2
 from howsmooth.norms.small_matrices import spectral
 
@@ -249,14 +249,14 @@ def test_zero_weights_give_zero() -> None:
 
 def test_average_constant_knows_the_mask() -> None:
     window = hs.SlidingWindow(4)
-    constants = [average_2(Sight(100, as_mask(mask))) for mask in (None, hs.Causal(), window)]
+    constants = [average_2(CallMasks(100, as_mask(mask))) for mask in (None, hs.Causal(), window)]
     expected = [
         l2_bounds.average_lip_2(100),
         l2_bounds.average_lip_2(100, "ordered"),
         l2_bounds.average_lip_2(4, "ordered"),
     ]
     assert constants == expected
-    dense = Sight.of((1, 4, 1), torch.ones(4, 4).tril(-1).bool(), False, None)
+    dense = CallMasks.of((1, 4, 1), torch.ones(4, 4).tril(-1).bool(), False, None)
     assert average_2(dense) == l2_bounds.average_lip_2(4, "any")
 
 

@@ -16,7 +16,7 @@ from howsmooth.attention import LogitBias
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 
-KINDS: dict[str, Callable[..., AttentionLayer]] = {
+LAYER_KINDS: dict[str, Callable[..., AttentionLayer]] = {
     "l2": layers.L2Attention,
     "contractive-2": layers.ContractiveL2Attention,
     "contractive-inf": lambda *a, **k: layers.ContractiveL2Attention(*a, norm="inf", **k),
@@ -28,16 +28,16 @@ KINDS: dict[str, Callable[..., AttentionLayer]] = {
     "lipschitz-norm": layers.LipschitzNormAttention,
     "gradient-step": lambda *a, **k: layers.GradientStepAttention(*a, context_size=5, **k),
 }
-MASKED = [kind for kind in KINDS if kind not in ("lipschitz-norm", "gradient-step")]
-L2 = [kind for kind in KINDS if kind == "l2" or kind.startswith("contractive")]
+MASKED = [kind for kind in LAYER_KINDS if kind not in ("lipschitz-norm", "gradient-step")]
+L2 = [kind for kind in LAYER_KINDS if kind == "l2" or kind.startswith("contractive")]
 GLOBAL = [*L2, "cosine", "lipschitz-norm", "gradient-step"]
-every = pytest.mark.parametrize("kind", KINDS)
+every = pytest.mark.parametrize("kind", LAYER_KINDS)
 N, D, H = 7, 8, 2
 
 
 def make(kind: str, bias: bool = True, **options: object) -> AttentionLayer:
     """A layer in float64 with random biases, in evaluation."""
-    layer = KINDS[kind](D, H, bias=bias, **options).double().eval()
+    layer = LAYER_KINDS[kind](D, H, bias=bias, **options).double().eval()
     for name, weight in layer.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(weight)
@@ -168,8 +168,8 @@ def test_layer_in_blocks_equals_layer_at_once_in_both_directions(kind: str, monk
         for block, kept in ((2**20, 2**26), (2 * H * N * 2, 2**26), (2 * H * N * 2, 0)):
             monkeypatch.setattr(
                 attention_layer,
-                "Mixing",
-                lambda *a, block=block, kept=kept: blockwise_attention.Mixing(*a, block=block, kept=kept),
+                "BlockwiseAttention",
+                lambda *a, block=block, kept=kept: blockwise_attention.BlockwiseAttention(*a, block=block, kept=kept),
             )
             out = layer(x, **call)[0]
             found.append((out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))))
@@ -189,7 +189,7 @@ def test_bound_holds_on_random_inputs_of_every_size(kind: str) -> None:
             assert found <= bound * (1 + ROUNDING)  # gradient steps reach their bound of one
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("contractive")])
+@pytest.mark.parametrize("kind", [kind for kind in LAYER_KINDS if not kind.startswith("contractive")])
 def test_bound_grows_with_n_so_that_padding_cannot_break_it(kind: str) -> None:
     layer = make(kind)
     bounds = [float(layer.lipschitz_bound(n, radius=1.5)) for n in (1, 2, 3, 5, 8, 13, 100, 1000)]
@@ -203,7 +203,7 @@ def test_attention_that_is_not_lipschitz_needs_a_radius(kind: str) -> None:
     assert make(kind).lipschitz_bound(N, radius=1.0).isfinite()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in L2])
+@pytest.mark.parametrize("kind", [kind for kind in LAYER_KINDS if kind not in L2])
 def test_infinity_norm_without_a_theorem_is_refused(kind: str) -> None:
     with pytest.raises(DoesNotApply, match="norm=2"):
         make(kind).lipschitz_bound(N, radius=1.0, norm="inf")
@@ -268,9 +268,9 @@ def test_bad_input_is_refused_in_one_sentence(kind: str) -> None:
         layer.lipschitz_bound(N, norm=1)
     for heads in (0, 3):
         with pytest.raises(InvalidInput, match=r"split|must be"):
-            KINDS[kind](D, heads)
+            LAYER_KINDS[kind](D, heads)
     with pytest.raises(InvalidInput, match="dropout"):
-        KINDS[kind](D, H, dropout=1.0)
+        LAYER_KINDS[kind](D, H, dropout=1.0)
 
 
 @pytest.mark.parametrize("kind", MASKED)
@@ -359,7 +359,9 @@ def test_long_sequences_keep_no_square_of_n_for_the_way_back(kind: str, monkeypa
     saved = []
     for kept in (2**26, 0):
         monkeypatch.setattr(
-            attention_layer, "Mixing", lambda *a, kept=kept: blockwise_attention.Mixing(*a, block=H * n * 20, kept=kept)
+            attention_layer,
+            "BlockwiseAttention",
+            lambda *a, kept=kept: blockwise_attention.BlockwiseAttention(*a, block=H * n * 20, kept=kept),
         )
         sizes: dict[int, int] = {}
 

@@ -17,10 +17,10 @@ from howsmooth.attention.logit_terms import Terms, as_mask
 from howsmooth.bounds import kim2021, l2_bounds
 from howsmooth.bounds.own.l2_bounds import block_lip_2
 from howsmooth.nn.layers.attention_layer import AttentionLayer
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import average_2
 
-KINDS: dict[str, Callable[[int, int], AttentionLayer]] = {
+LAYER_KINDS: dict[str, Callable[[int, int], AttentionLayer]] = {
     "l2": layers.L2Attention,
     "contractive-2": layers.ContractiveL2Attention,
     "contractive-inf": lambda d, h: layers.ContractiveL2Attention(d, h, norm="inf"),
@@ -67,7 +67,7 @@ def formula(layer: AttentionLayer, x: Tensor, look: Tensor, terms: Terms) -> Ten
             z = x @ query.T
             p = torch.softmax(-(z[:, None] - z[None]).square().sum(-1) / s + hidden, 1)
             out = out + p @ z @ (query @ value.T @ output) / s
-        return out * divided(layer, weights, Sight(n, terms))
+        return out * divided(layer, weights, CallMasks(n, terms))
     query, key, value = (part.view(n, H, -1).transpose(0, 1) for part in (x @ layer.in_proj.weight.T).chunk(3, 1))
     width, size = D // H, 1.0
     if isinstance(layer, layers.CosineAttention):
@@ -85,7 +85,7 @@ def formula(layer: AttentionLayer, x: Tensor, look: Tensor, terms: Terms) -> Ten
     return size * (weights @ value).transpose(0, 1).flatten(1) @ layer.out_proj.weight.T
 
 
-def divided(layer: layers.L2Attention, weights: list[Tensor], sight: Sight) -> Tensor | float:
+def divided(layer: layers.L2Attention, weights: list[Tensor], sight: CallMasks) -> Tensor | float:
     """c over the bound, for the contractive kinds."""
     if not isinstance(layer, layers.ContractiveL2Attention):
         return 1.0
@@ -95,12 +95,12 @@ def divided(layer: layers.L2Attention, weights: list[Tensor], sight: Sight) -> T
     return layer.coefficient / bound(*weights, sight.terms.most_seen(sight.n))  # type: ignore[call-arg, arg-type]
 
 
-MASKED = [(kind, mask) for kind in KINDS for mask in MASKS if kind != "lipschitz-norm" or mask == "none"]
+MASKED = [(kind, mask) for kind in LAYER_KINDS for mask in MASKS if kind != "lipschitz-norm" or mask == "none"]
 
 
 @pytest.mark.parametrize(("kind", "mask"), MASKED)
 def test_padded_texts_have_outputs_and_gradients_of_the_texts_alone(kind: str, mask: str) -> None:
-    layer = KINDS[kind](D, H).double().eval()
+    layer = LAYER_KINDS[kind](D, H).double().eval()
     x = torch.randn(len(PADDING) + 1, N, D, dtype=torch.float64, requires_grad=True)
     padded = torch.tensor([[False] * N, *PADDING.values()])
     u = torch.randn_like(x)

@@ -14,7 +14,7 @@ from howsmooth import nn as layers
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 
 D, H, N = 16, 2, 9
-KINDS = [
+LAYER_KINDS = [
     layers.L2Attention,
     layers.ContractiveL2Attention,
     layers.DotProductAttention,
@@ -24,7 +24,7 @@ KINDS = [
     layers.LipschitzNormAttention,
     layers.GradientStepAttention,
 ]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+kinds = pytest.mark.parametrize("kind", LAYER_KINDS, ids=lambda kind: kind.__name__)
 # Half a unit in the last place, times the products on the way.
 halves = pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)], ids=str)
 
@@ -59,7 +59,7 @@ def test_autocast_stays_close_in_both_directions(kind: type[AttentionLayer], dty
         assert layer.train()(x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", LAYER_KINDS[:2], ids=lambda kind: kind.__name__)
 def test_autocast_does_not_round_squared_distances(kind: type[AttentionLayer]) -> None:
     """Weights of keys far from the origin: in bfloat16 |k|² alone would be off by several units."""
     layer, x = kind(D, H).eval(), torch.randn(N, D)

@@ -13,9 +13,10 @@ import howsmooth as hs
 from howsmooth.cli.train import Model
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention, replace_attention
-from howsmooth.nn.layers.registry import KINDS, check_kind
+from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
-from howsmooth.papers.training import ATTENTIONS, CharacterModel, Grid, Settings
+from howsmooth.papers.training import CharacterModel, TrainingSettings
+from howsmooth.papers.training.training_settings import ATTENTIONS
 
 
 def encoder() -> nn.TransformerEncoderLayer:
@@ -23,42 +24,44 @@ def encoder() -> nn.TransformerEncoderLayer:
 
 
 def trained(name: str) -> nn.Module:
-    model = CharacterModel(Settings(attention=name, depth=1, width=8, heads=2, length=4, batch_tokens=8), symbols=3)  # type: ignore[arg-type]
+    model = CharacterModel(
+        TrainingSettings(attention=name, depth=1, width=8, heads=2, length=4, batch_tokens=8), symbols=3
+    )  # type: ignore[arg-type]
     return model.blocks[0].attention  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_replacing_and_training_mean_the_same_layer_by_a_name(name: str) -> None:
     replaced = replace_attention(encoder(), name).self_attn
-    assert type(replaced) is type(trained(name)) is KINDS[name].layer
-    for option, value in KINDS[name].options.items():
+    assert type(replaced) is type(trained(name)) is LAYER_KINDS[name].layer
+    for option, value in LAYER_KINDS[name].options.items():
         assert str(getattr(replaced, option)).removesuffix(".0") == value
 
 
 def test_training_knows_every_kind_that_it_can_use() -> None:
-    assert {name for name in KINDS if name not in ATTENTIONS} == {
+    assert {name for name in LAYER_KINDS if name not in ATTENTIONS} == {
         "contractive-l2",  # its norm is not said, and runs are called by their names
         "lipschitz-norm",  # sees the future
     }
-    assert not KINDS["lipschitz-norm"].causal
+    assert not LAYER_KINDS["lipschitz-norm"].causal
     (option,) = get_type_hints(Model, include_extras=True)["attention"].__metadata__
     assert set(re.findall(r"[a-z0-9-]+", option.help.partition(";")[0])) - {"not", "ipschitz"} == set(ATTENTIONS)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", LAYER_KINDS)
 def test_the_table_says_which_kinds_are_lipschitz_on_all_inputs(name: str) -> None:
-    layer = KINDS[name].layer(8, 2, **KINDS[name].options).eval()
-    if KINDS[name].lipschitz:
+    layer = LAYER_KINDS[name].layer(8, 2, **LAYER_KINDS[name].options).eval()
+    if LAYER_KINDS[name].lipschitz:
         assert bool(layer.lipschitz_bound(n=6).isfinite())
     else:
         with pytest.raises(DoesNotApply):
             layer.lipschitz_bound(n=6)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", LAYER_KINDS)
 def test_the_table_says_which_kinds_take_dropout(name: str) -> None:
-    make, options = KINDS[name].layer, KINDS[name].options
-    if KINDS[name].dropout:
+    make, options = LAYER_KINDS[name].layer, LAYER_KINDS[name].options
+    if LAYER_KINDS[name].dropout:
         assert make(8, 2, dropout=0.1, **options).dropout == 0.1
     else:
         with pytest.raises(InvalidInput, match="dropout"):
@@ -69,19 +72,6 @@ def test_l2_is_tied_and_lipschitz_everywhere() -> None:
     assert type(trained("l2")) is L2Attention
     assert type(trained("l2-untied")) is UntiedL2Attention
     assert not issubclass(L2Attention, UntiedL2Attention)
-
-
-def test_an_old_name_works_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="'l2-tied' is called 'l2' now"):
-        assert check_kind("l2-tied") == "l2"
-    with pytest.warns(FutureWarning, match="'l2-tied'"):
-        settings = Settings(attention="l2-tied")  # type: ignore[arg-type]
-    assert settings == Settings(attention="l2")
-    with pytest.warns(FutureWarning, match="'l2-tied'"):
-        grid = Grid(Settings(), ("l2-tied",), (1,), (0,))  # type: ignore[arg-type]
-    assert [name for name, _ in grid.cells()] == ["l2-depth1-seed0"]
-    with pytest.warns(FutureWarning, match="'l2-tied'"):
-        assert type(replace_attention(encoder(), "l2-tied").self_attn) is L2Attention
 
 
 def test_what_a_name_says_is_no_option() -> None:

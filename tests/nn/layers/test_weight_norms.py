@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.errors import InvalidInput
 from howsmooth.nn import ContractiveL2Attention, ContractiveMLP
 from howsmooth.nn.layers import weight_norms
-from howsmooth.nn.layers.weight_norms import Decomposition, SpectralNorm, top_singular_vectors
+from howsmooth.nn.layers.weight_norms import CachedSingularVectors, SpectralNorm, top_singular_vectors
 
 
 def matrix(*sizes: float, rows: int = 7, columns: int = 5) -> Tensor:
@@ -227,7 +227,7 @@ def test_precision_and_shape_are_part_of_what_is_compared() -> None:
 
 
 def test_vectors_handed_out_can_be_changed_without_harm() -> None:
-    kept, m = Decomposition(), matrix(3.0, 1.0)
+    kept, m = CachedSingularVectors(), matrix(3.0, 1.0)
     top_singular_vectors(m, kept.number)[0].zero_()
     assert float(top_singular_vectors(m, kept.number)[0].norm()) == pytest.approx(1.0)
 

@@ -15,24 +15,17 @@ from evidence.damaged_files import checkpoint_case, outcomes
 from howsmooth._util.checksummed import opened, sealed
 from howsmooth._util.common import digest, write_whole
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.registry import KINDS
-from howsmooth.papers.training import (
-    CharacterModel,
-    Checkpoint,
-    Corpus,
-    Intervals,
-    Result,
-    Settings,
-    evaluate,
-    train,
-    validation,
-)
+from howsmooth.nn.layers.registry import LAYER_KINDS
+from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, train
+from howsmooth.papers.training.checkpoints import TrainingCheckpoint
 from howsmooth.papers.training.journal import Journal
-from howsmooth.papers.training.loop import load_model
+from howsmooth.papers.training.lengths import validation
+from howsmooth.papers.training.loop import bits_per_character, load_model
+from howsmooth.papers.training.run_status import TrainingResult
 
 FIRST_FORMAT = Path(__file__).parent / "data" / "checkpoint-1.safetensors"
 
-SETTINGS = Settings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
+SETTINGS = TrainingSettings(attention="contractive-2", depth=1, width=8, heads=2, length=4, batch_tokens=8, steps=30)
 
 
 def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:
@@ -43,15 +36,15 @@ def trained() -> tuple[CharacterModel, torch.optim.Optimizer]:
     return model, optimiser
 
 
-def taken() -> Checkpoint:
+def taken() -> TrainingCheckpoint:
     model, optimiser = trained()
-    return Checkpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], model, optimiser)
+    return TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [0.1 + 0.2], model, optimiser)
 
 
 def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
     checkpoint, path = taken(), tmp_path / "c.safetensors"
     checkpoint.save(path)
-    found = Checkpoint.load(path)
+    found = TrainingCheckpoint.load(path)
     assert vars(found) | {"tensors": 0} == vars(checkpoint) | {"tensors": 0}
     assert found.tensors.keys() == checkpoint.tensors.keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
@@ -65,7 +58,7 @@ def test_restoring_brings_back_model_optimiser_and_random_numbers() -> None:
     model, optimiser = trained()
     checkpoint.restore(model, optimiser)
     assert torch.equal(torch.rand(3), expected)
-    again = Checkpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [], model, optimiser)
+    again = TrainingCheckpoint.take(7, SETTINGS, "a\n“", "digest", 1.5, [], model, optimiser)
     names = [name for name in checkpoint.tensors if name != "random"]
     assert sum(name.startswith("optimiser.") for name in names) == 3 * sum(1 for _ in model.parameters())
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}  # the warm start of contractive layers
@@ -94,7 +87,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(tmp_path: Path, damage: 
         torch.save({"step": 7}, path)
     before = path.read_bytes()
     with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
-        Checkpoint.load(path)
+        TrainingCheckpoint.load(path)
     assert path.read_bytes() == before
 
 
@@ -108,14 +101,14 @@ def test_the_header_can_be_read_without_howsmooth(tmp_path: Path) -> None:
 
 
 def test_the_tensors_of_another_model_are_refused() -> None:
-    other = CharacterModel(Settings(width=8, heads=2, length=4, batch_tokens=8), symbols=4)
+    other = CharacterModel(TrainingSettings(width=8, heads=2, length=4, batch_tokens=8), symbols=4)
     with pytest.raises(InvalidInput, match="another model"):
         taken().restore(other)
 
 
 def test_a_missing_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no checkpoint"):
-        Checkpoint.load(tmp_path / "none")
+        TrainingCheckpoint.load(tmp_path / "none")
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +152,9 @@ def test_a_damaged_journal_is_said(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_first_format_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     """Written at step 5 by the version before; the numbers are those to which that version came."""
     corpus = Corpus.split("to be or not to be, that is the question " * 20)
-    few = Settings(attention="contractive-2", depth=1, width=4, heads=2, length=4, batch_tokens=16, steps=12, warmup=2)
+    few = TrainingSettings(
+        attention="contractive-2", depth=1, width=4, heads=2, length=4, batch_tokens=16, steps=12, warmup=2
+    )
     (tmp_path / "checkpoint.safetensors").write_bytes(FIRST_FORMAT.read_bytes())
     result = train(corpus, few, tmp_path, resume=True, intervals=Intervals(save=5, report=5))
     assert result.train_bits == pytest.approx(3.8585456565178884, rel=1e-6)
@@ -189,7 +184,7 @@ def test_an_optimiser_that_does_not_fit_is_refused_before_anything_is_written(
     model, optimiser = trained()
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     with pytest.raises(InvalidInput, match=r"optimiser"):
-        Checkpoint.load(path).restore(model, optimiser)
+        TrainingCheckpoint.load(path).restore(model, optimiser)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -246,12 +241,12 @@ def test_a_header_that_no_run_writes_is_refused(wrong: dict[str, object], seal: 
     if not seal:
         header |= {"format": "howsmooth training checkpoint 1", "sha256": digest(tensors)}
         path.write_bytes(save(tensors, {"howsmooth": json.dumps(header)}))
-        Checkpoint.load(path)  # sound so far
+        TrainingCheckpoint.load(path)  # sound so far
     header |= wrong
     text = {"howsmooth": json.dumps(header)}
     path.write_bytes(sealed(tensors, text) if seal else save(tensors, text))
     with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
-        Checkpoint.load(path)
+        TrainingCheckpoint.load(path)
 
 
 def test_a_step_beyond_the_last_is_no_finished_run(tmp_path: Path) -> None:
@@ -284,7 +279,7 @@ def test_links_planted_beside_a_checkpoint_are_not_followed(tmp_path: Path) -> N
     taken().save(path)
     assert secret.read_text() == "mine"
     assert not path.is_symlink()
-    assert Checkpoint.load(path).step == 7
+    assert TrainingCheckpoint.load(path).step == 7
 
 
 @pytest.mark.parametrize("row", ["5", "{}", '{"step": "x"}', '{"step": NaN}', "[" * 100_000])
@@ -300,27 +295,31 @@ def test_rows_without_a_step_are_said(row: str, tmp_path: Path) -> None:
 def test_a_run_that_cannot_fit_is_refused_with_an_estimate(wrong: dict[str, int]) -> None:
     corpus = Corpus.split("to be or not to be " * 50)
     with pytest.raises(InvalidInput, match=r"needs about .* GiB"):
-        train(corpus, Settings(**wrong))  # type: ignore[arg-type]
+        train(corpus, TrainingSettings(**wrong))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("before", "today"), [("l2", "l2-untied"), ("l2-tied", "l2")])
 def test_runs_written_under_the_old_names_are_what_they_were(before: str, today: str) -> None:
     """Both were written when "l2" had keys of its own and "l2-tied" had not."""
     folder = FIRST_FORMAT.parent / f"run-of-{before}-before-the-renaming"
-    result, model = Result.read(folder), load_model(folder)[0]
+    result, model = TrainingResult.read(folder), load_model(folder)[0]
     assert result is not None
-    assert result.settings.attention == Checkpoint.load(folder / "checkpoint.safetensors").settings.attention == today
-    assert type(model.blocks[0].attention) is KINDS[today].layer
+    assert (
+        result.settings.attention
+        == TrainingCheckpoint.load(folder / "checkpoint.safetensors").settings.attention
+        == today
+    )
+    assert type(model.blocks[0].attention) is LAYER_KINDS[today].layer
     bound = model.attention_bound(4)
     assert bound == (None if result.bound is None else pytest.approx(result.bound, rel=1e-6))
     corpus = Corpus.split("to be or not to be, that is the question: " * 20)
     pieces = validation(corpus, result.settings.lengths, result.settings.length)
-    assert evaluate(model, pieces) == pytest.approx(result.valid_bits, rel=1e-6)
+    assert bits_per_character(model, pieces) == pytest.approx(result.valid_bits, rel=1e-6)
 
 
 def test_settings_say_in_which_format_they_are_written() -> None:
     for name in ("l2", "l2-untied"):
-        settings = Settings(attention=name)  # type: ignore[arg-type]
-        assert Settings.from_dict(settings.to_dict()) == settings
+        settings = TrainingSettings(attention=name)  # type: ignore[arg-type]
+        assert TrainingSettings.from_dict(settings.to_dict()) == settings
     with pytest.raises(InvalidInput, match="another version"):
-        Settings.from_dict(Settings().to_dict() | {"format": 3})
+        TrainingSettings.from_dict(TrainingSettings().to_dict() | {"format": 3})

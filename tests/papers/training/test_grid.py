@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training import Corpus, Grid, Result, Settings, gap_closed, mean_bits, run_grid
-from howsmooth.papers.training.grid import TABLE, Cell
+from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
+from howsmooth.papers.training.grid import TABLE, GridProgress, gap_closed, mean_bits
 from howsmooth.papers.training.loop import locked
-from howsmooth.papers.training.run_status import RESULT
+from howsmooth.papers.training.run_status import RESULT, TrainingResult
 
 CORPUS = Corpus.split("to be, or not to be: that is the question. " * 30)
-BASE = Settings(width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)
+BASE = TrainingSettings(width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)
 GRID = Grid(BASE, ("dot-product", "contractive-2"), depths=(1, 2), seeds=(0, 1))
 
 
-def result(kind: str, depth: int, seed: int, bits: float | None) -> Result:
+def result(kind: str, depth: int, seed: int, bits: float | None) -> TrainingResult:
     settings = replace(BASE, attention=kind, depth=depth, seed=seed)  # type: ignore[arg-type]
-    return Result(settings, bits, bits, None, None, 0, 0.0, 0, "", "")
+    return TrainingResult(settings, bits, bits, None, None, 0, 0.0, 0, "", "")
 
 
 def test_every_cell_is_run_once_and_kept(tmp_path: Path) -> None:
-    told: list[Cell] = []
+    told: list[GridProgress] = []
     found = run_grid(CORPUS, GRID, tmp_path, progress=told.append)
     assert [(r.settings.attention, r.settings.depth, r.settings.seed) for r in found] == [
         (kind, depth, seed) for depth in (1, 2) for seed in (0, 1) for kind in ("dot-product", "contractive-2")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.corpus import START, Corpus, documents
-from howsmooth.papers.training.lengths import Batch, Chunks, Curriculum, Fixed, plan, powers, validation
+from howsmooth.papers.training.lengths import Chunks, Curriculum, Fixed, TextBatch, plan, powers, validation
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -154,7 +154,7 @@ def test_fixed_windows_are_pieces_of_the_text() -> None:
 def test_a_batch_depends_on_seed_and_step_alone(lengths: str) -> None:
     corpus = Corpus.split("to be or not to be\n\nthat is the question\n\n" * 20)
 
-    def made(seed: int) -> Batch:
+    def made(seed: int) -> TextBatch:
         return plan(corpus, lengths, 8, 32, seed, steps=50).batch(17)  # type: ignore[arg-type]
 
     torch.manual_seed(1)

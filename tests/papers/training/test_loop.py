@@ -18,33 +18,22 @@ import pytest
 import torch
 
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training import (
-    Checkpoint,
-    Corpus,
-    Intervals,
-    Result,
-    Settings,
-    Status,
-    Stopped,
-    evaluate,
-    load_model,
-    train,
-    validation,
-)
-from howsmooth.papers.training.checkpoints import CHECKPOINT
-from howsmooth.papers.training.loop import locked, nats
+from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, load_model, train
+from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
+from howsmooth.papers.training.lengths import validation
+from howsmooth.papers.training.loop import TrainingStopped, bits_per_character, locked, nats
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import METRICS, RESULT
+from howsmooth.papers.training.run_status import METRICS, RESULT, TrainingResult, TrainingStatus
 
 TEXT = "to be, or not to be: that is the question.\n\nwhether 'tis nobler in the mind to suffer\n\n" * 30
 CORPUS = Corpus.split(TEXT)
-TINY = Settings(depth=1, width=16, heads=2, length=8, batch_tokens=64, steps=40, warmup=5, rate=3e-3)
+TINY = TrainingSettings(depth=1, width=16, heads=2, length=8, batch_tokens=64, steps=40, warmup=5, rate=3e-3)
 OFTEN = Intervals(report=5, validate=20, validate_on=200, save=10)
 PROGRAM = """
 import sys, json, torch
 from pathlib import Path
 from howsmooth.errors import HowsmoothError
-from howsmooth.papers.training import Corpus, Intervals, Settings, train
+from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, train
 torch.set_num_threads(1)
 corpus, options, folder = Corpus.split(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
 slow = __import__("time").sleep if len(sys.argv) > 4 else lambda seconds: None
@@ -52,7 +41,8 @@ def show(status):
     print(status.step, flush=True)
     slow(0.02)
 try:
-    train(corpus, Settings.from_dict(options), folder, resume=True, intervals=Intervals(1, 20, 200, 10), progress=show)
+    settings = TrainingSettings.from_dict(options)
+    train(corpus, settings, folder, resume=True, intervals=Intervals(1, 20, 200, 10), progress=show)
 except KeyboardInterrupt as stop:
     print(stop, file=sys.stderr)
     sys.exit(130)
@@ -62,7 +52,7 @@ except HowsmoothError as error:
 """
 
 
-def start(folder: Path, settings: Settings, *more: str, most_bytes: int | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, settings: TrainingSettings, *more: str, most_bytes: int | None = None) -> subprocess.Popen[str]:
     """A run in a process of its own that prints the number of every step."""
 
     def limit() -> None:
@@ -75,7 +65,7 @@ def start(folder: Path, settings: Settings, *more: str, most_bytes: int | None =
     return subprocess.Popen(command, env=environment, preexec_fn=limit, **pipes)
 
 
-def finish(folder: Path, settings: Settings) -> None:
+def finish(folder: Path, settings: TrainingSettings) -> None:
     out, said = start(folder, settings).communicate(timeout=120)
     assert not said, said
     assert out.split()[-1] == str(settings.steps)
@@ -89,7 +79,7 @@ def wait_for(process: subprocess.Popen[str], step: int) -> None:
 
 def content(folder: Path) -> tuple[dict[str, bytes], list[dict[str, Any]], dict[str, Any]]:
     """All that a finished run holds, every bit of it but the time it took."""
-    tensors = {k: v.numpy().tobytes() for k, v in Checkpoint.load(folder / CHECKPOINT).tensors.items()}
+    tensors = {k: v.numpy().tobytes() for k, v in TrainingCheckpoint.load(folder / CHECKPOINT).tensors.items()}
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     result = json.loads((folder / RESULT).read_text())
     for row in [*rows, result]:
@@ -98,18 +88,18 @@ def content(folder: Path) -> tuple[dict[str, bytes], list[dict[str, Any]], dict[
 
 
 def test_a_run_learns_and_keeps_its_numbers(tmp_path: Path) -> None:
-    told: list[Status] = []
+    told: list[TrainingStatus] = []
     result = train(CORPUS, replace(TINY, steps=150), tmp_path / "run", intervals=OFTEN, progress=told.append)
     assert result.valid_bits is not None
     assert result.valid_bits < 3.3 < math.log2(CORPUS.symbols)
     assert [row["step"] for row in result.rows] == list(range(5, 151, 5))
     assert ["valid_bits" in row for row in result.rows[:4]] == [False, False, False, True]
-    assert result == Result.read(tmp_path / "run")
+    assert result == TrainingResult.read(tmp_path / "run")
     assert told[-1].step == told[-1].steps == 150
     assert told[-1].seconds_left == 0
     model, checkpoint = load_model(tmp_path / "run")
     assert checkpoint.alphabet == CORPUS.alphabet
-    assert evaluate(model, validation(CORPUS, "fixed", 8)) == result.valid_bits
+    assert bits_per_character(model, validation(CORPUS, "fixed", 8)) == result.valid_bits
 
 
 def test_bits_per_character_are_those_of_the_softmax_written_out(tmp_path: Path) -> None:
@@ -118,7 +108,7 @@ def test_bits_per_character_are_those_of_the_softmax_written_out(tmp_path: Path)
     batch = validation(CORPUS, "chunks", 8)
     logits = model(batch.inputs, batch.positions(), batch.seen()).detach().double()
     chosen = logits.gather(2, batch.targets[..., None])[..., 0] - logits.exp().sum(-1).log()
-    assert evaluate(model, batch) == pytest.approx(float(-chosen.mean()) / math.log(2), rel=1e-6)
+    assert bits_per_character(model, batch) == pytest.approx(float(-chosen.mean()) / math.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "chunks"])
@@ -158,13 +148,13 @@ def test_a_killed_an_interrupted_and_an_undisturbed_run_are_the_same(tmp_path: P
     wait_for(process, 17)
     process.kill()
     process.communicate(timeout=120)
-    assert Checkpoint.load(killed / CHECKPOINT).step >= 10  # at most the steps since the last one are lost
+    assert TrainingCheckpoint.load(killed / CHECKPOINT).step >= 10  # at most the steps since the last one are lost
     process = start(killed, settings, "slowly")
     wait_for(process, 25)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    step = Checkpoint.load(killed / CHECKPOINT).step
+    step = TrainingCheckpoint.load(killed / CHECKPOINT).step
     assert 25 <= step < 40
     assert said.strip() == f"stopped after {step} steps"
     finish(killed, settings)
@@ -189,17 +179,17 @@ def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("usual_signals")
 def test_a_second_control_c_stops_at_once_and_the_first_saves(tmp_path: Path) -> None:
-    def press(status: Status) -> None:
+    def press(status: TrainingStatus) -> None:
         if status.step == 10:
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(TrainingStopped) as stopped:
         train(CORPUS, TINY, tmp_path, intervals=OFTEN, progress=press)
-    assert Checkpoint.load(tmp_path / CHECKPOINT).step == stopped.value.step
+    assert TrainingCheckpoint.load(tmp_path / CHECKPOINT).step == stopped.value.step
     assert signal.getsignal(signal.SIGINT) is before
 
-    def press_twice(status: Status) -> None:
+    def press_twice(status: TrainingStatus) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 

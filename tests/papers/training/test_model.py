@@ -10,14 +10,16 @@ import howsmooth as hs
 import howsmooth.nn as layers
 from howsmooth.attention import Causal, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.papers.training import ATTENTIONS, CharacterModel, Settings, UntiedL2Attention
-from howsmooth.papers.training.model import ContractiveBlock, UsualBlock, WithinDocuments
+from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
+from howsmooth.papers.training import CharacterModel, TrainingSettings
+from howsmooth.papers.training.model import ContractiveBlock, LayerNormBlock, WithinDocuments
+from howsmooth.papers.training.training_settings import ATTENTIONS
 from howsmooth.testing import dense_jacobian
 
 
 def small(attention: str, **others: object) -> CharacterModel:
     torch.manual_seed(0)
-    settings = Settings(attention=attention, width=12, heads=2, length=10, batch_tokens=20, **others)  # type: ignore[arg-type]
+    settings = TrainingSettings(attention=attention, width=12, heads=2, length=10, batch_tokens=20, **others)  # type: ignore[arg-type]
     return CharacterModel(settings, symbols=7).double().eval()
 
 
@@ -70,7 +72,7 @@ def test_the_bound_of_a_block_holds_on_the_stream(attention: str) -> None:
     bound = model.attention_bound(10)
     assert bound is not None
     for block, x in zip(model.blocks, model.stream(symbols()), strict=False):
-        assert isinstance(block, UsualBlock)
+        assert isinstance(block, LayerNormBlock)
         measured = hs.measure(block.attention.map("causal", n=10), block.norms[0](x).detach())
         assert float(measured.lower.max()) <= bound
 
@@ -102,7 +104,7 @@ def test_the_bound_of_a_narrow_window_is_smaller_and_holds() -> None:
     assert bound is not None
     assert bound < 0.5 * (wide.attention_bound(10) or 0.0)
     for block, x in zip(narrow.blocks, narrow.stream(symbols()), strict=False):
-        assert isinstance(block, UsualBlock)
+        assert isinstance(block, LayerNormBlock)
         measured = hs.measure(block.attention.map(SlidingWindow(2), n=10), block.norms[0](x).detach())
         assert float(measured.lower.max()) <= bound
 
@@ -115,7 +117,7 @@ def test_blocks_are_the_formulas_written_out() -> None:
     x, mask = torch.randn(2, 10, 12, dtype=torch.float64), Causal()
     for blocks in ("pre-norm", "post-norm"):
         block = small("l2", blocks=blocks).blocks[0]
-        assert isinstance(block, UsualBlock)
+        assert isinstance(block, LayerNormBlock)
         (first, second), attend = block.norms, lambda y, block=block: block.attention(y, is_causal=True)[0]
         if blocks == "pre-norm":
             middle = x + attend(first(x))
@@ -181,7 +183,7 @@ def test_lipschitz_norm_is_left_out_because_it_takes_no_causal_mask() -> None:
     with pytest.raises(InvalidInput, match="looks at all tokens"):
         layers.LipschitzNormAttention(8, 2)(torch.randn(1, 6, 8), is_causal=True)
     with pytest.raises(InvalidInput, match="attention is"):
-        Settings(attention="lipschitz-norm")  # type: ignore[arg-type]
+        TrainingSettings(attention="lipschitz-norm")  # type: ignore[arg-type]
 
 
 def test_the_mask_of_documents_is_made_of_the_tokens_that_are_seen() -> None:
@@ -194,11 +196,11 @@ def test_the_mask_of_documents_is_made_of_the_tokens_that_are_seen() -> None:
 
 def test_what_is_promised_to_contract_must() -> None:
     with pytest.raises(InvalidInput, match="no certified constant below one"):
-        Settings(attention="l2", blocks="contractive")
+        TrainingSettings(attention="l2", blocks="contractive")
     with pytest.raises(InvalidInput, match="0 < coefficient < 1"):
-        Settings(attention="contractive-2", coefficient=1.0)
+        TrainingSettings(attention="contractive-2", coefficient=1.0)
     with pytest.raises(InvalidInput, match="dropout"):
-        CharacterModel(Settings(attention="contractive-2", dropout=0.1), 5)
+        CharacterModel(TrainingSettings(attention="contractive-2", dropout=0.1), 5)
     with pytest.raises(InvalidInput, match="made for 10 tokens"):
         small("l2-untied")(symbols(n=11))
 
@@ -220,4 +222,4 @@ def test_what_is_promised_to_contract_must() -> None:
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        Settings(**wrong)  # type: ignore[arg-type]
+        TrainingSettings(**wrong)  # type: ignore[arg-type]

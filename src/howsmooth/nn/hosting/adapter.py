@@ -16,7 +16,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 
 
-class HostedAttention(nn.Module):
+class AttentionAdapter(nn.Module):
     """Called as transformers calls attention, answered by a layer.
 
     **Masks** are taken in every form in which transformers makes them (none, additive, boolean, per token). A token
@@ -48,7 +48,6 @@ class HostedAttention(nn.Module):
         self.layer, self.layer_idx = layer, layer_idx
         self.is_causal = causal  # as transformers' own attention says it
         self.dropout = nn.Dropout(dropout)
-        self.turns = "rotary" in getattr(layer, "options", dict)()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Output of the new tokens, ``(batch, new, d)``; weights are not returned, ask the layer's map for them."""
@@ -58,8 +57,8 @@ class HostedAttention(nn.Module):
         cache, position_ids = given.get("past_key_values"), given.get("position_ids")
         new = hidden_states.shape[1]
         tokens = hidden_states if cache is None else self._with_past(hidden_states, cache)
-        seen = Seen.of(given.get("attention_mask"), tokens.shape[:2], new, self.is_causal)
-        if self.turns and position_ids is not None:
+        seen = TransformersMask.of(given.get("attention_mask"), tokens.shape[:2], new, self.is_causal)
+        if getattr(self.layer, "rotary", None) is not None and position_ids is not None:
             _check_consecutive(position_ids, seen)
         out, _ = self.layer(
             tokens if self.layer.batch_first else tokens.transpose(0, 1),
@@ -92,7 +91,7 @@ class HostedAttention(nn.Module):
 
 
 @dataclass(frozen=True)
-class Seen:
+class TransformersMask:
     """Who sees whom, as a layer's call wants it.
 
     Attributes:
@@ -106,13 +105,13 @@ class Seen:
     padding: Tensor | None
 
     @classmethod
-    def of(cls, mask: Tensor | None, shape: tuple[int, int] | torch.Size, new: int, causal: bool) -> Seen:
+    def of(cls, mask: Tensor | None, shape: tuple[int, int] | torch.Size, new: int, causal: bool) -> TransformersMask:
         """From a mask of transformers for the last ``new`` of n tokens; ``shape`` is (batch, n).
 
         What earlier tokens see is not in such a mask. Their outputs are not used, so that it does not matter.
 
-        >>> Seen.of(torch.tensor([[1, 1, 0]]), (1, 3), 3, causal=False)
-        Seen(mask=None, causal=False, padding=tensor([[False, False,  True]]))
+        >>> TransformersMask.of(torch.tensor([[1, 1, 0]]), (1, 3), 3, causal=False)
+        TransformersMask(mask=None, causal=False, padding=tensor([[False, False,  True]]))
         """
         batch, n = shape
         if mask is None:
@@ -149,7 +148,7 @@ class Seen:
         return cls(added.masked_fill(free, 0.0).masked_fill(~sees, HIDDEN), False, padded)
 
 
-def _check_consecutive(positions: Tensor, seen: Seen) -> None:
+def _check_consecutive(positions: Tensor, seen: TransformersMask) -> None:
     """Refuse positions that jump between tokens that see each other: layers turn by how many tokens lie between."""
     new = positions.shape[-1]
     jumps = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0))

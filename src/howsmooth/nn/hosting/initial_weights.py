@@ -14,11 +14,9 @@ gradient-step     nothing: it has other weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.stages import UnitNorm
@@ -29,7 +27,7 @@ from howsmooth.nn.layers.dot_product_layers import DotProductAttention, NormCont
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
 from howsmooth.nn.layers.l2_layer import L2Attention
 from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
-from howsmooth.nn.layers.registry import KINDS
+from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 Tie = Literal["query", "key", "mean"]
@@ -51,25 +49,31 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
       (out_proj): Linear(in_features=8, out_features=8, bias=False)
     )
     """
-    chosen = KINDS[kind]
+    chosen = LAYER_KINDS[kind]
     said = sorted(chosen.options.keys() & options.keys())
     if said:
         raise InvalidInput(f"{kind} attention says its {said[0]} by its name: leave the option out.")
-    layer = chosen.layer
     heads, width, d = old.query_weight.shape
     if heads * width != d or old.out_features != d or old.value_weight.shape[1] != width:
         raise UnsupportedModel(
             f"{heads} heads of width {width} do not fill the {d} features of a token, which the layers of howsmooth.nn "
             "need: this model's attention cannot be replaced."
         )
-    if rotary is not None:
-        layer = _turned(layer, rotary)
+    if rotary is not None and not issubclass(chosen.layer, DotProductAttention):
+        raise InvalidInput(
+            f"this model encodes positions by rotating queries and keys (RoPE), which {chosen.layer.__name__} cannot "
+            "do (its bound holds for tokens that are all projected alike): choose dot-product, sigmoid, cosine or "
+            "norm-controlled, or drop the positions with drop_positions=True."
+        )
     biases = (old.query_bias, old.key_bias, old.value_bias, old.output_bias)
     settings = {"bias": any(bias is not None for bias in biases)} | ({"dropout": dropout} if chosen.dropout else {})
     try:
-        return layer(d, heads, **{**settings, **chosen.options, **options})
+        layer = chosen.layer(d, heads, **{**settings, **chosen.options, **options})
     except TypeError as error:
         raise InvalidInput(f"attention of kind {kind!r} does not take these options: {error}.") from None
+    if isinstance(layer, DotProductAttention):
+        layer.set_rotary(rotary)
+    return layer
 
 
 def check_plain(old: SelfAttention, where: str) -> None:
@@ -133,26 +137,3 @@ def _start_biases(layer: Any, old: SelfAttention, group: int) -> None:
         key = zero if old.key_bias is None else _share(old) * old.key_bias.repeat_interleave(group, dim=0).flatten()
         layer.in_proj.bias.copy_(torch.cat([query, key, zero if value is None else value.flatten()]))
     layer.out_proj.bias.copy_(out)
-
-
-def _turned(layer: type[AttentionLayer], rotary: Rotary) -> type[AttentionLayer]:
-    """A class of layers whose queries and keys are turned by their position."""
-    if not issubclass(layer, DotProductAttention):
-        raise InvalidInput(
-            f"this model tells positions by turning queries and keys (RoPE), which {layer.__name__} cannot do (its "
-            "bound speaks of tokens that are all projected alike): choose dot-product, sigmoid, cosine or "
-            "norm-controlled, or leave positions out with drop_positions=True."
-        )
-
-    class Turned(layer):  # type: ignore[valid-type, misc]
-        def options(self) -> dict[str, Any]:
-            return super().options() | {"rotary": rotary}
-
-        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            exact = rotary.frequencies
-            super()._apply(fn, recurse)
-            rotary.frequencies = exact.to(rotary.frequencies.device)  # angles in half precision would be noise
-            return self
-
-    Turned.__name__ = Turned.__qualname__ = f"Rotary{layer.__name__}"
-    return Turned

@@ -23,11 +23,11 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.checkpoint_files import read_checkpoint, weight_files
 from howsmooth.models.module_names import attention_sites
-from howsmooth.nn.hosting.adapter import HostedAttention
+from howsmooth.nn.hosting.adapter import AttentionAdapter
 from howsmooth.nn.hosting.initial_weights import Tie, build, check_plain, start_from
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
-from howsmooth.nn.layers.registry import KINDS, check_kind
+from howsmooth.nn.layers.registry import LAYER_KINDS, check_layer_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +85,7 @@ def replace_attention(
     """
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"attention is replaced in a model, got {type(model).__name__}.")
-    kind = check_kind(kind)
+    kind = check_layer_kind(kind)
     if hasattr(model, "config") and hasattr(model.config, "model_type"):
         if getattr(model.config, _NOTE, None) is not None:
             raise InvalidInput("attention of this model has been replaced already: load the model anew.")
@@ -149,7 +149,7 @@ def replacement_of(config: Any) -> Replacement | None:
             f"the configuration says in {_NOTE} what was replaced, but not as replace_attention writes it: save the "
             "model again."
         )
-    kind = check_kind(note["kind"])
+    kind = check_layer_kind(note["kind"])
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise InvalidInput(f"the configuration says that layers {layers!r} were replaced, which are no numbers.")
@@ -200,6 +200,7 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
         replacement.apply(model)
     _load_weights(model, folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
+        # transformers reads it from this attribute only; its own from_pretrained assigns it in the same way.
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
 
@@ -218,7 +219,7 @@ def _replace_in_transformers(
         old = plain_map(read_attention(model, site), "replacing attention")
         assert isinstance(old, SelfAttention)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
-        divides = issubclass(KINDS[kind].layer, ContractiveL2Attention)
+        divides = issubclass(LAYER_KINDS[kind].layer, ContractiveL2Attention)
         if divides and old.terms.most_seen(math.inf) < math.inf:
             raise UnsupportedModel(
                 "contractive attention divides by a bound that depends on the mask, which a sliding window changes as "
@@ -226,7 +227,7 @@ def _replace_in_transformers(
             )
         causal = bool(getattr(site.owner, "is_causal", False))
         options = _for_any_length(kind, model.config, options) if causal else options
-        if causal and not KINDS[kind].causal:
+        if causal and not LAYER_KINDS[kind].causal:
             raise InvalidInput(
                 "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
             )
@@ -234,7 +235,7 @@ def _replace_in_transformers(
         layer = _make(kind, old, rotary, _dropout(site.owner), options, tie)
         number, after = getattr(site.owner, "layer_idx", site.layer), getattr(site.owner, "resid_dropout", None)
         names = list(inspect.signature(site.owner.forward).parameters)[1:]
-        hosted.append(HostedAttention(layer, causal, number, getattr(after, "p", 0.0), names))
+        hosted.append(AttentionAdapter(layer, causal, number, getattr(after, "p", 0.0), names))
         hosted[-1].train(site.block.training)
     for site, new in zip(chosen, hosted, strict=True):
         if site.owner is site.block:
@@ -262,10 +263,11 @@ def _replace_in_torch(
         layer = _make(kind, old, None, block.self_attn.dropout, given | options, tie)
         new.append(layer.train(block.training))
     for block, layer in zip(chosen, new, strict=True):
-        block.self_attn = layer
+        block.set_submodule("self_attn", layer)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.enable_nested_tensor = module.use_nested_tensor = False  # torch's fused dot-product path
+            # torch offers no other way to switch off its fused dot-product path, which would ignore the new layers.
+            module.enable_nested_tensor = module.use_nested_tensor = False
 
 
 def _make(
@@ -280,7 +282,7 @@ def _make(
 def _for_any_length(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a causal model, in which outputs must not change when the text grows."""
     longest = getattr(config, "max_position_embeddings", None)
-    wanted = KINDS[kind].by_length
+    wanted = LAYER_KINDS[kind].by_length
     if wanted is None or options.get(wanted) is not None:
         return options
     if longest is None:

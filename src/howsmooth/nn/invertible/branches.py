@@ -2,7 +2,7 @@ r"""Branches of invertible residual blocks: maps of sequences that know a bound 
 
 x ↦ x + f(x) can be inverted when f is a contraction. What a branch must know for that is its Lipschitz bound, and for
 the determinant how far an output token looks: at its own input token, at the past, or at all tokens. Both follow for
-multiples (`Scaled`) and compositions (`Composed`) of branches:
+multiples (`ScaledBranch`) and compositions (`ComposedBranch`) of branches:
 
 .. math:: \mathrm{Lip}(sf) = |s|\,\mathrm{Lip}(f), \qquad \mathrm{Lip}(f\circ g) \le \mathrm{Lip}(f)\,\mathrm{Lip}(g),
           \qquad (J^{f\circ g})_{ii} = J^f_{ii}\,J^g_{ii} \text{ when neither looks ahead.}
@@ -25,8 +25,8 @@ from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, token_wise_blocks
 from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
 
-Reach = Literal["token", "past", "all"]
-_FAR: tuple[Reach, ...] = ("token", "past", "all")
+BranchReach = Literal["token", "past", "all"]
+_FAR: tuple[BranchReach, ...] = ("token", "past", "all")
 
 
 class Branch(nn.Module, ABC):
@@ -36,7 +36,7 @@ class Branch(nn.Module, ABC):
         reach: what an output token looks at: its own "token", the "past" with it, or "all" tokens.
     """
 
-    reach: Reach = "all"
+    reach: BranchReach = "all"
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
@@ -45,7 +45,7 @@ class Branch(nn.Module, ABC):
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
         """A proved upper bound for n tokens, norm 2 or inf of a sequence seen as one vector; or `DoesNotApply`."""
 
-    def reach_at(self, n: int) -> Reach:
+    def reach_at(self, n: int) -> BranchReach:
         """``reach`` on sequences of n tokens."""
         return self.reach
 
@@ -54,7 +54,7 @@ class Branch(nn.Module, ABC):
         return token_wise_blocks(self, x) if self.reach_at(x.shape[1]) == "token" else causal_blocks(self, x)
 
 
-class Attending(Branch):
+class AttentionBranch(Branch):
     """An attention layer or map under a fixed mask.
 
     Args:
@@ -63,7 +63,7 @@ class Attending(Branch):
 
     >>> import torch, howsmooth as hs
     >>> one = torch.ones(1, 1, dtype=torch.float64)
-    >>> branch = Attending(hs.L2SelfAttention(one, one, one, mask="causal"))
+    >>> branch = AttentionBranch(hs.L2SelfAttention(one, one, one, mask="causal"))
     >>> branch.reach_at(5), round(float(branch.lipschitz_bound(5)), 3)
     ('past', 4.635)
     """
@@ -103,7 +103,7 @@ class Attending(Branch):
             )
         return least[1]
 
-    def reach_at(self, n: int) -> Reach:
+    def reach_at(self, n: int) -> BranchReach:
         heads = self.attention.num_heads if isinstance(self.attention, AttentionLayer) else self.attention.heads
         return "past" if self.terms.looks_back(n, int(heads)) else "all"
 
@@ -115,12 +115,12 @@ class Attending(Branch):
         return super().diagonal_blocks(x)
 
 
-class Scaled(Branch):
+class ScaledBranch(Branch):
     """x ↦ factor · f(x).
 
     >>> import torch, howsmooth as hs
     >>> one = torch.ones(1, 1, dtype=torch.float64)
-    >>> round(float(Scaled(hs.L2SelfAttention(one, one, one), 0.1).lipschitz_bound(5)), 3)
+    >>> round(float(ScaledBranch(hs.L2SelfAttention(one, one, one), 0.1).lipschitz_bound(5)), 3)
     0.45
     """
 
@@ -135,14 +135,14 @@ class Scaled(Branch):
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
         return abs(self.factor) * self.branch.lipschitz_bound(n, norm)
 
-    def reach_at(self, n: int) -> Reach:
+    def reach_at(self, n: int) -> BranchReach:
         return self.branch.reach_at(n)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
         return self.factor * self.branch.diagonal_blocks(x)
 
 
-class Composed(Branch):
+class ComposedBranch(Branch):
     """x ↦ f_k(… f_2(f_1(x)))."""
 
     @validated
@@ -163,7 +163,7 @@ class Composed(Branch):
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
         return math.prod(float(branch.lipschitz_bound(n, norm)) for branch in self._branches())
 
-    def reach_at(self, n: int) -> Reach:
+    def reach_at(self, n: int) -> BranchReach:
         return max((branch.reach_at(n) for branch in self._branches()), key=_FAR.index)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Composed(Branch):
         return blocks
 
 
-class _Foreign(Branch):
+class _CustomBranch(Branch):
     """A module of the user's, with ``lipschitz_bound(n)`` or taken on trust without, and perhaps with a ``reach``."""
 
     def __init__(self, module: nn.Module):
@@ -208,7 +208,7 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
     """
     if isinstance(f, AttentionLayer | AttentionMap):
         _refuse_dot_product(f, (f.map(n=2) if isinstance(f, AttentionLayer) else f).kind)
-        return Attending(f, mask)
+        return AttentionBranch(f, mask)
     if isinstance(f, nn.MultiheadAttention):
         _refuse_dot_product(f, "dot_product")
     if mask is not None:
@@ -216,7 +216,7 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
     if isinstance(f, Branch):
         return f
     if callable(getattr(f, "lipschitz_bound", None)) or (trust and isinstance(f, nn.Module)):
-        return _Foreign(f)
+        return _CustomBranch(f)
     raise InvalidInput(
         f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
         "constant, as ContractiveL2Attention and ContractiveMLP have it."

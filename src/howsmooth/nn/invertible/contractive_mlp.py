@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from howsmooth._util.validation import Count, check_one_of, check_positive, check_weights, validated
 from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.layers.attention_layer import Norm, as_norm, glorot
+from howsmooth.nn.layers.attention_layer import NormOrder, as_norm, glorot
 from howsmooth.nn.layers.weight_norms import SpectralNorm
 from howsmooth.norms.small_matrices import spectral
 
@@ -37,7 +37,7 @@ def lip_swish(x: Tensor) -> Tensor:
     return functional.silu(x) / STEEPEST_SWISH
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+NONEXPANSIVE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "lip_swish": lip_swish,
     "tanh": torch.tanh,
     "softplus": functional.softplus,
@@ -59,7 +59,7 @@ class ContractiveMLP(Branch):
         coefficient: c > 0; below 1 the network contracts.
         depth: number of hidden layers.
         out_width: width of an output token; d by default.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `NONEXPANSIVE_ACTIVATIONS`.
         norm: 2 or inf, in which the constant is c.
 
     >>> mlp = ContractiveMLP(4, 16, coefficient=0.5).eval()
@@ -79,14 +79,14 @@ class ContractiveMLP(Branch):
         depth: Count = 1,
         out_width: Count | None = None,
         activation: str = "lip_swish",
-        norm: Norm = 2,
+        norm: NormOrder = 2,
     ):
         super().__init__()
         out_width = width if out_width is None else out_width
         check_weights(hidden * (width + (depth - 1) * hidden + out_width), "the network")
         widths = [width, *[hidden] * depth, out_width]
         self.coefficient = check_positive(coefficient, "coefficient")
-        self.activation, self.norm = check_one_of(activation, ACTIVATIONS, "activation"), as_norm(norm)
+        self.activation, self.norm = check_one_of(activation, NONEXPANSIVE_ACTIVATIONS, "activation"), as_norm(norm)
         self.linears = nn.ModuleList(glorot(b, a, bias=True) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(SpectralNorm(b, a) for a, b in pairwise(widths))
         self.log_sharpness = nn.ParameterList(torch.zeros(hidden) for _ in range(depth))
@@ -112,14 +112,14 @@ class ContractiveMLP(Branch):
         return [weight / size.clamp(min=1) for weight, size in zip(weights, sizes, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
-        activation, weights = ACTIVATIONS[self.activation], self._weights()
+        activation, weights = NONEXPANSIVE_ACTIVATIONS[self.activation], self._weights()
         for weight, linear, log_sharpness in zip(weights, self.linears, self.log_sharpness, strict=False):
             beta = log_sharpness.exp()
             x = activation(beta * functional.linear(x, weight, linear.bias)) / beta  # type: ignore[arg-type]
         return functional.linear(x, self.coefficient * weights[-1], self.linears[-1].bias)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def lipschitz_bound(self, n: int, norm: Norm = 2) -> Tensor:
+    def lipschitz_bound(self, n: int, norm: NormOrder = 2) -> Tensor:
         """c times the norms of the weights in use, in float64: the same for every n."""
         weights = [weight.double() for weight in self._weights(follow=False)]
         sizes = [spectral(w) if as_norm(norm) == 2 else torch.linalg.matrix_norm(w, math.inf) for w in weights]

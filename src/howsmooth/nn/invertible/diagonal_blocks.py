@@ -28,11 +28,11 @@ def token_wise_blocks(f: TokenMap, x: Tensor) -> Tensor:
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         out = f(x)
-        rows = [pulled_back(out[..., a].sum(), x, create_graph=follow) for a in range(out.shape[-1])]
+        rows = [vector_jacobian_product(out[..., a].sum(), x, create_graph=follow) for a in range(out.shape[-1])]
     return torch.stack(rows, dim=-2)
 
 
-def pulled_back(out: Tensor, x: Tensor, u: Tensor | None = None, create_graph: bool = False) -> Tensor:
+def vector_jacobian_product(out: Tensor, x: Tensor, u: Tensor | None = None, create_graph: bool = False) -> Tensor:
     """Jᵀu of what has been computed from x, zeros where it does not depend on x; the graph is kept."""
     options = {"create_graph": create_graph, "retain_graph": True, "materialize_grads": True, "allow_unused": True}
     return torch.autograd.grad(out, x, u, **options)[0]

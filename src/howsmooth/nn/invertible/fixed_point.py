@@ -25,13 +25,13 @@ from torch import Tensor
 
 from howsmooth.errors import DoesNotApply, HowsmoothError
 
-Step = Callable[[Tensor, Tensor], Tensor]
-Allowance = Callable[[Tensor], Tensor]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+FixedPointMap = Callable[[Tensor, Tensor], Tensor]
+RoundingBound = Callable[[Tensor], Tensor]
+DEFAULT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Relative error to reach when none is asked for."""
-ROUNDING = 16
+ROUNDING_UNITS = 16
 """Rounding errors of one evaluation of T, in units of the last place of |x| + |y|, where no bound on them is given."""
-SMALL = 1 / 16
+NEGLIGIBLE_SHARE = 1 / 16
 """Part of the bound on rounding below which what is left of the iteration does not matter."""
 
 
@@ -86,8 +86,8 @@ class FixedPoint:
     accelerated: Tensor
 
 
-def solve(
-    step: Step,
+def solve_fixed_point(
+    step: FixedPointMap,
     start: Tensor,
     *,
     contraction: Contraction,
@@ -95,7 +95,7 @@ def solve(
     tolerance: float | None = None,
     max_iterations: int = 200,
     memory: int = 8,
-    allowance: Allowance | None = None,
+    rounding_bound: RoundingBound | None = None,
     checked: bool = True,
 ) -> FixedPoint:
     """The fixed points of ``step``, ``(batch, …)``; items stop one by one, when their own error bound is small enough.
@@ -105,27 +105,30 @@ def solve(
         start: where to begin.
         contraction: what is known of T. Two points met on the way that contradict it, beyond rounding, are an error:
             the bound would be false. ``checked=False`` leaves that out.
-        scale: ``(batch,)`` size of what else enters T (|y| for x = y − f(x)), for the rounding allowance.
+        scale: ``(batch,)`` size of what else enters T (|y| for x = y − f(x)), for the default bound on rounding.
         tolerance: relative error to reach; by default 1e-12 (float64), 1e-5 (float32) or what rounding allows.
         memory: number of earlier points that acceleration combines; 0 for plain steps.
-        allowance: bounds on |T̃(x) − T(x)| for points of the batch; without, 16 units in the last place of |x| + |y|.
+        rounding_bound: bounds on |T̃(x) − T(x)| for points of the batch; by default 16 units in the last place of
+            |x| + |y|.
 
-    >>> halve = lambda x, index: 1 + x / 2
-    >>> fixed = solve(halve, torch.zeros(1, 3, dtype=torch.float64), contraction=Contraction(0.5), scale=torch.ones(1))
+    >>> halve, zero = lambda x, index: 1 + x / 2, torch.zeros(1, 3, dtype=torch.float64)
+    >>> fixed = solve_fixed_point(halve, zero, contraction=Contraction(0.5), scale=torch.ones(1))
     >>> round(float(fixed.x[0, 0]), 12), int(fixed.iterations)
     (2.0, 3)
     """
     c, size, batch = contraction.coefficient, contraction.size, len(start)
     unknown, none = start.new_full((batch,), math.inf), torch.zeros(batch, dtype=torch.long, device=start.device)
     answer = FixedPoint(start.clone(), unknown, unknown.clone(), none, none.bool(), none.clone())
-    work, scale = _Work(start, memory), scale.to(start)
+    work, scale = _ActiveItems(start, memory), scale.to(start)
     eps, places = torch.finfo(start.dtype).eps, math.prod(start.shape[1:])
     made_from = start.clone()
-    rounded = start.new_zeros(batch) if allowance is None else allowance(start)  # about what it will be at the end
+    rounded = (
+        start.new_zeros(batch) if rounding_bound is None else rounding_bound(start)
+    )  # about what it will be at the end
 
     def certified(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
         """Error bounds, and the part of them that is rounding."""
-        rounding = (0.0 if allowance is None else allowance(points)) + ROUNDING * eps * magnitude
+        rounding = (0.0 if rounding_bound is None else rounding_bound(points)) + ROUNDING_UNITS * eps * magnitude
         return (c * residual * (1 + places * eps) + rounding) / (1 - c), rounding / (1 - c)
 
     for _ in range(max_iterations):
@@ -134,15 +137,15 @@ def solve(
         image = step(work.point, work.index)
         residual = size(image - work.point)
         if checked:
-            _check_claim(work, image, residual, contraction, scale[work.index], allowance)
+            _check_claim(work, image, residual, contraction, scale[work.index], rounding_bound)
         magnitude = size(image) + scale[work.index]
         left = c / (1 - c) * residual
-        wanted = magnitude * (TOLERANCE[start.dtype] if tolerance is None else tolerance)
+        wanted = magnitude * (DEFAULT_TOLERANCE[start.dtype] if tolerance is None else tolerance)
         better = torch.isfinite(residual) & ~(answer.residual[work.index] <= residual)
         items = work.index[better]
         answer.x[items], answer.residual[items], made_from[items] = image[better], residual[better], work.point[better]
         answer.iterations[work.index] += 1
-        floor = torch.maximum(SMALL * rounded[work.index], ROUNDING * eps * magnitude) / (1 - c)
+        floor = torch.maximum(NEGLIGIBLE_SHARE * rounded[work.index], ROUNDING_UNITS * eps * magnitude) / (1 - c)
         aim = torch.maximum(wanted, floor) if tolerance is None else wanted  # as far as rounding lets it come
         done = better & (left <= aim)
         if bool(done.any()):
@@ -164,7 +167,7 @@ def solve(
     return answer
 
 
-class _Work:
+class _ActiveItems:
     """The items still at work: for each the last point kept, its image, earlier points, and where to look next."""
 
     def __init__(self, start: Tensor, memory: int):
@@ -214,17 +217,22 @@ class _Work:
 
 
 def _check_claim(
-    work: _Work, image: Tensor, residual: Tensor, contraction: Contraction, scale: Tensor, allowance: Allowance | None
+    work: _ActiveItems,
+    image: Tensor,
+    residual: Tensor,
+    contraction: Contraction,
+    scale: Tensor,
+    rounding_bound: RoundingBound | None,
 ) -> None:
     """Refuse a contraction constant that two points in sight contradict beyond rounding."""
     size = contraction.size
     apart = size(work.point - work.best)
     moved = size(image - work.image)
-    noise = 1e3 * ROUNDING * torch.finfo(image.dtype).eps * (size(image) + scale)
+    noise = 1e3 * ROUNDING_UNITS * torch.finfo(image.dtype).eps * (size(image) + scale)
     known = torch.isfinite(work.residual) & torch.isfinite(residual)
     wrong = known & (moved > contraction.coefficient * apart + noise)
-    if bool(wrong.any()) and allowance is not None:
-        noise = noise + allowance(work.point) + allowance(work.best)
+    if bool(wrong.any()) and rounding_bound is not None:
+        noise = noise + rounding_bound(work.point) + rounding_bound(work.best)
         wrong = wrong & (moved > contraction.coefficient * apart + noise)
     if bool(wrong.any()):
         ratio = float((moved[wrong] / apart[wrong]).max())

@@ -39,7 +39,7 @@ from torch import Tensor
 from howsmooth._util.validation import check_count, check_fraction, check_positive
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.invertible.branches import Branch
-from howsmooth.nn.invertible.diagonal_blocks import pulled_back, token_wise_blocks
+from howsmooth.nn.invertible.diagonal_blocks import token_wise_blocks, vector_jacobian_product
 from howsmooth.nn.invertible.fixed_point import Contraction
 
 Method = Literal["auto", "blocks", "dense", "series", "roulette"]
@@ -100,7 +100,7 @@ def _quantile(confidence: float, samples: int) -> float:
     return max(float(student.ppf(1 - beyond, samples - 1)), float(normal.ppf(1 - beyond)) / underestimated**0.5)
 
 
-def total(terms: Sequence[LogDeterminant]) -> LogDeterminant:
+def sum_log_determinants(terms: Sequence[LogDeterminant]) -> LogDeterminant:
     """The log-determinant of a composition: values and cuts add up, standard errors of independent samples in squares.
 
     The error bar uses the smallest number of samples of any term, which makes it no narrower.
@@ -220,7 +220,7 @@ class _Estimate:
         applied = torch.zeros_like(self.probes)  # Av
         while k < MAX_TERMS and (k == 0 or more(k, moved.detach())):
             k += 1
-            moved = pulled_back(out, copies, moved.flatten(0, 1), create_graph=follow).view_as(self.probes)
+            moved = vector_jacobian_product(out, copies, moved.flatten(0, 1), create_graph=follow).view_as(self.probes)
             trace = (self.probes * moved).flatten(2).sum(-1)  # (samples, batch)
             share = (-1) ** (k + 1) / k * weight(k)
             terms = terms + share[:, None] * trace

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -23,8 +22,15 @@ from howsmooth._util.common import evaluating
 from howsmooth._util.validation import check_count, check_finite, check_number, check_positive, validated
 from howsmooth.errors import DoesNotApply, InvalidInput, NotDifferentiable
 from howsmooth.nn.invertible.branches import as_branch
-from howsmooth.nn.invertible.diagonal_blocks import pulled_back
-from howsmooth.nn.invertible.fixed_point import Allowance, Contraction, DidNotConverge, FixedPoint, Step, solve
+from howsmooth.nn.invertible.diagonal_blocks import vector_jacobian_product
+from howsmooth.nn.invertible.fixed_point import (
+    Contraction,
+    DidNotConverge,
+    FixedPoint,
+    FixedPointMap,
+    RoundingBound,
+    solve_fixed_point,
+)
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
 from howsmooth.nn.invertible.running_error import UnknownRounding, evaluation_error
 from howsmooth.nn.layers.attention_layer import Mask, without_autocast
@@ -52,8 +58,8 @@ class InvertibleResidual(nn.Module):
     """y = x + f(x) with its inverse and log-determinant, for f with a certified Lipschitz constant c < 1.
 
     Args:
-        f: a layer of `howsmooth.nn` with a global bound, `ContractiveMLP`, `Scaled`, `Composed`, or any module with
-            ``lipschitz_bound(n)``. Dot-product attention is refused: it has no Lipschitz constant.
+        f: a layer of `howsmooth.nn` with a global bound, `ContractiveMLP`, `ScaledBranch`, `ComposedBranch`, or any
+            module with ``lipschitz_bound(n)``. Dot-product attention is refused: it has no Lipschitz constant.
         coefficient: the c that must hold; by default what f certifies for the number of tokens at hand.
         mask: of an attention layer: None, "causal", booleans (True = may look), or a `LogitBias`.
         norm: 2 or inf; by default 2, or inf when c < 1 is certified only there.
@@ -61,9 +67,9 @@ class InvertibleResidual(nn.Module):
             and two points met on the way that contradict it are an error.
 
     >>> import howsmooth as hs
-    >>> from howsmooth.nn.invertible.branches import Scaled
+    >>> from howsmooth.nn.invertible.branches import ScaledBranch
     >>> one = torch.ones(1, 1, dtype=torch.float64)
-    >>> block = InvertibleResidual(Scaled(hs.L2SelfAttention(one, one, one), 0.15))
+    >>> block = InvertibleResidual(ScaledBranch(hs.L2SelfAttention(one, one, one), 0.15))
     >>> x = torch.tensor([[0.0], [1.0], [-2.0]], dtype=torch.float64)
     >>> inverted = block.inverse(block(x))
     >>> bool((inverted.x - x).norm() <= inverted.error_bound) and float(inverted.error_bound) < 1e-11
@@ -143,12 +149,12 @@ class InvertibleResidual(nn.Module):
             contraction = self.contraction(tokens.shape[1])
             memory, fixed = 8 if accelerate else 0, tokens.detach()
             options = {"tolerance": tolerance, "max_iterations": max_iterations, "memory": memory}
-            allowance = self._allowance(fixed, contraction)
-            if allowance is None:
+            rounding_bound = self._allowance(fixed, contraction)
+            if rounding_bound is None:
                 contraction = replace(contraction, certified=False)
-            step: Step = lambda x, index: fixed[index] - self.branch(x)  # noqa: E731
+            step: FixedPointMap = lambda x, index: fixed[index] - self.branch(x)  # noqa: E731
             with torch.no_grad():
-                solution = _solved(step, fixed, contraction, options | {"allowance": allowance}, "inverse")
+                solution = _solved(step, fixed, contraction, options | {"rounding_bound": rounding_bound}, "inverse")
             if torch.is_grad_enabled() and (tokens.requires_grad or any(p.requires_grad for p in self.parameters())):
                 solution = replace(solution, x=self._attached(tokens, solution.x, contraction, options))
         values = {field.name: getattr(solution, field.name) for field in fields(FixedPoint)}
@@ -156,17 +162,17 @@ class InvertibleResidual(nn.Module):
             values = {name: value[0] for name, value in values.items()}
         return Inversion(**values, contraction=contraction)
 
-    def _allowance(self, x: Tensor, contraction: Contraction) -> Allowance | None:
+    def _allowance(self, x: Tensor, contraction: Contraction) -> RoundingBound | None:
         """Bounds on the rounding of the branch at points like x; None when it has operations that are not analysed."""
 
-        def allowance(points: Tensor) -> Tensor:
+        def rounding_bound(points: Tensor) -> Tensor:
             return contraction.size(evaluation_error(self.branch, points))
 
         try:
-            allowance(x[:1])
+            rounding_bound(x[:1])
         except UnknownRounding:
             return None
-        return allowance
+        return rounding_bound
 
     def _attached(self, y: Tensor, x: Tensor, contraction: Contraction, options: dict[str, Any]) -> Tensor:
         """x = y − f(x) with a backward pass that solves (I + Jᵀ)w = u."""
@@ -174,14 +180,19 @@ class InvertibleResidual(nn.Module):
         moved = self.branch(leaf)
 
         def solved(u: Tensor) -> Tensor:
+            if torch.is_grad_enabled():  # create_graph: the returned gradient would count as constant
+                raise NotDifferentiable("the inverse has first derivatives only: leave create_graph=True out.")
+
             def step(w: Tensor, index: Tensor) -> Tensor:
                 every = torch.zeros_like(u).index_copy(0, index, w)
-                return (u - pulled_back(moved, leaf, every))[index]
+                return (u - vector_jacobian_product(moved, leaf, every))[index]
 
             # That the map contracts has been checked on the way to x.
             return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
 
-        return _Implicit.apply(y - moved, solved)
+        attached = y - moved
+        attached.register_hook(lambda u: None if u is None else solved(u))  # None: an undefined gradient
+        return attached.view_as(attached)  # the caller's tensor keeps its own gradient
 
     def log_det(
         self,
@@ -209,24 +220,9 @@ class InvertibleResidual(nn.Module):
         return replace(estimate, **{name: getattr(estimate, name)[0] for name in names})
 
 
-class _Implicit(torch.autograd.Function):
-    """The identity, whose backward pass turns gradients with respect to x into gradients with respect to y − f(x̂)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, solved: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.solved = solved
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # create_graph: what is returned would count as constant
-            raise NotDifferentiable("the inverse has first derivatives only: leave create_graph=True out.")
-        return ctx.solved(u), None
-
-
-def _solved(step: Step, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:
+def _solved(step: FixedPointMap, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:
     """The fixed points, or an error that says how far they were."""
-    fixed = solve(step, y, contraction=contraction, scale=contraction.size(y), **options)
+    fixed = solve_fixed_point(step, y, contraction=contraction, scale=contraction.size(y), **options)
     failed = ~fixed.converged
     if not bool(failed.any()):
         return fixed

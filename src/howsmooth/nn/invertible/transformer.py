@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from howsmooth._util.validation import Count, Probability, validated
 from howsmooth.nn.invertible.actnorm import ActNorm
-from howsmooth.nn.invertible.branches import Attending, Branch, Composed
+from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch
 from howsmooth.nn.invertible.contractive_mlp import ContractiveMLP
 from howsmooth.nn.invertible.fixed_point import Contraction
-from howsmooth.nn.invertible.log_determinant import LogDeterminant, total
+from howsmooth.nn.invertible.log_determinant import LogDeterminant, sum_log_determinants
 from howsmooth.nn.invertible.residual import Inversion, InvertibleResidual
 from howsmooth.nn.layers.attention_layer import Mask
 from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
@@ -69,11 +69,13 @@ class InvertibleTransformer(nn.Module):
         inner = width if attention_width is None else attention_width
 
         def attention() -> Branch:
-            attend = Attending(ContractiveL2Attention(inner, heads, coefficient, "2" if norm == 2 else "inf"), mask)
+            attend = AttentionBranch(
+                ContractiveL2Attention(inner, heads, coefficient, "2" if norm == 2 else "inf"), mask
+            )
             if attention_width is None:
                 return attend
             there = ContractiveMLP(width, hidden, 1.0, out_width=inner, norm=norm)
-            return Composed(there, attend, ContractiveMLP(inner, hidden, 1.0, out_width=width, norm=norm))
+            return ComposedBranch(there, attend, ContractiveMLP(inner, hidden, 1.0, out_width=width, norm=norm))
 
         layers: list[nn.Module] = []
         for _ in range(depth):
@@ -118,7 +120,7 @@ class InvertibleTransformer(nn.Module):
             moved = layer(x)  # first: it sets up ActNorm
             terms.append(layer.log_det(x) if isinstance(layer, ActNorm) else layer.log_det(x, **options))
             x = moved
-        return x, total(terms)
+        return x, sum_log_determinants(terms)
 
     def residuals(self) -> Iterator[InvertibleResidual]:
         """The residual blocks, in order."""

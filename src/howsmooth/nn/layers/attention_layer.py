@@ -17,12 +17,12 @@ from howsmooth.attention.conversion import check_no_dropout
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.blockwise_attention import Mixing
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.blockwise_attention import BlockwiseAttention
+from howsmooth.nn.layers.call_masks import CallMasks
 
 _NORMS = {2: 2.0, "2": 2.0, "inf": math.inf, math.inf: math.inf}
 Mask = LogitBias | Tensor | str | None
-Norm = float | Literal["2", "inf"]
+NormOrder = float | Literal["2", "inf"]
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -64,7 +64,7 @@ class AttentionLayer(nn.Module, ABC):
         """Make the projections, with biases or without, once the sizes are known."""
 
     @abstractmethod
-    def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Output and, when asked for, weights ``(batch, heads, n, ·)`` of a batch ``(batch, n, d)``."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class AttentionLayer(nn.Module, ABC):
         check_no_dropout(self, self.dropout)
         return self.map(mask, n)
 
-    def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
+    def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
         """A proved upper bound on the Lipschitz constant: the least of those in the catalogue that apply.
 
         Args:
@@ -134,8 +134,8 @@ class AttentionLayer(nn.Module, ABC):
         self._check(query, key, value)
         single = query.dim() == 2
         x = query[None] if single else query if self.batch_first else query.transpose(0, 1)
-        sight = Sight.of((*x.shape[:2], self.num_heads), attn_mask, is_causal, key_padding_mask)
-        out, weights = self.attend(sight.silence(x), sight, need_weights)
+        masks = CallMasks.of((*x.shape[:2], self.num_heads), attn_mask, is_causal, key_padding_mask)
+        out, weights = self.attend(masks.zero_padding(x), masks, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if single:
@@ -161,7 +161,7 @@ class AttentionLayer(nn.Module, ABC):
 
 
 @dataclass(frozen=True)
-class Heads:
+class ProjectedTokens:
     """Projected tokens, each ``(batch, heads, n, ·)``, and what is added to the logits of each key (or of all).
 
     Attributes:
@@ -174,7 +174,7 @@ class Heads:
     shift: Tensor | None = None
 
 
-class MixingLayer(AttentionLayer):
+class ProjectedAttention(AttentionLayer):
     """A layer in which tokens are projected, meet, and are combined.
 
     Attributes:
@@ -189,41 +189,41 @@ class MixingLayer(AttentionLayer):
     exact_logits: bool = False
 
     @abstractmethod
-    def project(self, x: Tensor, sight: Sight) -> Heads:
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         """Queries, keys and values of x, ``(batch, n, d)``, ready to meet."""
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
+    def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
         """The output, from the weighted sums of all heads side by side, ``(batch, n, d)``: their output projection."""
         return self.out_proj(mixed)
 
-    def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """Output and, when asked for, weights ``(batch, heads, n, n)`` of a batch ``(batch, n, d)``."""
         batch, n, _ = x.shape
-        heads = self.project(x, sight)
+        heads = self.project(x, masks)
         query, key, value = (
             tokens.reshape(-1, n, tokens.shape[-1]) for tokens in (heads.query, heads.key, heads.value)
         )
         maps = Maps.every(batch, self.num_heads, n, query)
-        shift = self._shift(heads.shift, sight, batch, query)
+        shift = self._shift(heads.shift, masks, batch, query)
         dropout = self.dropout if self.training else 0.0
-        mixing = Mixing(sight.terms, self.scale, self.weighting, dropout, sight.keep is not None)
+        mixing = BlockwiseAttention(masks.terms, self.scale, self.weighting, dropout, masks.keep is not None)
         with without_autocast(query) if self.exact_logits else nullcontext():
             mixed = mixing(query, key, value, maps, shift)
             weights = mixing.weights(query, key, maps, shift) if need_weights else None
         mixed = mixed.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2)
-        out = self.combine(sight.silence(mixed).to(x.dtype), sight)
+        out = self.combine(masks.zero_padding(mixed).to(x.dtype), masks)
         if weights is not None:
-            weights = sight.silence(weights.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2))
+            weights = masks.zero_padding(weights.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2))
             weights = weights.unflatten(2, (self.num_heads, n)).transpose(1, 2)
         return out, weights
 
-    def _shift(self, shift: Tensor | None, sight: Sight, batch: int, like: Tensor) -> Tensor | None:
+    def _shift(self, shift: Tensor | None, masks: CallMasks, batch: int, like: Tensor) -> Tensor | None:
         """What is added to logits, padding included, as ``(maps, 1, n)``."""
-        hidden = sight.hidden_keys
+        hidden = masks.padded_keys
         if hidden is not None:
             zero = like.new_zeros(()) if shift is None else shift
             shift = zero.masked_fill(hidden[:, None, None], HIDDEN)
-        return None if shift is None else shift.expand(batch, self.num_heads, 1, sight.n).reshape(-1, 1, sight.n)
+        return None if shift is None else shift.expand(batch, self.num_heads, 1, masks.n).reshape(-1, 1, masks.n)
 
 
 def check_length(n: float) -> None:
@@ -236,7 +236,7 @@ def check_length(n: float) -> None:
     check_count(int(n) if isinstance(n, float) and n.is_integer() else n, "n")
 
 
-def as_norm(norm: Norm) -> float:
+def as_norm(norm: NormOrder) -> float:
     """2 or ∞ as a number.
 
     >>> as_norm("inf"), as_norm("2")

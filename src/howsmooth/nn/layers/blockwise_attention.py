@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import Maps, softmax
 
-BLOCK = 2**20
+BLOCK_WEIGHTS = 2**20
 """Weights in a block of queries, over all maps: few enough to stay in the cache between softmax and product."""
-KEPT = 2**26
+STORED_WEIGHTS = 2**26
 """Weights kept for the way back; from here on they are computed again, block by block."""
 
 
 @dataclass(frozen=True)
-class Mixing:
+class BlockwiseAttention:
     """P·v with P = softmax(scale·q kᵀ + shift + masks), or the sigmoid of the same logits.
 
     Attributes:
@@ -31,10 +31,10 @@ class Mixing:
         weighting: "softmax", or "sigmoid" for weights that are not normalised over the keys.
         dropout: share of the weights set to zero; the others grow to make up for it.
         padded: whether ``shift`` may hide keys, with −∞.
-        block, kept: see `BLOCK` and `KEPT`.
+        block, kept: see `BLOCK_WEIGHTS` and `STORED_WEIGHTS`.
 
     >>> q = torch.zeros(1, 3, 2)
-    >>> Mixing()(q, q, torch.tensor([[[3.0], [6.0], [0.0]]]), Maps.every(1, 1, 3, q)).flatten()
+    >>> BlockwiseAttention()(q, q, torch.tensor([[[3.0], [6.0], [0.0]]]), Maps.every(1, 1, 3, q)).flatten()
     tensor([3., 3., 3.])
     """
 
@@ -43,8 +43,8 @@ class Mixing:
     weighting: str = "softmax"
     dropout: float = 0.0
     padded: bool = False
-    block: int = BLOCK
-    kept: int = KEPT
+    block: int = BLOCK_WEIGHTS
+    kept: int = STORED_WEIGHTS
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, maps: Maps, shift: Tensor | None = None) -> Tensor:
         """The weighted sums, ``(maps, n, v)``; ``shift`` ``(maps or 1, 1, n)`` is added to the logits of each key."""

@@ -14,7 +14,7 @@ from howsmooth.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Sight:
+class CallMasks:
     """Masks and padding of one call.
 
     Attributes:
@@ -34,10 +34,10 @@ class Sight:
         attn_mask: Tensor | LogitBias | None,
         is_causal: bool,
         key_padding_mask: Tensor | None,
-    ) -> Sight:
+    ) -> CallMasks:
         """From the arguments of a layer; ``shape`` is (batch, n, heads).
 
-        >>> list(Sight.of((1, 3, 2), torch.ones(3, 3).triu(1).bool(), False, None).terms)
+        >>> list(CallMasks.of((1, 3, 2), torch.ones(3, 3).triu(1).bool(), False, None).terms)
         [Causal()]
         """
         batch, n, heads = shape
@@ -52,11 +52,11 @@ class Sight:
         return cls(n, terms, None if key_padding_mask is None else _keep(key_padding_mask, batch, n))
 
     @property
-    def hidden_keys(self) -> Tensor | None:
+    def padded_keys(self) -> Tensor | None:
         """``(batch, n)``: padded tokens, except where an item holds nothing else (its outputs are zero anyway)."""
         return None if self.keep is None else ~self.keep & self.keep.any(-1, keepdim=True)
 
-    def silence(self, tokens: Tensor) -> Tensor:
+    def zero_padding(self, tokens: Tensor) -> Tensor:
         """Zero at padded tokens; ``tokens`` is ``(batch, n, ·)``."""
         return tokens if self.keep is None else tokens.masked_fill(~self.keep[..., None], 0.0)
 

@@ -18,8 +18,8 @@ from howsmooth.attention.logit_terms import as_mask
 from howsmooth.bounds import get, kim2021, l2_bounds, setting
 from howsmooth.bounds.own.l2_bounds import balanced, block_lip_2, mixing_matrix
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.attention_layer import Mask, Norm, as_norm, check_length, without_autocast
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import Mask, NormOrder, as_norm, check_length, without_autocast
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import L2Attention, Weights, average_2
 from howsmooth.nn.layers.weight_norms import SpectralNorm
 
@@ -54,7 +54,7 @@ class ContractiveL2Attention(L2Attention):
         embed_dim: int,
         num_heads: int,
         coefficient: float = 0.9,
-        norm: Norm = "2",
+        norm: NormOrder = "2",
         bias: bool = False,
         batch_first: bool = True,
         dropout: float = 0.0,
@@ -87,17 +87,17 @@ class ContractiveL2Attention(L2Attention):
             self.tied_norm.follow(tied)
             self.mixing_norm.follow(mixing)
 
-    def factor(self, sight: Sight, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor:
+    def factor(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor:
         """c over the bound, for all items together or, with padding, for each."""
-        bound = self._bound(sight, weights, mixing, follow)
-        counts = self._counts(sight)
+        bound = self._bound(masks, weights, mixing, follow)
+        counts = self._counts(masks)
         bounds = {n: bound(n) for n in set(counts)}
         tiny = torch.finfo(mixing.dtype).tiny  # weights of zero give a bound of zero, and an output of zero
         if len(counts) == 1:
             return self.coefficient / bounds[counts[0]].clamp(min=tiny)
         return self.coefficient / torch.stack([bounds[n] for n in counts]).clamp(min=tiny)[:, None, None]
 
-    def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
+    def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
         """At most c in the layer's own norm at evaluation; a proof in both norms, in training too, padded or not.
 
         An item of m ≤ n tokens is divided by the bound for m, so this is the largest over m of the bound of the L2
@@ -105,46 +105,46 @@ class ContractiveL2Attention(L2Attention):
         m stand for their members, with the last one above and the first one below.
         """
         check_length(n)
-        sight, order = Sight(n, as_mask(mask)), as_norm(norm)
+        masks, order = CallMasks(n, as_mask(mask)), as_norm(norm)
         theorem = get("howsmooth.l2_lip_2" if order == 2 else "howsmooth.l2_lip_inf")
         if theorem.refusal(setting(self.map(mask, n), n=n, radius=radius)) is not None:
             raise DoesNotApply(f"{self.refusal}.")
         with torch.no_grad():
             weights = self.weights_by_head()
-            divisor = self._bound(sight, weights, mixing_matrix(*weights), follow=False)
+            divisor = self._bound(masks, weights, mixing_matrix(*weights), follow=False)
             query, value, output = (weight.double() for weight in weights)
             size = block_lip_2(query, value, output, 1.0) if order == 2 else l2_bounds.lip_inf(query, value, output, 1)
             if self.max_tokens is not None or (order == self.norm and self.bound == "howsmooth"):
-                spans = [(self._counts(sight)[0], n)]  # one divisor for all, or one that grows as the bound does
+                spans = [(self._counts(masks)[0], n)]  # one divisor for all, or one that grows as the bound does
             else:
                 spans = list(_spans(n))
             tiny = torch.finfo(torch.float64).tiny
-            slopes = [self._growth(sight, order, m) / divisor(k).double().clamp(min=tiny) for k, m in spans]
+            slopes = [self._growth(masks, order, m) / divisor(k).double().clamp(min=tiny) for k, m in spans]
             return self.coefficient * size * torch.stack(slopes).amax()
 
-    def _growth(self, sight: Sight, order: float, n: int) -> float:
+    def _growth(self, masks: CallMasks, order: float, n: int) -> float:
         """The constant of the Gaussian average of n tokens: how the bound of L2 attention depends on n."""
-        return average_2(sight, n) if order == 2 else l2_bounds.average_lip_inf(sight.terms.most_seen(n), self.head_dim)
+        return average_2(masks, n) if order == 2 else l2_bounds.average_lip_inf(masks.terms.most_seen(n), self.head_dim)
 
-    def _bound(self, sight: Sight, weights: Weights, mixing: Tensor, follow: bool) -> Callable[[int], Tensor]:
+    def _bound(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool) -> Callable[[int], Tensor]:
         """The Lipschitz bound of the L2 attention as a function of n."""
         with without_autocast(mixing):
             if self.norm == 2:
                 tied, mixed = balanced(weights[0], mixing)
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
-                return lambda n: average_2(sight, n) * size
+                return lambda n: average_2(masks, n) * size
             form = l2_bounds.lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
-            return lambda n: form(*weights, sight.terms.most_seen(n))
+            return lambda n: form(*weights, masks.terms.most_seen(n))
 
-    def _counts(self, sight: Sight) -> list[int]:
+    def _counts(self, masks: CallMasks) -> list[int]:
         """How many tokens the items have: one number when it is the same for all."""
         if self.max_tokens is None:
-            if sight.n == 0:
+            if masks.n == 0:
                 raise InvalidInput("this layer divides by a bound that depends on n: ask for map(mask, n=...).")
-            return [sight.n] if sight.keep is None else sight.keep.sum(-1).clamp(min=1).tolist()
-        if sight.n > self.max_tokens:
+            return [masks.n] if masks.keep is None else masks.keep.sum(-1).clamp(min=1).tolist()
+        if masks.n > self.max_tokens:
             raise InvalidInput(
-                f"this layer was made for at most {self.max_tokens} tokens, got {sight.n}: set max_tokens higher."
+                f"this layer was made for at most {self.max_tokens} tokens, got {masks.n}: set max_tokens higher."
             )
         return [self.max_tokens]
 

@@ -7,20 +7,21 @@ tokens before they meet, and carries the theory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth._util.validation import check_number, check_positive, validated
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.stages import Chain
 from howsmooth.nn.caps import SpectralCaps
-from howsmooth.nn.layers.attention_layer import Heads, Mask, MixingLayer, glorot
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
+from howsmooth.nn.layers.call_masks import CallMasks
 
 
-class DotProductAttention(MixingLayer):
+class DotProductAttention(ProjectedAttention):
     """Plain dot-product attention (Vaswani et al. 2017), the baseline; arguments as in `AttentionLayer`.
 
     It is Lipschitz on bounded sets only, so `lipschitz_bound` needs a radius.
@@ -43,22 +44,37 @@ class DotProductAttention(MixingLayer):
     def make_weights(self, bias: bool) -> None:
         self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3, bias=bias)
         self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
+        self.set_rotary(None)
+
+    def set_rotary(self, rotary: Rotary | None) -> None:
+        """Rotate queries and keys by their positions, or do not."""
+        self.rotary = rotary
         core = self.map()  # its stages have no weights of their own
         self.weighting = core.weighting
         self.query_stages, self.key_stages, self.value_stages = core.query_stages, core.key_stages, core.value_stages
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            is_angle = self.rotary is not None and tensor is self.rotary.frequencies  # useless in half precision
+            return tensor.to(converted.device) if is_angle else converted
+
+        return super()._apply(convert, recurse)
+
     def options(self) -> dict[str, Any]:
-        """What the map is built with besides weights and mask."""
+        """Return the arguments of the map besides weights, mask and rotary positions."""
         return {}
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         stages: tuple[Any, ...] = (self.query_stages, self.key_stages, self.value_stages)
-        return Heads(*(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True)))
+        return ProjectedTokens(
+            *(Chain.through(each, t.transpose(1, 2))[0] for each, t in zip(stages, by_head, strict=True))
+        )
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         query, key, value = self.in_proj.weight.chunk(3)
-        options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, **self.options()}
+        options: dict[str, Any] = {"heads": self.num_heads, "mask": mask, "rotary": self.rotary, **self.options()}
         if self.in_proj.bias is not None:
             options |= zip(("query_bias", "key_bias", "value_bias"), self.in_proj.bias.chunk(3), strict=True)
             options["output_bias"] = self.out_proj.bias[:]
@@ -98,16 +114,16 @@ class SigmoidAttention(DotProductAttention):
     def options(self) -> dict[str, Any]:
         return {"logit_shift": self.logit_shift}
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
-        heads = super().project(x, sight)
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        heads = super().project(x, masks)
         like = heads.query
         if self.logit_shift is not None:
             shift = like.new_full((1, 1, 1, 1), self.logit_shift)
-        elif sight.keep is None:
-            shift = like.new_full((1, 1, 1, 1), -math.log(sight.n))
+        elif masks.keep is None:
+            shift = like.new_full((1, 1, 1, 1), -math.log(masks.n))
         else:
-            shift = -sight.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
-        return Heads(heads.query, heads.key, heads.value, shift)
+            shift = -masks.keep.sum(-1).clamp(min=1).to(like.dtype).log()[:, None, None, None]
+        return ProjectedTokens(heads.query, heads.key, heads.value, shift)
 
 
 class CosineAttention(DotProductAttention):
@@ -184,8 +200,8 @@ class NormControlledAttention(DotProductAttention):
     def options(self) -> dict[str, Any]:
         return {"scale": 1 / self.head_dim}
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
-        return super().combine(mixed / 3, sight)
+    def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
+        return super().combine(mixed / 3, masks)
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         attention_map = super().attached_map(mask, n)

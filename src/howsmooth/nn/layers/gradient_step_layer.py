@@ -16,7 +16,7 @@ from howsmooth._util.validation import check_count, check_positive, check_weight
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 
 CONTEXT = 64
 """Learned points per head, unless others are asked for."""
@@ -63,12 +63,12 @@ class GradientStepAttention(AttentionLayer):
         )
         self.bias = nn.Parameter(torch.zeros(embed_dim)) if bias else None
 
-    def attend(self, x: Tensor, sight: Sight, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
         points = self.context @ self.matrix.mT  # (heads, m, d)
         weights = torch.softmax(x[:, None] @ points.mT, dim=-1)  # (batch, heads, n, m)
         steps = torch.stack([self._length(head) for head in points]).to(points.dtype)
         pull = (weights * steps[:, None, None] / self.num_heads).transpose(1, 2).flatten(2) @ points.flatten(0, 1)
-        out = sight.silence(x - pull)
+        out = masks.zero_padding(x - pull)
         return out if self.bias is None else out + self.bias, weights if need_weights else None
 
     def _length(self, points: Tensor) -> Tensor:

@@ -14,16 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from howsmooth.attention import L2SelfAttention, masks
+from howsmooth.attention import L2SelfAttention
 from howsmooth.attention.logit_terms import as_mask
+from howsmooth.attention.masks import Sight
 from howsmooth.bounds.own.l2_bounds import average_lip_2, block_lip_2, mixing_matrix
-from howsmooth.nn.layers.attention_layer import Heads, Mask, MixingLayer, Norm, as_norm, glorot, without_autocast
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import (
+    Mask,
+    NormOrder,
+    ProjectedAttention,
+    ProjectedTokens,
+    as_norm,
+    glorot,
+    without_autocast,
+)
+from howsmooth.nn.layers.call_masks import CallMasks
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
 
-class L2Attention(MixingLayer):
+class L2Attention(ProjectedAttention):
     """L2 self-attention, Lipschitz on all of space, with the call of `torch.nn.MultiheadAttention`.
 
     Arguments as in `AttentionLayer`; ``bias`` adds one to the output (on queries and keys it would cancel, on values
@@ -47,8 +56,8 @@ class L2Attention(MixingLayer):
         self.temperature = self.head_dim**0.5
         self.scale, self.exact_logits = 2 / self.temperature, True
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
-        sight.require_self(self.num_heads, len(x))
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        masks.require_self(self.num_heads, len(x))
         tokens = self.by_head(self.qk_proj(x))
         return self.meet(tokens, tokens)
 
@@ -57,24 +66,24 @@ class L2Attention(MixingLayer):
         tokens = projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return tokens.to(torch.promote_types(tokens.dtype, torch.float32)).contiguous()
 
-    def meet(self, query: Tensor, key: Tensor) -> Heads:
+    def meet(self, query: Tensor, key: Tensor) -> ProjectedTokens:
         """Logits −|q_i − k_j|²/s, up to a constant of row i; the queries are the values."""
         # Distances do not depend on the origin; near the keys squares round least.
         centre = key.detach().mean(-2, keepdim=True)
         centred = key - centre
         shift = -centred.square().sum(-1)[:, :, None] / self.temperature
-        return Heads(centred if query is key else query - centre, centred, query, shift)
+        return ProjectedTokens(centred if query is key else query - centre, centred, query, shift)
 
-    def combine(self, mixed: Tensor, sight: Sight) -> Tensor:
+    def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
         weights = self.weights_by_head()
         with without_autocast(mixed):
             mixing = mixing_matrix(*weights)
         out = functional.linear(mixed, (mixing.mT / self.temperature).to(mixed.dtype))
-        factor, bias = self.factor(sight, weights, mixing), self.out_proj.bias
+        factor, bias = self.factor(masks, weights, mixing), self.out_proj.bias
         out = out if factor is None else out * factor.to(out.dtype)
         return out if bias is None else out + bias
 
-    def factor(self, sight: Sight, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor | None:
+    def factor(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor | None:
         """What the output is multiplied by, one number or ``(batch, 1, 1)``; None for one."""
         return None
 
@@ -87,30 +96,30 @@ class L2Attention(MixingLayer):
 
     def attached_map(self, mask: Mask, n: int | None) -> L2SelfAttention:
         weights, bias = self.weights_by_head(), self.out_proj.bias
-        factor = self.factor(Sight(n or 0, as_mask(mask)), weights, mixing_matrix(*weights), follow=False)
+        factor = self.factor(CallMasks(n or 0, as_mask(mask)), weights, mixing_matrix(*weights), follow=False)
         query, value, output = (weight.flatten(0, 1) for weight in weights)
         output = output if factor is None else output * factor
         attention_map = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
         attention_map.output_bias = None if bias is None else bias[:].to(query.dtype)
         return attention_map
 
-    def lipschitz_bound(self, n: int, radius: float | None = None, norm: Norm = 2, mask: Mask = None) -> Tensor:
+    def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
         least = super().lipschitz_bound(n, radius, norm, mask)
         if as_norm(norm) != 2:
             return least
         attention = self.map(mask, n)
         assert isinstance(attention, L2SelfAttention)
         query, value, output = attention.query_weight, attention.plain_value, attention.output_weight
-        average = average_2(Sight(n, as_mask(mask)))
+        average = average_2(CallMasks(n, as_mask(mask)))
         return torch.minimum(least, block_lip_2(query.double(), value.double(), output.double(), average))
 
 
-def average_2(sight: Sight, n: int | None = None) -> float:
+def average_2(masks: CallMasks, n: int | None = None) -> float:
     """κ of the Gaussian average under the masks of a call, for its n tokens or for another number."""
-    return _average_2(sight.terms.most_seen(sight.n if n is None else n), sight.terms.sight)
+    return _average_2(masks.terms.most_seen(masks.n if n is None else n), masks.terms.sight)
 
 
 @torch.compiler.assume_constant_result
-def _average_2(n: float, sight: masks.Sight) -> float:
+def _average_2(n: float, sight: Sight) -> float:
     """`average_lip_2`, as a constant to `torch.compile`, which cannot look into scipy."""
     return average_lip_2(n, sight)

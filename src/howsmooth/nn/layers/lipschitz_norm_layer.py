@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from howsmooth import attention
 from howsmooth.attention.lipschitz_norm_map import divisor_of
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.attention_layer import Heads, Mask, MixingLayer, glorot
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import Mask, ProjectedAttention, ProjectedTokens, glorot
+from howsmooth.nn.layers.call_masks import CallMasks
 
 
-class LipschitzNormAttention(MixingLayer):
+class LipschitzNormAttention(ProjectedAttention):
     """softmax(QKᵀ/c)V with the divisor c of Dasoulas, Scaman and Virmaux (2021): Lipschitz on all of space.
 
     c = max(‖Q‖_F‖K‖, ‖Q‖_F‖V‖, ‖K‖‖V‖), ‖K‖ and ‖V‖ being the longest token of each, head by head. It looks at
@@ -29,13 +29,13 @@ class LipschitzNormAttention(MixingLayer):
         self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3)
         self.out_proj = glorot(self.embed_dim, self.embed_dim, bias=bias)
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
-        if sight.terms:
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        if masks.terms:
             raise InvalidInput(_NO_MASKS)
         by_head = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         query, key, value = (projected.transpose(1, 2) for projected in by_head)
         divisor = divisor_of(query, key, value)  # padded tokens are zero, and zero is never the longest
-        return Heads(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
+        return ProjectedTokens(query / torch.where(divisor > 0, divisor, 1.0)[..., None, None], key, value)
 
     def attached_map(self, mask: Mask, n: int | None) -> nn.Module:
         if mask is not None:

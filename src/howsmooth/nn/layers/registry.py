@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """What a name stands for.
 
     Attributes:
@@ -42,48 +41,33 @@ class Kind:
     by_length: str | None = None
 
 
-def _contractive(**options: Any) -> Kind:
-    return Kind(ContractiveL2Attention, options, dropout=False, by_length="max_tokens")
+def _contractive(**options: Any) -> LayerKind:
+    return LayerKind(ContractiveL2Attention, options, dropout=False, by_length="max_tokens")
 
 
-KINDS: dict[str, Kind] = {
-    "dot-product": Kind(DotProductAttention, lipschitz=False),
-    "sigmoid": Kind(SigmoidAttention, lipschitz=False, by_length="logit_shift"),
-    "cosine": Kind(CosineAttention),
-    "norm-controlled": Kind(NormControlledAttention, lipschitz=False),
-    "lipschitz-norm": Kind(LipschitzNormAttention, causal=False),
-    "l2": Kind(L2Attention),
-    "l2-untied": Kind(UntiedL2Attention, lipschitz=False),
+LAYER_KINDS: dict[str, LayerKind] = {
+    "dot-product": LayerKind(DotProductAttention, lipschitz=False),
+    "sigmoid": LayerKind(SigmoidAttention, lipschitz=False, by_length="logit_shift"),
+    "cosine": LayerKind(CosineAttention),
+    "norm-controlled": LayerKind(NormControlledAttention, lipschitz=False),
+    "lipschitz-norm": LayerKind(LipschitzNormAttention, causal=False),
+    "l2": LayerKind(L2Attention),
+    "l2-untied": LayerKind(UntiedL2Attention, lipschitz=False),
     "contractive-l2": _contractive(),
     "contractive-2": _contractive(norm="2"),
     "contractive-inf": _contractive(norm="inf", bound="kim2021"),
-    "gradient-step": Kind(GradientStepAttention, dropout=False),
+    "gradient-step": LayerKind(GradientStepAttention, dropout=False),
 }
 """Every kind of layer by its name; "contractive-2" and "contractive-inf" are "contractive-l2" with its norm said."""
 
-_RENAMED = {"l2-tied": "l2"}
 
+def check_layer_kind(name: str) -> str:
+    """Return the name of a kind of attention, or refuse an unknown one.
 
-def renamed(name: str) -> str:
-    """The name of today, with a warning where it was another one before.
-
-    >>> renamed("cosine")
-    'cosine'
-    """
-    if not isinstance(name, str) or name not in _RENAMED:
-        return name
-    warnings.warn(f"attention {name!r} is called {_RENAMED[name]!r} now: use this name.", FutureWarning, stacklevel=3)
-    return _RENAMED[name]
-
-
-def check_kind(name: str) -> str:
-    """The name of a kind of attention, as it is today.
-
-    >>> check_kind("magic")
+    >>> check_layer_kind("magic")
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: 'magic' is no kind of attention: choose one of dot-product, sigmoid, ...
     """
-    name = renamed(name)
-    if name not in KINDS:
-        raise InvalidInput(f"{name!r} is no kind of attention: choose one of {', '.join(KINDS)}.")
+    if name not in LAYER_KINDS:
+        raise InvalidInput(f"{name!r} is no kind of attention: choose one of {', '.join(LAYER_KINDS)}.")
     return name

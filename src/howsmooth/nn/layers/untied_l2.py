@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.nn.layers.attention_layer import Heads, glorot
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.attention_layer import ProjectedTokens, glorot
+from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import L2Attention
 
 
@@ -34,5 +34,5 @@ class UntiedL2Attention(L2Attention):
     def key_weight(self) -> Tensor:  # type: ignore[override]
         return self.k_proj.weight.to(torch.promote_types(self.k_proj.weight.dtype, torch.float32))
 
-    def project(self, x: Tensor, sight: Sight) -> Heads:
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         return self.meet(self.by_head(self.qk_proj(x)), self.by_head(self.k_proj(x)))

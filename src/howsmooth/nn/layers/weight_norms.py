@@ -43,13 +43,13 @@ class SpectralNorm(nn.Module):
         )
         start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
         self.register_buffer("space", torch.linalg.qr(start).Q)
-        self.decomposition = Decomposition()
+        self.decomposition = CachedSingularVectors()
 
     def forward(self, matrix: Tensor, follow: bool = True) -> Tensor:
         """The norm of ``matrix``, ``(rows, columns)``; without ``follow`` the subspace stays where it is."""
         with without_autocast(matrix):
             if self.training:
-                space, left, right = followed(matrix.detach(), self.space, self.steps if follow else 0)
+                space, left, right = follow_singular_space(matrix.detach(), self.space, self.steps if follow else 0)
                 if follow:
                     with torch.no_grad():
                         self.space.copy_(space)
@@ -67,12 +67,12 @@ class SpectralNorm(nn.Module):
 
 
 @torch.library.custom_op("howsmooth::follow_singular_space", mutates_args=())
-def followed(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def follow_singular_space(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """A subspace brought closer to the top right singular vectors of M, and the u, v in it that M stretches most.
 
     An operator of its own, because how many steps it takes depends on the numbers.
 
-    >>> space, left, right = followed(torch.diag(torch.tensor([1.0, 5.0])), torch.ones(2, 1) / 2**0.5, 30)
+    >>> space, left, right = follow_singular_space(torch.diag(torch.tensor([1.0, 5.0])), torch.ones(2, 1) / 2**0.5, 30)
     >>> left.abs().round(decimals=2), right.abs().round(decimals=2)
     (tensor([0., 1.]), tensor([0., 1.]))
     """
@@ -90,7 +90,7 @@ def followed(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, 
     return space.contiguous(), left / left.norm().clamp(min=torch.finfo(left.dtype).tiny), right
 
 
-@followed.register_fake
+@follow_singular_space.register_fake
 def _(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = matrix.shape
     return matrix.new_empty(space.shape), matrix.new_empty(rows), matrix.new_empty(columns)
@@ -103,7 +103,7 @@ def _longest(images: Tensor) -> tuple[float, Tensor]:
     return max(0.0, float(squares[-1])) ** 0.5, turns[:, -1]
 
 
-class Decomposition:
+class CachedSingularVectors:
     """The top singular vectors of one matrix, kept until the matrix is another one, to the last bit.
 
     Version counters would miss changes made through ``.data``, and a hash would take some matrices for others: the
@@ -115,11 +115,11 @@ class Decomposition:
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         _ALIVE[self.number] = self
 
-    def __deepcopy__(self, memo: object) -> Decomposition:
-        return Decomposition()
+    def __deepcopy__(self, memo: object) -> CachedSingularVectors:
+        return CachedSingularVectors()
 
-    def __reduce__(self) -> tuple[type[Decomposition], tuple[()]]:
-        return Decomposition, ()
+    def __reduce__(self) -> tuple[type[CachedSingularVectors], tuple[()]]:
+        return CachedSingularVectors, ()
 
     def of(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The unit vectors u, v with Mv = ‖M‖u."""
@@ -133,7 +133,7 @@ class Decomposition:
 
 
 _NUMBERS = itertools.count()
-_ALIVE: weakref.WeakValueDictionary[int, Decomposition] = weakref.WeakValueDictionary()
+_ALIVE: weakref.WeakValueDictionary[int, CachedSingularVectors] = weakref.WeakValueDictionary()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -145,16 +145,16 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def top_singular_vectors(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
     """The unit vectors u, v with Mv = ‖M‖u, in float64 and then in the dtype of M.
 
-    An operator of its own, so that `torch.compile` takes it as it is; ``keeper`` is the number of the `Decomposition`
-    that remembers the matrix of last time.
+    An operator of its own, so that `torch.compile` does not trace it; ``keeper`` is the number of the
+    `CachedSingularVectors` that holds the previous matrix.
 
-    >>> kept = Decomposition()
+    >>> kept = CachedSingularVectors()
     >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])), kept.number)
     >>> left.abs(), right.abs()
     (tensor([0., 1.]), tensor([0., 1.]))
     """
     # An exported graph may outlive the module it was made from.
-    return _ALIVE.get(keeper, Decomposition()).of(matrix)
+    return _ALIVE.get(keeper, CachedSingularVectors()).of(matrix)
 
 
 @top_singular_vectors.register_fake

@@ -25,10 +25,10 @@ from howsmooth._util.checksummed import Damaged, opened, read_json, sealed
 from howsmooth._util.common import digest, write_whole
 from howsmooth._util.validation import NotNegative, Size, check_fields, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.papers.training.training_settings import Settings
+from howsmooth.papers.training.training_settings import TrainingSettings
 
 CHECKPOINT = "checkpoint.safetensors"
-FORMAT = "howsmooth training checkpoint 2"
+CHECKPOINT_FORMAT = "howsmooth training checkpoint 2"
 _FIRST_FORMAT = "howsmooth training checkpoint 1"
 """Had a hash of its tensors alone, inside the JSON text."""
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
@@ -38,7 +38,7 @@ _NAMES = ("step", "settings", "alphabet", "text", "seconds", "losses")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """What a run needs to go on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Checkpoint:
     """
 
     step: Size
-    settings: Settings
+    settings: TrainingSettings
     alphabet: str
     text: str
     seconds: NotNegative
@@ -62,14 +62,14 @@ class Checkpoint:
     def take(
         cls,
         step: int,
-        settings: Settings,
+        settings: TrainingSettings,
         alphabet: str,
         text: str,
         seconds: float,
         losses: list[float],
         model: nn.Module,
         optimiser: Optimizer,
-    ) -> Checkpoint:
+    ) -> TrainingCheckpoint:
         """A picture of a run between two steps."""
         tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
         for name, parameter in model.named_parameters():
@@ -146,13 +146,13 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Write the file; a file of that name is replaced only by a complete one."""
-        header = {"format": FORMAT} | {name: getattr(self, name) for name in _NAMES}
+        header = {"format": CHECKPOINT_FORMAT} | {name: getattr(self, name) for name in _NAMES}
         header |= {"settings": self.settings.to_dict()}
         write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
     @validated
-    def load(cls, path: Path) -> Checkpoint:
+    def load(cls, path: Path) -> TrainingCheckpoint:
         """Read a file that `save` wrote; anything else, or a damaged one, is refused."""
         path = Path(path)
         if not path.is_file():
@@ -183,15 +183,17 @@ def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal
     if written == _FIRST_FORMAT and not under_seal:
         if header.pop("sha256", None) != digest(tensors):
             raise Damaged("its content is not what was written")
-    elif written != FORMAT or not under_seal:
+    elif written != CHECKPOINT_FORMAT or not under_seal:
         raise Damaged("its format is not known here")
 
 
-def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> TrainingCheckpoint:
     """What the file says, each of it of its kind and in its range."""
     if header.keys() != set(_NAMES):
         raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ set(_NAMES))))}")
-    checkpoint = Checkpoint(**header | {"settings": Settings.from_dict(header["settings"])}, tensors=tensors)
+    checkpoint = TrainingCheckpoint(
+        **header | {"settings": TrainingSettings.from_dict(header["settings"])}, tensors=tensors
+    )
     check_fields(checkpoint)
     step, steps, losses = checkpoint.step, checkpoint.settings.steps, checkpoint.losses
     if step > steps:

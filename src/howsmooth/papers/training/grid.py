@@ -20,13 +20,12 @@ from howsmooth._util.common import Busy, spreadsheet_safe, write_whole
 from howsmooth._util.validation import Device, check_device, check_fields, validated
 from howsmooth.engines import Engine, complete
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.registry import renamed
 from howsmooth.papers.training.corpus import Corpus
 from howsmooth.papers.training.loop import Progress, train
-from howsmooth.papers.training.run_status import Intervals, Result, Status
-from howsmooth.papers.training.training_settings import Attention, Settings
+from howsmooth.papers.training.run_status import Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.training_settings import Attention, TrainingSettings
 
-KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
+COMPARED_KINDS: tuple[Attention, ...] = ("dot-product", "l2-untied", "l2", "contractive-inf", "contractive-2")
 TABLE = "table.csv"
 
 
@@ -34,25 +33,23 @@ TABLE = "table.csv"
 class Grid:
     """Runs that differ in attention, depth and seed, and in nothing else.
 
-    >>> grid = Grid(Settings(), kinds=("dot-product", "l2"), depths=(2,), seeds=(0, 1))
+    >>> grid = Grid(TrainingSettings(), kinds=("dot-product", "l2"), depths=(2,), seeds=(0, 1))
     >>> [name for name, _ in grid.cells()]
     ['dot-product-depth2-seed0', 'l2-depth2-seed0', 'dot-product-depth2-seed1', 'l2-depth2-seed1']
     """
 
-    base: Settings
-    kinds: Sequence[Attention] = KINDS
+    base: TrainingSettings
+    kinds: Sequence[Attention] = COMPARED_KINDS
     depths: Sequence[int] = (2, 4, 6)
     seeds: Sequence[int] = (0, 1)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kinds, str) and isinstance(self.kinds, Sequence):
-            object.__setattr__(self, "kinds", tuple(map(renamed, self.kinds)))
         check_fields(self)
         if not all(map(len, (self.kinds, self.depths, self.seeds))):
             raise InvalidInput("a grid needs at least one kind of attention, one depth and one seed.")
         self.cells()
 
-    def cells(self) -> list[tuple[str, Settings]]:
+    def cells(self) -> list[tuple[str, TrainingSettings]]:
         """Names and settings, the shallow first, so that a grid that is cut short can be compared."""
         return [
             (f"{kind}-depth{depth}-seed{seed}", replace(self.base, attention=kind, depth=depth, seed=seed))
@@ -61,13 +58,13 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridProgress:
     """Where a grid stands: cell ``number`` of ``total``, its name, and the run inside."""
 
     number: int
     total: int
     name: str
-    status: Status
+    status: TrainingStatus
 
 
 @validated
@@ -77,10 +74,10 @@ def run_grid(
     folder: Path,
     *,
     intervals: Intervals | None = None,
-    progress: Callable[[Cell], None] = lambda cell: None,
+    progress: Callable[[GridProgress], None] = lambda cell: None,
     executor: Executor | Engine | None = None,
     device: Device | None = None,
-) -> list[Result]:
+) -> list[TrainingResult]:
     """Run what is missing and return the finished cells; the table is written after each.
 
     Args:
@@ -95,7 +92,7 @@ def run_grid(
         complete(executor, _run_cell, runs, lambda name, got: write_table(folder, finished(folder, grid)))
     else:
         for number, (name, run) in enumerate(runs.items(), start=1):
-            show = lambda status, n=number, name=name: progress(Cell(n, len(runs), name, status))  # noqa: E731
+            show = lambda status, n=number, name=name: progress(GridProgress(n, len(runs), name, status))  # noqa: E731
             _run_cell(run, show)
             write_table(folder, finished(folder, grid))
     results = finished(folder, grid)
@@ -104,7 +101,7 @@ def run_grid(
 
 
 def _run_cell(
-    run: tuple[Corpus, Settings, Path, Intervals | None, Device | None],
+    run: tuple[Corpus, TrainingSettings, Path, Intervals | None, Device | None],
     progress: Progress = lambda status: None,
 ) -> None:
     """One cell, in whatever process this runs; what another process works on is left to it."""
@@ -113,13 +110,13 @@ def _run_cell(
         train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress, device=device)
 
 
-def finished(folder: Path, grid: Grid) -> list[Result]:
+def finished(folder: Path, grid: Grid) -> list[TrainingResult]:
     """The results that are there, in the order of the grid."""
-    results = [Result.read(folder / name) for name, _ in grid.cells()]
+    results = [TrainingResult.read(folder / name) for name, _ in grid.cells()]
     return [result for result in results if result is not None]
 
 
-def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> None:
+def write_table(folder: Path, results: Sequence[TrainingResult], name: str = TABLE) -> None:
     """All cells, one row each, as CSV."""
     text = io.StringIO()
     rows = [row_of(result) for result in results]
@@ -130,7 +127,7 @@ def write_table(folder: Path, results: Sequence[Result], name: str = TABLE) -> N
     write_whole(folder / name, text.getvalue().encode())
 
 
-def row_of(result: Result) -> dict[str, Any]:
+def row_of(result: TrainingResult) -> dict[str, Any]:
     """One cell as a row: what it was and what came of it."""
     settings = result.settings
     return {
@@ -152,16 +149,15 @@ def row_of(result: Result) -> dict[str, Any]:
 
 
 @validated
-def mean_bits(results: Sequence[Result], kind: str, depth: int) -> float | None:
+def mean_bits(results: Sequence[TrainingResult], kind: str, depth: int) -> float | None:
     """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
-    kind = renamed(kind)
     all_bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
     bits = [value for value in all_bits if value is not None]
     return mean(bits) if bits and len(bits) == len(all_bits) else None
 
 
 @validated
-def gap_closed(results: Sequence[Result], depth: int) -> float | None:
+def gap_closed(results: Sequence[TrainingResult], depth: int) -> float | None:
     """(contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
 
     One where dividing by the bound in the 2-norm costs nothing, zero where it gains nothing over the ∞-norm; None when

@@ -30,12 +30,12 @@ from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.corpus import START, Corpus, documents
 
 Lengths = Literal["fixed", "chunks", "curriculum"]
-LENGTHS: tuple[str, ...] = get_args(Lengths)
+LENGTH_PLANS: tuple[str, ...] = get_args(Lengths)
 _TEXT, _ORDER = 0, 1  # random numbers for the places of windows, and for the order of pieces
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Pieces of one length.
 
     Attributes:
@@ -52,15 +52,15 @@ class Batch:
         """How many characters are predicted."""
         return self.targets.numel()
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TextBatch:
         """The same pieces on a device."""
         document = None if self.document is None else self.document.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), document)
+        return TextBatch(self.inputs.to(device), self.targets.to(device), document)
 
     def seen(self) -> Tensor | None:
         """Who sees whom, ``(pieces, n, n)`` booleans: earlier tokens of the same document; None for causal alone.
 
-        >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).seen().int()
+        >>> TextBatch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).seen().int()
         tensor([[[1, 0, 0],
                  [1, 1, 0],
                  [0, 0, 1]]], dtype=torch.int32)
@@ -72,7 +72,7 @@ class Batch:
     def positions(self) -> Tensor:
         """The place of each token in its document's part of the piece, from 0: ``(pieces, length)``.
 
-        >>> Batch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
+        >>> TextBatch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
         tensor([[0, 1, 0]])
         """
         positions = torch.arange(self.inputs.shape[1], device=self.inputs.device).expand(self.inputs.shape)
@@ -87,7 +87,7 @@ class Plan(ABC):
     """A batch for every step."""
 
     @abstractmethod
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TextBatch:
         """What step 0, 1, … sees."""
 
     def length(self, step: int) -> int:
@@ -105,11 +105,11 @@ class Fixed(Plan):
         if len(text) < length:
             raise InvalidInput(f"the text to train on has {len(text)} characters, fewer than a length of {length}.")
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TextBatch:
         generator = _generator(self.seed, _TEXT, step)
         starts = torch.randint(len(self.targets) - self.n + 1, (self.pieces, 1), generator=generator)
         index = starts + torch.arange(self.n)
-        return Batch(self.inputs[index], self.targets[index])
+        return TextBatch(self.inputs[index], self.targets[index])
 
 
 class Chunks(Plan):
@@ -126,14 +126,14 @@ class Chunks(Plan):
                 f"the text to train on has {len(self.targets)} characters, fewer than a length of {length}."
             )
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TextBatch:
         size = self.n * self.pieces
         index = _endless(self._stream, step * size, size, len(self.targets))
         shape = (self.pieces, self.n)
         # Two passes over a text may meet in one chunk: the document of the next pass is another one.
         passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
         owner = self.owner[index] + passes * len(self.sizes)
-        return Batch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
+        return TextBatch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
 
     def _stream(self, epoch: int) -> Tensor:
         """All places of the text, document by document in the random order of this pass."""
@@ -172,14 +172,14 @@ class Curriculum(Plan):
     def length(self, step: int) -> int:
         return int(self.order[step])
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TextBatch:
         if not 0 <= step < len(self.order):
             raise InvalidInput(f"the curriculum was made for {len(self.order)} steps; there is no step {step}.")
         size = self.length(step)
         number = int((self.order[:step] == size).sum())
         pieces = self.batch_tokens // size
         index = self._pieces(size, number * pieces, pieces)[:, None] + torch.arange(size)
-        return Batch(self.inputs[index], self.targets[index])
+        return TextBatch(self.inputs[index], self.targets[index])
 
     def _pieces(self, size: int, begin: int, count: int) -> Tensor:
         """Items begin … begin + count − 1 of the endless stream of a bucket."""
@@ -201,7 +201,7 @@ def plan(
 
 
 @validated
-def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> Batch:
+def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> TextBatch:
     """The validation part (its first ``most`` characters) in pieces of one length, every character predicted once.
 
     In windows of one document for fixed lengths, in chunks with cross-document masks for the others. What is left after
@@ -213,7 +213,7 @@ def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | No
     length = min(length, len(targets))
     size = len(targets) // length * length
     rows = [column[:size].view(-1, length) for column in (inputs, targets, owner)]
-    return Batch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
+    return TextBatch(rows[0], rows[1], None if lengths == "fixed" else rows[2])
 
 
 @validated

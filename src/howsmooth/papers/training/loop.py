@@ -25,19 +25,19 @@ from torch.nn import functional
 from howsmooth._util.common import Busy, evaluating, exclusive, unwritable, write_whole
 from howsmooth._util.validation import Device, check_device, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.checkpoints import CHECKPOINT, Checkpoint
+from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
 from howsmooth.papers.training.corpus import Corpus
 from howsmooth.papers.training.journal import Journal
-from howsmooth.papers.training.lengths import Batch, plan, validation
+from howsmooth.papers.training.lengths import TextBatch, plan, validation
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import METRICS, RESULT, Intervals, Result, Status
-from howsmooth.papers.training.training_settings import Settings
+from howsmooth.papers.training.run_status import METRICS, RESULT, Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.training_settings import TrainingSettings
 
-Progress = Callable[[Status], None]
+Progress = Callable[[TrainingStatus], None]
 _CHARACTERS_AT_ONCE = 8192
 
 
-class Stopped(KeyboardInterrupt):
+class TrainingStopped(KeyboardInterrupt):
     """Ctrl-C was pressed and the run saved; ``step`` steps are done."""
 
     def __init__(self, step: int):
@@ -48,14 +48,14 @@ class Stopped(KeyboardInterrupt):
 @validated
 def train(
     corpus: Corpus,
-    settings: Settings,
+    settings: TrainingSettings,
     folder: Path | None = None,
     *,
     resume: bool = False,
     intervals: Intervals | None = None,
     progress: Progress = lambda status: None,
     device: Device | None = None,
-) -> Result:
+) -> TrainingResult:
     """Train a character language model and return what came of it.
 
     Args:
@@ -74,7 +74,7 @@ def train(
     with locked(folder):
         if not resume and any((folder / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
             raise InvalidInput(f"{folder} holds a run already: go on with --resume, or choose another folder.")
-        done = Result.read(folder)
+        done = TrainingResult.read(folder)
         if done is not None:
             _check_same(folder, done.settings, done.text, settings, corpus)
             return done
@@ -82,7 +82,7 @@ def train(
 
 
 @validated
-def evaluate(model: CharacterModel, batch: Batch) -> float:
+def bits_per_character(model: CharacterModel, batch: TextBatch) -> float:
     """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
     total = 0.0
     rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
@@ -90,12 +90,12 @@ def evaluate(model: CharacterModel, batch: Batch) -> float:
         for start in range(0, len(batch.inputs), rows):
             some = slice(start, start + rows)
             document = None if batch.document is None else batch.document[some]
-            pieces = Batch(batch.inputs[some], batch.targets[some], document)
+            pieces = TextBatch(batch.inputs[some], batch.targets[some], document)
             total += float(nats(model, pieces)) * pieces.tokens
     return total / batch.tokens / math.log(2)
 
 
-def nats(model: CharacterModel, batch: Batch) -> Tensor:
+def nats(model: CharacterModel, batch: TextBatch) -> Tensor:
     """Mean negative log-likelihood of the targets, on the model's device."""
     batch = batch.to(model.tokens.weight.device)
     logits = model(batch.inputs, batch.positions(), batch.seen())
@@ -103,9 +103,9 @@ def nats(model: CharacterModel, batch: Batch) -> Tensor:
 
 
 @validated
-def load_model(folder: Path) -> tuple[CharacterModel, Checkpoint]:
+def load_model(folder: Path) -> tuple[CharacterModel, TrainingCheckpoint]:
     """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
-    checkpoint = Checkpoint.load(Path(folder) / CHECKPOINT)
+    checkpoint = TrainingCheckpoint.load(Path(folder) / CHECKPOINT)
     with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
         model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
     checkpoint.restore(model)
@@ -131,7 +131,7 @@ class _Run:
     def __init__(
         self,
         corpus: Corpus,
-        settings: Settings,
+        settings: TrainingSettings,
         folder: Path | None,
         intervals: Intervals,
         progress: Progress,
@@ -146,7 +146,7 @@ class _Run:
         self.step, self.seconds, self.losses = 0, 0.0, list[float]()
         self.journal = None if folder is None else Journal(folder / METRICS)
 
-    def go(self) -> Result:
+    def go(self) -> TrainingResult:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             self.model = CharacterModel(self.settings, self.corpus.symbols).to(self.device)
@@ -164,7 +164,7 @@ class _Run:
             return
         path = self.folder / CHECKPOINT
         if path.exists():
-            checkpoint = Checkpoint.load(path)
+            checkpoint = TrainingCheckpoint.load(path)
             _check_same(self.folder, checkpoint.settings, checkpoint.text, self.settings, self.corpus)
             checkpoint.restore(self.model, self.optimiser)
             self.step, self.seconds, self.losses = checkpoint.step, checkpoint.seconds, list(checkpoint.losses)
@@ -194,7 +194,7 @@ class _Run:
                 shown = now
             if stopping.is_set() and not last:
                 self._save()
-                raise Stopped(self.step)
+                raise TrainingStopped(self.step)
         return None
 
     def _one_step(self) -> float:
@@ -231,21 +231,23 @@ class _Run:
     def _show(self, speed: float) -> None:
         latest, steps = self.losses or [row["train_bits"] for row in self.rows[-1:]], self.settings.steps
         bits, bound = sum(latest) / len(latest), self.rows[-1]["bound"] if self.rows else None
-        self.progress(Status(self.step, steps, bits, bound, speed, (steps - self.step) / speed))
+        self.progress(TrainingStatus(self.step, steps, bits, bound, speed, (steps - self.step) / speed))
 
     def _save(self) -> None:
         """Keep the run as it is; one that has run away keeps its last sound step, from which it runs away again."""
         if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
         said = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
-        Checkpoint.take(*said, self.model, self.optimiser).save(self.folder / CHECKPOINT)
+        TrainingCheckpoint.take(*said, self.model, self.optimiser).save(self.folder / CHECKPOINT)
 
     def _valid_bits(self, most: int | None = None) -> float:
-        return evaluate(self.model, validation(self.corpus, self.settings.lengths, self.settings.length, most))
+        return bits_per_character(
+            self.model, validation(self.corpus, self.settings.lengths, self.settings.length, most)
+        )
 
-    def _finish(self, diverged: int | None) -> Result:
+    def _finish(self, diverged: int | None) -> TrainingResult:
         bits = math.nan if diverged is not None else self._valid_bits()
-        result = Result(
+        result = TrainingResult(
             self.settings,
             self.rows[-1]["train_bits"] if self.rows else None,
             bits if math.isfinite(bits) else None,
@@ -263,7 +265,7 @@ class _Run:
         return result
 
 
-def _check_same(folder: Path, settings: Settings, text: str, wanted: Settings, corpus: Corpus) -> None:
+def _check_same(folder: Path, settings: TrainingSettings, text: str, wanted: TrainingSettings, corpus: Corpus) -> None:
     difference = settings.difference(wanted)
     if difference:
         raise InvalidInput(

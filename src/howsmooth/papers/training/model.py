@@ -11,7 +11,7 @@ Three kinds of blocks, for what may stand inside a residual branch depends on wh
   invertible affine map of every feature, stands in the stream before each branch. Each branch contracts in a norm of
   its own, which is enough: x + f(x) is a homeomorphism when f contracts in *some* norm.
 
-Embeddings, the last LayerNorm and the head are the same for all. Positions are learned, from waves on.
+Embeddings, the last LayerNorm and the head are the same for all. Positions are learned, from sinusoids on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
 from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn import ActNorm, AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
-from howsmooth.nn.layers.registry import KINDS
+from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
+from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
-from howsmooth.papers.training.training_settings import Settings
+from howsmooth.papers.training.training_settings import TrainingSettings
 
 _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
@@ -66,10 +67,10 @@ class WithinDocuments(LogitBias):
         return maps.hide(self.seen[maps.batch, rows, cols])
 
 
-class UsualBlock(nn.Module):
+class LayerNormBlock(nn.Module):
     """Attention and MLP with LayerNorm, before each branch or after the sum, and no promise."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: TrainingSettings):
         super().__init__()
         width = settings.width
         self.attention = make_attention(settings)
@@ -102,7 +103,7 @@ class UsualBlock(nn.Module):
 class ContractiveBlock(nn.Module):
     """ActNorm, x + attention(x), ActNorm, x + MLP(x); both branches have a Lipschitz constant of at most c < 1."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: TrainingSettings):
         super().__init__()
         if settings.dropout:
             raise InvalidInput("dropout is not for contractive blocks: it breaks what they promise; leave it out.")
@@ -110,7 +111,7 @@ class ContractiveBlock(nn.Module):
         self.attention = make_attention(settings)
         self.mlp = ContractiveMLP(width, _MLP_FACTOR * width, coefficient=settings.coefficient)
         self.actnorms = nn.ModuleList([ActNorm(width), ActNorm(width)])
-        self.norm = KINDS[settings.attention].options["norm"]
+        self.norm = LAYER_KINDS[settings.attention].options["norm"]
 
     def forward(self, x: Tensor, mask: LogitBias) -> Tensor:
         x = self.actnorms[0](x)
@@ -126,13 +127,13 @@ class ContractiveBlock(nn.Module):
 class CharacterModel(nn.Module):
     """Logits of the next character for every token.
 
-    >>> model = CharacterModel(Settings(attention="l2", width=16, heads=2, length=8), symbols=5)
+    >>> model = CharacterModel(TrainingSettings(attention="l2", width=16, heads=2, length=8), symbols=5)
     >>> model(torch.zeros(3, 8, dtype=torch.int64)).shape
     torch.Size([3, 8, 5])
     """
 
     @validated
-    def __init__(self, settings: Settings, symbols: int):
+    def __init__(self, settings: TrainingSettings, symbols: int):
         super().__init__()
         settings.check_memory(check_count(symbols, "symbols"))
         self.settings = settings
@@ -140,8 +141,8 @@ class CharacterModel(nn.Module):
         self.places = nn.Embedding(settings.length, settings.width)
         nn.init.normal_(self.tokens.weight, std=_EMBEDDING_STD)
         with torch.no_grad():
-            self.places.weight.copy_(_EMBEDDING_STD * 2**0.5 * waves(settings.length, settings.width))
-        block = ContractiveBlock if settings.block_kind == "contractive" else UsualBlock
+            self.places.weight.copy_(_EMBEDDING_STD * 2**0.5 * sinusoids(settings.length, settings.width))
+        block = ContractiveBlock if settings.block_kind == "contractive" else LayerNormBlock
         self.blocks = nn.ModuleList(block(settings) for _ in range(settings.depth))
         self.norm = nn.LayerNorm(settings.width)
         self.head = nn.Linear(settings.width, symbols)
@@ -191,12 +192,12 @@ class CharacterModel(nn.Module):
         return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def waves(length: int, width: int) -> Tensor:
+def sinusoids(length: int, width: int) -> Tensor:
     """Sines and cosines of the position, wavelengths from 2π to 10⁴·2π (Vaswani et al. 2017): ``(length, width)``.
 
     Near positions are near each other, so that attention by distance can tell what is near from the start.
 
-    >>> waves(2, 4)
+    >>> sinusoids(2, 4)
     tensor([[0.0000, 0.0000, 1.0000, 1.0000],
             [0.8415, 0.0100, 0.5403, 0.9999]])
     """
@@ -205,21 +206,21 @@ def waves(length: int, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :width]
 
 
-def make_attention(settings: Settings) -> AttentionLayer:
+def make_attention(settings: TrainingSettings) -> AttentionLayer:
     """A layer of the kind that the settings name, with weights to begin with."""
-    kind = KINDS[settings.attention]
+    kind = LAYER_KINDS[settings.attention]
     options: dict[str, Any] = {"dropout": settings.dropout}
     if settings.is_contractive:
         # The function must not change with the length of a piece, so it is divided by the bound for the longest.
         options = {"coefficient": settings.coefficient, "max_tokens": settings.length}
     layer = kind.layer(settings.width, settings.heads, **kind.options, **options)
     if isinstance(layer, L2Attention):
-        _look_around(layer)
+        _initialise_l2(layer)
     return layer
 
 
 @torch.no_grad()
-def _look_around(layer: L2Attention) -> None:
+def _initialise_l2(layer: L2Attention) -> None:
     """First weights of L2 attention: tokens look around, and contraction wastes nothing.
 
     Glorot's weights put |W_hᵀ(x_i − x_j)|²/s near 2√k on tokens of unit variance: a token then sees nothing but itself,

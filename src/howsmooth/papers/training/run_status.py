@@ -10,7 +10,7 @@ from howsmooth._util.checksummed import read_json
 from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.journal import Journal
-from howsmooth.papers.training.training_settings import Settings
+from howsmooth.papers.training.training_settings import TrainingSettings
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
 
@@ -30,7 +30,7 @@ class Intervals:
 
 
 @dataclass(frozen=True)
-class Status:
+class TrainingStatus:
     """How a run stands, for whoever watches."""
 
     step: int
@@ -42,7 +42,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """A finished run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Result:
         rows: what ``metrics.jsonl`` holds.
     """
 
-    settings: Settings
+    settings: TrainingSettings
     train_bits: NotNegative | None
     valid_bits: NotNegative | None
     bound: NotNegative | None
@@ -77,7 +77,7 @@ class Result:
 
     @classmethod
     @validated
-    def read(cls, folder: Path) -> Result | None:
+    def read(cls, folder: Path) -> TrainingResult | None:
         """The result of a finished run, or None."""
         folder = Path(folder)
         path = folder / RESULT
@@ -85,7 +85,7 @@ class Result:
             return None
         try:
             content = read_json(path.read_text(encoding="utf-8"))
-            settings = Settings.from_dict(content.pop("settings"))
+            settings = TrainingSettings.from_dict(content.pop("settings"))
             result = cls(settings, **content, rows=Journal(folder / METRICS).rows())
             check_fields(result)
             return result

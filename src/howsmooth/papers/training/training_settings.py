@@ -20,8 +20,7 @@ from howsmooth._util.validation import (
     validated,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.nn.layers.registry import renamed
-from howsmooth.papers.training.lengths import LENGTHS, Lengths
+from howsmooth.papers.training.lengths import LENGTH_PLANS, Lengths
 
 _Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
 Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
@@ -36,7 +35,7 @@ Schedule = Literal["cosine", "fixed"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """A character language model and its training.
 
     Attributes:
@@ -55,7 +54,7 @@ class Settings:
         schedule: "cosine" decays the rate to a tenth over the run, "fixed" keeps it; both after a linear warm-up.
         clip: largest norm of the gradient, 0 for none.
 
-    >>> Settings(attention="contractive-2").block_kind
+    >>> TrainingSettings(attention="contractive-2").block_kind
     'contractive'
     """
 
@@ -80,9 +79,8 @@ class Settings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attention", renamed(self.attention))
         check_one_of(self.attention, ATTENTIONS, "attention")
-        check_one_of(self.lengths, LENGTHS, "lengths")
+        check_one_of(self.lengths, LENGTH_PLANS, "lengths")
         check_one_of(self.schedule, get_args(Schedule), "schedule")
         check_one_of(self.blocks, (*get_args(Blocks), None), "blocks")
         check_positive(self.rate, "the learning rate")
@@ -120,7 +118,7 @@ class Settings:
     def rate_at(self, step: int) -> float:
         """The learning rate of a step.
 
-        >>> settings = Settings(steps=100, warmup=10, rate=1.0)
+        >>> settings = TrainingSettings(steps=100, warmup=10, rate=1.0)
         >>> settings.rate_at(4), settings.rate_at(10), round(settings.rate_at(99), 3)
         (0.5, 1.0, 0.1)
         """
@@ -153,7 +151,7 @@ class Settings:
 
     @classmethod
     @validated
-    def from_dict(cls, content: dict[str, Any]) -> Settings:
+    def from_dict(cls, content: dict[str, Any]) -> TrainingSettings:
         """From JSON; unknown or missing names are refused."""
         names = {field.name for field in fields(cls)}
         if not isinstance(content, dict):
@@ -169,7 +167,7 @@ class Settings:
             raise InvalidInput(f"these are not the settings of a run: {others}.")
         return cls(**content)
 
-    def difference(self, other: Settings) -> str:
+    def difference(self, other: TrainingSettings) -> str:
         """What differs, in words, or nothing."""
         mine, theirs = self.to_dict(), other.to_dict()
         return ", ".join(f"{name} {mine[name]} ≠ {theirs[name]}" for name in mine if mine[name] != theirs[name])

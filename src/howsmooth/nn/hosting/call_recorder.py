@@ -20,9 +20,9 @@ from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_sites
-from howsmooth.nn.hosting.adapter import Seen
+from howsmooth.nn.hosting.adapter import TransformersMask
 from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
-from howsmooth.nn.layers.call_masks import Sight
+from howsmooth.nn.layers.call_masks import CallMasks
 
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
 _REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
@@ -31,7 +31,7 @@ _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 
 
 @dataclass(frozen=True)
-class Heard:
+class RecordedCall:
     """One call of a module.
 
     Attributes:
@@ -73,7 +73,7 @@ class Heard:
             _REPEATING.reset(token)
 
 
-class Listener:
+class CallRecorder:
     """Hooks on attention layers, or on any modules, that keep what each was last called with while ``open``.
 
     Only calls with gradients count: evaluation in between is not training.
@@ -83,14 +83,14 @@ class Listener:
         layers: dotted paths of modules; None for every attention layer that is found: those of `howsmooth.nn`,
             `torch.nn.MultiheadAttention`, and the blocks of transformers models that `howsmooth.models` can read.
 
-    >>> listener = Listener(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    >>> listener = CallRecorder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     >>> list(listener.modules)
     ['self_attn']
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
         self.modules, self.sites = _find(model, layers)
-        self.calls: dict[str, Heard] = {}
+        self.calls: dict[str, RecordedCall] = {}
         self.open = True
         hooks = ((module, partial(self._hear, name)) for name, module in self.modules.items())
         self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
@@ -98,11 +98,11 @@ class Listener:
     @torch.compiler.disable  # a compiled model breaks its graph here, and hands over what it really saw
     def _hear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.open and torch.is_grad_enabled() and not _REPEATING.get():
-            self.calls[name] = Heard(module, args, kwargs, self.sites.get(name))
+            self.calls[name] = RecordedCall(module, args, kwargs, self.sites.get(name))
 
-    def take(self) -> dict[str, Heard]:
-        """What was heard since the last time, by name."""
-        calls, self.calls = self.calls, {}
+    def take(self, record_next: bool = True) -> dict[str, RecordedCall]:
+        """Return the calls since the last time by name, and record those that follow, or do not."""
+        calls, self.calls, self.open = self.calls, {}, record_next
         return calls
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def _sites(model: Any) -> list[AttentionSite]:
     return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in sites]
 
 
-def attention_of(model: nn.Module, heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+def attention_of(model: nn.Module, heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
     """The attention of a call as a map with a closed form, and the first text it saw, ``(n, d)``, without padding.
 
     None for a module that is no attention layer.
@@ -153,7 +153,7 @@ def attention_of(model: nn.Module, heard: Heard) -> tuple[Callable[[Tensor], Ten
     return None
 
 
-def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _layer(heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     layer: Any = heard.module
     given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
     query = given["query"]
@@ -161,9 +161,9 @@ def _layer(heard: Heard) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         raise InvalidInput("this layer attends to other tokens than its own, which is no self-attention.")
     x = query[None] if query.dim() == 2 else query if layer.batch_first else query.transpose(0, 1)
     shape, causal = (*x.shape[:2], layer.num_heads), given.get("is_causal", False)
-    sight = Sight.of(shape, given.get("attn_mask"), causal, given.get("key_padding_mask"))
-    item, keep = _first_text(x, sight.keep)
-    mask = _mask_of(sight, item, keep, layer.num_heads, x)
+    masks = CallMasks.of(shape, given.get("attn_mask"), causal, given.get("key_padding_mask"))
+    item, keep = _first_text(x, masks.keep)
+    mask = _mask_of(masks, item, keep, layer.num_heads, x)
     tokens = x[item][keep].detach()
     if isinstance(layer, AttentionLayer):
         return layer.map(mask, n=len(tokens)), tokens
@@ -182,19 +182,19 @@ def _first_text(x: Tensor, keep: Tensor | None) -> tuple[int, Tensor]:
     return item, keep[item]
 
 
-def _mask_of(sight: Sight, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
+def _mask_of(masks: CallMasks, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
     """The masks of one text as one term."""
-    if not sight.terms or sight.terms.is_causal:
-        return Causal() if sight.terms else None
-    maps = Maps.every(item + 1, heads, sight.n, like.float()).select(slice(item * heads, (item + 1) * heads))
-    added = sight.terms.added_to(torch.zeros(heads, sight.n, sight.n, device=like.device), maps)
+    if not masks.terms or masks.terms.is_causal:
+        return Causal() if masks.terms else None
+    maps = Maps.every(item + 1, heads, masks.n, like.float()).select(slice(item * heads, (item + 1) * heads))
+    added = masks.terms.added_to(torch.zeros(heads, masks.n, masks.n, device=like.device), maps)
     return DenseBias(added[:, keep][:, :, keep])
 
 
-def _block(model: Any, heard: Heard, site: AttentionSite) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
-    seen = Seen.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
+    seen = TransformersMask.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)
     item, keep = _first_text(x, None if seen.padding is None else ~seen.padding)
     attention = read_attention(model, site)
     terms = [term for term in attention.terms if not term.hides_only]
@@ -208,6 +208,6 @@ def _block(model: Any, heard: Heard, site: AttentionSite) -> tuple[Callable[[Ten
     return attention, x[item][keep].detach()
 
 
-def first_output(heard: Heard, x: Tensor) -> Tensor:
+def first_output(heard: RecordedCall, x: Tensor) -> Tensor:
     """The tensor that goes on from a module called again with other tokens."""
     return first_tensor(heard.again(x))
