@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_CELL = "padding:2px 12px 2px 0;text-align:left;border:0"
+from howsmooth._util.templates import render
+
 _OFTEN = 0.2
 """Seconds between two states of a bar."""
 LARGEST_FRAME = 4_000_000
@@ -25,32 +26,17 @@ def card(title: str, facts: Iterable[tuple[str, str]], notes: Sequence[str] = ()
     >>> card("σ < 2", [("method", "dense")])[:32]
     '<div><strong>σ &lt; 2</strong><t'
     """
-    return f"<div><strong>{_e(title)}</strong><table>{_rows(facts)}</table>{_below(notes)}</div>"
+    return render("card", title=title, facts=facts, notes=notes)
 
 
 def grid(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> str:
     """A table with a header."""
-    head = "".join(f"<th style='{_CELL}'>{_e(name)}</th>" for name in names)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{_rows(rows)}</tbody>"
-    return f"<div><strong>{_e(title)}</strong><table>{body}</table>{_below(notes)}</div>"
+    return render("card", title=title, names=names, facts=rows, notes=notes)
 
 
 def frame(page: str, height: int = 720) -> str:
     """A whole page inside a notebook."""
-    style = "border:1px solid #8884;border-radius:8px"
-    return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" style="{style}"></iframe>'
-
-
-def _rows(rows: Iterable[Sequence[str]]) -> str:
-    return "".join("<tr>" + "".join(f"<td style='{_CELL}'>{_e(said)}</td>" for said in row) + "</tr>" for row in rows)
-
-
-def _below(notes: Sequence[str]) -> str:
-    return "".join(f"<p style='margin:4px 0;opacity:.75'>{_e(note)}</p>" for note in notes)
-
-
-def _e(text: str) -> str:
-    return html.escape(str(text))
+    return render("frame", page=page, height=height)
 
 
 def in_notebook() -> bool:
@@ -75,7 +61,7 @@ def bar() -> Callable[[float, str], None]:
         now = time.monotonic()
         if handle is not None and (now - last >= _OFTEN or share >= 1):
             last = now
-            handle.update(HTML(f"<progress value='{share:.4f}' max='1'></progress> {_e(label)}"))
+            handle.update(HTML(f"<progress value='{share:.4f}' max='1'></progress> {html.escape(label)}"))
 
     return show
 

@@ -12,6 +12,8 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
+
 from howsmooth.reports.drawings import Axis, drawing, element
 from howsmooth.reports.findings import KINDS, main_kind, place_of, short, why
 from howsmooth.reports.scan_groups import Group, Row
@@ -148,11 +150,11 @@ def _times(ratio: float) -> str:
     return f"{short(ratio, 2)} times rougher" if ratio > 1 else f"{short(1 / ratio, 2)} times smoother"
 
 
-def picture(group: Group) -> str:
+def picture(group: Group) -> Markup:
     """All relative numbers on one logarithmic axis, one line of dots for every kind; nothing where there are none."""
     known = scales(group)
     if not known:
-        return ""
+        return Markup()
     every = [value for scale in known for value in (*scale.values, *scale.reference)]
     axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
     left, right, top, step = 136.0, 440.0, 30.0, 38.0
