@@ -26,6 +26,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "title": ...,
         "headlines": [dict.fromkeys(("sentence", "compared", "picture", "legend", "reason", "quiet"), ...)],
         "gauge": ...,
+        "glossary": ...,
         "theory": [{"name": ..., "about": ..., "address": ...}],
         "data": ...,
     },
