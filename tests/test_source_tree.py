@@ -62,10 +62,8 @@ SAME_NAME = {
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
     "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
-    "compare": "laws of growth by how well they fit, and scans by what has changed.",
     "evaluate": "a function at tokens, a model on a text, the norm at an input.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
-    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like
 what it runs."""

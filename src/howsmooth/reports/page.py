@@ -17,7 +17,7 @@ from howsmooth._util.common import write_whole
 from howsmooth._util.templates import render, visible, written_out
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.findings import ends, gaps, headline, main_kind, place_of, why
+from howsmooth.reports.findings import ends, gaps, group_headline, main_kind, place_of, why
 from howsmooth.reports.headline_answer import GAUGE, answer, cause, compared, legend, picture
 from howsmooth.reports.payload import group_data
 from howsmooth.reports.scan_groups import Group, Source, groups
@@ -107,7 +107,7 @@ def _headline(group: Group) -> dict[str, Markup]:
     smooth, reason, sure = answer(group), why(worst, group), ends(worst)
     sure = f"σ of {place_of(worst)}: {sure}" if smooth and sure else sure
     words = {
-        "sentence": smooth or headline(group).removesuffix(reason).strip(),
+        "sentence": smooth or group_headline(group).removesuffix(reason).strip(),
         "compared": compared(group),
         "legend": legend(group) if smooth else "",
         "reason": cause(group) if smooth else reason,
