@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from evidence.tables import FOLDER, table
@@ -16,7 +17,7 @@ from howsmooth.certificates.certify_any import certify_tokens
 from howsmooth.certificates.point.enclosure import enclose_heads
 from howsmooth.models import Targets, alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
-from howsmooth.reports.figures import certificate_ratios, save_figure
+from howsmooth.reports.figures.style import ACCENT, BLUE, light_grid, literal, new_figure, save_figure
 from howsmooth.search import Neighbourhood, worst_case
 
 TITLE = "Certified balls"
@@ -115,7 +116,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
             "proved lower end at the input (median, largest), by radius in per cent of the mean token norm.",
             table(["layer", *(f"{100 * share:g} %" for share in SHARES)], rows),
         ]
-    save_figure(certificate_ratios(SHARES, drawn), FOLDER / "certified-balls.png")
+    save_figure(ratios_figure(SHARES, drawn), FOLDER / "certified-balls.png")
     page.append("![Proved upper end on a ball ÷ value at its centre](certified-balls.png)")
     progress("worst inputs")
     compared = [(str(found.layer), found.grown, found.ratios) for found in against_worst(LAYERS["minilm"])]
@@ -141,3 +142,25 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
 
 def _row(name: object, ratios: list[list[float]]) -> list[object]:
     return [name, *(f"{median(r):.3f}, {max(r):.3f}" for r in ratios)]
+
+
+def ratios_figure(shares: Sequence[float], ratios: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
+    """Upper bound on a ball ÷ value at its centre, for the heads of some models: median, minimum to maximum.
+
+    Args:
+        shares: radii of the balls, as shares of the token norm. ratios: for each model one row of heads per radius.
+    """
+    figure, (ax,) = new_figure(1, 6.8, 4.6)
+    percent = [100 * share for share in shares]
+    for colour, (name, rows) in zip((BLUE, ACCENT), ratios.items(), strict=False):
+        ax.plot(percent, [median(row) for row in rows], "o-", color=colour, label=f"{literal(name)}: median")
+        ax.fill_between(percent, list(map(min, rows)), list(map(max, rows)), color=colour, alpha=0.15, linewidth=0)
+    ax.axhline(1.0, color="black", linewidth=0.8)
+    ax.set(xscale="log", yscale="log", xlabel="radius, in per cent of the mean token norm")
+    ax.set_ylabel("proved upper end ÷ proved lower end at the input")
+    ticks = [1, 1.2, 1.5, 2, 3, 5, 10, 20]
+    ax.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    light_grid(ax)
+    ax.legend(loc="upper left", frameon=False)
+    return figure

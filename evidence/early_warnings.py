@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from matplotlib.figure import Figure
 
 from evidence.tables import FOLDER, table
 from howsmooth.models import alice
@@ -22,6 +23,7 @@ from howsmooth.nn import SmoothnessMonitor
 from howsmooth.papers.training import CharacterModel, Corpus, TrainingSettings
 from howsmooth.papers.training.lengths import plan
 from howsmooth.papers.training.loop import nats
+from howsmooth.reports.figures.style import ACCENT, BLUE, light_grid, new_figure, save_figure
 
 TITLE = "Does σ warn before training diverges?"
 SIGNALS = ("σ", "largest logit", "entropy", "‖P‖", "relative condition", "gradient norm", "loss")
@@ -215,9 +217,28 @@ def _write(runs: Sequence[Run]) -> None:
 
 def draw(rising: Sequence[Run], verdicts: Sequence[Verdict]) -> None:
     """The picture of the page."""
-    from howsmooth.reports.figures import leads_figure, save_figure
-
     save_figure(leads_figure({verdict.signal: verdict.leads for verdict in verdicts}), FOLDER / "early-warnings.png")
+
+
+def leads_figure(leads: Mapping[str, Sequence[int | None]]) -> Figure:
+    """Steps from a signal's warning to divergence, one dot per run and a line at the median of the warned runs.
+
+    Args:
+        leads: of every signal, for each run; None where it did not warn.
+    """
+    figure, (ax,) = new_figure(1, 7.6, 0.5 * len(leads) + 1.6)
+    labels = []
+    for row, (name, steps) in enumerate(reversed(leads.items())):
+        warned = [lead for lead in steps if lead is not None and lead > 0]
+        ax.plot(warned, [row] * len(warned), "o", color=BLUE, alpha=0.6, markersize=5)
+        if warned:
+            ax.plot([median(warned)] * 2, [row - 0.3, row + 0.3], color=ACCENT, linewidth=2.5)
+        labels.append(f"{name} ({len(warned)} of {len(steps)})")
+    ax.set_yticks(range(len(labels)), labels=labels)
+    ax.set_xlim(left=0)
+    ax.set(xlabel="steps from the warning to divergence (median: line)", title="How early does each signal warn?")
+    light_grid(ax)
+    return figure
 
 
 if __name__ == "__main__":

@@ -156,9 +156,9 @@ def test_a_scan_too_large_for_a_notebook_shows_its_roughest_rows(
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a kernel of a notebook would show under the running cell."""
-    states: list[str] = []
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The states that the kernel of a notebook would show under the running cell, as text and as HTML."""
+    states: list[dict[str, str]] = []
 
     class ZMQInteractiveShell:
         pass
@@ -166,15 +166,24 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Shell(ZMQInteractiveShell):
         """As Colab has it."""
 
+    def update(drawn: Any) -> None:
+        states.append(drawn._repr_mimebundle_([], []))
+
     kernel: Any = ModuleType("IPython")
     kernel.get_ipython = Shell
     display: Any = ModuleType("IPython.display")
-    display.HTML = str
-    display.display = lambda first, display_id: SimpleNamespace(update=states.append)
+    display.display = lambda first, display_id: SimpleNamespace(update=update)
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setattr(notebook, "_OFTEN", 0.0)
+    monkeypatch.setattr(notebook, "_SECONDS", 0.0)
     return states
+
+
+def share_of(state: dict[str, str]) -> float:
+    """The filled share of a bar, which is 40 characters long and has a label."""
+    bar, label = state["text/plain"][:40], state["text/plain"][40:]
+    assert label.strip()
+    return (bar.count("━") + 0.5 * bar.count("╸")) / 40
 
 
 WORK: dict[str, Callable[..., Any]] = {
@@ -185,16 +194,16 @@ WORK: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", list(WORK))
-def test_long_work_has_a_bar_in_a_notebook(shown: list[str], name: str) -> None:
+def test_long_work_has_a_bar_in_a_notebook(shown: list[dict[str, str]], name: str) -> None:
     WORK[name]()
-    shares = [float(re.match(r"<progress value='([\d.]+)' max='1'></progress> \S", state)[1]) for state in shown]  # type: ignore[index]
+    shares = [share_of(state) for state in shown]
     assert len(shares) >= 2
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1
 
 
 @pytest.mark.parametrize("name", list(WORK))
-def test_who_listens_has_no_bar(shown: list[str], name: str) -> None:
+def test_a_callback_replaces_the_bar(shown: list[dict[str, str]], name: str) -> None:
     heard: list[Any] = []
     WORK[name](progress=lambda *now: heard.append(now))
     assert heard
@@ -206,6 +215,11 @@ def test_elsewhere_there_is_no_bar() -> None:
     assert (notebook.scan_bar(), notebook.search_bar(), notebook.step_bar(3)) == (None, None, None)
 
 
-def test_labels_of_a_bar_are_text(shown: list[str]) -> None:
-    notebook.bar()(0.5, NASTY)
-    assert shown == [f"<progress value='0.5000' max='1'></progress> {html.escape(NASTY)}"]
+def test_labels_of_a_bar_are_text(shown: list[dict[str, str]]) -> None:
+    label = f"[red]{NASTY}\x1b"
+    notebook.bar()(0.5, label)
+    (state,) = shown
+    assert share_of(state) == 0.5
+    assert state["text/plain"][40:].strip() == f"[red]{NASTY}�"
+    assert Reader(state["text/html"]).tags == ["pre", "span"]
+    assert f"[red]{NASTY}�" in "".join(Reader(state["text/html"]).cells)

@@ -9,7 +9,9 @@ import torch
 
 import howsmooth as hs
 from evidence import model_variants, token_norms
+from evidence.certified_balls import ratios_figure
 from evidence.certified_steps import row, steps
+from evidence.early_warnings import leads_figure
 
 
 def test_certificate_takes_at_least_as_many_steps_as_the_value() -> None:
@@ -56,3 +58,13 @@ def test_the_norm_of_the_largest_token_lies_where_a_search_of_all_directions_say
         right, apart = token_norms.trial(f, x, limit)
         assert right
         assert limit == 0 or apart < 1e-3
+
+
+def test_the_figure_of_certified_balls_has_the_medians() -> None:
+    figure = ratios_figure([0.001, 0.01], {"a model": [[1.1, 1.2], [2.0, 4.0]]})
+    assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx([1.15, 3.0])
+
+
+def test_the_figure_of_early_warnings_counts_the_warned_runs() -> None:
+    figure = leads_figure({"σ": [12, 30, None], "loss": [4, 6, 5]})
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["loss (3 of 3)", "σ (2 of 3)"]

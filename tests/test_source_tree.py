@@ -56,9 +56,7 @@ SAME_NAME = {
     "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "compare": "laws of growth by how well they fit, and scans by what has changed.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
-    "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like
 what it runs."""

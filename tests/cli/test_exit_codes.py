@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -234,3 +235,9 @@ def test_the_help_names_every_code() -> None:
     shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
     assert all(f"{code} " in CODES for code in (0, 1, 2, 70, 129, 130, 141, 143))
     assert "70 an unexpected error" in shown
+
+
+def test_the_help_ends_with_the_glossary() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert f"{project['urls']['Documentation']}/glossary/" in shown.strip().splitlines()[-1]

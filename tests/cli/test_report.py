@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from howsmooth.reports import groups, headline
+from howsmooth.reports import group_headline, groups
 from howsmooth.scans import Scan, scan
 from tests.cli.command import Command
 
@@ -38,7 +38,7 @@ def test_the_page_lies_beside_the_store_and_holds_its_numbers(store: Path) -> No
     assert group["columns"]["length"] == [row["length"] for row in rows]
     assert len(group["energies"]) == sum(row["what"] == "head" for row in rows) > 0
     assert {"8/0", "16/0", "32/0"} == set(group["tokens"])
-    assert headline(groups(store)[0]) in done.stdout
+    assert group_headline(groups(store)[0]) in done.stdout
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_json_names_what_was_written(store: Path, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["report"] == str(tmp_path / "r.html")
     assert found["figures"] == []
-    assert found["groups"][0]["headline"] == headline(groups(store)[0])
+    assert found["groups"][0]["headline"] == group_headline(groups(store)[0])
 
 
 def test_links_lead_to_the_documentation_that_is_named(store: Path, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from rich.console import Console
 import howsmooth as hs
 from howsmooth._util.common import printable
 from howsmooth.models.random_models import RANDOM_TWIN
-from howsmooth.reports import groups, headline, summary, write_figures, write_report
+from howsmooth.reports import group_headline, groups, summary, write_figures, write_report
 from howsmooth.reports.figures import save_figure
-from howsmooth.reports.findings import distances, growths
+from howsmooth.reports.findings import bound_distances, growths
 from howsmooth.reports.growth.laws import rounded_up
-from howsmooth.reports.scan_figures import distances_figure, growth_figure, heads_figure, layers_figure
+from howsmooth.reports.scan_figures import distances_figure, heads_figure, layers_figure, scanned_growth
 from tests.reports.measured import Measured, stored
 
 COARSE = "4-bit (Q4_1), dequantised"
@@ -55,7 +55,7 @@ def test_heads_that_were_not_scanned_are_covered(scan: Measured) -> None:
 
 def test_growth_figure_has_the_fit_and_every_window(scan: Measured) -> None:
     (group,) = groups(scan)
-    axes = growth_figure(group).axes[0]  # type: ignore[union-attr]
+    axes = scanned_growth(group).axes[0]  # type: ignore[union-attr]
     (dots,) = [line for line in axes.lines if line.get_marker() == "o"]
     worst = group.roughest("head")[0]
     mine = [row for row in scan.rows if row["what"] == "head" and all(row[k] == worst[k] for k in ("layer", "head"))]
@@ -71,7 +71,7 @@ def test_growth_figure_has_the_fit_and_every_window(scan: Measured) -> None:
 def test_distances_figure_has_the_medians(scan: Measured) -> None:
     (group,) = groups(scan)
     axes = distances_figure(group).axes[0]  # type: ignore[union-attr]
-    found = distances(group.roughest("head"))
+    found = bound_distances(group.roughest("head"))
     dots = [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "o"]
     assert dots == [one.middle for one in reversed(found[:4])]
     assert found[4].name == "howsmooth.mean_field"
@@ -92,7 +92,7 @@ def test_nothing_is_drawn_from_one_length_and_one_kind(scan: Measured) -> None:
     (group,) = groups(
         [row | {"proved": None, "bounds": None} for row in scan.rows if row["length"] == 8 and row["what"] == "head"]
     )
-    assert growth_figure(group) is distances_figure(group) is layers_figure(group) is None
+    assert scanned_growth(group) is distances_figure(group) is layers_figure(group) is None
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_summary_is_one_page_with_the_headline_and_the_roughest(scan: Measured) 
     console.print(summary(scan))
     said = console.export_text()
     (group,) = groups(scan)
-    assert headline(group)[:100] in said.replace("\n", " ")
+    assert group_headline(group)[:100] in said.replace("\n", " ")
     assert len(said.splitlines()) < 30
     for row in group.roughest("head")[:8]:
         (line,) = [

@@ -15,8 +15,8 @@ import pytest
 from scipy.stats import linregress
 
 import howsmooth as hs
-from howsmooth.reports import groups, headline, write_report
-from howsmooth.reports.findings import distances, ends, growths, methods, why
+from howsmooth.reports import group_headline, groups, write_report
+from howsmooth.reports.findings import bound_distances, ends, growths, methods, why
 from howsmooth.reports.page import embedded, page
 from howsmooth.reports.payload import group_data, pack_shares
 from howsmooth.reports.readable_tokens import readable
@@ -44,7 +44,7 @@ def test_headline_names_the_roughest_head_by_how_much_and_why(scan: Measured, gr
         values[row["layer"], row["head"]] = max(values[row["layer"], row["head"]], row["value"])
     layer, head = np.unravel_index(values.argmax(), values.shape)
     worst = max(rows, key=lambda row: row["value"])
-    said = headline(group)
+    said = group_headline(group)
     assert said.startswith(f"Layer {layer}, head {head} of minilm [float32] is the roughest of 72 heads: at n = 128 ")
     assert f"by {values.max():.3g} ε, {values.max() / np.median(values):.2g} times the median head." in said
     assert f"{100 * worst['value_share']:.0f} % of it goes through the value path" in said
@@ -70,7 +70,7 @@ def test_a_sink_explains_only_a_rough_value_path(share: float, said: str) -> Non
 def test_a_scan_that_stopped_amid_a_length_is_judged_by_the_last_whole_one(scan: Measured) -> None:
     kept = [row for row in scan.rows if row["length"] < 128 or (row["layer"] < 2 and row["what"] == "head")]
     (found,) = groups(kept)
-    assert "is the roughest of 72 heads: at n = 64 tokens" in headline(found)
+    assert "is the roughest of 72 heads: at n = 64 tokens" in group_headline(found)
     assert dict(methods(found))["gaps"] == "Not every length is complete: n = 128 has 24 of 72 heads."
     assert "n = 128 has 24 of 72 heads." in page([found])
     assert "gaps" not in dict(methods(groups(scan)[0]))
@@ -120,7 +120,7 @@ def test_windows_are_counted() -> None:
 
 
 def test_distances_are_ratios_to_the_measured_values(scan: Measured, group: Group) -> None:
-    found = {one.name: one for one in distances(group.roughest("head"))}
+    found = {one.name: one for one in bound_distances(group.roughest("head"))}
     best: dict[tuple[int, int], dict] = {}
     for row in scan.rows:
         key = (row["layer"], row["head"])
@@ -137,7 +137,7 @@ def test_distances_are_ratios_to_the_measured_values(scan: Measured, group: Grou
 
 def test_bounds_that_overflow_are_left_out() -> None:
     (found,) = groups([TINY | {"proved": math.inf, "bounds": {"a": None, "b": math.inf, "c": 3.0}}])
-    assert [(one.name, one.middle) for one in distances(found.rows)] == [("c", 3.0)]
+    assert [(one.name, one.middle) for one in bound_distances(found.rows)] == [("c", 3.0)]
 
 
 def test_ends_are_rounded_outwards_and_say_how_sure_they_are() -> None:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import howsmooth as hs
 from howsmooth.reports import groups
-from howsmooth.reports.headline_answer import GAUGE, answer, compared, picture, scales
+from howsmooth.reports.headline_answer import GAUGE, answer, compared, picture, relative_conditions
 from howsmooth.reports.page import page
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 3
@@ -48,7 +48,9 @@ def test_a_model_and_its_gauge_transformed_twin_have_the_same_relative_numbers(t
         assert twin["value"] == pytest.approx(row["value"] / factor, rel=2e-3)
         assert twin["relative"] == pytest.approx(row["relative"], rel=2e-3)
     first, second = groups(one)[0], groups(other)[0]
-    numbers = [[(scale.kind, f"{scale.middle:.2g}") for scale in scales(group)] for group in (first, second)]
+    numbers = [
+        [(scale.kind, f"{scale.middle:.2g}") for scale in relative_conditions(group)] for group in (first, second)
+    ]
     assert numbers[0] == numbers[1]
     shown = page([second])
     assert "Why two numbers?" in shown

@@ -249,6 +249,8 @@ def test_bounds_link_to_the_theory_only_where_there_is_an_address(browser: Any, 
     with visit(browser, report) as seen:
         found = seen.page.locator("#theory a").evaluate_all("all => all.map(a => a.href)")
         assert "https://example.org/d/theory/three-path/" in found
+        words = seen.page.get_by_role("link", name="What the words mean")
+        assert words.evaluate_all("all => all.map(a => a.href)") == ["https://example.org/d/glossary/"] * 2
         assert seen.page.locator("#distances a").count() == 5
     with visit(browser, two_models) as seen:
         assert seen.page.locator("a[href^=http]").count() == 0

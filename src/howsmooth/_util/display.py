@@ -1,22 +1,23 @@
-"""How results show themselves in a notebook: a small table, a whole page in a frame, a bar while something takes long.
+"""Results in a notebook: a small table, a whole page in a frame, a progress bar.
 
-Whatever is shown comes as text and is escaped; colours are those of the notebook.
+Texts are escaped; colours are those of the notebook.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_CELL = "padding:2px 12px 2px 0;text-align:left;border:0"
-_OFTEN = 0.2
-"""Seconds between two states of a bar."""
+from howsmooth._util.common import printable
+from howsmooth._util.templates import render
+
+_SECONDS = 0.2
+"""Time between two states of a bar."""
 LARGEST_FRAME = 4_000_000
-"""Characters of the largest page that is put into a notebook, which keeps all of it in its file."""
+"""Characters of the largest page that is put into a notebook: the file of the notebook stores all of it."""
 
 
 def card(title: str, facts: Iterable[tuple[str, str]], notes: Sequence[str] = ()) -> str:
@@ -25,36 +26,21 @@ def card(title: str, facts: Iterable[tuple[str, str]], notes: Sequence[str] = ()
     >>> card("σ < 2", [("method", "dense")])[:32]
     '<div><strong>σ &lt; 2</strong><t'
     """
-    return f"<div><strong>{_e(title)}</strong><table>{_rows(facts)}</table>{_below(notes)}</div>"
+    return render("card", title=title, facts=facts, notes=notes)
 
 
 def grid(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> str:
     """A table with a header."""
-    head = "".join(f"<th style='{_CELL}'>{_e(name)}</th>" for name in names)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{_rows(rows)}</tbody>"
-    return f"<div><strong>{_e(title)}</strong><table>{body}</table>{_below(notes)}</div>"
+    return render("card", title=title, names=names, facts=rows, notes=notes)
 
 
 def frame(page: str, height: int = 720) -> str:
     """A whole page inside a notebook."""
-    style = "border:1px solid #8884;border-radius:8px"
-    return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" style="{style}"></iframe>'
-
-
-def _rows(rows: Iterable[Sequence[str]]) -> str:
-    return "".join("<tr>" + "".join(f"<td style='{_CELL}'>{_e(said)}</td>" for said in row) + "</tr>" for row in rows)
-
-
-def _below(notes: Sequence[str]) -> str:
-    return "".join(f"<p style='margin:4px 0;opacity:.75'>{_e(note)}</p>" for note in notes)
-
-
-def _e(text: str) -> str:
-    return html.escape(str(text))
+    return render("frame", page=page, height=height)
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel; nothing is imported to find out.
+    """Whether this process is the kernel of a notebook; IPython is not imported for it.
 
     >>> in_notebook()
     False
@@ -64,24 +50,28 @@ def in_notebook() -> bool:
 
 
 def bar() -> Callable[[float, str], None]:
-    """A bar under the running cell: call it with the share that is done and a label."""
-    from IPython.display import HTML, display
+    """A bar of rich under the running cell: call it with the share that is done and a label."""
+    from IPython.display import display
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    handle = display(HTML(""), display_id=True)
-    last = -_OFTEN
+    drawn = Progress(BarColumn(), TextColumn("{task.description}", markup=False))
+    task = drawn.add_task("", total=1.0)
+    handle = display(drawn, display_id=True)  # rich's own way into a notebook would need ipywidgets
+    last = -_SECONDS
 
     def show(share: float, label: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if handle is not None and (now - last >= _OFTEN or share >= 1):
+        if handle is not None and (now - last >= _SECONDS or share >= 1):
             last = now
-            handle.update(HTML(f"<progress value='{share:.4f}' max='1'></progress> {_e(label)}"))
+            drawn.update(task, completed=share, description=printable(label))
+            handle.update(drawn)
 
     return show
 
 
 def scan_bar() -> Callable[[Any], None] | None:
-    """What shows the progress of a scan when nobody else does: a bar in a notebook, nothing elsewhere."""
+    """The progress of a scan: a bar in a notebook, None elsewhere."""
     if not in_notebook():
         return None
     show = bar()
@@ -89,7 +79,7 @@ def scan_bar() -> Callable[[Any], None] | None:
 
 
 def search_bar() -> Callable[[int, int, float], None] | None:
-    """The same for a search: its step, how many there are, and the best value so far."""
+    """The progress of a search, from its step, the number of steps and the best value so far."""
     if not in_notebook():
         return None
     show = bar()
@@ -97,7 +87,7 @@ def search_bar() -> Callable[[int, int, float], None] | None:
 
 
 def step_bar(total: int) -> Callable[[str], None] | None:
-    """The same for work of which only the next step is told."""
+    """The progress of work in steps, from the label of each step that begins."""
     if not in_notebook():
         return None
     show, begun = bar(), itertools.count()

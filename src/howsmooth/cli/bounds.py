@@ -132,9 +132,9 @@ def headline(rows: Table) -> str:
 def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
     """The figure shows what random tokens of the set reach, so that the table knows it too."""
     assert rows.setting.tokens is not None
-    from howsmooth.reports.figures import random_tokens
+    from howsmooth.reports.figures.bound_curves import boundary_tokens
 
-    x = random_tokens(rows.setting.tokens, seed)
+    x = boundary_tokens(rows.setting.tokens, seed)
     if rows.setting.count > len(x):
         return rows
     return with_witness(rows, x[: int(rows.setting.count)], "random tokens", per_head=per_head, seed=seed)

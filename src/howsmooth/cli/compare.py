@@ -55,8 +55,9 @@ def compare(
       howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json\n
       howsmooth compare training-run -o series.html
     """
+    from howsmooth._util.common import check_figure_path
     from howsmooth.reports.comparison_page import comparison_figure, write_comparison
-    from howsmooth.reports.figures import check_figure_path, save_figure
+    from howsmooth.reports.figures import save_figure
     from howsmooth.reports.page import check_report_path
     from howsmooth.scans import compare as run
     from howsmooth.scans.compare_scans import LIMIT

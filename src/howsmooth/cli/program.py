@@ -12,6 +12,8 @@ from howsmooth.cli.busy import leave_room
 from howsmooth.cli.exit_codes import CODES, INTERRUPTED, complain
 from howsmooth.cli.lazy_commands import Commands
 
+GLOSSARY = "Words are explained at https://howsmooth.readthedocs.io/en/latest/glossary/."
+
 app = typer.Typer(
     cls=Commands,
     name="howsmooth",
@@ -21,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["--help", "-h"]},
-    epilog=CODES,
+    epilog=f"{CODES}\n\n{GLOSSARY}",
 )
 
 

@@ -118,7 +118,8 @@ def quantise(
     else:
         _print(quantisation, out)
     if figure is not None:
-        from howsmooth.reports.figures import quantisation_figure, save_figure
+        from howsmooth.reports.figures import save_figure
+        from howsmooth.reports.figures.quantisation_curves import quantisation_figure
 
         save_figure(quantisation_figure(quantisation), figure)
     if report is not None:

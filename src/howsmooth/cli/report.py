@@ -13,9 +13,10 @@ from howsmooth._util.common import FORMATS, distinct_files, same_file
 from howsmooth.cli.console import print_json, stdout, step_progress
 from howsmooth.cli.options import AsJson, Debug
 from howsmooth.errors import InvalidInput
-from howsmooth.reports import Group, groups, headline, summary, write_report
+from howsmooth.reports import group_headline, groups, summary, write_report
 from howsmooth.reports.figure_formats import check_formats
 from howsmooth.reports.page import check_report_path
+from howsmooth.reports.scan_groups import Group
 from howsmooth.scans import salvage as salvaged
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
@@ -80,7 +81,7 @@ def report(
         out.print(summary(scanned))
     else:
         for group in scanned:
-            out.print(f"{headline(group)}\n", markup=False, soft_wrap=True)
+            out.print(f"{group_headline(group)}\n", markup=False, soft_wrap=True)
     if drawn:
         out.print(f"figures: {len(drawn)} in {figures}", markup=False)
     out.print(f"report: {path}", markup=False, soft_wrap=True)
@@ -88,4 +89,6 @@ def report(
 
 def facts(scanned: Iterable[Group]) -> list[dict[str, str]]:
     """The headline of every group, and what it is about."""
-    return [{"model": g.model, "precision": g.precision, "text": g.text, "headline": headline(g)} for g in scanned]
+    return [
+        {"model": g.model, "precision": g.precision, "text": g.text, "headline": group_headline(g)} for g in scanned
+    ]

@@ -1,8 +1,8 @@
 from . import figures, growth
-from .findings import headline
+from .findings import group_headline
 from .page import write_report
 from .scan_figures import write_figures
-from .scan_groups import Group, groups
+from .scan_groups import groups
 from .text_summary import summary
 
-__all__ = ["Group", "figures", "groups", "growth", "headline", "summary", "write_figures", "write_report"]
+__all__ = ["figures", "group_headline", "groups", "growth", "summary", "write_figures", "write_report"]

@@ -6,10 +6,13 @@ from decimal import ROUND_CEILING, ROUND_FLOOR
 from pathlib import Path
 from statistics import median
 
+from markupsafe import Markup
+
 from howsmooth._util.common import rounded
+from howsmooth._util.templates import render
 from howsmooth.certificates.ball.radius_sweep import Ladder
 from howsmooth.reports.drawings import Axis, Chart
-from howsmooth.reports.sections import escaped, html_table, write_section
+from howsmooth.reports.sections import write_section
 
 
 def write_certificates(ladder: Ladder, path: Path, name: str, about: str) -> Path:
@@ -30,22 +33,15 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
     >>> section.count("<circle"), "a &lt;map&gt;" in section
     (5, True)
     """
-    parts = [
-        f'<section class="certificates"><h2>What is proved about {escaped(name)}</h2>',
-        f'<p class="lead">{escaped(_headline(ladder))}</p><p class="quiet">{escaped(about)}</p>',
-        '<div class="pair"><figure><h3>Every head against the radius</h3>',
-        "<p>As multiples of the proved lower end at the input. Filled: the worst found in the ball, which is a lower "
-        "bound. Hollow: the proved upper bound; no input in the ball is above it. Lines: medians.</p>",
-        _chart(ladder),
-        "</figure></div>",
-        html_table(
-            ["head", "radius", "at the input ≥", "worst found ≥", "certified ≤", "certified ÷ worst"], _rows(ladder)
-        ),
-        f"<p class='quiet'>Every token moves by at most the radius. The worst comes from a search of {ladder.steps} "
-        "steps from the input and from one random start; a longer one may find more. Upper bounds hold in exact "
-        "arithmetic, rounding included.</p></section>",
-    ]
-    return "\n".join(parts)
+    return render(
+        "certificates",
+        name=name,
+        headline=_headline(ladder),
+        about=about,
+        chart=_chart(ladder),
+        rows=_rows(ladder),
+        steps=ladder.steps,
+    )
 
 
 def _headline(ladder: Ladder) -> str:
@@ -67,7 +63,7 @@ def _rows(ladder: Ladder) -> list[list[str]]:
     return [row for _, row in sorted(cells, key=lambda cell: cell[0])]
 
 
-def _chart(ladder: Ladder) -> str:
+def _chart(ladder: Ladder) -> Markup:
     shares = [100 * radius / ladder.norm for radius in ladder.radii]
     kept = [head for head, value in enumerate(ladder.measured) if value > 0]
     found, proved = (

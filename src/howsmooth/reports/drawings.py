@@ -6,33 +6,39 @@ means is its ``<title>``, which browsers show under the pointer.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup, escape
+
 from howsmooth._util.common import rounded
+from howsmooth._util.templates import visible
 
 _LEFT, _TOP, _BOTTOM, _RIGHT = 62, 26, 46, 12
 _RAMP = ((247, 239, 232), (163, 51, 10))
 """From the least to the most, as on the map of a scan."""
 
 
-def element(name: str, text: str = "", title: str = "", **attributes: object) -> str:
+def element(name: str, text: str = "", title: str = "", **attributes: object) -> Markup:
     """One element with escaped attributes, text and title.
 
-    >>> element("text", "a < b", x=1, text_anchor="end")
-    '<text x="1" text-anchor="end">a &lt; b</text>'
+    >>> print(element("text", "a < b", x=1, text_anchor="end"))
+    <text x="1" text-anchor="end">a &lt; b</text>
     """
-    said = "".join(f' {key.strip("_").replace("_", "-")}="{html.escape(str(v))}"' for key, v in attributes.items())
-    inner = f"<title>{html.escape(title)}</title>" if title else ""
-    return f"<{name}{said}>{inner}{html.escape(text)}</{name}>"
+    written = "".join(f' {key.strip("_").replace("_", "-")}="{_escaped(value)}"' for key, value in attributes.items())
+    inner = f"<title>{_escaped(title)}</title>" if title else ""
+    return Markup(f"<{name}{written}>{inner}{_escaped(text)}</{name}>")
 
 
-def drawing(width: float, height: float, label: str, marks: Iterable[str]) -> str:
-    """The marks as one picture, with a label for those who do not see it."""
-    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label)}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(marks)}</svg>'
+def drawing(width: float, height: float, label: str, marks: Iterable[Markup]) -> Markup:
+    """The marks as one picture, with a label for readers who do not see it."""
+    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{_escaped(label)}"'
+    return Markup(f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{Markup("").join(marks)}</svg>')
+
+
+def _escaped(text: object) -> Markup:
+    return escape(visible(str(text)))
 
 
 def ramp(t: float) -> str:
@@ -47,7 +53,7 @@ def ramp(t: float) -> str:
 
 def heat_map(
     values: Sequence[Sequence[float]], title: str, say: Callable[[int, int], str], low: float, high: float
-) -> str:
+) -> Markup:
     """Layers down, heads across, coloured by the logarithm between two values; ``say`` has the words of a cell."""
     rows, columns = len(values), len(values[0])
     tall, wide = max(9.0, min(26.0, 420 / rows)), max(9.0, min(44.0, 400 / columns))
@@ -127,21 +133,23 @@ class Chart:
         down = self.height - _BOTTOM - self.y.share(y) * (self.height - _BOTTOM - _TOP)
         return f"{across:.5g}", f"{down:.5g}"
 
-    def line(self, points: Iterable[tuple[float, float]], class_: str) -> str:
+    def line(self, points: Iterable[tuple[float, float]], class_: str) -> Markup:
         """A line through points."""
         return element("polyline", points=" ".join(",".join(self.at(*p)) for p in points), class_=class_, fill="none")
 
-    def dot(self, x: float, y: float, title: str, radius: float = 2.5, class_: str = "", opacity: float = 1.0) -> str:
+    def dot(
+        self, x: float, y: float, title: str, radius: float = 2.5, class_: str = "", opacity: float = 1.0
+    ) -> Markup:
         """A mark that says what it is."""
         across, down = self.at(x, y)
         return element("circle", title=title, cx=across, cy=down, r=radius, class_=class_, opacity=opacity)
 
-    def words(self, x: float, y: float, text: str) -> str:
+    def words(self, x: float, y: float, text: str) -> Markup:
         """Words beside a point."""
         across, down = self.at(x, y)
         return element("text", text, x=across, y=down, dx=8, dy=-6, font_size=11)
 
-    def drawn(self, label: str, marks: Iterable[str]) -> str:
+    def drawn(self, label: str, marks: Iterable[Markup]) -> Markup:
         """The chart with its axes."""
         left, right, bottom = _LEFT, self.width - _RIGHT, self.height - _BOTTOM
         frame = [element("line", x1=left, x2=right, y1=bottom, y2=bottom, class_="axis")]

@@ -1,4 +1,4 @@
-"""What a scan says, in words and few numbers."""
+"""Findings of a scan in words and few numbers: the roughest cell and its cause, growth, distances to the bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import isfinite, log, sqrt
 from statistics import fmean, median
 from typing import Any
@@ -16,34 +16,23 @@ from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import validated
 from howsmooth.reports.growth import PowerLaw, fit_power_law, growth
 from howsmooth.reports.readable_tokens import readable
-from howsmooth.reports.scan_groups import Cell, Group, Row, cell_of
+from howsmooth.reports.scan_groups import KINDS, Cell, Group, Row, cell_of
 
 _SLIGHT = 0.005
-"""Shares so little outside of 0 … 1 are not worth a word."""
-_MOST_GROWTHS, _RESAMPLES = 100, 500
+"""Shares this little outside of 0 … 1 count as 0 and 1."""
+_GROWTHS, _RESAMPLES = 100, 500
 _OF_VALUES = re.compile("the values (change|grow|fall)")
 PROVED = "howsmooth.three_path"
-KINDS = {
-    "head": "head",
-    "attention": "attention block",
-    "residual": "residual block",
-    "mlp": "MLP",
-    "layer": "layer",
-    "prefix": "stack from the embeddings",
-    "model": "model",
-    "logits": "model with its head",
-}
-"""What is measured → in words."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a bound is from what was measured, over many cells.
+    """Ratios of one bound to the measured values, over many cells.
 
     Attributes:
         name: of the bound.
         smallest, middle, largest: of the ratio bound / σ.
-        count: how many cells have the bound.
+        count: number of cells that have the bound.
     """
 
     name: str
@@ -54,49 +43,49 @@ class Distance:
 
 
 def main_kind(group: Group) -> str:
-    """What the report is about first: heads where there are any."""
+    """The kind of map that the report begins with: heads where there are any."""
     return group.kinds[0]
 
 
 @validated
-def headline(group: Group) -> str:
-    """Which cell is roughest at the longest length, by how much, and why."""
+def group_headline(group: Group) -> str:
+    """One sentence about the roughest cell at the longest length: its σ, and the cause where it was explained."""
     what = main_kind(group)
     cells = group.roughest(what)
     worst = cells[0]
-    size, word = short(worst["value"]), KINDS.get(what, what)
+    word = KINDS.get(what, what)
     among = f"is the roughest of {len(cells)} {word}s" if len(cells) > 1 else f"is the only {word} measured"
     compared = ""
     if len(cells) > 1 and (usual := median(row["value"] for row in cells)) > 0:
-        compared = f", {short(worst['value'] / usual, 2)} times the median {word}"
+        compared = f", {few_digits(worst['value'] / usual, 2)} times the median {word}"
     lead = (
         f"{place_of(worst).capitalize()} of {group.label} {among}: at n = {worst['length']} tokens, a small change ε "
-        f"of its input can change its output by {size} ε{compared}."
+        f"of its input can change its output by {few_digits(worst['value'])} ε{compared}."
     )
     return f"{lead} {reason}" if (reason := why(worst, group)) else lead
 
 
 def why(row: Row, group: Group) -> str:
-    """The reason for a cell's roughness in one sentence, or nothing where it was not explained."""
+    """The cause of a cell's roughness in one sentence; empty where it was not explained."""
     share = row.get("value_share")
     if share is None or not isfinite(share):
         return ""
     if -_SLIGHT <= share <= 1 + _SLIGHT:
         share = min(1.0, max(0.0, share))
     if share > 1:
-        said = "The value path makes all of it, against the score path"
+        path = "The value path makes all of it, against the score path"
     elif share < 0:
-        said = "The score path makes all of it, against the value path"
+        path = "The score path makes all of it, against the value path"
     elif share >= 0.5:
-        said = f"{percent(share)} of it goes through the value path"
+        path = f"{percent(share)} of it goes through the value path"
     else:
-        said = f"{percent(1 - share)} of it goes through the score path, where the attention weights themselves move"
+        path = f"{percent(1 - share)} of it goes through the score path, where the attention weights themselves move"
     sink, token = row.get("sink"), row.get("sink_token")
     if row["what"] != "head" or sink is None or token is None:
-        return said + "."
+        return path + "."
     # A sink explains a rough value path; beside a rough score path it is only a fact.
     link = ":" if 0.5 <= share <= 1 else ";"
-    return f"{said}{link} {token_name(group, row)} receives {percent(sink / row['length'])} of all attention."
+    return f"{path}{link} {token_name(group, row)} receives {percent(sink / row['length'])} of all attention."
 
 
 def token_name(group: Group, row: Row) -> str:
@@ -109,7 +98,7 @@ def token_name(group: Group, row: Row) -> str:
 
 
 def rounding_of(what: str) -> Guarantee:
-    """Whether the rounding in cells of a kind is bounded, as in heads and blocks of attention, or was measured.
+    """The guarantee behind the rounding in cells of a kind: bounded in heads and blocks of attention, else measured.
 
     >>> rounding_of("head").name, rounding_of("layer").name
     ('PROVED', 'MEASURED')
@@ -118,13 +107,13 @@ def rounding_of(what: str) -> Guarantee:
 
 
 def ends(row: Mapping[str, Any]) -> str:
-    """The certified ends of a cell in words, rounded so that they stay true."""
+    """The two ends of a cell in words, rounded outwards."""
     lower, upper, chance = row.get("lower"), row.get("upper"), row.get("confidence")
     rounding = rounding_of(row.get("what", "head"))
-    said = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} {rounding.said()}"]
+    words = [] if lower is None else [f"≥ {rounded(lower, ROUND_FLOOR)} {rounding.said()}"]
     if upper is not None and isfinite(upper) and chance:
-        said.append(f"≤ {rounded(upper, ROUND_CEILING)} {rounding.said(chance)}")
-    return ", ".join(said)
+        words.append(f"≤ {rounded(upper, ROUND_CEILING)} {rounding.said(chance)}")
+    return ", ".join(words)
 
 
 def place_of(row: Row) -> str:
@@ -143,9 +132,9 @@ def place_of(row: Row) -> str:
 def growths(group: Group) -> dict[Cell, PowerLaw]:
     """The power law in n of every cell that has one, through all its lengths and windows.
 
-    Few values are exact powers, and where they bend, many windows make the standard error of the fit as small as one
-    likes. So the error is at least what the law gets wrong: the root mean square distance of the exponents between
-    neighbouring lengths from that of the fit. With fewer than three lengths there is none.
+    Few values are exact powers, and where they bend, many windows make the standard error of the fit arbitrarily
+    small. So the error is at least the misfit of the law: the root mean square distance of the exponents between
+    neighbouring lengths from the fitted exponent. With fewer than three lengths there is none.
     """
     points = {cell: [(row["length"], row["value"]) for row in rows] for cell, rows in group.cells.items()}
     fits = {cell: fit_power_law(*zip(*pairs, strict=True)) for cell, pairs in points.items()}
@@ -153,12 +142,12 @@ def growths(group: Group) -> dict[Cell, PowerLaw]:
 
 
 def growth_sentences(group: Group) -> dict[Cell, str]:
-    """What `howsmooth.reports.growth` says of the roughest cells of every kind: an interval, and a law where the data
-    have one.
+    """The sentence of `howsmooth.reports.growth` for the roughest cells of every kind: an interval, and a law where the
+    data have one.
 
-    Windows are the inputs of its bootstrap. Of a large scan it is the first few hundred cells.
+    Windows are the inputs of its bootstrap. Of a large scan only the roughest hundred cells of a kind have one.
     """
-    wanted = {id(row) for kind in group.kinds for row in group.roughest(kind)[:_MOST_GROWTHS]}
+    wanted = {id(row) for kind in group.kinds for row in group.roughest(kind)[:_GROWTHS]}
     sentences = {}
     for cell, rows in group.cells.items():
         if wanted.isdisjoint(map(id, rows)):
@@ -183,15 +172,15 @@ def _with_doubt(fit: PowerLaw, points: Iterable[tuple[int, float]]) -> PowerLaw:
     return replace(fit, error=max(bend, fit.error or 0.0))
 
 
-def distances(rows: Iterable[Row]) -> list[Distance]:
+def bound_distances(rows: Iterable[Row]) -> list[Distance]:
     """Every upper bound's ratio to the measured value, the tightest first."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         for name, bound in bounds_of(row).items():
             if row["value"] > 0:
                 ratios.setdefault(name, []).append(bound / row["value"])
-    several = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
-    return sorted(several, key=lambda distance: distance.middle)
+    distances = [Distance(name, min(r), median(r), max(r), len(r)) for name, r in ratios.items()]
+    return sorted(distances, key=lambda distance: distance.middle)
 
 
 def bounds_of(row: Row) -> dict[str, float]:
@@ -202,23 +191,23 @@ def bounds_of(row: Row) -> dict[str, float]:
 
 
 def not_converged(group: Group) -> int:
-    """How many cells did not reach the accuracy that was asked for."""
+    """Number of cells that did not reach the requested accuracy."""
     return sum(row.get("converged") is False or row.get("converged") == 0 for row in group.rows)
 
 
 def gaps(group: Group) -> str:
-    """Which lengths have fewer cells than the one the headline is about, or nothing."""
+    """One sentence about lengths with fewer cells than the length of the headline; empty without such lengths."""
     what = main_kind(group)
     counts = group.counts(what)
-    most, word = max(counts.values()), KINDS.get(what, what)
-    fewer = [f"n = {n} has {count} of {most} {word}s" for n, count in counts.items() if count < most]
+    largest, word = max(counts.values()), KINDS.get(what, what)
+    fewer = [f"n = {n} has {count} of {largest} {word}s" for n, count in counts.items() if count < largest]
     return f"Not every length is complete: {', '.join(fewer)}." if fewer else ""
 
 
-def split(share: float) -> str:
+def path_shares(share: float) -> str:
     """The shares of the value and the score path in whole percents.
 
-    >>> split(0.7), split(1.0002)
+    >>> path_shares(0.7), path_shares(1.0002)
     ('70 % / 30 %', '100 % / 0 %')
     """
     return f"{round(100 * share)} % / {100 - round(100 * share)} %"
@@ -250,7 +239,7 @@ def methods(group: Group) -> list[tuple[str, str]]:
         ("howsmooth", _all(group, "howsmooth")),
     ]
     listed = ("rtol", "seed", "confidence")
-    facts += [(f"setting {name}", _said(value)) for name, value in group.settings.items() if name not in listed]
+    facts += [(f"setting {name}", _written(value)) for name, value in group.settings.items() if name not in listed]
     return [(name, value) for name, value in facts if value]
 
 
@@ -263,28 +252,28 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
 
 
-def short(value: float, digits: int = 3) -> str:
+def few_digits(value: float, digits: int = 3) -> str:
     """A number in few digits, without an exponent where people expect none.
 
-    >>> short(1234.5), short(0.01234), short(12.0)
+    >>> few_digits(1234.5), few_digits(0.01234), few_digits(12.0)
     ('1230', '0.0123', '12')
     """
-    said = rounded(value, digits=digits)
-    return f"{float(said):.0f}" if "e+0" in said else said
+    number = rounded(value, digits=digits)
+    return f"{float(number):.0f}" if "e+0" in number else number
 
 
-def _said(value: Any) -> str:
+def _written(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _all(group: Group, name: str) -> str:
-    """The one value that all rows share, or the first few of several."""
+    """The value that all rows share, or the first six of several."""
     values = dict.fromkeys(str(row[name]) for row in group.rows if row.get(name) is not None)
     return ", ".join(list(values)[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
 
 
 def _windows(group: Group) -> str:
-    """How many windows were measured at each length: one number where all have as many."""
+    """Number of windows at each length: one number where it is the same for all."""
     seen: dict[int, set[int]] = {}
     for row in group.rows:
         seen.setdefault(row["length"], set()).add(row["window"])
@@ -295,11 +284,6 @@ def _windows(group: Group) -> str:
 
 def _ranges(numbers: Iterable[int | None]) -> str:
     """Whole numbers with runs written short: 0–5, 8."""
-    rising = sorted({number for number in numbers if number is not None})
-    runs: list[list[int]] = []
-    for number in rising:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    rising = enumerate(sorted({number for number in numbers if number is not None}))
+    runs = [[number for _, number in run] for _, run in groupby(rising, lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

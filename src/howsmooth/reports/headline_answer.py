@@ -1,7 +1,6 @@
-"""The answer to the title of a report: how smooth the model, its layers and its heads are, compared with what, and why.
+"""The answer to the title of a report: smoothness of the model, its layers and its heads, a comparison, and a cause.
 
-All of it is said in relative numbers (`howsmooth.norms.relative_condition`), which compare: σ has the units of the
-tokens.
+Numbers are relative conditions (`howsmooth.norms.relative_condition`), which compare; σ has the units of the tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
+
 from howsmooth.reports.drawings import Axis, drawing, element
-from howsmooth.reports.findings import KINDS, main_kind, place_of, short, why
-from howsmooth.reports.scan_groups import Group, Row
+from howsmooth.reports.findings import few_digits, main_kind, place_of, why
+from howsmooth.reports.scan_groups import KINDS, Group, Row
 
 GAUGE = (
     "Why not σ alone? σ has the units of the tokens. Multiply the gain of a normalisation by 4 and divide the weights "
@@ -24,7 +25,6 @@ GAUGE = (
 _PATHS = (
     "The value path carries changes of the values while the attention weights stay; the score path moves the weights."
 )
-_ANSWERED = ("model", "logits", "layer", "residual", "attention", "head")
 _PARTS = {
     "model": "the whole model",
     "logits": "the whole model with its head",
@@ -33,18 +33,18 @@ _PARTS = {
     "attention": "an attention block",
     "head": "an attention head",
 }
-"""What is measured, in the words of a sentence about the middle one."""
+"""Kinds of maps, from the whole to the heads → words of a sentence about the median one."""
 
 
 @dataclass(frozen=True)
-class Scale:
+class RelativeConditions:
     """The relative conditions of all cells of a kind at one length.
 
     Attributes:
-        kind, length: which.
+        kind, length: of the cells.
         values: rising.
-        roughest: the row of the largest.
-        reference: those of the same architecture with random weights, where they were measured.
+        roughest: the row of the largest value.
+        reference: values of the same architecture with random weights, where they were measured.
     """
 
     kind: str
@@ -59,11 +59,11 @@ class Scale:
         return median(self.values)
 
 
-def scales(group: Group) -> list[Scale]:
+def relative_conditions(group: Group) -> list[RelativeConditions]:
     """Every kind that has relative numbers, from the whole to the heads, at the length the headline is about."""
     length = group.main_length(main_kind(group))
     answered = []
-    for kind in _ANSWERED:
+    for kind in _PARTS:
         rows = [row for row in group.roughest(kind, length) if _known(row)]
         if not rows:
             continue
@@ -71,7 +71,7 @@ def scales(group: Group) -> list[Scale]:
         compared = sorted(float(row["relative"]) for row in beside if _known(row))
         values = sorted(float(row["relative"]) for row in rows)
         roughest = max(rows, key=lambda row: float(row["relative"]))
-        answered.append(Scale(kind, length, tuple(values), roughest, tuple(compared)))
+        answered.append(RelativeConditions(kind, length, tuple(values), roughest, tuple(compared)))
     return answered
 
 
@@ -81,18 +81,17 @@ def _known(row: Row) -> bool:
 
 
 def answer(group: Group) -> str:
-    """How smooth, in one sentence with a number for the whole, a layer and a head, each as far as it was measured.
+    """One sentence with a number for the whole, a layer and a head, each as far as it was measured.
 
     >>> from howsmooth.reports import groups
     >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 4.0, "relative": 2.5}
     >>> answer(groups([row])[0])
     'If what enters changes by 1 %, what leaves an attention head of m can change by up to 2.5 %, at n = 8 tokens.'
     """
-    known = [scale for scale in scales(group) if scale.kind in ("model", "logits", "layer", "attention", "head")]
-    if any(scale.kind == "model" for scale in known):
-        known = [scale for scale in known if scale.kind != "logits"]
-    if any(scale.kind == "layer" for scale in known):
-        known = [scale for scale in known if scale.kind != "attention"]
+    found = relative_conditions(group)
+    kinds = {scale.kind for scale in found}
+    hidden = {"residual", *(["logits"] if "model" in kinds else []), *(["attention"] if "layer" in kinds else [])}
+    known = [scale for scale in found if scale.kind not in hidden]
     if not known:
         return ""
     first, *rest = known
@@ -102,16 +101,17 @@ def answer(group: Group) -> str:
     return f"{'; '.join([lead, *more])}, at n = {first.length} tokens."
 
 
-def _share(scale: Scale) -> str:
+def _share(scale: RelativeConditions) -> str:
     if len(scale.values) == 1:
-        return f"{short(scale.middle, 2)} %"
+        return f"{few_digits(scale.middle, 2)} %"
     worst = place_of(scale.roughest)
-    return f"{short(scale.middle, 2)} % (the median of {len(scale.values)}; {worst}: {short(scale.values[-1], 2)} %)"
+    largest = few_digits(scale.values[-1], 2)
+    return f"{few_digits(scale.middle, 2)} % (the median of {len(scale.values)}; {worst}: {largest} %)"
 
 
 def cause(group: Group) -> str:
-    """What makes the most sensitive head, or block, so sensitive, where that was explained."""
-    for scale in reversed(scales(group)):
+    """The cause of the sensitivity of the most sensitive head or block, where it was explained."""
+    for scale in reversed(relative_conditions(group)):
         if reason := why(scale.roughest, group):
             word = KINDS.get(scale.kind, scale.kind)
             among = f", the most sensitive {word}," if len(scale.values) > 1 else ""
@@ -120,39 +120,37 @@ def cause(group: Group) -> str:
 
 
 def compared(group: Group) -> str:
-    """What the answer is to be compared with: random weights where they were measured, and a map that only scales."""
-    known = scales(group)
+    """Comparisons for the answer: random weights where they were measured, and a map that only scales."""
+    known = relative_conditions(group)
     with_reference = [scale for scale in known if scale.reference]
     if not known:
         return ""
     plain = "A map that only scales or turns its input has 1 %; what is above comes from what the map is sensitive to."
     if not with_reference:
         return f"{plain} Scan with --reference random to see the same architecture before training."
-    said = []
+    words = []
     for scale in with_reference:
-        ratio = scale.middle / median(scale.reference)
-        times = _times(ratio)
-        named = _PARTS[scale.kind].split(" (")[0]
-        said.append(f"{named} {times} ({short(median(scale.reference), 2)} %)")
-    return f"Compared with the same architecture with random weights: {'; '.join(said)}. {plain}"
+        reference, part = median(scale.reference), _PARTS[scale.kind].split(" (")[0]
+        words.append(f"{part} {_times(scale.middle / reference)} ({few_digits(reference, 2)} %)")
+    return f"Compared with the same architecture with random weights: {'; '.join(words)}. {plain}"
 
 
 def _times(ratio: float) -> str:
-    """How one number stands to another, in words.
+    """The ratio of two relative conditions in words.
 
     >>> _times(3.0), _times(0.5), _times(1.004)
     ('3 times rougher', '2 times smoother', 'just as rough')
     """
     if abs(ratio - 1) < 0.05:
         return "just as rough"
-    return f"{short(ratio, 2)} times rougher" if ratio > 1 else f"{short(1 / ratio, 2)} times smoother"
+    return f"{few_digits(ratio, 2)} times rougher" if ratio > 1 else f"{few_digits(1 / ratio, 2)} times smoother"
 
 
-def picture(group: Group) -> str:
-    """All relative numbers on one logarithmic axis, one line of dots for every kind; nothing where there are none."""
-    known = scales(group)
+def picture(group: Group) -> Markup:
+    """All relative conditions on one logarithmic axis, one line of dots for every kind; empty where there are none."""
+    known = relative_conditions(group)
     if not known:
-        return ""
+        return Markup()
     every = [value for scale in known for value in (*scale.values, *scale.reference)]
     axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
     left, right, top, step = 136.0, 440.0, 30.0, 38.0
@@ -172,29 +170,29 @@ def picture(group: Group) -> str:
         marks.append(element("text", _named(scale), x=left - 14, y=y + 4, text_anchor="end", class_="ink"))
         if scale.reference:
             x = f"{across(median(scale.reference)):.5g}"
-            title = f"random weights: median {short(median(scale.reference))} %"
+            title = f"random weights: median {few_digits(median(scale.reference))} %"
             marks.append(element("line", title=title, x1=x, x2=x, y1=y - 13, y2=y + 13, class_="bound reference"))
         for value in scale.values:
             size, opacity = (3.5, 0.45) if len(scale.values) > 3 else (6, 1.0)
             place: dict[str, Any] = {"cx": f"{across(value):.5g}", "cy": f"{y:.5g}", "r": size, "opacity": opacity}
-            marks.append(element("circle", title=f"{short(value)} %", class_="dot", **place))
+            marks.append(element("circle", title=f"{few_digits(value)} %", class_="dot", **place))
         if len(scale.values) > 3:
             x = f"{across(scale.middle):.5g}"
             marks.append(element("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="axis middle-mark", stroke_width=2))
         x = f"{across(scale.values[-1]) + 10:.5g}"
-        marks.append(element("text", f"{short(scale.values[-1], 2)} %", x=x, y=y + 4, class_="accent"))
+        marks.append(element("text", f"{few_digits(scale.values[-1], 2)} %", x=x, y=y + 4, class_="accent"))
     label = f"Relative condition of {', '.join(_named(scale) for scale in known)} of {group.label}"
     return drawing(right + 60, bottom + 24, label, marks)
 
 
 def legend(group: Group) -> str:
-    """What the picture shows, for below it."""
-    beside = "; dashed: random weights" if any(scale.reference for scale in scales(group)) else ""
-    said = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
-    return f"{said} Dots: each one; upright mark: their median{beside}."
+    """The text below the picture."""
+    beside = "; dashed: random weights" if any(scale.reference for scale in relative_conditions(group)) else ""
+    axis = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
+    return f"{axis} Dots: each one; upright mark: their median{beside}."
 
 
-def _named(scale: Scale) -> str:
+def _named(scale: RelativeConditions) -> str:
     word = {"model": "whole model", "logits": "model, logits", "attention": "attention"}.get(
         scale.kind, KINDS.get(scale.kind, scale.kind)
     )

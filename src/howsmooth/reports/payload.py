@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from howsmooth._util.common import rounded
-from howsmooth.reports.findings import KINDS, bounds_of, growth_sentences, growths, headline, methods, rounding_of
+from howsmooth.reports.findings import bounds_of, group_headline, growth_sentences, growths, methods, rounding_of
 from howsmooth.reports.readable_tokens import readable
-from howsmooth.reports.scan_groups import Group, Row
+from howsmooth.reports.scan_groups import KINDS, Group, Row
 
 _DIGITS = 5
 _ROOM_FOR_ENERGIES = 1_500_000
@@ -110,7 +110,7 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "precision": group.precision,
         "label": group.label,
         "text": group.text,
-        "headline": headline(group),
+        "headline": group_headline(group),
         "kinds": {kind: KINDS.get(kind, kind) for kind in group.kinds},
         "rounding": {kind: rounding_of(kind).said() for kind in group.kinds},
         "length": group.main_length(group.kinds[0]),

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import ROUND_CEILING
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from markupsafe import Markup
 
 from howsmooth._util.common import rounded
+from howsmooth._util.templates import render
 from howsmooth.reports.drawings import Axis, Chart, heat_map
-from howsmooth.reports.sections import escaped, html_table, write_section
+from howsmooth.reports.sections import write_section
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.quantisation import Quantisation
@@ -46,32 +49,26 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
     >>> section.count("<svg"), "&lt;Alice&gt;" in section
     (6, True)
     """
-    name = f"{quantisation.model} [{quantisation.precision}]" if quantisation.precision else quantisation.model
-    parts = [
-        f'<section class="rounding"><h2>What may be rounded in {escaped(name)}?</h2>',
-        f'<p class="lead">{escaped(_headline(quantisation))}</p><p class="quiet">{escaped(about)}</p>',
-        html_table(
-            ["format", "of", "bits", "proved ÷ actual", "first order ÷ actual", quantisation.damage_name, "± (s.e.)"],
-            _totals(quantisation),
-        ),
-        f"<h3>Predicted {escaped(quantisation.damage_name)} through every head</h3>",
-        "<p>Each head alone; the colour is logarithmic, on one scale for the keys and values of a format.</p>",
-        *_maps(quantisation),
-        '<div class="pair"><figure><h3>Change of every head</h3>',
-        "<p>Filled: first order against the actual change of the head's output; on the line it is right. Hollow: the "
-        "proved bound, which is never below the line. Keys are coloured, values dark.</p>",
-        _changes(quantisation),
-        "</figure><figure><h3>What bits buy</h3>",
-        f"<p>Predicted {escaped(quantisation.damage_name)} with everything rounded: one format everywhere (dark), and "
-        "the allocation for every budget (line). Hollow: run on text that was not used to choose.</p>",
-        _frontier(quantisation),
-        "</figure></div>",
-        _choice(quantisation),
-        "<p class='quiet'>Predictions are estimates from sampled scores, with their standard errors; they take every "
-        "cache alone, where a model that is run with several rounded layers rounds values that have moved. Bounds are "
-        "theorems about one head with the input it has.</p></section>",
-    ]
-    return "\n".join(parts)
+    changes = [row for row in quantisation.rows() if row["actual"] > 0]
+    shown = changes[:: -(-len(changes) // _POINTS)] if changes else []
+    order = sorted(range(len(quantisation.formats)), key=lambda i: quantisation.bits[i])
+    room = max(1, _CELLS // quantisation.scores.by_head[:, :, 0].numel())
+    return render(
+        "rounding",
+        name=f"{quantisation.model} [{quantisation.precision}]" if quantisation.precision else quantisation.model,
+        headline=_headline(quantisation),
+        about=about,
+        damage=quantisation.damage_name,
+        totals=_totals(quantisation),
+        maps=[_maps(quantisation, index) for index in order[:room]],
+        not_drawn=[quantisation.formats[index].name for index in order[room:]],
+        changes=_changes(shown),
+        changes_shown=len(shown),
+        changes_measured=len(changes),
+        frontier=_frontier(quantisation),
+        checks=_checks(quantisation),
+        layers=_layers(quantisation),
+    )
 
 
 def _headline(quantisation: Quantisation) -> str:
@@ -99,57 +96,37 @@ def _totals(quantisation: Quantisation) -> list[list[str]]:
     ]
 
 
-def _maps(quantisation: Quantisation) -> list[str]:
-    """Two maps for every format, the coarsest open; formats that have no room are named."""
-    damage = quantisation.scores.by_head.clamp_min(0.0)
-    order = sorted(range(len(quantisation.formats)), key=lambda i: quantisation.bits[i])
-    room = max(1, _CELLS // damage[:, :, 0].numel())
-    drawn = []
-    for index in order[:room]:
-        opened = " open" if index == order[0] else ""
-        summary = f"<summary>{escaped(quantisation.formats[index].name)}</summary>"
-        drawn.append(f"<details{opened}>{summary}{_pair(quantisation, damage[:, :, index], index)}</details>")
-    if order[room:]:
-        left = ", ".join(quantisation.formats[i].name for i in order[room:])
-        drawn.append(f'<p class="quiet">Not drawn, as the maps would be too large: {escaped(left)}.</p>')
-    return drawn
-
-
-def _pair(quantisation: Quantisation, damage: Tensor, index: int) -> str:
-    """The maps of keys and values in one format, ``damage`` being ``(layers, 2, heads)``, on one scale."""
-    above, name = damage[damage > 0], quantisation.formats[index].name
+def _maps(quantisation: Quantisation, index: int) -> dict[str, Any]:
+    """The maps of keys and values in one format, on one scale."""
+    damage, name = quantisation.scores.by_head[:, :, index].clamp_min(0.0), quantisation.formats[index].name
+    above = damage[damage > 0]
     low, high = (float(above.quantile(0.02)), float(above.max())) if len(above) else (1.0, 1.0)
-    maps = []
+    figures = []
     for p, part in enumerate(PARTS):
-        said = f"{part}s in {name}"
-        values = [[_short(value) for value in line] for line in damage[:, p].tolist()]
+        values, title = damage[:, p].tolist(), f"{part}s in {name}"
 
-        def say(layer: int, head: int, values: list[list[str]] = values, said: str = said) -> str:
-            return f"layer {layer}, head {head}, {said}: {quantisation.damage_name} {values[layer][head]}"
+        def cell(layer: int, head: int, values: list[list[float]] = values, title: str = title) -> str:
+            return f"layer {layer}, head {head}, {title}: {quantisation.damage_name} {_short(values[layer][head])}"
 
-        maps.append(f"<figure>{heat_map(damage[:, p].tolist(), said, say, low, high)}</figure>")
-    scale = f'<p class="quiet">From {_short(low)} or less (light) to {_short(high)} (dark).</p>'
-    return f'<div class="pair">{"".join(maps)}</div>{scale}'
+        figures.append(heat_map(values, title, cell, low, high))
+    return {"format": name, "figures": figures, "low": _short(low), "high": _short(high)}
 
 
-def _changes(quantisation: Quantisation) -> str:
-    rows = [row for row in quantisation.rows() if row["actual"] > 0]
-    shown = rows[:: -(-len(rows) // _POINTS)] if rows else []
-    every = [row[name] for row in shown for name in ("actual", "predicted", "proved")]
-    x = Axis.around((row["actual"] for row in shown), "actual change")
+def _changes(rows: Sequence[dict[str, Any]]) -> Markup:
+    every = [row[name] for row in rows for name in ("actual", "predicted", "proved")]
+    x = Axis.around((row["actual"] for row in rows), "actual change")
     chart = Chart(x, Axis.around(every, "first order, and proved bound"))
     marks = [chart.line([(x.low, x.low), (x.high, x.high)], "axis")]
-    for row in shown:
+    for row in rows:
         cell = f"layer {row['layer']}, head {row['head']}, {row['what']}s in {row['format']}"
-        said = f"actual {_short(row['actual'])}, first order {_short(row['predicted'])}"
-        title = f"{cell}: {said}, proved ≤ {rounded(row['proved'], ROUND_CEILING, 3)}"
+        values = f"actual {_short(row['actual'])}, first order {_short(row['predicted'])}"
+        title = f"{cell}: {values}, proved ≤ {rounded(row['proved'], ROUND_CEILING, 3)}"
         marks.append(chart.dot(row["actual"], row["proved"], title, 2, class_="bound", opacity=0.5))
         marks.append(chart.dot(row["actual"], row["predicted"], title, 2, class_=_CLASS[row["what"]], opacity=0.6))
-    left_out = f"<p class='quiet'>{len(shown)} of {len(rows)} shown.</p>" if len(shown) < len(rows) else ""
-    return chart.drawn("First order and proved bound against the actual change of every head", marks) + left_out
+    return chart.drawn("First order and proved bound against the actual change of every head", marks)
 
 
-def _frontier(quantisation: Quantisation) -> str:
+def _frontier(quantisation: Quantisation) -> Markup:
     chosen = [
         (one.bits, one.damage)
         for one in frontier(quantisation.scores.by_cache, quantisation.formats, quantisation.bits)
@@ -171,28 +148,22 @@ def _frontier(quantisation: Quantisation) -> str:
     return chart.drawn(f"Bits per number against {quantisation.damage_name}", marks)
 
 
-def _choice(quantisation: Quantisation) -> str:
-    if quantisation.allocation is None:
-        return ""
+def _checks(quantisation: Quantisation) -> list[list[str]]:
     rows = []
     for check in quantisation.checks:
         made = check.allocation
-        said = ["–", "–"] if made is None else [f"{made.bits:.4g}", _short(made.damage)]
+        predicted = ["–", "–"] if made is None else [f"{made.bits:.4g}", _short(made.damage)]
         perplexity = "–" if check.perplexity is None else f"{check.perplexity:.4g}"
-        rows.append([check.name, *said, _short(check.mean), _short(check.error), perplexity])
-    head = [
-        "run on other windows",
-        "bits",
-        f"predicted {quantisation.damage_name}",
-        quantisation.damage_name,
-        "± (s.e.)",
-        "perplexity",
-    ]
+        rows.append([check.name, *predicted, _short(check.mean), _short(check.error), perplexity])
+    return rows
+
+
+def _layers(quantisation: Quantisation) -> list[list[str]] | None:
+    """The formats of every layer's keys and values, where they were chosen."""
+    if quantisation.allocation is None:
+        return None
     layers = zip(*(quantisation.allocation.by_layer(part) for part in PARTS), strict=True)
-    formats = [[str(layer), *(", ".join(names) for names in some)] for layer, some in enumerate(layers)]
-    choice = html_table(["layer", "keys", "values"], formats)
-    choice = f"<details><summary>Formats of every layer</summary>{choice}</details>"
-    return f"<h3>The choice</h3>{html_table(head, rows)}{choice}"
+    return [[str(layer), *(", ".join(names) for names in parts)] for layer, parts in enumerate(layers)]
 
 
 def _short(value: float) -> str:

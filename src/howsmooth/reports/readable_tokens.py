@@ -1,8 +1,10 @@
-"""Tokens as people read them: with the spaces that tokenizers write in their own ways."""
+"""Tokens as readers know them, with the spaces that each tokenizer writes in its own way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from tokenizers.decoders import ByteLevel
 
 _SPECIAL = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "<s>", "</s>")
 
@@ -10,7 +12,7 @@ _SPECIAL = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "<s>", "</s>")
 def readable(tokens: Sequence[str]) -> list[str]:
     """Each token with its leading space, so that joining them gives the text; a line break is shown as ↵.
 
-    WordPiece marks what continues a word (##), SentencePiece (▁) and byte-level BPE (Ġ) mark what begins one.
+    WordPiece marks the continuation of a word (##), SentencePiece (▁) and byte-level BPE (Ġ) mark its beginning.
 
     >>> "".join(readable(["[CLS]", "rab", "##bit", "hole"]))
     '[CLS] rabbit hole'
@@ -23,23 +25,7 @@ def readable(tokens: Sequence[str]) -> list[str]:
     elif any(token.startswith("▁") for token in tokens):
         words = [token.replace("▁", " ") for token in tokens]
     elif any(token[:1] in ("Ġ", "Ċ") for token in tokens):
-        words = [_from_bytes(token) for token in tokens]
+        words = [ByteLevel().decode([token]) for token in tokens]  # added tokens stay as they are
     else:
         words = list(tokens)
     return [token.replace("\r", "").replace("\n", "↵") for token in words]
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters with which byte-level BPE writes bytes: printable ones stand for themselves."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
-
-
-def _from_bytes(token: str) -> str:
-    if any(letter not in _BYTES for letter in token):  # added tokens are written as they are
-        return token
-    return bytes(_BYTES[letter] for letter in token).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""What a report is made from: the rows of a scan, put into groups that belong on one page."""
+"""Rows of a scan by model and text: the groups that a report is made from."""
 
 from __future__ import annotations
 
@@ -19,11 +19,21 @@ from howsmooth.scans.scan_result import Shares
 
 Row = dict[str, Any]
 Cell = tuple[str, int | None, int | None]
-"""What is measured, its layer and its head."""
+"""A map: its kind, its layer and its head."""
+KINDS = {
+    "head": "head",
+    "attention": "attention block",
+    "residual": "residual block",
+    "mlp": "MLP",
+    "layer": "layer",
+    "prefix": "stack from the embeddings",
+    "model": "model",
+    "logits": "model with its head",
+}
+"""Kinds of maps → words for them, in the order in which they are shown."""
 _NEEDED = ("model", "what", "length", "value")
 
 
-@runtime_checkable
 @runtime_checkable
 class ScanLike(Protocol):
     """Anything with the rows of a scan; ``tokens`` and ``energies`` are used where it has them."""
@@ -43,7 +53,7 @@ class Group:
         rows: one dictionary per cell; ``bounds`` is a dictionary of finite numbers.
         tokens: (length, window) → tokens.
         energies: (layer, head, length, window) → share of each token in the worst direction.
-        settings: what else the scan says about how it was made.
+        settings: other settings of the scan.
         reference: the same architecture with random weights on the same text, where that was scanned too.
     """
 
@@ -68,14 +78,13 @@ class Group:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """What was measured, heads first, then from the block to the model."""
-        order = ["head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits"]
+        """Kinds of maps that were measured, heads first, then from the block to the model."""
         measured = {row["what"] for row in self.rows}
-        return [kind for kind in order if kind in measured] + sorted(measured - set(order))
+        return [kind for kind in KINDS if kind in measured] + sorted(measured - KINDS.keys())
 
     @cached_property
     def _grouped(self) -> dict[tuple[str, int], dict[Cell, list[Row]]]:
-        """What and length → cell → its rows, the roughest window first; the roughest cell first."""
+        """Kind and length → cell → its rows, the roughest window first; the roughest cell first."""
         grouped: dict[tuple[str, int], dict[Cell, list[Row]]] = {}
         for row in sorted(self.rows, key=lambda row: -row["value"]):
             grouped.setdefault((row["what"], row["length"]), {}).setdefault(cell_of(row), []).append(row)
@@ -92,16 +101,16 @@ class Group:
 
     @cached_property
     def ranks(self) -> dict[int, int]:
-        """Row (by id) → how many windows of its cell at its length are rougher."""
+        """Row (by id) → number of rougher windows of its cell at its length."""
         several = (rows for cells in self._grouped.values() for rows in cells.values())
         return {id(row): rank for rows in several for rank, row in enumerate(rows)}
 
     def counts(self, what: str) -> dict[int, int]:
-        """How many cells of a kind were measured at each length."""
+        """Number of measured cells of a kind at each length."""
         return {n: len(self._grouped.get((what, n), ())) for n in self.lengths}
 
     def main_length(self, what: str) -> int:
-        """The longest length at which most cells of a kind were measured: a scan may have stopped amid a longer one."""
+        """The longest length with the most cells of a kind: a scan may have stopped within a longer one."""
         counts = self.counts(what)
         return max(n for n in counts if counts[n] == max(counts.values()))
 
@@ -120,13 +129,13 @@ Source = ScanLike | Iterable[Mapping[str, Any]] | Sequence[Group] | str | PathLi
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
-    """What, where: without the length and the window."""
+    """The map of a row, without its length and window."""
     return row["what"], row.get("layer"), row.get("head")
 
 
 @validated
 def groups(source: Source) -> list[Group]:
-    """The scan as groups, in the order in which they were measured.
+    """The groups of a scan, in the order of measurement.
 
     Args:
         source: a store file, a `Scan`, rows, or groups, which stay as they are.
@@ -136,8 +145,8 @@ def groups(source: Source) -> list[Group]:
     ['m', 'other']
     """
     if isinstance(source, list) and all(isinstance(group, Group) for group in source):
-        return _some(source)
-    scan = opened(source)
+        return _not_empty(source)
+    scan = _open(source)
     given = scan.rows if hasattr(scan, "rows") else scan
     if not isinstance(given, Iterable):
         raise InvalidInput(f"a report is made from a store, a scan or rows, got {shown(source)}.")
@@ -164,23 +173,26 @@ def groups(source: Source) -> list[Group]:
                 group.energies.keys_of[cell] = shares
         if window not in group.tokens and (key := _key(texts, row, window)) is not None:
             group.tokens[window] = json.loads(texts[key]) if isinstance(texts[key], str) else list(texts[key])
-    return _some(_with_references(list(grouped.values())))
+    return _not_empty(_with_references(list(grouped.values())))
 
 
 def _with_references(scanned: list[Group]) -> list[Group]:
-    """Groups of random twins put beside those they are twins of; one without its original stays by itself."""
+    """Groups of random twins as references of their originals; a twin without its original stays a group."""
     originals = {(group.model, group.text) for group in scanned}
     twins = {
         (group.model.removesuffix(RANDOM_TWIN), group.text): group
         for group in scanned
         if group.model.endswith(RANDOM_TWIN) and (group.model.removesuffix(RANDOM_TWIN), group.text) in originals
     }
-    kept = [group for group in scanned if not any(group is twin for twin in twins.values())]
-    return [replace(group, reference=twins.get((group.model, group.text))) for group in kept]
+    return [
+        replace(group, reference=twins.get((group.model, group.text)))
+        for group in scanned
+        if not any(group is twin for twin in twins.values())
+    ]
 
 
-def opened(source: Source) -> Any:
-    """The scan of a store file; anything else as it is."""
+def _open(source: Source) -> Any:
+    """The scan in a store file; any other source unchanged."""
     if not isinstance(source, str | PathLike):
         return source
     path = Path(source)
@@ -203,7 +215,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
     return row
 
 
-def _some(scanned: list[Group]) -> list[Group]:
+def _not_empty(scanned: list[Group]) -> list[Group]:
     if not scanned:
         raise InvalidInput("the scan holds no measured cell: run `howsmooth scan` first, or let it finish.")
     return scanned
@@ -214,16 +226,16 @@ def _number(value: Any) -> bool:
 
 
 def _key(table: Mapping[Any, Any], row: Row, cell: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Where a scan keeps something beside its rows: by model, text and cell, or by model and cell of its one text."""
+    """The key under which a scan stores tokens or shares: model, text and cell, or model and cell of its only text."""
     keys = (row["model"], row.get("text_sha256"), *cell), (row["model"], *cell)
     return next((key for key in keys if key in table), None)
 
 
 def _fetched(table: Mapping[Any, Any], wanted: Sequence[Any]) -> Iterator[list[float]]:
-    """Shares that came with their rows, and those that a scan keeps under a key of its own, all of them at once."""
+    """Shares that came with their rows, and shares that a scan stores under a key of its own, in one read."""
     keys = [key for _, key in wanted if isinstance(key, tuple)]
     several = getattr(table, "several", None)
-    kept = {key: table[key] for key in keys} if several is None else several(keys)
+    stored = {key: table[key] for key in keys} if several is None else several(keys)
     for _, key in wanted:
-        shares = kept[key] if isinstance(key, tuple) else key
+        shares = stored[key] if isinstance(key, tuple) else key
         yield json.loads(shares) if isinstance(shares, str) else list(shares)

@@ -15,7 +15,7 @@ from rich.text import Text
 from howsmooth._util.common import printable, rounded
 from howsmooth._util.validation import validated
 from howsmooth.reports import findings
-from howsmooth.reports.findings import headline, main_kind, short
+from howsmooth.reports.findings import few_digits, group_headline, main_kind
 from howsmooth.reports.growth.laws import PowerLaw
 from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
 
@@ -40,7 +40,7 @@ def _of_group(group: Group) -> list[RenderableType]:
     on = f", {group.text}" if group.text else ""
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
-        _shown(headline(group), "bold"),
+        _shown(group_headline(group), "bold"),
         _roughest(group, rows[:_MOST], fits),
     ]
     if any(row.get("value_share") is not None for row in rows):
@@ -48,7 +48,7 @@ def _of_group(group: Group) -> list[RenderableType]:
     powers = [fit.exponent for cell, fit in fits.items() if cell[0] == main_kind(group)]
     if powers:
         parts.append(Text(f"growth: median n^{median(powers):.2f}, from n^{min(powers):.2f} to n^{max(powers):.2f}"))
-    for distance in findings.distances(rows):
+    for distance in findings.bound_distances(rows):
         median_ratio, largest = (rounded(ratio, ROUND_CEILING, 3) for ratio in (distance.middle, distance.largest))
         parts.append(_shown(f"{distance.name} / σ: median {median_ratio}, at most {largest}"))
     if missing := findings.gaps(group):
@@ -74,8 +74,8 @@ def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> 
         shown.add_column("sink, attention on it")
     for row in rows:
         share, fit = row.get("value_share"), fits.get(cell_of(row))
-        cells = [findings.place_of(row), short(row["value"], 4), findings.ends(row)]
-        cells += ["" if share is None else findings.split(share), "" if fit is None else str(fit)]
+        cells = [findings.place_of(row), few_digits(row["value"], 4), findings.ends(row)]
+        cells += ["" if share is None else findings.path_shares(share), "" if fit is None else str(fit)]
         if explained:
             name = findings.token_name(group, row).removeprefix("the token ").replace("at position ", "")
             cells.append("" if row.get("sink") is None else f"{name}, {findings.percent(row['sink'] / row['length'])}")

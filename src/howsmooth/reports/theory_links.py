@@ -1,4 +1,4 @@
-"""Where a report points for what its bounds mean."""
+"""Links from a report to the documentation: pages of the theory, and the page of every bound."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the documentation, and what the reader finds there."""
+    """A page of the documentation and its subject."""
 
     name: str
     about: str
 
 
 THEORY = {
+    "glossary": Page("Glossary", "every word of this page in one paragraph"),
     "measuring": Page("Measuring", "what σ is, and what its lower and upper ends promise"),
     "theory/three-path": Page("The three-path bound", "the proved bound at one input, called three-path here"),
     "theory/dot-product": Page("Dot-product attention", "growth like √n on bounded sets, and lower bounds"),
@@ -26,7 +27,7 @@ THEORY = {
     "theory/composition": Page("Composition", "residuals, MLPs, normalisation and whole stacks"),
     "theory/errata": Page("Errata", "printed forms that are false, each with a counter-example"),
 }
-"""Page of the documentation → what it is about."""
+"""Path of a page of the documentation → its name and subject."""
 
 _BOUNDS = {
     "theory/three-path": ("howsmooth.three_path", "howsmooth.local", "howsmooth.softmax_jacobian"),
@@ -61,20 +62,20 @@ _WORDS = {
 }
 
 
-def in_words(name: str) -> str:
-    """A bound in words, with whose it is unless it is this project's.
+def bound_in_words(name: str) -> str:
+    """A bound in words, with its paper unless it is a bound of this project.
 
-    >>> in_words("castin2024.sqrt_n"), in_words("howsmooth.sqrt_n")
+    >>> bound_in_words("castin2024.sqrt_n"), bound_in_words("howsmooth.sqrt_n")
     ('√n bound (Castin 2024)', '√n bound')
     """
-    said = _WORDS.get(name, name.split(".")[-1].replace("_", " "))
+    words = _WORDS.get(name, name.split(".")[-1].replace("_", " "))
     paper = re.fullmatch(r"([a-z]+)(\d{4})", name.split(".")[0])
-    return said if paper is None else f"{said} ({paper[1].capitalize()} {paper[2]})"
+    return words if paper is None else f"{words} ({paper[1].capitalize()} {paper[2]})"
 
 
 @dataclass(frozen=True)
 class Links:
-    """Names of pages → addresses, and names of bounds → what a reader should know about them."""
+    """Names of pages → addresses, and names of bounds → facts about them."""
 
     pages: dict[str, str]
     bounds: dict[str, dict[str, str]]
@@ -94,7 +95,7 @@ def theory_links(documentation: str | None) -> Links:
             "where": SCOPES[bound.scope],
             "reference": bound.reference,
             "page": _PAGES.get(name, "theory/dot-product"),
-            "words": in_words(name),
+            "words": bound_in_words(name),
         }
         for name, bound in CATALOGUE.items()
         if (bound.side, bound.norm) == ("upper", 2)

@@ -11,7 +11,6 @@ from matplotlib.image import imread
 
 import howsmooth as hs
 from howsmooth.reports.figures import (
-    chosen_labels,
     head_bars,
     heads_heatmap,
     influence_map,
@@ -19,6 +18,7 @@ from howsmooth.reports.figures import (
     save_figure,
     token_energies,
 )
+from howsmooth.reports.figures.token_figures import chosen_labels
 
 
 def test_heatmap_frames_the_largest_value() -> None:

@@ -17,7 +17,7 @@ from howsmooth import InvalidInput
 from howsmooth.reports.figures import new_figure
 from howsmooth.reports.figures.growth_curve import growth_figure
 from howsmooth.reports.growth import Growth, growth
-from howsmooth.reports.growth.laws import Sample, compare, fit_break, fit_power_law
+from howsmooth.reports.growth.laws import Sample, compare_laws, fit_break, fit_power_law
 
 LENGTHS = np.array([8, 16, 32, 64, 128, 256, 512])
 LAWS = {
@@ -409,7 +409,7 @@ def test_the_dictionary_is_ready_for_json() -> None:
 
 def test_laws_with_too_few_numbers_are_left_out() -> None:
     x = np.log([4.0, 8.0, 16.0, 32.0, 64.0])
-    names = {law.name for law in compare(Sample(x, x / 3, np.ones(5), 0.0, 5))}
+    names = {law.name for law in compare_laws(Sample(x, x / 3, np.ones(5), 0.0, 5))}
     assert names == {"constant", "log n", "n^1/4", "n^1/2", "power"}
 
 

@@ -128,7 +128,7 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
 
 
 @validated
-def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
+def boundary_tokens(tokens: TokenSet, seed: int) -> Tensor:
     """512 random tokens on the boundary of a set, of which the first n are measured."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(_MOST_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)
@@ -138,7 +138,7 @@ def random_tokens(tokens: TokenSet, seed: int) -> Tensor:
 def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
     """σ at random tokens on the boundary of the set; where they are too many to be quick, nothing."""
     assert where.tokens is not None
-    x = random_tokens(where.tokens, seed)
+    x = boundary_tokens(where.tokens, seed)
     measured = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
     return Curve("measured", tuple((n, float(m)) for n, m in measured.items() if float(m) > 0))
 

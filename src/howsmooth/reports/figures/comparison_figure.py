@@ -58,7 +58,7 @@ def series_figure(
     ('step', [100.0, 400.0])
     """
     figure, ax = axes(ax, 7.2, 4.8)
-    steps = steps_of(names)
+    steps = _final_numbers(names)
     places = list(range(len(names))) if steps is None else steps
     for number, (label, values) in enumerate(series):
         style, mark = _STYLES[number % len(_STYLES)], _MARKS[number % len(_MARKS)]
@@ -73,10 +73,10 @@ def series_figure(
     return figure
 
 
-def steps_of(names: Sequence[str]) -> list[int] | None:
+def _final_numbers(names: Sequence[str]) -> list[int] | None:
     """The numbers at the ends of the names, when all have one and they grow.
 
-    >>> steps_of(["checkpoint-100", "checkpoint-200"]), steps_of(["a1", "b"]), steps_of(["2", "1"])
+    >>> _final_numbers(["checkpoint-100", "checkpoint-200"]), _final_numbers(["a1", "b"]), _final_numbers(["2", "1"])
     ([100, 200], None, None)
     """
     ends = [re.search(r"(\d+)$", name) for name in names]

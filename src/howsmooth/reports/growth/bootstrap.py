@@ -52,10 +52,10 @@ def freedom_of_exponent(x: Numbers, rows: Sequence[Numbers]) -> float:
     return float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum()) if parts.any() else float((counts - 1).sum())
 
 
-def stretch(freedom: float, confidence: float) -> float:
-    """Student's quantile over the normal one.
+def student_ratio(freedom: float, confidence: float) -> float:
+    """The ratio of Student's quantile to the normal one.
 
-    >>> round(stretch(9, 0.95), 3)
+    >>> round(student_ratio(9, 0.95), 3)
     1.154
     """
     upper = tails(confidence)[1]

@@ -27,14 +27,14 @@ from howsmooth._util.common import rounded
 from howsmooth._util.display import card
 from howsmooth._util.validation import Probability, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.reports.growth.bootstrap import freedom_of_exponent, resampled_means, stretch, tails
+from howsmooth.reports.growth.bootstrap import freedom_of_exponent, resampled_means, student_ratio, tails
 from howsmooth.reports.growth.laws import (
     ROUNDING,
     STRONG,
     Law,
     PowerLaw,
     Sample,
-    compare,
+    compare_laws,
     fit_break,
     fit_line,
     fit_power_law,
@@ -200,13 +200,13 @@ def growth(
         line = fit_line(sample.x, means, sample.counts)
         centre = np.array([law.exponent, math.log(law.factor)])
         freedom = len(rows[0]) - 1 if paired else freedom_of_exponent(sample.x, rows)
-        draws = centre + stretch(freedom, confidence) * (np.stack([line.slope, line.intercept], -1) - centre)
+        draws = centre + student_ratio(freedom, confidence) * (np.stack([line.slope, line.intercept], -1) - centre)
         low, high = np.quantile(draws[:, 0], tails(confidence))
         interval, method = (float(low), float(high)), "bootstrap"
     elif law.error is not None:
         reach = law.error * float(stdtrit(law.points - 2, (1 + confidence) / 2))
         interval, method = (law.exponent - reach, law.exponent + reach), "regression"
-    laws = compare(sample)
+    laws = compare_laws(sample)
     verdict = _verdict(laws)
     plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
     kept = tuple(np.exp(row) for row in rows)
@@ -267,7 +267,7 @@ def _plateau(sample: Sample, means: Numbers | None, confidence: float, freedom: 
         again = fit_break(sample.x, means, sample.counts)
         assert again is not None
         start = float(bend.start)
-        moved = stretch(freedom, confidence) * (again.start - start)
+        moved = student_ratio(freedom, confidence) * (again.start - start)
         low, high = np.exp(np.quantile(start + moved, tails(confidence)))
         interval = float(low), float(high)
     level = math.exp(float(bend.intercept + bend.slope * bend.start))

@@ -204,11 +204,11 @@ class Law:
     weight: float
 
 
-def compare(sample: Sample) -> tuple[Law, ...]:
+def compare_laws(sample: Sample) -> tuple[Law, ...]:
     """Every law that the sample has enough numbers for, the likeliest by BIC first.
 
     >>> x = np.log([8.0, 16.0, 32.0, 64.0, 128.0])
-    >>> [law.name for law in compare(Sample(x, 0.5 * x + 1, np.ones(5), 0.0, 5))][:2]
+    >>> [law.name for law in compare_laws(Sample(x, 0.5 * x + 1, np.ones(5), 0.0, 5))][:2]
     ['n^1/2', 'power']
     """
     fits = {name: (2, sample.squares(shape(sample.x))) for name, shape in _SHAPES.items()}

@@ -1,0 +1,99 @@
+"""Templates of pages: no text that enters one can become markup, and no character of it is hidden."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from jinja2 import UndefinedError
+
+from howsmooth._util.templates import render
+from howsmooth.reports.drawings import drawing, element
+
+NASTY = "</title></style></script><script>alert(1)</script><img src=x onerror=alert(2)>\" ' onload='x' & {{ 7 * 7 }}"
+TURNED = "a\u202eb\x1b"
+SECTION = {"name": ..., "headline": ..., "about": ...}
+VALUES: dict[str, dict[str, Any]] = {
+    "card": {"title": ..., "facts": [[..., ...]], "notes": [...]},
+    "certificates": SECTION | {"chart": ..., "rows": [[...] * 6], "steps": ...},
+    "comparison": {"title": ..., "headline": ..., "picture": ..., "missing": ..., "names": [..., ...]}
+    | {"rows": [(True, [..., ...]), (False, [..., ...])]},
+    "frame": {"page": ..., "height": ...},
+    "report": {
+        "title": ...,
+        "headlines": [dict.fromkeys(("sentence", "compared", "picture", "legend", "reason", "quiet"), ...)],
+        "gauge": ...,
+        "glossary": ...,
+        "theory": [{"name": ..., "about": ..., "address": ...}],
+        "data": ...,
+    },
+    "rounding": SECTION
+    | {"damage": ..., "totals": [[...]], "not_drawn": [..., ...], "changes": ..., "frontier": ..., "checks": [[...]]}
+    | {"changes_shown": 1, "changes_measured": 2, "layers": [[...]]}
+    | {"maps": [{"format": ..., "figures": [..., ...], "low": ..., "high": ...}]},
+    "sections": {"title": ...},
+}
+"""Template → its values; the dots are texts from elsewhere."""
+
+
+class Tags(HTMLParser):
+    """Opened elements with their attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.found: list[tuple[str, list[str]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, [name for name, _ in attrs]))
+        self.texts += [value or "" for _, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def filled(values: Any, text: str) -> Any:
+    """The values with a text in place of the dots."""
+    if isinstance(values, dict):
+        return {name: filled(value, text) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(filled(value, text) for value in values)
+    return text if values is ... else values
+
+
+def test_every_template_is_tested() -> None:
+    names = {path.name for path in (files("howsmooth") / "reports" / "assets").iterdir()}
+    found = {name.removesuffix(".html.jinja") for name in names if name.endswith(".html.jinja")}
+    assert found - VALUES.keys() == {"base", "macros"}  # parts of the others
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_hostile_text_stays_text(name: str) -> None:
+    plain, hostile = (Tags(render(name, **filled(VALUES[name], text))) for text in ("SAMPLE", NASTY))
+    assert hostile.found == plain.found
+    if name != "report":  # of the data of a report the parser does not undo escapes, as a browser does not
+        count = sum(text.count("SAMPLE") for text in plain.texts)
+        assert sum(text.count(NASTY) for text in hostile.texts) == count > 0
+
+
+@pytest.mark.parametrize("name", sorted(VALUES.keys() - {"frame"}))  # a page in a frame is text of this package
+def test_hidden_characters_are_written_out(name: str) -> None:
+    page = render(name, **filled(VALUES[name], TURNED))
+    assert "a⟨U+202E⟩b⟨U+001B⟩" in page
+    assert not re.search("[\u202e\x1b]", page)
+
+
+def test_a_missing_value_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="notes"):
+        render("card", title="", facts=[])
+
+
+def test_hostile_text_in_a_drawing_stays_text() -> None:
+    drawn = drawing(1, 1, NASTY, [element("text", NASTY, title=NASTY, x=NASTY), NASTY])  # type: ignore[list-item]
+    assert [tag for tag, _ in Tags(drawn).found] == ["svg", "text", "title"]
+    assert Tags(drawn).texts.count(NASTY) >= 4
