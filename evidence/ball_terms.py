@@ -37,6 +37,7 @@ from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.weight_perturbation import STEPS
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 CASES: dict[str, Case] = {
     **{f"drawn {seed}": drawn(seed) for seed in (0, 2, 4, 5, 7, 9, 12, 13, 15, 16, 17, 20, 25, 29, 32, 43, 45, 48, 50)},
@@ -77,7 +78,7 @@ class Proof:
     @cached_property
     def ball(self) -> HeadBall:
         """All heads are one group."""
-        (ball,) = self.around._balls(self.case.attention, self.case.x, self.case.moves)
+        (ball,) = self.around.head_balls(HeadsAt(self.case.attention, self.case.x), self.case.moves)
         return ball
 
     @cached_property

@@ -10,10 +10,11 @@ import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certificates.ball import on_ball
 from howsmooth.certificates.ball.head_ball import HeadBall
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 
 def first_ball(attention: hs.AttentionMap, x: Tensor, radius: float) -> HeadBall:
-    return on_ball._balls(attention, x, on_ball.move_radii(len(x), radius, None))[0]
+    return on_ball.head_balls(HeadsAt(attention, x), on_ball.move_radii(len(x), radius, None))[0]
 
 
 def mean_of_others(attention: hs.AttentionMap, x: Tensor, values: Tensor, row: int, key: int) -> Tensor:

@@ -42,14 +42,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
-from howsmooth.attention.masks import Maps
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
 from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.errors import DoesNotApply
@@ -57,16 +56,16 @@ from howsmooth.errors import DoesNotApply
 _RAISED = 1 + gamma(2**14)
 
 
-def curved_bound(attention: AttentionMap, x: Tensor, moves: Tensor) -> Tensor:
+def curved_bound(at: PathsAt, moves: Tensor) -> Tensor:
     """The bound of the module for every head, ``(heads,)``.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
-    >>> near, far = (float(curved_bound(head, x, torch.full((3,), eps))) for eps in (0.1, 0.2))
+    >>> near, far = (float(curved_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
     >>> bool(hs.measure(head, x).lower < near < far)
     True
     """
-    return CurvedBall(attention.in_dtype(torch.float64), x.double(), moves.double()).bound()
+    return CurvedBall(at, moves.double()).bound()
 
 
 class CurvedBall:
@@ -77,23 +76,17 @@ class CurvedBall:
         apart: k_j − c_i ``(heads, i, j, k)``. pull, push: what a query feels of it, and a key of each query.
     """
 
-    def __init__(self, attention: AttentionMap, x: Tensor, moves: Tensor):
-        n, heads = len(x), attention.heads
-        projected = attention.project(x[None])
-        stages = attention.stages(projected[0], projected[1])
+    def __init__(self, at: PathsAt, moves: Tensor):
+        attention, (x,) = at.attention, at.tokens
         matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
         self.query, self.key, self.value = (
-            _Feature.of(list(chain), features[0], matrix.repeat_interleave(heads // len(matrix), 0), x, moves)
-            for chain, features, matrix in zip(stages, projected, matrices, strict=True)
+            _Feature.of(list(chain), start, matrix.repeat_interleave(attention.heads // len(matrix), 0), x, moves)
+            for chain, start, matrix in zip(at.stages, at.projected, matrices, strict=True)
         )
         self.moves, self.output = moves, attention.output_weight
         query, key, cap = self.query.value, self.key.value, attention.softcap
-        plain = query @ key.mT
-        capped = plain if cap is None else cap * torch.tanh(plain / cap)
-        attention.terms.check(n, heads, 1)
-        scores = attention.terms.added_to(capped, Maps.every(1, heads, n, query[None]))
-        softmax = attention.weighting == "softmax"
-        here = torch.nan_to_num(torch.softmax(scores, -1)) if softmax else torch.sigmoid(scores)
+        plain, softmax = query @ key.mT, attention.weighting == "softmax"
+        scores, here, *_ = at.weights()
         centre = here @ key if softmax and cap is None else torch.zeros_like(query)
         self.mean = here @ self.value.value if softmax else torch.zeros_like(self.value.value)
         self.apart = key[:, None] - centre[:, :, None]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
-from howsmooth.certificates.point.enclosure import Enclosure, enclose_heads
+from howsmooth.certificates.point.enclosure import enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.search import worst_case
 from howsmooth.sets import Neighbourhood
 
@@ -70,19 +71,16 @@ def ladder(
     True
     """
     x = x.double()
-    here = enclose_heads(attention, x)
+    at = HeadsAt(attention, x, stored=True)
+    here = enclose_heads(at)
     worst, certified = [[head.lower for head in here]], []
     for radius in radii:
         progress(f"radius {radius:.3g}")
-        certified.append([head.upper for head in _around(attention, x, radius, here)])
+        certified.append([head.upper for head in enclose_heads_around(at, move_radii(len(x), radius, None), here)])
         found = [_worst_found(attention, x, radius, head, steps) for head in range(attention.heads)]
         worst.append([max(pair) for pair in zip(worst[-1], found, strict=True)])
     norm = float(x.norm(dim=-1).mean())
     return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
-
-
-def _around(attention: AttentionMap, x: Tensor, radius: float, here: list[Enclosure]) -> list[Enclosure]:
-    return enclose_heads_around(attention, x, move_radii(len(x), radius, None), here)
 
 
 def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:

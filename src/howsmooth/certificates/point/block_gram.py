@@ -25,9 +25,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.point.head_gram import HeadBlocks, head_blocks
+from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class StackedHeads:
     rounding: float
 
     @classmethod
-    def of(cls, attention: AttentionMap, x: Tensor) -> StackedHeads | None:
-        """At one input ``(n, d)``; None where derivatives of values differ, or a head is as wide as the output."""
-        heads, outputs = head_blocks(attention, x), attention.output_weight.double().mT
+    def of(cls, at: HeadsAt) -> StackedHeads | None:
+        """At one input; None where derivatives of values differ, or a head is as wide as the output."""
+        heads, outputs = list(at.blocks()), at.attention.output_weight.mT
         narrow = outputs.shape[-2] > outputs.shape[-1]
         if not narrow or any(len(head.value) > 1 for head in heads):
             return None

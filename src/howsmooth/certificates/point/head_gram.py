@@ -24,6 +24,7 @@ same blocks with absolute values, m = 8(n + d + k) (each entry is a nested sum o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +35,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.key_value_spread import about_means, keys, product_slack
 from howsmooth.bounds.own.three_path import push_radii
 from howsmooth.bounds.point_error import gamma
-from howsmooth.bounds.three_paths import Paths, paths
+from howsmooth.bounds.three_paths import Paths, PathsAt
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,21 @@ class HeadBlocks:
     def rounding(self) -> float:
         """≥ ‖computed Gram matrix − ĴĴᵀ‖."""
         return gamma(8 * sum(self.shape)) * self.size**2
+
+    def behind(self, output: Tensor, whole: bool) -> HeadBlocks:
+        """The blocks behind an output matrix ``(d_out, k)``, or behind its triangular factor if that is smaller."""
+        tall = output.shape[0] > output.shape[1] and not whole
+        factor = torch.linalg.qr(output, mode="r").R if tall else output
+        width = factor.norm().item()
+        lost = gamma(8 * output.numel()) if tall else 0.0
+        return replace(
+            self,
+            value=factor @ self.value,
+            apart=self.apart @ factor.mT,
+            own=factor @ self.own,
+            off=width * (self.off + (lost + gamma(4 * sum(self.shape[1:]))) * self.size),
+            size=width * self.size,
+        )
 
     def times(self, factor: float) -> HeadBlocks:
         """Those of J times a power of two, which rounds nothing."""
@@ -119,44 +135,41 @@ class HeadBlocks:
         return torch.einsum("jkd,ijd->ijk", self.value, self.push.expand(-1, len(self.weights), -1))
 
 
-def head_blocks(attention: AttentionMap, x: Tensor, whole: bool = False) -> list[HeadBlocks]:
-    """The blocks of every head at one input ``(n, d)``; behind W itself where the whole output is wanted."""
-    blocks: list[HeadBlocks] = []
-    with torch.no_grad():
-        for group in paths(attention, x, folded=False, reduced=False):
-            for one in range(len(group.value)):
-                output = attention.output_weight[len(blocks)].double().mT
-                blocks.append(_behind(group, one, output, whole))
-    return blocks
+class HeadsAt(PathsAt):
+    """The heads of a map at one input ``(n, d)``: their paths and the blocks of their Jacobians, evaluated once."""
+
+    def __init__(self, attention: AttentionMap, x: Tensor, stored: bool = False):
+        super().__init__(attention, x, stored)
+        self.map = attention
+
+    @cached_property
+    @torch.no_grad()
+    def _inner(self) -> list[HeadBlocks]:
+        """The blocks of every head before its output matrix."""
+        groups = (group for (group,) in self.groups((False,), reduced=False))
+        return [_blocks(group, one) for group in groups for one in range(len(group.value))]
+
+    @torch.no_grad()
+    def blocks(self, whole: bool = False) -> Iterator[HeadBlocks]:
+        """The blocks of every head, behind R, or behind W itself where the whole output is wanted."""
+        for head, output in zip(self._inner, self.attention.output_weight.mT, strict=True):
+            yield head.behind(output, whole)
 
 
-def _behind(group: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
-    """The blocks of one map of a group, behind its output matrix ``(d_out, k)``."""
+def _blocks(group: Paths, one: int) -> HeadBlocks:
+    """The blocks of one map of a group."""
     weights, slopes, value_map = group.weights[one], group.slopes[one], group.value_map[one]
     apart = group.value[one] - group.mean[one][:, None]
     if group.push_map is None:
         push = group.push[one][:, None]
     else:
         push = torch.einsum("ik,jkd->ijd", group.push[one], group.push_map[one])
-    diagonal = (slopes[..., None] * apart).mT @ group.pull[one]
+    own = (slopes[..., None] * apart).mT @ group.pull[one]
     if group.pull_map is not None:
-        diagonal = diagonal @ group.pull_map[one]
-    tall = output.shape[0] > output.shape[1] and not whole
-    factor = torch.linalg.qr(output, mode="r").R if tall else output
+        own = own @ group.pull_map[one]
     off = _off(group, one, apart, push, value_map)
     size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), group, one)
-    width = factor.norm().item()
-    lost = gamma(8 * output.numel()) if tall else 0.0
-    return HeadBlocks(
-        weights,
-        slopes,
-        factor @ value_map,
-        apart @ factor.mT,
-        push,
-        factor @ diagonal,
-        width * (off + (lost + gamma(4 * sum(value_map.shape[-2:]))) * size),
-        width * size,
-    )
+    return HeadBlocks(weights, slopes, value_map, apart, push, own, off, size)
 
 
 def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
