@@ -1,4 +1,4 @@
-"""`certify`: the proof that a question asks for, at an input, on a ball around it, or of a class."""
+"""`certify`: a proof at an input, on a ball around it, or of a class."""
 
 from __future__ import annotations
 

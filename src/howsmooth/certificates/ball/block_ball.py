@@ -1,39 +1,9 @@
-r"""How far the Jacobian of several heads together can move on a ball: heads that write and read in different places.
+"""The change of the Jacobian of several heads on a ball, where heads write and read in different subspaces.
 
-The notation is that of `howsmooth.certificates.ball.head_ball`, with h for the head. Let a part of the change be
+For a part (Σ_h Σ_j w^h_ij u^h_ij (t^h_ij·y_j))_i with (w^h_ij)² ≤ l^h_ij m^h_ij and all a_ih > 0 the norm is at most
+max_j ‖Σ_{i,h} L_i a_ih⁻² m^h_ij t^h_ij t^hᵀ_ij‖^½, L_i = ‖Σ_h a_ih² Σ_j l^h_ij u^h_ij u^hᵀ_ij‖.
 
-.. math:: \Big(\sum_h\sum_jw^h_{ij}u^h_{ij}\,(t^h_{ij}\cdot y_j)\Big)_i,\qquad (w^h_{ij})^2 \le l^h_{ij}m^h_{ij}.
-
-By Cauchy–Schwarz, for all :math:`a_{ih} > 0`, row i is at most :math:`L_i^{1/2}(\sum_ha_{ih}^{-2}\sum_jm^h_{ij}
-(t^h_{ij}\cdot y_j)^2)^{1/2}` with :math:`L_i = \|\sum_ha_{ih}^2\sum_jl^h_{ij}u^h_{ij}u^{h\top}_{ij}\|`, and the whole
-
-.. math:: \le \max_j\Big\|\sum_{i,h}L_ia_{ih}^{-2}m^h_{ij}t^h_{ij}t^{h\top}_{ij}\Big\|^{1/2}|Y|.
-
-Where heads write into and read from orthogonal subspaces, and each is given its share, that is the largest of the
-heads' own bounds; where all do from the same it is their sum. So
-
-- queries: every step of the tilts (`howsmooth.certificates.ball.weight_perturbation`), with the tokens' keys
-  :math:`b^h_{ij}` for t and one row i at a time; :math:`\mathrm{Cov}_P(Vδ, k)` and :math:`\mathrm{Cov}_P(v^0, Kδ)` with
-  :math:`εV^h` for the vectors u, or :math:`ε\|A^h\|` times the projector on what head h reads for the b, since
-  :math:`\sum_jP_jδ_jδ_j^\top \preceq ε^2`;
-- keys: the steps again, :math:`\mathrm{Cov}_P(Vδ, z)`, and the queries' own move likewise;
-- values: :math:`\sum_h(P^h-P^{0h})\otimes V^h`, with the halves :math:`V^h = L_hR_h` of the singular value
-  decomposition, is at most :math:`\|\sum_ha_h^2\|D^h\|L_hL_h^\top\|^{1/2}\|\sum_ha_h^{-2}\|D^h\|R_h^\top R_h\|^{1/2}`;
-- inputs of one token j, the sink, apart, as for one head: :math:`P_{ij}(v_j-o_i) = P_{ij}(1-P_{ij})(v_j-m_i)` with the
-  mean m_i of all others, :math:`v_j-m^0_i = u_{ij}/(1-P^0_{ij})`. So the change of the product stands along
-  :math:`u_{ij}`, and that of m_i is a sum of the others' vectors (`howsmooth.certificates.ball.leave_one_out`). What
-  the queries' own move does there stands along :math:`u_{ij}` too, but for the moves of values and means, of which only
-  the size is
-  known: the projector on the range of W_h stands for their vectors. The sink and the rest are put together with the
-  blocks of their own queries (`howsmooth.certificates.ball.norm_of_partitioned_sum`). ∎
-
-The weights a begin with what is best at both extremes, :math:`a_{ih}^2 = \sqrt{K_h}/λ_{ih}` (λ the norm of head h
-alone on the left, K_h on the right), and take a few steps down the slope of the logarithm of the bound, which is the
-difference of the heads' shares in the two leading vectors.
-
-**Rounding.** Vectors carry the radii of `howsmooth.bounds.point_error`; these add
-:math:`(\sum_ha_h^2r_h^2)^{1/2}` to the norm of a side. Norms are proved by a factorisation
-(`howsmooth.certificates.point.proved_eigenvalue`), and bases of subspaces are orthonormal to within γ.
+Proof: docs/theory/certificates-ball.md, section "Heads together".
 """
 
 from __future__ import annotations

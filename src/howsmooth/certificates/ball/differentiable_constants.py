@@ -1,10 +1,7 @@
-r"""Proved constants of heads as numbers with derivatives: something to train with.
+"""Proved constants of heads as differentiable numbers.
 
-The bounds of `howsmooth.certificates.ball.on_ball` are made of roots, maxima and softmax, and have derivatives wherever
-a maximum is attained once. Only the value at the input is proved by a factorisation, which has none; its slope is that
-of the singular value it encloses: for unit singular vectors u, v of a singular value σ that stands alone, :math:`dσ =
-\langle u, dJ\,v\rangle`. So the upper end there is taken as a constant plus :math:`\langle u, Jv\rangle` less its own
-value.
+The value at the input is proved by a factorisation, which has no derivative; its derivative is that of the enclosed
+singular value, dσ = ⟨u, dJ v⟩ (docs/theory/certificates-ball.md, section "Derivatives of the bounds").
 """
 
 from __future__ import annotations

@@ -1,47 +1,11 @@
-r"""Linear queries, keys and values of one group of heads on a ball around an input: what their Jacobian can be there.
+"""The Jacobian of heads with linear queries, keys and values on a ball, and its change from the input.
 
-The notation is that of `howsmooth.bounds.own.neighbourhood`: :math:`|x_j - x^0_j| \le ε_j`, ε the largest of them,
-:math:`A` the matrix of the logits, :math:`t_{ij} = M^{k\top}_jq^0_i`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`,
-:math:`u_{ij} = W(v^0_j - o^0_i)`. Logits move, up to a shift of their row, by at most :math:`δ_{ij} = ε_i|b_{ij}| +
-ε_j|t_{ij}| + ε_iε_j\|A\|`, and softmax is monotone in each logit: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`,
-with :math:`|P - P^0| \le D` entry by entry; `howsmooth.certificates.ball.weight_perturbation` has sharper ends, and a
-second proof of what becomes of means and covariances. ℓ_i and α_i bound the standard deviations, over the ball and in
-any direction, of values and of keys as queries feel them.
+Notation: |x_j − x⁰_j| ≤ ε_j, ε their maximum, A the matrix of the logits, t_ij = M^kᵀ_j q⁰_i, b_ij = M^qᵀ_i(k⁰_j −
+c_i), u_ij = W(v⁰_j − o⁰_i); P̌ ≤ P ≤ P̂ and |P − P⁰| ≤ D entry by entry; ℓ_i and α_i bound the standard deviations of
+values and of keys in the query's coordinates; s_i ≥ |Δo_i| and r_i ≥ |Δc_i| bound the shifts of their means. Every
+ingredient is raised by a bound on its rounding error (`howsmooth.bounds.point_error`).
 
-**Rows that stay distributions.** The three paths of `howsmooth.bounds.own.neighbourhood`, with second moments as maxima
-of :math:`\sum_jp_j|a_j|^2` over all p with :math:`\check P_i \le p \le \hat P_i`, Σp = 1; and with key weights
-:math:`0 < τ_j \le 1` in the path of the keys, as in the three-path bound at a point: :math:`λ_i^{1/2} =
-\|\sum_j\hat P_{ij}τ_juu^\top\|^{1/2} + (s_i + 2\|V\|ε)(\sum_jP_{ij}τ_j)^{1/2}` with s_i as below, the sum at most 1;
-loads :math:`\hat P_{ij}λ_i/τ_j`.
-
-**How far a mean moves.** Tilting :math:`P^0_i` by logits within ±κ changes the mean of a vector by at most its standard
-deviation under P⁰ times sinh κ: the mean moves by :math:`E_{P^0}[(r-1)u]` for the density :math:`r = e^Δ/E e^Δ`, and
-:math:`E[r^2] - 1 \le \cosh^2κ - 1` by Kantorovich's inequality. Tilting further along :math:`b_{ij}\cdot e_i` moves it
-at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \max_j ε_j(|t_{ij}| + ε_i\|A\|)`:
-:math:`|Δo_i| \le s_i := ℓ^0_i\sinhκ_i + ℓ_iε_iα_i`, and likewise :math:`|Δc_i| \le r_i` with α for ℓ.
-
-**From the input.** :math:`\|J - J^0\|` is, for inputs of all tokens, at most the sum of
-
-- values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`; a mean of numbers y moves as one of vectors does, so
-  that also :math:`\|P-P^0\|^2 \le \max_j\sum_iP^β_{ij}(ρ_i + \sinhκ_i)^2`, ρ_i as for a deviation of 1 in
-  `howsmooth.certificates.ball.weight_perturbation`;
-- queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
-  \sum_j(P-P^0)_{ij}u_jb_j^\top - Δo_iΔc_i^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε + s_ir_i +
-  \|\sum_jD_{ij}θ_{ij}uu^\top\|^{1/2}\|\sum_jD_{ij}θ_{ij}^{-1}bb^\top\|^{1/2}`, any θ > 0;
-- keys: row i maps :math:`z_j = t_{ij}\cdot y_j` to :math:`\mathrm{Cov}_{P_i}(v, z)`. The queries' own move costs
-  :math:`\|A\|ε(\max_j\sum_i\hat P_{ij}ℓ_i^2)^{1/2}`. The values' move is :math:`|\mathrm{Cov}_P(Vδ,z)| \le
-  \|V\|ε(\sum_jP_{ij}z_j^2)^{1/2}`. What remains is :math:`\sum_j(P-P^0)_{ij}u_{ij}z_j - Δo_i\sum_jP_{ij}z_j`: the first
-  part is at most :math:`λ_i^{1/2}(\sum_jD_{ij}θ_{ij}^{-1}z_j^2)^{1/2}`, :math:`λ_i = \|\sum_jD_{ij}θ_{ij}uu^\top\|`;
-  the second :math:`s_i(\sum_jP_{ij}z_j^2)^{1/2}`, or, with P = P⁰ + (P−P⁰), of norm at most
-  :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t is the same
-  for all j. Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in
-  front of :math:`z_j^2`.
-
-Inputs of the tokens that are looked at most are taken one by one (`howsmooth.certificates.ball.leave_one_out`), and put
-together with the rest and with the queries, which keep tokens apart
-(`howsmooth.certificates.ball.norm_of_partitioned_sum`). ∎
-
-Every ingredient is raised by what rounding may have done to it (`howsmooth.bounds.point_error`).
+Proof: docs/theory/certificates-ball.md, section "One head".
 """
 
 from __future__ import annotations

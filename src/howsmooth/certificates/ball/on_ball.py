@@ -1,16 +1,10 @@
-r"""The constant of a head on a ball around an input: the least of three proofs.
+"""The constant of a head or a block on a ball around an input: the minimum of three proved bounds.
 
-For all X with :math:`|x_j - x^0_j| \le ε_j` (0 for tokens that stay); linear queries, keys and values, any mask, bias,
-grouped heads, rotary positions (other maps: `howsmooth.certificates.ball.nonlinear_ball`).
+For all X with |x_j − x⁰_j| ≤ ε_j (0 for fixed tokens): the three-path bound on the ball, the same bound with rows of
+weights that stay distributions, and ‖J⁰‖ + ‖J − J⁰‖ with a proved value of the first term. Queries, keys and values
+are linear; `howsmooth.certificates.ball.nonlinear_ball` bounds other maps.
 
-**Three paths** (`howsmooth.bounds.own.neighbourhood.three_path_ball`).
-
-**Rows stay distributions.** The same, with weights of a row that sum to one, and with weights for the keys.
-
-**From the input.** :math:`\|J\| \le \|J^0\| + \|J - J^0\|` with a proved value of the first
-(`howsmooth.certificates.point.enclosure`) and a bound on the second, so that the bound tends to that value as ε → 0.
-
-The last two are proved in `howsmooth.certificates.ball.head_ball`.
+Proof: docs/theory/certificates-ball.md.
 """
 
 from __future__ import annotations

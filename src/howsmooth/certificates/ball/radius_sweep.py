@@ -1,8 +1,7 @@
-r"""Measured ≤ worst found ≤ certified: the heads of a map against the radius of a ball around an input.
+"""Measured ≤ worst found ≤ certified: the heads of a map against the radius of a ball around an input.
 
-:math:`\|J(x)\| \le \sup_{B_ε}\|J\|` is enclosed from below by the proved lower end at the input and by the worst that a
-search meets in the ball, from above by the certificate on it. Balls grow with ε, so what is found in one counts in all
-larger ones.
+‖J(x)‖ ≤ sup ‖J‖ over the ball is at least the proved lower end at the input and the maximum that a search finds in the
+ball, and at most the certificate. Balls grow with the radius, so a value found in one counts in all larger ones.
 """
 
 from __future__ import annotations

@@ -1,40 +1,10 @@
-r"""Attention weights tilted in steps: how far the covariances of a row can move.
+"""Bounds on a row of attention weights whose query and keys move.
 
-In the notation of `howsmooth.certificates.ball.head_ball`, the weights of row i on the ball are :math:`P \propto
-P^0e^{β+a}` with :math:`β_j = b_{ij}\cdot e_i`, what the token's own query does, and :math:`a_j = (t_{ij} + Ae_i)\cdot
-e_j`, what the keys do; :math:`|β_j| \le B_j = ε_i|b_{ij}|`, :math:`|a_j| \le κ_i`. Let :math:`P^β \propto P^0e^β`.
+Row i on the ball is P ∝ P⁰e^{β+a} with the query's shift |β_j| ≤ B_j = ε_i|b_ij|, E_{P⁰}β = 0, and the keys' shift
+|a_j| ≤ κ_i. If |log(P_j/P'_j)| ≤ η_j and M = ½(P + P'), then |Cov_P(u, z) − Cov_{P'}(u, z)| ≤ φ(Σ_j M_j z_j²)^½ with
+φ = 2‖Σ_j M_j tanh²(η_j/2)(u_j − ū)(u_j − ū)ᵀ‖^½. The query's perturbation is one step, that of the keys several.
 
-**Two distributions.** If :math:`|\log(P_j/P'_j)| \le η_j` then, with means under :math:`M = \tfrac12(P+P')`,
-
-.. math:: \mathrm{Cov}_P(u,z) - \mathrm{Cov}_{P'}(u,z) = \sum_j(P_j-P'_j)(u_j-\bar u)(z_j-\bar z),\qquad
-          |P_j-P'_j| \le 2\tanh(η_j/2)M_j :
-
-the terms :math:`(E_Pu-\bar u)(E_Pz-\bar z)` and :math:`(E_{P'}u-\bar u)(E_{P'}z-\bar z)` that the sum leaves out are
-equal. By Cauchy–Schwarz, and because a variance is below the second moment about any point, the difference is at most
-:math:`φ\,(\sum_jM_jz_j^2)^{1/2}`, :math:`φ = 2\|\sum_jM_j\tanh^2(η_j/2)(u_j-\bar u)(u_j-\bar u)^\top\|^{1/2}`. ∎
-
-**The query's own tilt.** :math:`E_{P^0}β = 0`, so :math:`1 \le E_{P^0}e^β \le 1 + \tfrac12ε_i^2α_i^2e^{\max B}`, and
-:math:`P^0_je^{-B_j}/E_{P^0}e^β \le P^β_j \le P^0_je^{B_j}`; η_j is B_j plus the logarithm of the right-hand side. The
-mean moves by :math:`E_{P^0}[(r-1)u]`, :math:`r = e^β/E_{P^0}e^β`, and :math:`E(r-1)^2 \le \mathrm{Var}_{P^0}(e^β) \le
-E_{P^0}(e^β-1)^2`: at most by :math:`s^β_i = ℓ^0_i\,ε_iα^0_i\,(e^{\max B}-1)/\max B`, and :math:`\bar u` by half of it.
-In the direction w the mean moves by no more than :math:`s^β_i/ℓ^0_i` times :math:`(\sum_jP^0_j(u_j\cdot w)^2)^{1/2}`.
-So, for every ϑ > 0, :math:`\sum_jM_j\tanh^2(η_j/2)((u_j-\bar u)\cdot w)^2` is at most the second moment of the u_j
-about the old mean under the loads
-:math:`(1+ϑ)M_j\tanh^2(η_j/2) + (1+1/ϑ)(s^β_i/2ℓ^0_i)^2\sum_lM_l\tanh^2(η_l/2)P^0_j`.
-For the mean of all tokens but j, ℓ⁰ and α⁰ are divided by :math:`(1-P^0_j)^{1/2}`, and β, less its own mean, is at most
-2 max B.
-
-Beside that, :math:`|P^β_j-P^0_j| \le M_j|β_j-\log Ee^β|`, and :math:`β_j = b_{ij}\cdot e_i` with one e_i for all j. For
-unit vectors w, :math:`\sum_jM_jβ_j^2(u_j\cdot w)^2 \le (ε_ih_i)^2`,
-:math:`h_i = \|[M_j^{1/2}b_{ij}\otimes u_j]_j\|`, whose
-square is the norm of the Hadamard product :math:`[(M_jM_l)^{1/2}(b_{ij}\cdot b_{il})(u_j\cdot u_l)]_{jl}` of two Gram
-matrices. So φ is at most :math:`ε_ih_i + \tfrac12s^β_iε_i\|\sum_jM_jbb^\top\|^{1/2} + \log Ee^β\,
-\|\sum_jM_juu^\top\|^{1/2}`, u about its mean under P⁰.
-
-**The keys' tilt.** A weight p becomes at most :math:`pe^{2κ}/(pe^{2κ}+1-p)`, and no less than with −2κ. For covariances
-it is taken in m equal steps, each of log-ratios within ±2κ_i/m: η = 2κ_i/m for all j, so that φ is
-:math:`2\tanh(κ_i/m)` times a deviation under M. The mean moves by at most :math:`ℓ^β_i\sinhκ_i`
-(`howsmooth.certificates.ball.head_ball`). So :math:`|Δo_i| \le s^β_i + ℓ^β_i\sinhκ_i`, all but ℓ^β at the input itself.
+Proof: docs/theory/certificates-ball.md, section "Perturbed weights".
 """
 
 from __future__ import annotations

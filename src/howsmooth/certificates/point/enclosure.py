@@ -1,13 +1,10 @@
-r"""The largest singular value at an input, proved on both sides.
+"""Proved lower and upper ends of the largest singular value of a Jacobian at one input.
 
-A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
-:math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
-singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
-`BLOCK`, up to `STACKED` it is deflated (`howsmooth.certificates.point.block_gram`), else it follows from those of its
-heads (`howsmooth.certificates.ball.norm_of_head_sum`). The lower end is ‖Jᵀu‖ for one unit vector u.
+The Gram matrix JJᵀ is factored up to `CHOLESKY` outputs and deflated up to `DEFLATION`; beyond that the three-path
+bound is the upper end. With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ: ‖J‖ ≤ (‖Ĝ‖ + ρ)^½ + η and ‖J‖ ≥ (uᵀĜu − ρ)^½ − η for every
+unit u.
 
-With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certificates.point.head_gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} +
-η`, and :math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
+Proof: docs/theory/certificates-point.md.
 """
 
 from __future__ import annotations

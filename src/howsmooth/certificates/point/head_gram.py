@@ -1,25 +1,10 @@
-r"""JJᵀ of one head at one input, in closed form, with what rounding may have done to it.
+"""JJᵀ of one head at one input in closed form, with bounds on its rounding error.
 
 In the notation of `howsmooth.bounds.three_paths` the block of the Jacobian from token j to token i is
+J_ij = P_ij V_j + S_ij u_ij t_ijᵀ + [i = j] B_i with V_j = M^v_j, u_ij = v_j − m_i, t_ij = M^kᵀ_j q_i and
+B_i = Σ_j S_ij u_ij k_jᵀ M^q_i. The output matrix W enters through its triangular factor R, |Wy| = |Ry|.
 
-.. math:: J_{ij} = P_{ij}V_j + S_{ij}\,u_{ij}t_{ij}^\top + [i = j]\,B_i, \qquad
-          V_j = M^v_j,\; u_{ij} = v_j - m_i,\; t_{ij} = M^{k\top}_jq_i,\; B_i = \sum_j S_{ij}u_{ij}k_j^\top M^q_i,
-
-so that :math:`(JJ^\top)_{ii'} = \sum_j J_{ij}J_{i'j}^\top` needs only :math:`V_jV_j^\top`, :math:`e_{ij} = V_jt_{ij}`
-and
-:math:`t_{ij}\cdot t_{i'j}`: O(n³k² + n²k³) operations instead of O(n³k²d) for the product of the matrices. The output
-matrix W enters through its triangular factor R, |Wy| = |Ry|.
-
-**Rounding.** Let Ĵ be the Jacobian made of the numbers as they are stored. They are within the radii of
-`howsmooth.bounds.point_error` of the true ones, so, path by path in the Frobenius norm,
-
-.. math:: \|J - \hat J\| \le \big\|[\,(e^{ω_i}-1)P_{ij}\|V_j\| + e^{ω_i}P_{ij}ε^V_j\,]\big\|_F
-          + \big\|[\,(e^{ω_i}-1)S|u||t| + e^{ω_i}S((ε_j+μ_i)|t| + (|u| + ε_j + μ_i)ε^t)\,]\big\|_F + \max_i
-          \mathrm{slack}_i
-
-with μ and the slack of B_i from `howsmooth.bounds.key_value_spread`; times ‖R‖_F, plus the backward error of R times
-‖Ĵ‖_F. The computed Gram matrix is off from ĴĴᵀ by at most :math:`γ_m` times the square of the Frobenius norm of the
-same blocks with absolute values, m = 8(n + d + k) (each entry is a nested sum of at most that many products).
+Proof: docs/theory/certificates-point.md, section "The Gram matrix of a head".
 """
 
 from __future__ import annotations
