@@ -58,7 +58,7 @@ def weights_left(share: float) -> float:
                 (slope,) = torch.autograd.grad(sign * attention.weights(here)[0, -1, aim], here)
                 away = radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
                 moved = attention.weights(x + away).flatten(0, -3)[:own]
-                worst = max(worst, float((moved - ball.high).max()), float((ball.low - moved).max()))
+                worst = max(worst, float((moved - ball.upper_weights).max()), float((ball.lower_weights - moved).max()))
     return worst
 
 
@@ -85,7 +85,7 @@ def means_left(share: float) -> float:
                 (slope,) = torch.autograd.grad(mean @ direction, here)
                 away = radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
                 direction = attention.weights(x + away).flatten(0, -3)[0, aim] @ part.value[0] - part.mean[0, aim]
-                worst = max(worst, float(direction.norm() - ball.drift[0, aim]))
+                worst = max(worst, float(direction.norm() - ball.value_mean_shift[0, aim]))
     return worst
 
 

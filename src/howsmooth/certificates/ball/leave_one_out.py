@@ -19,35 +19,39 @@ from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.weight_perturbation import exponential_mean
 
-LEFT = 1e-100
-"""A weight that leaves less than this to the others is taken to leave nothing: quotients stay finite."""
+MIN_REMAINDER = 1e-100
+"""One minus a weight counts as zero below this, so that quotients are finite."""
 
 
 class KeyMoment(Protocol):
-    """‖Σ_j w_ij b_ij b_ijᵀ‖ from above, ``(g, n)``, of keys about centres that are off by a radius ``(g, n)``."""
+    """≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``, for keys about centres with rounding errors up to a radius ``(g, n)``."""
 
     def __call__(self, weights: Tensor, centres: Tensor, radius: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Others:
-    """Of every row: loads :math:`R^0e^{B'}` from above ``(g, n, n)``, points c ``(g, n, m)``, |ξ| ``(g, n)``."""
+class LeaveOneOut:
+    """Every row without one token: loads ≥ R⁰e^{B'} ``(g, n, n)``, points c ``(g, n, m)``, size ≥ |ξ| ``(g, n)``."""
 
     loads: Tensor
     centres: Tensor
     size: Tensor
 
     @classmethod
-    def than(
-        cls, keys: Tensor, group: Paths, moves: Tensor, tilted: Tensor, radius: Tensor, moment: KeyMoment
-    ) -> Others:
-        """All but one token of every map, ``keys (g,)``.
+    def of(
+        cls, keys: Tensor, group: Paths, moves: Tensor, key_factor: Tensor, radius: Tensor, moment: KeyMoment
+    ) -> LeaveOneOut:
+        """All tokens of every map but ``keys (g,)``.
 
-        ``tilted`` is :math:`\\sinhκ_i`, ``radius`` how far off a :math:`b_{ij}` may be, ``(g, n)`` each.
+        ``key_factor`` is sinh κ_i, ``radius`` bounds the rounding error of a b_ij, ``(g, n)`` each.
         """
         chosen = torch.nn.functional.one_hot(keys, group.weights.shape[-1]).bool()[:, None]
-        left = 1 - (group.upper_weights * chosen).sum(-1, keepdim=True)
-        here = torch.where(left > LEFT, group.upper_weights / left.clamp_min(LEFT), group.seen.to(left))
+        remainder = 1 - (group.upper_weights * chosen).sum(-1, keepdim=True)
+        here = torch.where(
+            remainder > MIN_REMAINDER,
+            group.upper_weights / remainder.clamp_min(MIN_REMAINDER),
+            group.seen.to(remainder),
+        )
         here = here.clamp_max(1.0).masked_fill(chosen, 0.0)
         plain = group.weights.masked_fill(chosen, 0.0)
         plain = plain / plain.sum(-1, keepdim=True).clamp_min(TINY)
@@ -57,5 +61,5 @@ class Others:
         off = radius + wrong
         own = moves[:, None] * (apart + off[..., None])
         growth = exponential_mean(own).square()
-        size = moves * root(moment(here * growth, middle, off)) + tilted
+        size = moves * root(moment(here * growth, middle, off)) + key_factor
         return cls((here * torch.exp(own)).clamp_max(1.0), plain @ group.value, size)

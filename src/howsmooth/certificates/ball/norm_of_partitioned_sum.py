@@ -17,11 +17,11 @@ from howsmooth.bounds.point_error import gamma
 _STEPS = 30
 
 
-def norm_apart(columns: Tensor, blocks: Tensor) -> Tensor:
+def norm_of_partitioned_sum(columns: Tensor, blocks: Tensor) -> Tensor:
     """≥ ‖K + Q‖ from c and q, ``(…, parts) → (…)``.
 
     >>> columns, blocks = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[2.0, 2.0], [0.0, 2.0]])
-    >>> norm_apart(columns.double(), blocks.double())
+    >>> norm_of_partitioned_sum(columns.double(), blocks.double())
     tensor([7.0000, 6.7082], dtype=torch.float64)
     """
     plain = columns.norm(dim=-1) + blocks.amax(-1)

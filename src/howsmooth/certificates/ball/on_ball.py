@@ -72,7 +72,7 @@ def _least(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor
     where = _setting(at, balls[0].eps)
     candidates = {
         "from the input": here + changes,
-        "rows stay distributions": torch.cat([ball.rows() for ball in balls]),
+        "rows stay distributions": torch.cat([ball.norm() for ball in balls]),
         "three paths": torch.cat([three_path_ball_of(ball.group, where) for ball in balls]),
     }
     least, which = torch.stack(list(candidates.values())).min(0)
