@@ -36,13 +36,14 @@ from evidence.moved_heads import (
 from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.weight_perturbation import STEPS
+from howsmooth.certificates.ball.weight_perturbation import KEY_STEPS
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 CASES: dict[str, Case] = {
     **{f"drawn {seed}": drawn(seed) for seed in (0, 2, 4, 5, 7, 9, 12, 13, 15, 16, 17, 20, 25, 29, 32, 43, 45, 48, 50)},
-    "own tilt of far tokens": apart(0.25, own=True, move=3.0),
-    "own tilt of a rare far token": apart(0.02, own=True),
-    "keys' tilt of a rare far token": apart(0.02, own=False),
+    "query shift of far tokens": apart(0.25, own=True, move=3.0),
+    "query shift of a rare far token": apart(0.02, own=True),
+    "keys' shift of a rare far token": apart(0.02, own=False),
     "the same, two heads": apart(0.02, own=False, heads=2),
     "rare far token": pair(0.02, gap=100.0, move=1.0),
     "two heads that look at a rare far token": pair(0.02, gap=100.0, move=1.0, heads=2),
@@ -52,13 +53,13 @@ CASES: dict[str, Case] = {
     "equal tokens and one that nobody sees": pair(0.5, gap=0.0, move=0.01, seen=False),
     "equal tokens with moving queries": pair(0.5, gap=0.0, move=0.01, ask=1.0, seen=False),
     "rare far token and one that nobody sees": pair(0.02, gap=100.0, move=0.3, seen=False),
-    "token between others that the query tilts": sink(own=True),
-    "token between others that tilt": sink(own=False),
+    "token between others that the query shifts": sink(own=True),
+    "token between others that the keys shift": sink(own=False),
     "rare token without value": rare(),
 }
 """Maps and balls; in each some term is close to the truth."""
 QUICK = {
-    name: CASES[name] for name in ("own tilt of a rare far token", "keys' tilt of a rare far token", "equal tokens")
+    name: CASES[name] for name in ("query shift of a rare far token", "keys' shift of a rare far token", "equal tokens")
 }
 """Some of them, for tests."""
 SEARCH = Search()
@@ -77,7 +78,7 @@ class Proof:
     @cached_property
     def ball(self) -> HeadBall:
         """All heads are one group."""
-        (ball,) = self.around._balls(self.case.attention, self.case.x, self.case.moves)
+        (ball,) = self.around.head_balls(HeadsAt(self.case.attention, self.case.x), self.case.moves)
         return ball
 
     @cached_property
@@ -97,13 +98,13 @@ class Proof:
 
     @cached_property
     def own_drift(self) -> Tensor:
-        """How far means move by the query's own tilt, ``(heads, i)``: known where β has one direction, else proved."""
+        """How far means move by the query's shift, ``(heads, i)``: known where β has one direction, else proved."""
         if self.case.query.shape[1] > 1:
-            return self.ball.tilts.own_move(self.ball._here_spread)
+            return self.ball.perturbation.mean_shift_by_query(self.ball.input_value_deviation)
         at, ask = At(self.case, self.case.x[None]), self.case.maps[0]
-        tilt = self.case.moves[:, None] * ask.norm(dim=(-2, -1))[..., None] * about(at.weights, at.key)[0, ..., 0]
+        shift = self.case.moves[:, None] * ask.norm(dim=(-2, -1))[..., None] * about(at.weights, at.key)[0, ..., 0]
         shares = torch.linspace(-1, 1, 201, dtype=torch.float64)[:, None, None, None]
-        change = torch.softmax(self.weights.log() + shares * tilt, -1) - self.weights
+        change = torch.softmax(self.weights.log() + shares * shift, -1) - self.weights
         return 1.001 * (change[..., None] * about(at.weights, at.value)).sum(-2).norm(dim=-1).amax(0)
 
     def kept(self, first: int) -> Tensor:
@@ -112,7 +113,7 @@ class Proof:
 
     def parts(self, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kept, ball = self.kept(first), self.ball
-        return ball.change_of_weights * kept, ball.high * kept, ball.group.weights * kept, kept
+        return ball.weight_change * kept, ball.upper_weights * kept, ball.group.weights * kept, kept
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,15 @@ def still_keys(m: Moved) -> Tensor:
 
 
 def own_change(m: Moved) -> Tensor:
-    """What the query's own tilt does to the weights."""
-    return m.tilted(0.0) - m.old
+    """What the query's shift does to the weights."""
+    return m.perturbed(0.0) - m.old
 
 
 def ends(m: Moved, number: int) -> tuple[Tensor, Tensor]:
-    """The weights before and after a step: of the query's own tilt (0), then of the keys'."""
+    """The weights before and after a step: of the query's shift (0), then of the keys'."""
     if number == 0:
-        return m.old, m.tilted(0.0)
-    return m.tilted((number - 1) / STEPS), m.tilted(number / STEPS)
+        return m.old, m.perturbed(0.0)
+    return m.perturbed((number - 1) / KEY_STEPS), m.perturbed(number / KEY_STEPS)
 
 
 def turned(m: Moved, number: int) -> Tensor:
@@ -201,7 +202,7 @@ def _step(number: int) -> dict[str, Term]:
 
     name = f"step {number}: "
     return {
-        name + "mixture": Term(lambda p: p.ball.steps[number].mixed, lambda m: 0.5 * sum(ends(m, number))),
+        name + "mixture": Term(lambda p: p.ball.steps[number].mixture, lambda m: 0.5 * sum(ends(m, number))),
         name + "factor": Term(lambda p: 2 * p.ball.steps[number].factor, lambda m: size(turned(m, number))),
         name + "loads": Term(loads, lambda m: (turned(m, number) @ directions(m.case).mT).norm(dim=-2)),
     }
@@ -210,7 +211,7 @@ def _step(number: int) -> dict[str, Term]:
 def _known_drift(proof: Proof) -> Tensor:
     """The query's own step for values of which it is known how far their mean moves."""
     ball, drift = proof.ball, proof.own_drift
-    return 2 * ball.tilts.own_step(ball._value_moment, drift, ball._twisted(drift)).factor
+    return 2 * ball.perturbation.query_step(ball.value_moment, drift, ball.hadamard_norm(drift)).factor
 
 
 def _towards(proof: Proof) -> Tensor:
@@ -218,7 +219,9 @@ def _towards(proof: Proof) -> Tensor:
     found = []
     for key in range(proof.case.n):
         first, others = proof.ball.directed_change(key)
-        vectors = proof.ball.apart(others.centres) @ proof.block.writes.mT[:, None] @ directions(proof.case).mT
+        vectors = (
+            proof.ball.centred_values(others.centres) @ proof.block.output_bases.mT[:, None] @ directions(proof.case).mT
+        )
         second = others.size[..., None] * (others.loads[..., None] * vectors.square()).sum(-2).sqrt()
         found.append(first[..., None] * proof.values_along[..., key, :].abs() + second)
     return torch.stack(found, -2)
@@ -228,8 +231,8 @@ def _others(proof: Proof) -> Tensor:
     """How far the mean of all tokens but one may move, ``(heads, i, j)``."""
     ball, found = proof.ball, []
     for key in range(proof.case.n):
-        others = ball.others(torch.full_like(ball.group.heads, key))
-        found.append(others.size * ball._value_moment(others.loads, others.centres).sqrt())
+        others = ball.leave_one_out(torch.full_like(ball.group.heads, key))
+        found.append(others.size * ball.value_moment(others.loads, others.centres).sqrt())
     return torch.stack(found, -1)
 
 
@@ -239,85 +242,87 @@ def without(weights: Tensor, vectors: Tensor) -> Tensor:
     return (kept / kept.sum(-1, keepdim=True).clamp_min(1e-300)) @ vectors[..., None, :, :]
 
 
-TILTS = {
-    "own tilt": Term(lambda p: p.ball.tilts.most, lambda m: _seen(m, m.own.abs()).amax(-1)),
-    "keys' tilt": Term(lambda p: p.ball.tilts.tilt, lambda m: _seen(m, m.keys_part.abs()).amax(-1)),
-    "log E e^β": Term(lambda p: p.ball.tilts.shift, lambda m: (m.old * (m.own.expm1() - m.own)).sum(-1).log1p()),
-    "high, own tilt": Term(lambda p: p.ball.tilts.high(0.0) - p.weights, own_change),
-    "low, own tilt": Term(lambda p: p.weights - p.ball.tilts.low(0.0), lambda m: -own_change(m)),
-    "mean, own tilt": Term(
-        lambda p: p.ball.tilts.own_move(p.ball._here_spread),
+PERTURBATION = {
+    "query shift": Term(lambda p: p.ball.perturbation.max_query_shift, lambda m: _seen(m, m.own.abs()).amax(-1)),
+    "keys' shift": Term(lambda p: p.ball.perturbation.max_key_shift, lambda m: _seen(m, m.keys_part.abs()).amax(-1)),
+    "log E e^β": Term(
+        lambda p: p.ball.perturbation.log_mean, lambda m: (m.old * (m.own.expm1() - m.own)).sum(-1).log1p()
+    ),
+    "high, query shift": Term(lambda p: p.ball.perturbation.upper(0.0) - p.weights, own_change),
+    "low, query shift": Term(lambda p: p.weights - p.ball.perturbation.lower(0.0), lambda m: -own_change(m)),
+    "mean, query shift": Term(
+        lambda p: p.ball.perturbation.mean_shift_by_query(p.ball.input_value_deviation),
         lambda m: mean_move(own_change(m), m, m.here.value).norm(dim=-1),
     ),
     "step 0: factor, drift known": Term(_known_drift, lambda m: size(turned(m, 0))),
-    **{name: term for number in range(STEPS + 1) for name, term in _step(number).items()},
+    **{name: term for number in range(KEY_STEPS + 1) for name, term in _step(number).items()},
 }
 """Of `howsmooth.certificates.ball.weight_perturbation`."""
 
 HEAD = {
-    "high": Term(lambda p: p.ball.high - p.weights, lambda m: m.shift),
-    "low": Term(lambda p: p.weights - p.ball.low, lambda m: -m.shift),
-    "change of weights": Term(lambda p: p.ball.change_of_weights, lambda m: m.shift.abs()),
-    "largest P(1 − P)": Term(lambda p: p.ball.products[0], lambda m: m.new * (1 - m.new)),
+    "high": Term(lambda p: p.ball.upper_weights - p.weights, lambda m: m.shift),
+    "low": Term(lambda p: p.weights - p.ball.lower_weights, lambda m: -m.shift),
+    "change of weights": Term(lambda p: p.ball.weight_change, lambda m: m.shift.abs()),
+    "largest P(1 − P)": Term(lambda p: p.ball.weight_variances[0], lambda m: m.new * (1 - m.new)),
     "change of P(1 − P)": Term(
-        lambda p: p.ball.products[1], lambda m: (m.new * (1 - m.new) - m.old * (1 - m.old)).abs()
+        lambda p: p.ball.weight_variances[1], lambda m: (m.new * (1 - m.new) - m.old * (1 - m.old)).abs()
     ),
-    "drift": Term(lambda p: p.ball.drift, lambda m: mean_move(m.shift, m, m.here.value).norm(dim=-1)),
-    "key drift": Term(lambda p: p.ball._key_drift, lambda m: mean_move(m.shift, m, m.here.pull).norm(dim=-1)),
-    "still spread": Term(lambda p: p.ball._still_spread, lambda m: spread(m.new, m.here.value)),
-    "still lean": Term(lambda p: p.ball._still_lean, lambda m: spread(m.new, m.here.pull)),
-    "spread": Term(lambda p: p.ball.spread, lambda m: spread(m.new, m.there.value)),
-    "lean": Term(lambda p: p.ball.lean, lambda m: spread(m.new, m.there.pull)),
-    "query blocks": Term(lambda p: p.ball._diagonal_change, lambda m: size(m.query_change)),
+    "drift": Term(lambda p: p.ball.value_mean_shift, lambda m: mean_move(m.shift, m, m.here.value).norm(dim=-1)),
+    "key drift": Term(lambda p: p.ball.key_mean_shift, lambda m: mean_move(m.shift, m, m.here.pull).norm(dim=-1)),
+    "still spread": Term(lambda p: p.ball.fixed_value_deviation, lambda m: spread(m.new, m.here.value)),
+    "still lean": Term(lambda p: p.ball.fixed_key_deviation, lambda m: spread(m.new, m.here.pull)),
+    "spread": Term(lambda p: p.ball.value_deviation, lambda m: spread(m.new, m.there.value)),
+    "lean": Term(lambda p: p.ball.key_deviation, lambda m: spread(m.new, m.there.pull)),
+    "query blocks": Term(lambda p: p.ball.query_block_change, lambda m: size(m.query_change)),
     "value blocks": Term(
-        lambda p: p.ball.blocks_change[0], lambda m: m.shift.abs() * size(m.here.value_map)[:, None, None]
+        lambda p: p.ball.block_changes[0], lambda m: m.shift.abs() * size(m.here.value_map)[:, None, None]
     ),
-    "key blocks": Term(lambda p: p.ball.blocks_change[1], lambda m: moved_keys(m).norm(dim=-1)),
+    "key blocks": Term(lambda p: p.ball.block_changes[1], lambda m: moved_keys(m).norm(dim=-1)),
     "key blocks, moved queries": Term(
-        lambda p: p.ball.blocks_change[2], lambda m: leading(m.new, m.there.value).norm(dim=-1) * m.turn.norm(dim=-1)
+        lambda p: p.ball.block_changes[2], lambda m: leading(m.new, m.there.value).norm(dim=-1) * m.turn.norm(dim=-1)
     ),
     "mean of all others": Term(
         _others, lambda m: (without(m.new, m.here.value) - without(m.old, m.here.value)).norm(dim=-1)
     ),
     "directed change": Term(_towards, lambda m: (still_keys(m) @ directions(m.case).mT).abs()),
     "path of the keys": Term(
-        lambda p: p.ball._cross_change(*p.parts(0)), lambda m: pairs(outer(moved_keys(m), m.here.felt))
+        lambda p: p.ball.key_path_change(*p.parts(0)), lambda m: pairs(outer(moved_keys(m), m.here.felt))
     ),
     "path of the keys but the first": Term(
-        lambda p: p.ball._cross_change(*p.parts(1)), lambda m: pairs(outer(moved_keys(m), m.here.felt), 1)
+        lambda p: p.ball.key_path_change(*p.parts(1)), lambda m: pairs(outer(moved_keys(m), m.here.felt), 1)
     ),
     "path of the keys, values still": Term(
-        lambda p: p.ball._stepped(p.kept(0)), lambda m: pairs(outer(still_keys(m), m.here.felt))
+        lambda p: p.ball.key_path_change_by_steps(p.kept(0)), lambda m: pairs(outer(still_keys(m), m.here.felt))
     ),
     "path of the keys but the first, values still": Term(
-        lambda p: p.ball._stepped(p.kept(1)), lambda m: pairs(outer(still_keys(m), m.here.felt), 1)
+        lambda p: p.ball.key_path_change_by_steps(p.kept(1)), lambda m: pairs(outer(still_keys(m), m.here.felt), 1)
     ),
     "move of the means": Term(
-        lambda p: p.ball._mean_change(p.ball.change_of_weights, p.ball.group.weights),
+        lambda p: p.ball.mean_term_norm(p.ball.weight_change, p.ball.group.weights),
         lambda m: pairs(outer(m.new[..., None] * mean_move(m.shift, m, m.here.value)[..., None, :], m.here.felt)),
     ),
-    "values and keys": Term(lambda p: p.ball._tokens_change(p.kept(0)), lambda m: pairs(m.value_and_key_change)),
+    "values and keys": Term(lambda p: p.ball.value_and_key_change(p.kept(0)), lambda m: pairs(m.value_and_key_change)),
     "values and keys but the first": Term(
-        lambda p: p.ball._tokens_change(p.kept(1)), lambda m: pairs(m.value_and_key_change, 1)
+        lambda p: p.ball.value_and_key_change(p.kept(1)), lambda m: pairs(m.value_and_key_change, 1)
     ),
     "path of the keys on the ball": Term(
-        lambda p: p.ball._cross_on_ball(), lambda m: pairs(outer(leading(m.new, m.there.value), m.there.felt))
+        lambda p: p.ball.key_path_norm(), lambda m: pairs(outer(leading(m.new, m.there.value), m.there.felt))
     ),
     "change": Term(lambda p: p.ball.change(), lambda m: pairs(m.jacobian_change)),
-    "rows": Term(lambda p: p.ball.rows(), lambda m: pairs(m.jacobian)),
+    "rows": Term(lambda p: p.ball.norm(), lambda m: pairs(m.jacobian)),
 }
 """Of `howsmooth.certificates.ball.head_ball`."""
 
 BLOCK = {
-    "queries": Term(lambda p: p.block._queries(), lambda m: size(m.query_change.sum(1))),
+    "queries": Term(lambda p: p.block.query_change(), lambda m: size(m.query_change.sum(1))),
     "values and keys": Term(lambda p: _rest(p, 0), lambda m: pairs(m.value_and_key_change.sum(1))),
     "values and keys but the first": Term(lambda p: _rest(p, 1), lambda m: pairs(m.value_and_key_change.sum(1), 1)),
     "moved queries": Term(
-        lambda p: _number(p.block._asked(torch.arange(p.case.n))),
+        lambda p: _number(p.block.query_move_change(torch.arange(p.case.n))),
         lambda m: pairs(outer(leading(m.new, m.there.value), m.turn).sum(1)),
     ),
     "one token": Term(
-        lambda p: torch.stack([_number(p.block._column(key)) for key in range(p.case.n)]),
+        lambda p: torch.stack([_number(p.block.one_token_change(key)) for key in range(p.case.n)]),
         lambda m: torch.stack([pairs(m.value_and_key_change.sum(1), j, j + 1) for j in range(m.case.n)], -1),
     ),
     "change": Term(lambda p: _number(p.block.change()), lambda m: pairs(m.jacobian_change.sum(1))),
@@ -330,7 +335,7 @@ def _seen(m: Moved, entries: Tensor) -> Tensor:
 
 
 def _rest(proof: Proof, first: int) -> Tensor:
-    return _number(proof.block._rest(torch.arange(first, proof.case.n)))
+    return _number(proof.block.other_tokens_change(torch.arange(first, proof.case.n)))
 
 
 def _number(value: float) -> Tensor:

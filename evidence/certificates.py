@@ -21,6 +21,7 @@ from howsmooth.certificates import PatchTransformer
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.models import alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
@@ -193,12 +194,13 @@ def minilm(
     for layer, hidden in sorted(inputs.hidden.items()):
         attention, x = from_transformers(model, layer), hidden[0]
         start = process_time()
-        here = enclose_heads(attention, x)
+        at = HeadsAt(attention, x, stored=True)
+        here = enclose_heads(at)
         seconds = process_time() - start
         size = float(x.norm(dim=-1).mean())
         around = {}
         for share in shares:
-            near = enclose_heads_around(attention, x, move_radii(length, share * size, None), here)
+            near = enclose_heads_around(at, move_radii(length, share * size, None), here)
             around[share] = [head.upper / head.lower for head in near]
         yield Heads(layer, [head.upper / head.lower for head in here], around, seconds)
 

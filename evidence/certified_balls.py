@@ -15,6 +15,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.certify_any import certify_tokens
 from howsmooth.certificates.point.enclosure import enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.models import Targets, alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.reports.figures.style import ACCENT, BLUE, light_grid, literal, new_figure, save_figure
@@ -53,9 +54,10 @@ class Heads:
 def heads(name: str, layers: Sequence[int], shares: Sequence[float] = SHARES) -> Iterator[Heads]:
     """Heads of a model at 32 tokens."""
     for layer, attention, x in sites(name, layers):
-        here, size, rows = enclose_heads(attention, x), float(x.norm(dim=-1).mean()), []
+        at = HeadsAt(attention, x, stored=True)
+        here, size, rows = enclose_heads(at), float(x.norm(dim=-1).mean()), []
         for share in shares:
-            near = enclose_heads_around(attention, x, move_radii(len(x), share * size, None), here)
+            near = enclose_heads_around(at, move_radii(len(x), share * size, None), here)
             rows.append([head.upper / head.lower for head in near])
         yield Heads(layer, rows)
 
@@ -77,8 +79,9 @@ def against_worst(layers: Sequence[int], length: int = 96, share: float = 0.01) 
     inputs = attention_inputs(model, tokenizer, text[text.index("Alice was beginning") :], length, tuple(layers))
     for layer, hidden in sorted(inputs.hidden.items()):
         attention, x = from_transformers(model, layer), hidden[0].double()
-        radius, here = share * float(x.norm(dim=-1).mean()), enclose_heads(attention, x)
-        near = enclose_heads_around(attention, x, move_radii(length, radius, None), here)
+        at = HeadsAt(attention, x, stored=True)
+        radius, here = share * float(x.norm(dim=-1).mean()), enclose_heads(at)
+        near = enclose_heads_around(at, move_radii(length, radius, None), here)
         worst = [worst_found(attention, x, radius, head) for head in range(attention.heads)]
         grown = [w / head.lower for w, head in zip(worst, here, strict=True)]
         yield Found(layer, grown, [head.upper / w for w, head in zip(worst, near, strict=True)])

@@ -18,6 +18,7 @@ from evidence.juries import Example, Modules, largest
 from evidence.moved_heads import size
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.stages import UnitNorm
+from howsmooth.bounds.three_paths import PathsAt
 
 DRAWS = 400
 NAMES = ("query", "key", "value")
@@ -82,7 +83,7 @@ class Ball:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        ball = modules["certificates.ball.nonlinear_ball"].CurvedBall(self.attention, self.x, self.moves)
+        ball = modules["certificates.ball.nonlinear_ball"].CurvedBall(PathsAt(self.attention, self.x), self.moves)
         for name in NAMES:
             feature = getattr(ball, name)
             yield f"derivative of the {name}", feature.first

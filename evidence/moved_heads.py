@@ -158,8 +158,8 @@ class Moved:
         """a_j = (t_ij + Ae_i)·e_j."""
         return torch.einsum("bhijd,bjd->bhij", self.here.felt + self.turn, self.there.moved)
 
-    def tilted(self, share: float) -> Tensor:
-        """P⁰ tilted by the query's own move and a share of that of the keys."""
+    def perturbed(self, share: float) -> Tensor:
+        """P⁰ perturbed by the query's own move and a share of that of the keys."""
         return torch.softmax(self.old.log() + self.own + share * self.keys_part, -1)
 
     @cached_property
@@ -256,7 +256,7 @@ def sink(own: bool, gap: float = 100.0, move: float = 0.1) -> Case:
 
 
 def rare(share: float = 0.02, move: float = 1.0) -> Case:
-    """One row that tilts a rare token without value up, and so the others, which have values, down together."""
+    """One row that shifts a rare token without value up, and so the others, which have values, down together."""
     first, second = torch.eye(2, dtype=torch.float64)[:, None, None]
     x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 50.0], [0.0, -50.0]], dtype=torch.float64)
     mask = torch.full((4, 4), -torch.inf, dtype=torch.float64)

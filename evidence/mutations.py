@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from evidence import answer_terms, ball_terms, certificate_terms, curved_terms, network_terms, pooled_terms
-from evidence.ball_terms import BLOCK, CASES, HEAD, TILTS
+from evidence.ball_terms import BLOCK, CASES, HEAD, PERTURBATION
 from evidence.changes import Mutant, mutants
 from evidence.juries import OUTCOMES, SMALL, Example, Jury, Verdict
 from evidence.tables import table
@@ -17,12 +17,12 @@ _OTHERS = ("mean of all others", "directed change", "key blocks")
 JUDGED: dict[str, Callable[[], list[Example]]] = {
     "certificates.ball.weight_boxes": lambda: ball_terms.examples(HEAD),
     "certificates.ball.weight_perturbation": lambda: ball_terms.examples(
-        {**TILTS, **{name: HEAD[name] for name in _OWN}}
+        {**PERTURBATION, **{name: HEAD[name] for name in _OWN}}
     ),
     "certificates.ball.norm_of_partitioned_sum": lambda: ball_terms.examples({"change": HEAD["change"]}),
     "certificates.ball.leave_one_out": lambda: ball_terms.examples({name: HEAD[name] for name in _OTHERS}),
     "certificates.ball.head_ball": lambda: ball_terms.examples(
-        {**HEAD, **{f"step {k}: factor": TILTS[f"step {k}: factor"] for k in (0, 1)}}
+        {**HEAD, **{f"step {k}: factor": PERTURBATION[f"step {k}: factor"] for k in (0, 1)}}
     ),
     "certificates.ball.block_ball": lambda: ball_terms.examples(BLOCK),
     "certificates.network.taylor_remainders": lambda: network_terms.examples("single"),
@@ -36,22 +36,22 @@ JUDGED: dict[str, Callable[[], list[Example]]] = {
 }
 """The modules that are changed, and the examples that are compared."""
 CHOICES = {
-    ("certificates.ball.weight_perturbation", "STEPS"): "any number of steps",
-    ("certificates.ball.weight_perturbation", "_LEAST_SHARE"): "any ϑ",
+    ("certificates.ball.weight_perturbation", "KEY_STEPS"): "any number of steps",
+    ("certificates.ball.weight_perturbation", "_MIN_SHARE"): "any ϑ",
     ("certificates.ball.norm_of_partitioned_sum", "_STEPS"): "any λ and μ",
     ("certificates.ball.head_ball", "_POWERS"): "any weights of the keys",
     ("certificates.ball.head_ball", "_SINKS"): "any number of sinks",
-    ("certificates.ball.head_ball", "_TWISTED"): "any size",
-    ("certificates.ball.head_ball", "_bounded"): "any weights θ",
+    ("certificates.ball.head_ball", "_HADAMARD_LIMIT"): "any size",
+    ("certificates.ball.head_ball", "_positive"): "any weights θ",
     ("certificates.ball.block_ball", "_SINKS"): "any number of sinks",
     ("certificates.ball.block_ball", "_STEPS"): "any weights a",
-    ("certificates.ball.block_ball", "_SHARP"): "any weights a",
+    ("certificates.ball.block_ball", "_SHARPNESS"): "any weights a",
     ("certificates.ball.block_ball", "sizes"): "any weights a",
     ("certificates.ball.block_ball", "row_by_row"): "any weights a",
     ("certificates.ball.block_ball", "over_keys"): "any weights a",
-    ("certificates.ball.block_ball", "_parts"): "any weights a",
-    ("certificates.ball.block_ball", "_quick"): "any guesses of what is then proved",
-    ("certificates.ball.block_ball", "shares"): "any guesses of what is then proved",
+    ("certificates.ball.block_ball", "_normalised"): "any weights a",
+    ("certificates.ball.block_ball", "_float32_rows"): "any guesses of what is then proved",
+    ("certificates.ball.block_ball", "head_shares"): "any guesses of what is then proved",
     ("certificates.network.margins", "_STEPS"): "any radius at which margins are positive",
     ("certificates.network.margins", "_FINENESS"): "any radius at which margins are positive",
     ("certificates.network.margins", "(_FARTHEST, _FAR)"): "any radius at which margins are positive",
@@ -170,7 +170,7 @@ def parts(progress: Callable[[str], None] = lambda text: None) -> list[str]:
         table(["module", "choice", "changes"], [[*where, count] for where, count in free.items()]),
         "Changes that make a term smaller and pass no truth that was found, with the smallest that became of a term, "
         "and why. Corrections of second order in the radius are products of two drifts, what a drift adds to a "
-        "spread, log E e^β beside the largest tilt, errors times what a run leaves open: no example here is large "
+        "spread, log E e^β beside the largest shift, errors times what a run leaves open: no example here is large "
         "enough for them. An alternative that is not the least may have a part that is smaller.",
         table(["where", "change", "smallest term", "why it may"], left),
     ]

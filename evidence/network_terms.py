@@ -233,8 +233,8 @@ SINGLE = {
 HEADS = {label: _attention(case) for label, case in ball_terms.CASES.items()}
 HEADS |= {f"drawn {seed}, farther": _attention(drawn(seed)) for seed in (1, 3, 6, 8, 10, 11)}
 HEADS |= {
-    "keys' small tilt of a rare far token": _attention(apart(0.02, own=False, move=0.05)),
-    "own large tilt of far tokens": _attention(apart(0.5, own=True, move=10.0)),
+    "small shift by the keys of a rare far token": _attention(apart(0.02, own=False, move=0.05)),
+    "large query shift of far tokens": _attention(apart(0.5, own=True, move=10.0)),
     "rare weight that grows while its value moves": _attention(
         _one_row((0.98, 0.02), ((0.0,), (1.0,)), (0.0, 0.0), (3.0, 0.0, 0.01))
     ),

@@ -13,6 +13,7 @@ from evidence.certificates import draw
 from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
 from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 
 HEADS, ROWS, WIDTH = 3, 4, 6
@@ -27,7 +28,7 @@ def drawn(seed: int, batch: int, spread: float = 1.0) -> Side:
 
 
 def only(side: Side, heads: slice) -> Side:
-    return Side(side.rows[:, heads], side.off[:, heads])
+    return Side(side.rows[:, heads], side.error[:, heads])
 
 
 def attained(left: Tensor, right: Tensor, tries: int = 20) -> float:
@@ -106,26 +107,26 @@ def block(seed: int) -> tuple[hs.AttentionMap, Tensor, float]:
 
 def rebuilt(ball: BlockBall) -> Tensor:
     """The Jacobian at the input from the vectors of all heads, ``(n·d_out, n·d)``."""
-    weights, n = ball._of(lambda one: one.group.weights), ball.n
-    push = ball._push.expand(n, -1, -1, -1)
-    values = ball._moved_values.rows[0].mT / ball.eps @ ball.reads.mT
+    weights, n = ball._stacked(lambda one: one.group.weights), ball.n
+    push = ball._pushes.expand(n, -1, -1, -1)
+    values = ball._value_maps.rows[0].mT / ball.eps @ ball.value_bases.mT
     blocks = torch.einsum("hij,hde->idje", weights, values)
-    blocks = blocks + torch.einsum("hij,ihjd,jihe->idje", weights, ball._apart, push)
-    own = torch.einsum("hij,ihjd,ihje->ide", weights, ball._apart, ball._pull)
+    blocks = blocks + torch.einsum("hij,ihjd,jihe->idje", weights, ball._centred_values, push)
+    own = torch.einsum("hij,ihjd,ihje->ide", weights, ball._centred_values, ball._centred_keys)
     for i in range(n):
         blocks[i, :, i] += own[i]
     return blocks.reshape(n * blocks.shape[1], -1)
 
 
-@pytest.mark.parametrize("name", ["none", "writes", "asks", "answers", "reads"])
+@pytest.mark.parametrize("name", ["none", "output_bases", "query_bases", "key_bases", "value_bases"])
 def test_vectors_of_all_heads_make_up_the_jacobian_and_bases_of_the_wrong_head_do_not(name: str) -> None:
     for seed in range(6):
         attention, x, radius = block(seed)
-        ball = BlockBall(attention, on_ball._balls(attention, x, on_ball.move_radii(len(x), radius, None)))
+        ball = BlockBall(attention, on_ball.head_balls(HeadsAt(attention, x), on_ball.move_radii(len(x), radius, None)))
         true = torch.autograd.functional.jacobian(attention, x).reshape(-1, x.numel())
         if name == "none":
             torch.testing.assert_close(rebuilt(ball), true, rtol=1e-10, atol=1e-12)
-        elif attention.kv_heads > 1 or name in ("writes", "asks"):
+        elif attention.kv_heads > 1 or name in ("output_bases", "query_bases"):
             setattr(ball, name, getattr(ball, name).roll(1, 0))
             assert float((rebuilt(ball) - true).norm()) > 1e-2 * float(true.norm())
 
@@ -147,10 +148,10 @@ def moved_jacobian(attention: hs.AttentionMap, x: Tensor, radius: float, steps: 
 def test_no_jacobian_inside_a_ball_is_farther_from_that_at_the_input_than_proved(seed: int) -> None:
     attention, x, radius = block(seed)
     moves = on_ball.move_radii(len(x), radius, None)
-    balls = on_ball._balls(attention, x, moves)
+    balls = on_ball.head_balls(HeadsAt(attention, x), moves)
     change = BlockBall(attention, balls).change()
     assert moved_jacobian(attention, x, radius) <= change < torch.inf
-    assert on_ball._block_change(balls, on_ball._changes(balls), attention, x) <= change
+    assert on_ball._block_change(balls, on_ball._changes(balls), HeadsAt(attention, x)) <= change
 
 
 def small(seed: int, still: bool) -> tuple[hs.SelfAttention, Tensor]:
@@ -165,14 +166,14 @@ def small(seed: int, still: bool) -> tuple[hs.SelfAttention, Tensor]:
 
 @pytest.mark.parametrize(
     ("home", "path", "still"),
-    [(BlockBall, "_queries", False), (BlockBall, "_halves", False), (block_ball, "over_keys", True)],
+    [(BlockBall, "query_change", False), (BlockBall, "_value_sum_norm", False), (block_ball, "over_keys", True)],
 )
 def test_a_dropped_path_is_caught(home: object, path: str, still: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     attention, x = small(0 if still else 1, still)
-    balls = on_ball._balls(attention, x, on_ball.move_radii(4, 0.01, None))
+    balls = on_ball.head_balls(HeadsAt(attention, x), on_ball.move_radii(4, 0.01, None))
     worst = max(moved_jacobian(attention, x, 0.01, 12) for _ in range(4))
     assert worst <= BlockBall(attention, balls).change() < torch.inf
-    nothing = torch.zeros(4 if path == "_queries" else (), dtype=torch.float64)
+    nothing = torch.zeros(4 if path == "query_change" else (), dtype=torch.float64)
     monkeypatch.setattr(home, path, lambda *_: nothing)
     assert BlockBall(attention, balls).change() < worst
 
@@ -181,7 +182,7 @@ def test_a_block_of_heads_that_share_nothing_moves_less_far_than_heads_that_only
     """Nine times the same head, each on a part of the tokens of its own."""
     weights = [torch.block_diag(*[m] * 9) for m in torch.randn(4, 2, 2, dtype=torch.float64)]
     attention, x = hs.SelfAttention(*weights, heads=9), torch.randn(5, 2, dtype=torch.float64).repeat(1, 9)
-    balls = on_ball._balls(attention, x, on_ball.move_radii(5, 0.01, None))
+    balls = on_ball.head_balls(HeadsAt(attention, x), on_ball.move_radii(5, 0.01, None))
     alone = torch.cat([ball.change() for ball in balls])
     together = BlockBall(attention, balls).change()
     assert together <= 2 * float(alone.amax())

@@ -10,6 +10,7 @@ from evidence import attention_cases
 from evidence.certificates import dense_norm, enclosures
 from howsmooth.certificates.point import enclosure, head_gram
 from howsmooth.certificates.point.block_gram import StackedHeads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
@@ -33,7 +34,7 @@ def test_dense_jacobian_lies_between_the_ends_within_a_per_mille(kind: str, mask
 def test_gram_matrix_equals_the_product_of_the_blocks(options: dict[str, object]) -> None:
     attention = hs.SelfAttention.random(10, 2, rotary=hs.Rotary.standard(4), **options)  # type: ignore[arg-type]
     x = torch.randn(5, 10, dtype=torch.float64)
-    for head in head_gram.head_blocks(attention, x):
+    for head in HeadsAt(attention, x).blocks():
         n, k, d = head.shape
         dense = torch.stack([head.rows(i) for i in range(n)]).transpose(1, 2).reshape(n * k, n * d)
         torch.testing.assert_close(head.gram(), dense @ dense.mT, rtol=1e-12, atol=1e-12)
@@ -85,7 +86,7 @@ OPTIONS: list[dict[str, object]] = [
 def test_rows_of_stacked_heads_are_those_of_the_dense_gram_matrix(options: dict[str, object]) -> None:
     attention = hs.SelfAttention.random(12, 3, **options).in_dtype(torch.float64)
     x, basis = torch.randn(5, 12).double(), torch.linalg.qr(torch.randn(60, 7).double()).Q
-    heads = StackedHeads.of(attention, x)
+    heads = StackedHeads.of(HeadsAt(attention, x))
     assert heads is not None
     dense = torch.autograd.functional.jacobian(attention, x).reshape(60, 60)
     squares, products = heads.sums(basis)
@@ -98,10 +99,10 @@ def test_a_deflated_block_is_enclosed_and_a_dropped_covariance_is_caught(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention = hs.SelfAttention.random(12, 3, **options).in_dtype(torch.float64)
-    x, built = 3 * torch.randn(6, 12).double(), head_gram._behind
+    x, built = 3 * torch.randn(6, 12).double(), head_gram._blocks
     monkeypatch.setattr(enclosure, "BLOCK", 4)
     monkeypatch.setattr(enclosure, "BLOCK_DEFLATED", 8)
-    true, proof = dense_norm(attention, x), enclosure.enclose_block(attention, x)
+    true, proof = dense_norm(attention, x), enclosure.enclose_block(HeadsAt(attention, x))
     assert proof.method == "deflation"
     assert proof.lower <= true <= proof.upper <= 1.2 * true
 
@@ -110,20 +111,20 @@ def test_a_deflated_block_is_enclosed_and_a_dropped_covariance_is_caught(
         head.own.zero_()
         return head
 
-    monkeypatch.setattr(head_gram, "_behind", without_queries)
-    assert not enclosure.enclose_block(attention, x).upper >= true * (1 + 1e-6)
+    monkeypatch.setattr(head_gram, "_blocks", without_queries)
+    assert not enclosure.enclose_block(HeadsAt(attention, x)).upper >= true * (1 + 1e-6)
 
 
 @pytest.mark.slow
 def test_a_dropped_covariance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = head_gram._behind
+    built = head_gram._blocks
 
     def without_queries(*args: object) -> head_gram.HeadBlocks:
         head = built(*args)  # type: ignore[arg-type]
         head.own.zero_()
         return head
 
-    monkeypatch.setattr(head_gram, "_behind", without_queries)
+    monkeypatch.setattr(head_gram, "_blocks", without_queries)
     found, _ = enclosures("dot_product", "none", every=30)
     assert found.passed > found.tried / 2
 

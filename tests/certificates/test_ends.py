@@ -38,7 +38,7 @@ def test_ends_of_weights_and_of_their_products_hold_where_one_is_nearly_one(near
         for _ in range(20):
             case = pair(-(nearly + torch.rand(2, 2).double()) * (1 - torch.eye(2, dtype=torch.float64)))
             ball = Proof(case).ball
-            low, high, (most, *_) = ball.low[0], ball.high[0], ball.products
+            low, high, (most, *_) = ball.lower_weights[0], ball.upper_weights[0], ball.weight_variances
             for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 for weight, rest in corners(case, i, j):
                     assert Decimal(float(low[i, j])) <= weight <= Decimal(float(high[i, j]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.certificates.point.head_gram import head_blocks
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 N = 3
 
@@ -53,7 +53,7 @@ def test_the_error_of_a_query_path_is_allowed_for() -> None:
     shares = []
     for seed in range(3):
         attention, x = cancelled_queries(seed)
-        (head,) = head_blocks(attention, x)
+        (head,) = HeadsAt(attention, x).blocks()
         with mpmath.workdps(50):
             stored = mpmath.matrix(torch.stack([head.rows(i)[:, 0].flatten() for i in range(N)]).tolist())
             shares.append(float(mpmath.mnorm(exact_jacobian(attention, x) - stored, "f")) / head.off)

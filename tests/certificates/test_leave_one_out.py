@@ -10,10 +10,11 @@ import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certificates.ball import on_ball
 from howsmooth.certificates.ball.head_ball import HeadBall
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 
 def first_ball(attention: hs.AttentionMap, x: Tensor, radius: float) -> HeadBall:
-    return on_ball._balls(attention, x, on_ball.move_radii(len(x), radius, None))[0]
+    return on_ball.head_balls(HeadsAt(attention, x), on_ball.move_radii(len(x), radius, None))[0]
 
 
 def mean_of_others(attention: hs.AttentionMap, x: Tensor, values: Tensor, row: int, key: int) -> Tensor:
@@ -41,8 +42,8 @@ def reached(seed: int, radius: float, share: float = 1.0) -> list[float]:
     attention, x, _ = draw(seed)
     ball, found = first_ball(attention, x, share * radius), []
     for key in range(len(x)):
-        others = ball.others(torch.full_like(ball.group.heads, key))
-        bound = (others.size * ball._value_moment(others.loads, others.centres).sqrt())[0]
+        others = ball.leave_one_out(torch.full_like(ball.group.heads, key))
+        bound = (others.size * ball.value_moment(others.loads, others.centres).sqrt())[0]
         for row in range(len(x)):
             seen = ball.group.seen[0, row]
             if int(seen.sum()) - int(seen[key]) >= 2 and float(bound[row]) > 0:
@@ -70,17 +71,17 @@ def test_others_that_are_close_to_each_other_hardly_move_however_far_the_one_is(
     sizes = []
     for gap in (1.0, 10.0):
         ball = first_ball(*two_groups(gap), 1e-3)
-        others = ball.others(torch.zeros(1, dtype=torch.long))
-        sizes.append(float((others.size * ball._value_moment(others.loads, others.centres).sqrt())[0, 1:].amax()))
+        others = ball.leave_one_out(torch.zeros(1, dtype=torch.long))
+        sizes.append(float((others.size * ball.value_moment(others.loads, others.centres).sqrt())[0, 1:].amax()))
     assert sizes[1] < 20 * sizes[0]
-    old = ball._others_move((1 - ball.group.upper_weights).clamp_min(1e-300))[0, 1:, 0]
+    old = ball._other_mean_shift((1 - ball.group.upper_weights).clamp_min(1e-300))[0, 1:, 0]
     assert float(old.amax()) > 20 * sizes[1]
 
 
 def test_a_row_that_sees_one_token_only_has_no_others() -> None:
     attention, x = hs.SelfAttention.random(4, mask="causal").in_dtype(torch.float64), torch.randn(3, 4).double()
     ball = first_ball(attention, x, 0.1)
-    others = ball.others(torch.zeros(1, dtype=torch.long))
+    others = ball.leave_one_out(torch.zeros(1, dtype=torch.long))
     assert float(others.loads[0, 0].sum()) == 0.0
     assert bool(others.size.isfinite().all() and others.centres.isfinite().all())
     assert bool(ball.change().isfinite().all())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evidence import answer_terms, curved_terms, network_terms, pooled_terms
-from evidence.ball_terms import BLOCK, CASES, TILTS, Proof, examples
+from evidence.ball_terms import BLOCK, CASES, PERTURBATION, Proof, examples
 from evidence.changes import Mutant, altered, mutants, source_of
 from evidence.juries import Example, Jury, Modules
 from evidence.mutations import CHOICES, FRAGMENTS, JUDGED, WHY, judged
@@ -30,9 +30,9 @@ def outcomes(found: list[Mutant], *given: Example) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "term", "case"),
     [
-        ("_queries", "queries", "keys' tilt of a rare far token"),
-        ("_rest", "values and keys but the first", "rare far token"),
-        ("_column", "one token", "equal tokens"),
+        ("query_change", "queries", "keys' shift of a rare far token"),
+        ("other_tokens_change", "values and keys but the first", "rare far token"),
+        ("one_token_change", "one token", "equal tokens"),
     ],
 )
 def test_half_of_a_path_of_heads_together_is_caught(place: str, term: str, case: str) -> None:
@@ -41,8 +41,8 @@ def test_half_of_a_path_of_heads_together_is_caught(place: str, term: str, case:
 
 
 def test_half_of_the_hadamard_form_is_caught() -> None:
-    wrong = changed("certificates.ball.weight_perturbation", "own_step", "`0.5` → `0.25`", "0.25 * (twisted")
-    given = examples({"step 0: factor": TILTS["step 0: factor"]}, {"drawn 50": CASES["drawn 50"]})
+    wrong = changed("certificates.ball.weight_perturbation", "query_step", "`0.5` → `0.25`", "0.25 * (product_norm")
+    given = examples({"step 0: factor": PERTURBATION["step 0: factor"]}, {"drawn 50": CASES["drawn 50"]})
     assert outcomes(wrong, *given) == ["caught"]
 
 
@@ -125,7 +125,7 @@ def test_proofs_as_they_are_pass_and_come_back_after_a_change() -> None:
         "nothing",
         ast.unparse(ast.parse(source_of("certificates.ball.weight_perturbation"))),
     )
-    terms = {name: TILTS[name] for name in ("step 0: factor", "high, own tilt")}
+    terms = {name: PERTURBATION[name] for name in ("step 0: factor", "high, query shift")}
     assert outcomes([here], *examples(terms, {"drawn 50": CASES["drawn 50"]})) == ["not smaller"]
     with altered(here) as modules:
         assert modules["certificates.ball.on_ball"] is not on_ball

@@ -14,7 +14,7 @@ from evidence.certificates import CURVED, ball_attacks, curved_attacks, draw, dr
 from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
 from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
-from howsmooth.bounds.three_paths import paths
+from howsmooth.bounds.three_paths import PathsAt, paths
 from howsmooth.certificates.ball import on_ball
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import CurvedBall, curved_bound
@@ -58,7 +58,7 @@ def weights_left(share: float) -> float:
                 (slope,) = torch.autograd.grad(sign * attention.weights(here)[0, -1, aim], here)
                 away = radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
                 moved = attention.weights(x + away).flatten(0, -3)[:own]
-                worst = max(worst, float((moved - ball.high).max()), float((ball.low - moved).max()))
+                worst = max(worst, float((moved - ball.upper_weights).max()), float((ball.lower_weights - moved).max()))
     return worst
 
 
@@ -85,7 +85,7 @@ def means_left(share: float) -> float:
                 (slope,) = torch.autograd.grad(mean @ direction, here)
                 away = radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-300)
                 direction = attention.weights(x + away).flatten(0, -3)[0, aim] @ part.value[0] - part.mean[0, aim]
-                worst = max(worst, float(direction.norm() - ball.drift[0, aim]))
+                worst = max(worst, float(direction.norm() - ball.value_mean_shift[0, aim]))
     return worst
 
 
@@ -131,7 +131,7 @@ def test_maps_without_a_proof_are_refused() -> None:
     attention = hs.SelfAttention.random(4)
     attention.query_stages.append(Squared())
     with pytest.raises(DoesNotApply, match="no bound around an input is proved for Squared"):
-        curved_bound(attention, torch.ones(3, 4), torch.full((3,), 0.1))
+        curved_bound(PathsAt(attention, torch.ones(3, 4)), torch.full((3,), 0.1))
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def curved_weights_left(kind: str, share: float) -> float:
     worst = -torch.inf
     for seed in range(4):
         attention, x, _ = draw_curved(kind, seed)
-        ball = CurvedBall(attention, x, torch.full((len(x),), share * 0.2, dtype=torch.float64))
+        ball = CurvedBall(PathsAt(attention, x), torch.full((len(x),), share * 0.2, dtype=torch.float64))
         for aim in range(len(x)):
             here = x.clone().requires_grad_()
             (slope,) = torch.autograd.grad(attention.weights(here)[0, -1, aim], here)

@@ -1,4 +1,4 @@
-"""Tilted rows: weights, means and covariances stay within what is proved, and wrong variants do not."""
+"""Weights, means and covariances of perturbed rows lie within their proved bounds; wrong variants do not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.three_paths import scatter
-from howsmooth.certificates.ball.weight_perturbation import Tilts
+from howsmooth.certificates.ball.weight_perturbation import WeightPerturbation
 
 ROWS, KEYS, WIDTH = 4, 7, 3
 
 
 class Drawn:
-    """Rows of weights with values and keys, and every tilt they may meet."""
+    """Rows of weights with values and keys, and every perturbation of them."""
 
     def __init__(self, seed: int, size: float):
         g, self.size = torch.Generator().manual_seed(seed), size
@@ -30,7 +30,7 @@ class Drawn:
         alpha = torch.linalg.matrix_norm(lean, 2).sqrt()
         bounds = torch.full_like(self.scores, size)
         off = torch.full_like(self.scores[..., :1], 1e-12)
-        self.tilts = Tilts(
+        self.perturbation = WeightPerturbation(
             self.scores, self.weights * (1 + 1e-12), off, size * self.apart.norm(dim=-1), bounds, size * alpha
         )
         step = torch.randn(1, ROWS, WIDTH, generator=g).double()
@@ -41,13 +41,13 @@ class Drawn:
     def moment(self, weights: Tensor) -> Tensor:
         return torch.linalg.matrix_norm(scatter(weights.expand(1, ROWS, KEYS), self.value, self.mean), 2)
 
-    def twisted(self, drift: Tensor, share: float = 1.0) -> Tensor:
-        apart, mixed = self.value[:, None] - self.mean[:, :, None], self.tilts.mixed
+    def product_norm(self, drift: Tensor, share: float = 1.0) -> Tensor:
+        apart, mixed = self.value[:, None] - self.mean[:, :, None], self.perturbation.mixture
         pairs = (apart[..., :, None] * self.apart[..., None, :]).flatten(-2) * mixed.sqrt()[..., None]
         lean = torch.linalg.matrix_norm(self.apart * mixed.sqrt()[..., None], 2)
         return share * self.size * (torch.linalg.matrix_norm(pairs, 2) + 0.5 * drift * lean)
 
-    def tilted(self) -> Tensor:
+    def perturbed(self) -> Tensor:
         return torch.softmax(self.scores + self.own + self.keys, -1)
 
     def covariance(self, weights: Tensor) -> Tensor:
@@ -56,20 +56,25 @@ class Drawn:
 
 
 def outside(seed: int, size: float, share: float = 1.0) -> dict[str, float]:
-    """By how much tilted rows leave bounds that are made for a share of the tilt, each as a part of its bound."""
+    """The excess of perturbed rows over bounds made for a share of the perturbation, relative to the bounds."""
     drawn = Drawn(seed, size)
-    t = drawn.tilts
-    t = replace(t, own=share * t.own, keys=share * t.keys, lean=share * t.lean)
-    after, spread = drawn.tilted(), drawn.moment(drawn.weights).sqrt()
-    drift = t.own_move(spread) + drawn.moment(t.high(0.0)).sqrt() * torch.sinh(t.tilt)
-    twisted = drawn.twisted(t.own_move(spread), share)
-    steps = [t.own_step(drawn.moment, t.own_move(spread), twisted), *t.key_steps(drawn.moment)]
-    change = sum(2 * s.factor * (s.mixed * drawn.probe.square()).sum(-1).sqrt() for s in steps)
+    t = drawn.perturbation
+    t = replace(
+        t,
+        query_shifts=share * t.query_shifts,
+        key_shifts=share * t.key_shifts,
+        query_deviation=share * t.query_deviation,
+    )
+    after, spread = drawn.perturbed(), drawn.moment(drawn.weights).sqrt()
+    drift = t.mean_shift_by_query(spread) + drawn.moment(t.upper(0.0)).sqrt() * torch.sinh(t.max_key_shift)
+    product_norm = drawn.product_norm(t.mean_shift_by_query(spread), share)
+    steps = [t.query_step(drawn.moment, t.mean_shift_by_query(spread), product_norm), *t.key_steps(drawn.moment)]
+    change = sum(2 * s.factor * (s.mixture * drawn.probe.square()).sum(-1).sqrt() for s in steps)
     moved = ((after - drawn.weights) @ drawn.value).norm(dim=-1)
     turned = (drawn.covariance(after) - drawn.covariance(drawn.weights)).norm(dim=-1)
     return {
-        "high": float((after - t.high()).max()),
-        "low": float((t.low() - after).max()),
+        "high": float((after - t.upper()).max()),
+        "low": float((t.lower() - after).max()),
         "mean": float((moved / drift).max()) - 1,
         "covariance": float((turned / change).max()) - 1,
     }
@@ -77,36 +82,36 @@ def outside(seed: int, size: float, share: float = 1.0) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-3, 0.1, 0.5, 2.0])
-def test_tilted_rows_stay_within_their_bounds(size: float) -> None:
+def test_perturbed_rows_stay_within_their_bounds(size: float) -> None:
     found = [outside(seed, size) for seed in range(100)]
     assert all(value <= 1e-12 for one in found for value in one.values())
 
 
 @pytest.mark.slow
-def test_tilts_that_are_taken_too_small_are_caught() -> None:
+def test_perturbations_that_are_assumed_too_small_are_caught() -> None:
     found = [outside(seed, 0.3, share=0.25) for seed in range(200)]
     assert all(max(one[name] for one in found) > 0 for name in ("high", "low", "mean", "covariance"))
 
 
-def test_a_tilt_whose_mean_is_not_zero_leaves_its_ends() -> None:
+def test_a_perturbation_whose_mean_is_not_zero_leaves_its_ends() -> None:
     """Weights grow by no more than e^B because β has mean zero under P⁰; with another mean they do."""
     worst = 0.0
     for seed in range(50):
         drawn = Drawn(seed, 0.5)
-        still = replace(drawn.tilts, keys=torch.zeros_like(drawn.keys))
-        lopsided = drawn.tilts.own.clone()
+        still = replace(drawn.perturbation, key_shifts=torch.zeros_like(drawn.keys))
+        lopsided = drawn.perturbation.query_shifts.clone()
         lopsided[..., 1:] *= -1
-        worst = max(worst, float((torch.softmax(drawn.scores + lopsided, -1) - still.high()).max()))
+        worst = max(worst, float((torch.softmax(drawn.scores + lopsided, -1) - still.upper()).max()))
     assert worst > 1e-3
 
 
-def test_no_tilt_leaves_the_weights_as_they_are() -> None:
-    t = Drawn(0, 0.0).tilts
-    assert torch.allclose(t.high(), t.weights, rtol=1e-11)
-    assert torch.allclose(t.low(), t.weights, rtol=1e-11)
+def test_no_perturbation_leaves_the_weights_as_they_are() -> None:
+    t = Drawn(0, 0.0).perturbation
+    assert torch.allclose(t.upper(), t.weights, rtol=1e-11)
+    assert torch.allclose(t.lower(), t.weights, rtol=1e-11)
 
 
-def test_ends_hold_for_tilts_beyond_all_exponents() -> None:
-    t = Drawn(0, 1e4).tilts
-    assert bool((t.high() >= t.low()).all() and t.high().isfinite().all() and t.low().isfinite().all())
-    assert float(t.high()[0, 0, 2]) == 0.0
+def test_ends_hold_for_perturbations_beyond_all_exponents() -> None:
+    t = Drawn(0, 1e4).perturbation
+    assert bool((t.upper() >= t.lower()).all() and t.upper().isfinite().all() and t.lower().isfinite().all())
+    assert float(t.upper()[0, 0, 2]) == 0.0

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FORMULAS = "[...document.querySelectorAll('math')].map(formula => formula.textContent).join()"
 FONT = "document.fonts.ready.then(all => [...all].find(font => font.family.includes('STIX Two Math')).status)"
 WITH_FORMULAS = ("index", "theory/dot-product", "theory/three-path", "theory/l2-attention", "reference/catalogue")
+WITH_FORMULAS += tuple(f"theory/certificates-{page}" for page in ("point", "ball", "network", "classifier"))
 
 
 @pytest.fixture(scope="module")

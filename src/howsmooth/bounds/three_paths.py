@@ -52,6 +52,7 @@ from howsmooth.jacobians.function_checks import check_tokens
 
 _Tensors = TypeVar("_Tensors", "_Vectors", Traced)
 LEAST = 1e-300
+_Weights = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]
 GROUP_SIZE = 2**19
 """Most entries of the n × n weights, or of n matrices of size k × k, that are held at once over several heads."""
 
@@ -170,49 +171,93 @@ def both_paths(
     attention: AttentionMap, x: Tensor, foldings: Sequence[bool], reduced: bool = True
 ) -> Iterator[tuple[Paths, ...]]:
     """The `paths` with and without the output matrix, as ``foldings`` asks, on weights that are computed once."""
-    check_tokens(x)
-    if x.shape[-1] != attention.in_features:
-        raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}.")
-    attention = attention.in_dtype(torch.float64)
-    tokens = x.double().reshape(-1, *x.shape[-2:])
-    batch, n, _ = tokens.shape
-    attention.terms.check(n, attention.heads, batch)
-    raw = [vectors.flatten(0, 1) for vectors in attention.project(tokens)]
-    stages = attention.stages(raw[0], raw[1])
-    weights_in = (attention.query_weight, attention.key_weight, attention.value_weight)
-    factors = [_per_map(weight.mT, len(raw[0]), batch, reduced).mT for weight in weights_in]
-    lost = [_factoring(attention.in_features, factor.shape[-2], reduced) for factor in factors]
-    with torch.no_grad():
-        start = projected(attention, tokens, [vectors.detach() for vectors in raw])
-        traced = [through(*each) for each in zip(stages, start, strict=True)]
-    query, key, value = map(_Vectors.behind_stages, stages, raw, factors, traced, lost)
-    softmax = attention.weighting == "softmax"
-    shiftable = softmax and attention.softcap is None
-    sides = [value.behind_output(attention, batch, reduced) if folded else value for folded in foldings]
-    if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
-        sides = [side.centred() for side in sides]
-    pulls = (replace(key, at=key.at - key.at.mean(-2, keepdim=True)) if shiftable else key).felt_by(query)
-    pushes = query.felt_by(key)
-    every = Maps.every(batch, attention.heads, n, query.at)
-    widest = max(side.at.shape[-1] for side in (pulls, pushes, *sides))
-    step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
-    for first in range(0, len(query.at), step):
-        span = slice(first, first + step)
-        maps, pull, push = every.select(span), _some(pulls, span), _some(pushes, span)
-        dots, scores, weights, slopes = _weights(attention, query.at[span], key.at[span], maps)
+    return PathsAt(attention, x).groups(foldings, reduced)
+
+
+class PathsAt:
+    """The paths of a map at x, ``(n, d)`` or ``(batch, n, d)``, in several forms.
+
+    Args:
+        stored: keep the attention weights of all heads, so that several passes evaluate them once.
+    """
+
+    def __init__(self, attention: AttentionMap, x: Tensor, stored: bool = False):
+        check_tokens(x)
+        if x.shape[-1] != attention.in_features:
+            raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}.")
+        self.attention = attention = attention.in_dtype(torch.float64)
+        self.x, self.stored = x, stored
+        self.tokens = x.double().reshape(-1, *x.shape[-2:])
+        batch, n, _ = self.tokens.shape
+        attention.terms.check(n, attention.heads, batch)
+        self.projected = [vectors.flatten(0, 1) for vectors in attention.project(self.tokens)]
+        self.stages = attention.stages(self.projected[0], self.projected[1])
+        self._behind = [Chain.through(*each) for each in zip(self.stages, self.projected, strict=True)]
+        self._maps = Maps.every(batch, attention.heads, n, self.projected[0])
+
+    @property
+    def _softmax(self) -> bool:
+        return self.attention.weighting == "softmax"
+
+    @cached_property
+    @torch.no_grad()
+    def _traced(self) -> list[Traced]:
+        """Queries, keys and values with bounds on their rounding."""
+        start = projected(self.attention, self.tokens, [vectors.detach() for vectors in self.projected])
+        return [through(*each) for each in zip(self.stages, start, strict=True)]
+
+    @cached_property
+    def _stored_weights(self) -> _Weights:
+        return self._evaluate(slice(None))
+
+    def _evaluate(self, span: slice) -> _Weights:
+        query, key = (at[span] for at, _ in self._behind[:2])
+        dots, scores, weights, slopes = _weights(self.attention, query, key, self._maps.select(span))
         with torch.no_grad():
-            logits = logit_radius(_some(traced[0], span), _some(traced[1], span), dots, scores)
-            omega = weight_radii(logits, n, softmax, attention.softcap)
-        groups = []
-        for values, folded in zip((_some(side, span) for side in sides), foldings, strict=True):
-            mean = weights @ values.at if softmax else torch.zeros_like(values.at)
-            felt = (pull.at, _varying(pull.maps), push.at, _varying(push.maps))
-            radii = Radii(*omega, values.radius, pull.radius, push.radius, values.lean, pull.lean, push.lean)
-            seen = (scores, weights, slopes, tokens[maps.batch])
-            groups.append(
-                Paths(*seen, values.at, mean, values.maps, *felt, radii, softmax, shiftable, maps.heads, folded)
-            )
-        yield tuple(groups)
+            logits = logit_radius(_some(self._traced[0], span), _some(self._traced[1], span), dots, scores)
+            omega = weight_radii(logits, self.tokens.shape[1], self._softmax, self.attention.softcap)
+        return scores, weights, slopes, omega
+
+    def weights(self, span: slice = slice(None)) -> _Weights:
+        """Logits, P and S of some maps, and the radii of P and S."""
+        if not self.stored:
+            return self._evaluate(span)
+        scores, weights, slopes, (first, second) = self._stored_weights
+        part = weights[span]
+        return scores[span], part, part if slopes is weights else slopes[span], (first[span], second[span])
+
+    def groups(self, foldings: Sequence[bool] = (True,), reduced: bool = True) -> Iterator[tuple[Paths, ...]]:
+        """Every group of maps, once for each of the ``foldings``."""
+        attention, (batch, n, _) = self.attention, self.tokens.shape
+        weights_in = (attention.query_weight, attention.key_weight, attention.value_weight)
+        factors = [_per_map(weight.mT, len(self.projected[0]), batch, reduced).mT for weight in weights_in]
+        lost = [_factoring(attention.in_features, factor.shape[-2], reduced) for factor in factors]
+        query, key, value = map(
+            _Vectors.behind_stages, self.stages, self._behind, self.projected, factors, self._traced, lost
+        )
+        softmax = self._softmax
+        shiftable = softmax and attention.softcap is None
+        sides = [value.behind_output(attention, batch, reduced) if folded else value for folded in foldings]
+        if softmax:  # a common shift of the values moves every m_i alike; without it differences lose fewer digits
+            sides = [side.centred() for side in sides]
+        pulls = (replace(key, at=key.at - key.at.mean(-2, keepdim=True)) if shiftable else key).felt_by(query)
+        pushes = query.felt_by(key)
+        widest = max(side.at.shape[-1] for side in (pulls, pushes, *sides))
+        step = max(1, GROUP_SIZE // (n * max(n, widest**2)))
+        for first in range(0, len(query.at), step):
+            span = slice(first, first + step)
+            maps, pull, push = self._maps.select(span), _some(pulls, span), _some(pushes, span)
+            scores, weights, slopes, omega = self.weights(span)
+            groups = []
+            for values, folded in zip((_some(side, span) for side in sides), foldings, strict=True):
+                mean = weights @ values.at if softmax else torch.zeros_like(values.at)
+                felt = (pull.at, _varying(pull.maps), push.at, _varying(push.maps))
+                radii = Radii(*omega, values.radius, pull.radius, push.radius, values.lean, pull.lean, push.lean)
+                seen = (scores, weights, slopes, self.tokens[maps.batch])
+                groups.append(
+                    Paths(*seen, values.at, mean, values.maps, *felt, radii, softmax, shiftable, maps.heads, folded)
+                )
+            yield tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -226,10 +271,16 @@ class _Vectors:
 
     @classmethod
     def behind_stages(
-        cls, stages: Sequence[TokenStage], raw: Tensor, factor: Tensor, traced: Traced, lost: float
+        cls,
+        stages: Sequence[TokenStage],
+        behind: tuple[Tensor, Chain],
+        raw: Tensor,
+        factor: Tensor,
+        traced: Traced,
+        lost: float,
     ) -> _Vectors:
         """From projected tokens, and the factor of their projection, which is ``lost`` off."""
-        at, chain = Chain.through(stages, raw)
+        at, chain = behind
         with torch.no_grad():
             lean = traced.map_radius(factor, lost)
         return cls(at, _derivative(stages, chain, raw, factor), traced.radius, lean)

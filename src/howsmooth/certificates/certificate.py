@@ -1,4 +1,4 @@
-"""What a certificate says: proved ends of a Lipschitz constant, or a proved radius."""
+"""Results: proved ends of a Lipschitz constant, and a proved radius."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`certify`: the proof that a question asks for, at an input, on a ball around it, or of a class."""
+"""`certify`: a proof at an input, on a ball around it, or of a class."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from howsmooth.certificates.network.parts_ir import (
 )
 from howsmooth.certificates.network.read_check import check_network, in_double, left_alone, read_folded, read_map
 from howsmooth.certificates.point.enclosure import enclose_block, enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians.function_checks import check_tokens
 
@@ -147,10 +148,11 @@ def certify_tokens(
     check_number(radius, "radius", least=0)
     moves = move_radii(len(x), radius, tokens)
     moving = bool(moves.any())
+    at = HeadsAt(attention, x, stored=moving)
     if per_head:
-        ends = enclose_heads_around(attention, x, moves) if moving else enclose_heads(attention, x)
+        ends = enclose_heads_around(at, moves) if moving else enclose_heads(at)
     else:
-        ends = [enclose_block_around(attention, x, moves) if moving else enclose_block(attention, x)]
+        ends = [enclose_block_around(at, moves) if moving else enclose_block(at)]
     lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
     notes = ["computed in float64"] if x.dtype != torch.float64 else []
     if ball == "frobenius" and moving and len(x) > 1:

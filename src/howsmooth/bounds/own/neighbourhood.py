@@ -70,7 +70,7 @@ def three_path_ball(attention: AttentionMap, x: Tensor, eps: float, folded: bool
     >>> bool((near < far).all() and (near > hs.measure_heads(head, x).value).all())
     True
     """
-    return Setting(attention, len(x), None, x, eps).on_paths(_evaluate, folded)
+    return Setting(attention, len(x), None, x, eps).on_paths(three_path_ball_of, folded)
 
 
 def softmax_ceiling(scores: Tensor, radius: Tensor) -> Tensor:
@@ -138,6 +138,7 @@ def _ball(group: Paths, eps: float, value: Tensor, score: Tensor) -> Tensor:
     assumptions=(LINEAR, NO_SOFTCAP),
     on_paths=True,
 )
-def _evaluate(group: Paths, where: Setting) -> Tensor:
+def three_path_ball_of(group: Paths, where: Setting) -> Tensor:
+    """The bound of each map of a group, ``(g,)``."""
     assert where.eps is not None
     return torch.maximum(_ball(group, where.eps, *where.norms(group)), three_path_of(group))

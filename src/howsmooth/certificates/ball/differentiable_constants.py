@@ -1,10 +1,7 @@
-r"""Proved constants of heads as numbers with derivatives: something to train with.
+"""Proved constants of heads as differentiable numbers.
 
-The bounds of `howsmooth.certificates.ball.on_ball` are made of roots, maxima and softmax, and have derivatives wherever
-a maximum is attained once. Only the value at the input is proved by a factorisation, which has none; its slope is that
-of the singular value it encloses: for unit singular vectors u, v of a singular value σ that stands alone, :math:`dσ =
-\langle u, dJ\,v\rangle`. So the upper end there is taken as a constant plus :math:`\langle u, Jv\rangle` less its own
-value.
+The value at the input is proved by a factorisation, which has no derivative; its derivative is that of the enclosed
+singular value, dσ = ⟨u, dJ v⟩ (docs/theory/certificates-ball.md, section "Derivatives of the bounds").
 """
 
 from __future__ import annotations
@@ -17,10 +14,11 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.three_paths import Paths, paths
+from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.on_ball import move_radii, upper_ends
 from howsmooth.certificates.network.parts_ir import check_attention_unchanged
 from howsmooth.certificates.point.enclosure import enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.norms.local_constant import measure_heads
@@ -56,25 +54,23 @@ def certified_constants(
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
     check_attention_unchanged(attention, "attention")
     x, moves = x.double(), move_radii(len(x), radius, tokens)
+    at = HeadsAt(attention, x, stored=True)
+    groups = [group for (group,) in at.groups(reduced=False)]
     with torch.no_grad():
-        here = enclose_heads(attention, x)
+        here = enclose_heads(at)
         vectors = measure_heads(attention.in_dtype(torch.float64), x, rtol=_RTOL)
         assert vectors.left is not None
         assert vectors.right is not None
-    value = torch.cat(
-        [
-            bilinear(group, vectors.left[group.heads], vectors.right[group.heads])
-            for group in paths(attention, x, reduced=False)
-        ]
-    )
+    value = torch.cat([bilinear(group, vectors.left[group.heads], vectors.right[group.heads]) for group in groups])
     upper = value - value.detach() + value.new_tensor([head.upper for head in here])
-    return torch.maximum(upper, upper_ends(attention, x, moves, upper)[0]) if bool(moves.any()) else upper
+    return torch.maximum(upper, upper_ends(at, moves, upper)[0]) if bool(moves.any()) else upper
 
 
 def bilinear(group: Paths, left: Tensor, right: Tensor) -> Tensor:
     r""":math:`\langle u, Jv\rangle` of every map of a group, ``(g, n, d) → (g,)``, by its three paths.
 
     >>> import howsmooth as hs
+    >>> from howsmooth.bounds.three_paths import paths
     >>> head, x = hs.SelfAttention.random(4).in_dtype(torch.float64), torch.randn(3, 4).double()
     >>> u, v = torch.randn(2, 3, 4).double()
     >>> [group] = paths(head, x, reduced=False)

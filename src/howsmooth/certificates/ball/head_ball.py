@@ -1,47 +1,11 @@
-r"""Linear queries, keys and values of one group of heads on a ball around an input: what their Jacobian can be there.
+"""The Jacobian of heads with linear queries, keys and values on a ball, and its change from the input.
 
-The notation is that of `howsmooth.bounds.own.neighbourhood`: :math:`|x_j - x^0_j| \le ε_j`, ε the largest of them,
-:math:`A` the matrix of the logits, :math:`t_{ij} = M^{k\top}_jq^0_i`, :math:`b_{ij} = M^{q\top}_i(k^0_j - c_i)`,
-:math:`u_{ij} = W(v^0_j - o^0_i)`. Logits move, up to a shift of their row, by at most :math:`δ_{ij} = ε_i|b_{ij}| +
-ε_j|t_{ij}| + ε_iε_j\|A\|`, and softmax is monotone in each logit: :math:`\check P_{ij} \le P_{ij} \le \hat P_{ij}`,
-with :math:`|P - P^0| \le D` entry by entry; `howsmooth.certificates.ball.weight_perturbation` has sharper ends, and a
-second proof of what becomes of means and covariances. ℓ_i and α_i bound the standard deviations, over the ball and in
-any direction, of values and of keys as queries feel them.
+Notation: |x_j − x⁰_j| ≤ ε_j, ε their maximum, A the matrix of the logits, t_ij = M^kᵀ_j q⁰_i, b_ij = M^qᵀ_i(k⁰_j −
+c_i), u_ij = W(v⁰_j − o⁰_i); P̌ ≤ P ≤ P̂ and |P − P⁰| ≤ D entry by entry; ℓ_i and α_i bound the standard deviations of
+values and of keys in the query's coordinates; s_i ≥ |Δo_i| and r_i ≥ |Δc_i| bound the shifts of their means. Every
+ingredient is raised by a bound on its rounding error (`howsmooth.bounds.point_error`).
 
-**Rows that stay distributions.** The three paths of `howsmooth.bounds.own.neighbourhood`, with second moments as maxima
-of :math:`\sum_jp_j|a_j|^2` over all p with :math:`\check P_i \le p \le \hat P_i`, Σp = 1; and with key weights
-:math:`0 < τ_j \le 1` in the path of the keys, as in the three-path bound at a point: :math:`λ_i^{1/2} =
-\|\sum_j\hat P_{ij}τ_juu^\top\|^{1/2} + (s_i + 2\|V\|ε)(\sum_jP_{ij}τ_j)^{1/2}` with s_i as below, the sum at most 1;
-loads :math:`\hat P_{ij}λ_i/τ_j`.
-
-**How far a mean moves.** Tilting :math:`P^0_i` by logits within ±κ changes the mean of a vector by at most its standard
-deviation under P⁰ times sinh κ: the mean moves by :math:`E_{P^0}[(r-1)u]` for the density :math:`r = e^Δ/E e^Δ`, and
-:math:`E[r^2] - 1 \le \cosh^2κ - 1` by Kantorovich's inequality. Tilting further along :math:`b_{ij}\cdot e_i` moves it
-at most by ℓ_iε_iα_i (the derivative is a covariance). With :math:`κ_i = \max_j ε_j(|t_{ij}| + ε_i\|A\|)`:
-:math:`|Δo_i| \le s_i := ℓ^0_i\sinhκ_i + ℓ_iε_iα_i`, and likewise :math:`|Δc_i| \le r_i` with α for ℓ.
-
-**From the input.** :math:`\|J - J^0\|` is, for inputs of all tokens, at most the sum of
-
-- values: :math:`\|(P-P^0)\otimes V\| \le \|D\|\,\|V\|`; a mean of numbers y moves as one of vectors does, so
-  that also :math:`\|P-P^0\|^2 \le \max_j\sum_iP^β_{ij}(ρ_i + \sinhκ_i)^2`, ρ_i as for a deviation of 1 in
-  `howsmooth.certificates.ball.weight_perturbation`;
-- queries: :math:`\mathrm{Cov}_P(v,k) - \mathrm{Cov}_{P^0}(v^0,k^0) = \mathrm{Cov}_P(Vδ,k) + \mathrm{Cov}_P(v^0,Kδ) +
-  \sum_j(P-P^0)_{ij}u_jb_j^\top - Δo_iΔc_i^\top`, of norm at most :math:`\|V\|εα_i + ℓ_i\|A\|ε + s_ir_i +
-  \|\sum_jD_{ij}θ_{ij}uu^\top\|^{1/2}\|\sum_jD_{ij}θ_{ij}^{-1}bb^\top\|^{1/2}`, any θ > 0;
-- keys: row i maps :math:`z_j = t_{ij}\cdot y_j` to :math:`\mathrm{Cov}_{P_i}(v, z)`. The queries' own move costs
-  :math:`\|A\|ε(\max_j\sum_i\hat P_{ij}ℓ_i^2)^{1/2}`. The values' move is :math:`|\mathrm{Cov}_P(Vδ,z)| \le
-  \|V\|ε(\sum_jP_{ij}z_j^2)^{1/2}`. What remains is :math:`\sum_j(P-P^0)_{ij}u_{ij}z_j - Δo_i\sum_jP_{ij}z_j`: the first
-  part is at most :math:`λ_i^{1/2}(\sum_jD_{ij}θ_{ij}^{-1}z_j^2)^{1/2}`, :math:`λ_i = \|\sum_jD_{ij}θ_{ij}uu^\top\|`;
-  the second :math:`s_i(\sum_jP_{ij}z_j^2)^{1/2}`, or, with P = P⁰ + (P−P⁰), of norm at most
-  :math:`\|(P^0P^{0\top}) \circ (TT^\top) \circ ss^\top\|^{1/2} + \|[D_{ij}s_i|t_{ij}|]\|`, where t is the same
-  for all j. Squares summed over i are at most :math:`\max_j\|\sum_iω_{ij}t_{ij}t_{ij}^\top\|\,|Y|^2` for the loads ω in
-  front of :math:`z_j^2`.
-
-Inputs of the tokens that are looked at most are taken one by one (`howsmooth.certificates.ball.leave_one_out`), and put
-together with the rest and with the queries, which keep tokens apart
-(`howsmooth.certificates.ball.norm_of_partitioned_sum`). ∎
-
-Every ingredient is raised by what rounding may have done to it (`howsmooth.bounds.point_error`).
+Proof: docs/theory/certificates-ball.md, section "One head".
 """
 
 from __future__ import annotations
@@ -65,300 +29,66 @@ from howsmooth.bounds.own.three_path import (
 )
 from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
-from howsmooth.certificates.ball.leave_one_out import LEFT, Others
-from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_apart
+from howsmooth.certificates.ball.leave_one_out import MIN_REMAINDER, LeaveOneOut
+from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_boxes import largest_mean
-from howsmooth.certificates.ball.weight_perturbation import Step, Tilts, exponential_mean
+from howsmooth.certificates.ball.weight_perturbation import PerturbationStep, WeightPerturbation, exponential_mean
 from howsmooth.certificates.point.proved_eigenvalue import largest_eigenvalues
 
 _POWERS = (0.5, 0.75, 1.0)
-"""Of the key weights that are tried, beside none."""
+"""Powers of the key weights to try, beside none."""
 _SINKS = (1, 2, 4)
-"""How many of the tokens that are looked at most are taken one by one."""
-_TWISTED = 128
-"""Most tokens for which the Hadamard products of `weight_perturbation` are formed: n matrices of n rows a head."""
-_LARGE = 20.0
-"""A tilt by which no mean is followed: its deviation on the whole ball is less."""
+"""Numbers of sinks to bound one by one."""
+_HADAMARD_LIMIT = 128
+"""Maximum number of tokens for which Hadamard products are formed: n matrices of n rows a head."""
+_MAX_SHIFT = 20.0
+"""Shifts κ above this give no bound on a mean: its deviation on the whole ball is smaller."""
 
 
-class HeadBall:
-    """A group of heads on a ball, every ingredient of the module raised by what rounding may have done."""
+class HeadGeometry:
+    """A group of heads at the input: distances and second moments, raised by bounds on their rounding errors.
 
-    def __init__(self, group: Paths, moves: Tensor, value: Tensor, score: Tensor):
-        self.group, self.moves, self.value, self.score = group, moves, value, score
-        self.eps = float(moves.max())
-        radii, width = group.radii, group.pull.shape[-1]
+    Attributes:
+        key_distances: ≥ |b_ij|. value_distances: ≥ |u_ij|. push_lengths: ≥ |t_ij|. key_radius, value_radius: bounds on
+            the rounding errors of b_ij and u_ij, ``(g, n)``.
+    """
+
+    def __init__(self, group: Paths):
+        self.group, n, radii, width = group, group.weights.shape[-1], group.radii, group.pull.shape[-1]
         self.gain = torch.ones_like(radii.pull) if group.pull_map is None else group.pull_map.norm(dim=(-2, -1))
         self.mean_key = group.weights @ group.pull
-        away, most = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), 2 * radii.pull.amax(-1, keepdim=True)
-        wrong = torch.expm1(radii.weights) + gamma(len(moves) + 2 * width)  # of a mean, relative to the distances
-        self.key_radius = self.gain * (most + wrong * away) + radii.pull_map * (away + most)
-        self.keys_apart = group.pull_distances(self.mean_key) + self.key_radius[..., None]
-        far = distances(group.mean, group.value)
-        self.value_radius = 2 * radii.value.amax(-1, keepdim=True) + wrong * far.amax(-1)
-        self.values_apart = far + self.value_radius[..., None]
-        self.push = group.push_lengths() + push_radii(group)
-        both = moves[:, None] * moves * score[:, None, None]
-        own, keys = moves[:, None] * self.keys_apart, moves * self.push + both
-        off, lean = radii.weights[..., None], moves * self._here_lean
-        self.tilts = Tilts(group.scores, group.upper_weights, off, own, keys, lean)
-        self.high, self.low = self.tilts.high(), self.tilts.low()
-        change = torch.maximum(self.high - group.weights, group.weights - self.low).clamp_min(0.0)
-        self.change_of_weights = change + torch.expm1(radii.weights)[..., None] * group.weights
-        self.tilt = self.tilts.tilt
-
-    def change(self) -> Tensor:
-        """‖J − J⁰‖ on the ball, ``(g,)``."""
-        values, keys, queries = self.blocks_change
-        columns = values.norm(dim=-2) + self._cross(keys.square()) + queries.norm(dim=-2)
-        blocks, own, found = values + keys * self.push + queries, self._diagonal_change, []
-        for count in (0, *(c for c in _SINKS if c <= self.sinks.shape[-1])):
-            sinks = torch.zeros_like(columns, dtype=torch.bool).scatter(-1, self.sinks[:, :count], True)
-            kept = (~sinks)[:, None].to(columns)
-            rest = torch.minimum(self._tokens_change(kept), nonnegative_norm(blocks * kept))
-            parts = torch.where(sinks, columns, 0.0), torch.where(sinks, own, 0.0)
-            others = rest[:, None], own.masked_fill(sinks, 0.0).amax(-1, keepdim=True)
-            found.append(norm_apart(*(torch.cat(pair, -1) for pair in zip(parts, others, strict=True))))
-        return nowhere_nan(torch.stack(found).amin(0) * self.group.allowance)
+        longest, error = 2 * group.pull.norm(dim=-1).amax(-1, keepdim=True), 2 * radii.pull.amax(-1, keepdim=True)
+        mean_error = torch.expm1(radii.weights) + gamma(n + 2 * width)  # relative to the distances
+        self.key_radius = self.gain * (error + mean_error * longest) + radii.pull_map * (longest + error)
+        self.key_distances = group.pull_distances(self.mean_key) + self.key_radius[..., None]
+        between = distances(group.mean, group.value)
+        self.value_radius = 2 * radii.value.amax(-1, keepdim=True) + mean_error * between.amax(-1)
+        self.value_distances = between + self.value_radius[..., None]
+        self.push_lengths = group.push_lengths() + push_radii(group)
 
     @cached_property
     def sinks(self) -> Tensor:
-        """The tokens that are looked at most, ``(g, 4)``, or all but one of them."""
+        """The tokens with the largest column sums of weights, ``(g, 4)``, or all but one of them."""
         order = self.group.weights.sum(-2).argsort(-1, descending=True)
         return order[:, : min(_SINKS[-1], order.shape[-1] - 1)]
 
-    def others(self, keys: Tensor) -> Others:
-        """All tokens but one of every head, ``keys (g,)``."""
-        tilted = self._tilted(torch.ones_like(self.tilt))
-        return Others.than(keys, self.group, self.moves, tilted, self.key_radius, self._key_moment)
-
-    def _tokens_change(self, kept: Tensor) -> Tensor:
-        """How far the paths of values and keys can move for inputs of these tokens, ``(g, 1, n) → (g,)``."""
-        d, high = self.change_of_weights * kept, self.high * kept
-        norm = self.weights_move(kept)
-        queries = self.score * self.eps * root((high * self.spread.square()[..., None]).sum(-2).amax(-1))
-        return norm * self.value + self._cross_change(d, high, self.group.weights * kept, kept) + queries
-
-    def weights_move(self, kept: Tensor) -> Tensor:
-        """≥ ‖P − P⁰‖ on the columns of these tokens, ``(g, 1, n) → (g,)``."""
-        d, one = self.change_of_weights * kept, torch.ones_like(self.tilt)
-        sizes = self.tilts.own_move(one) + self._tilted(one)
-        rows = root((self.tilts.high(0.0) * kept * sizes.square()[..., None]).sum(-2).amax(-1))
-        schur = root(d.sum(-1).amax(-1) * d.sum(-2).amax(-1))
-        return torch.stack([nonnegative_norm(d), schur, nowhere_nan(rows)]).amin(0)
-
-    @cached_property
-    def blocks_change(self) -> tuple[Tensor, Tensor, Tensor]:
-        """How far the blocks of values and keys can move, key by key, ``(g, n, n)`` each; in the second: times t_ij."""
-        d, high, (most, shift, left) = self.change_of_weights, self.high, self.products
-        others = self._tilted(self._here_spread)[..., None] / left.sqrt()
-        others = others + (self._still_spread * self.moves * self._still_lean)[..., None] / (1 - high).clamp_min(LEFT)
-        others = torch.minimum(others, self._others_move(left))
-        plain = d * self.values_apart + high * self.drift[..., None]
-        sharper = shift * self.values_apart / left + most * others
-        moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
-        for keys in self.sinks.unbind(-1):
-            at, apart = keys[:, None, None].expand(-1, moved.shape[-2], 1), self.others(keys)
-            mean = most.gather(-1, at) * (apart.size * self._value_moment(apart.loads, apart.centres).sqrt())[..., None]
-            least = (shift * self.values_apart / left).gather(-1, at) + mean
-            moved = moved.scatter(-1, at, torch.fmin(moved.gather(-1, at), least))
-        known, unknown = self.asked_change
-        own = 2 * most * self.value[:, None, None] * self.eps
-        return d * self.value[:, None, None], moved + own, known * self.values_apart + unknown
-
-    @cached_property
-    def asked_change(self) -> tuple[Tensor, Tensor]:
-        """What the queries' own move does in the blocks of the keys, ``(g, n, n)`` each: the first times u_ij at most,
-        and besides no more than the second in any direction."""
-        turn, own = self.score[:, None, None] * self.eps, 2 * self.products[0] * self.value[:, None, None] * self.eps
-        return turn * self.high, turn * (self.high * self.drift[..., None] + own)
-
-    @cached_property
-    def products(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest P(1 − P), its largest change, and the smallest 1 − P⁰, ``(g, n, n)`` each."""
-        group, low, high = self.group, self.low, self.high
-        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
-        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
-        product = here * (1 - here)
-        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
-        shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
-        return most, shift, (1 - group.upper_weights).clamp_min(LEFT)  # where it is less, shift ÷ left is beyond use
-
-    def directed_change(self, key: int) -> tuple[Tensor, Others]:
-        r"""Where the blocks of one key can move, values fixed: times :math:`t_{ij}`, at most the first, ``(g, n)``,
-        along :math:`u_{ij}`, and besides :math:`\sum_lλ_{il}^{1/2}(v_l-c_i)ξ_l` with the loads λ, the points c and the
-        bound on |ξ| of the second (`howsmooth.certificates.ball.leave_one_out`)."""
-        most, shift, left = (part[..., key] for part in self.products)
-        others = self.others(torch.full_like(self.group.heads, key))
-        sharper, spread = shift / left, most * others.size
-        change, high, before = self.change_of_weights[..., key], self.high[..., key], self.tilts.high(0.0)
-        one = torch.ones_like(self.tilt)
-        plain = high * (self._tilted(one) + self.tilts.own_move(one))
-        apart, whole = self.values_apart[..., key], self._value_moment(before).sqrt()
-        away = self._value_moment(others.loads, others.centres).sqrt()
-        less = sharper * apart + spread * away < change * apart + plain * whole
-        pick = less[..., None]
-        loads, centres = torch.where(pick, others.loads, before), torch.where(pick, others.centres, self.group.mean)
-        return torch.where(less, sharper, change), Others(loads, centres, torch.where(less, spread, plain))
-
-    def _others_move(self, left: Tensor) -> Tensor:
-        """How far the mean value of all tokens but j can move, by the bounds of `weight_perturbation` in turn."""
-        before = self.tilts.high(0.0)
-        keys = self._tilted(self._value_moment(before).sqrt())[..., None] / (1 - before).clamp_min(LEFT).sqrt()
-        own = self._here_spread * self.tilts.lean * exponential_mean(2 * self.tilts.most)
-        return keys + own[..., None] / left
-
-    def rows(self) -> Tensor:
-        """‖J‖ on the ball, ``(g,)``."""
-        norm = torch.minimum(nonnegative_norm(self.high), self.high.sum(-2).amax(-1).sqrt())
-        diagonal = (self.spread * self.lean).amax(-1)
-        from_input = diagonal_norm(self.group) + self._diagonal_change.amax(-1)
-        bound = norm * self.value + torch.minimum(diagonal, from_input) + self._cross_on_ball()
-        return nowhere_nan(bound * self.group.allowance)
-
-    @cached_property
-    def spread(self) -> Tensor:
-        """ℓ_i: the standard deviation of values in any direction, over the ball."""
-        return self._still_spread + self.value[:, None] * self.eps
-
-    @cached_property
-    def lean(self) -> Tensor:
-        """α_i: that of keys as queries feel them."""
-        return self._still_lean + self.score[:, None] * self.eps
-
-    @cached_property
-    def _still_spread(self) -> Tensor:
-        """ℓ_i of the values at the input, under all weights on the ball."""
-        farthest = largest_mean(self.values_apart.square(), self.low, self.high)
-        return root(torch.minimum(self._value_moment(self.high), farthest))
-
-    @cached_property
-    def _still_lean(self) -> Tensor:
-        farthest = largest_mean(self.keys_apart.square(), self.low, self.high)
-        return root(torch.minimum(self._key_moment(self.high), farthest))
-
-    @cached_property
-    def _here_spread(self) -> Tensor:
-        """ℓ⁰_i: that at the input."""
-        return self._value_moment(self.group.upper_weights).sqrt()
-
-    @cached_property
-    def _here_lean(self) -> Tensor:
-        """α⁰_i, likewise of keys."""
-        return self._key_moment(self.group.upper_weights).sqrt()
-
-    @cached_property
-    def steps(self) -> list[Step]:
-        """The tilts of all rows, for values at the input."""
-        drift = self.tilts.own_move(self._here_spread)
-        own = self.tilts.own_step(self._value_moment, drift, self._twisted(drift))
-        return [own, *self.tilts.key_steps(self._value_moment)]
-
-    def _twisted(self, drift: Tensor) -> Tensor:
-        """≥ ‖[M^½β(u − ū)]‖ of `howsmooth.certificates.ball.weight_perturbation`, ``(g, n)``."""
-        mixed = self.tilts.mixed
-        if mixed.shape[-1] > _TWISTED:
-            return torch.full_like(drift, torch.inf)
-        values, keys, roots = self.apart(), self.pulled(), root(mixed)
-        grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
-        trace = (mixed * (self.values_apart * self.keys_apart).square()).sum(-1)
-        top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
-        off = self.value_radius[..., None] * self.keys_apart
-        off = root((mixed * (off + self.key_radius[..., None] * self.values_apart).square()).sum(-1))
-        return nowhere_nan(self.moves * (root(top) + off + 0.5 * drift * self._key_moment(mixed).sqrt()))
-
-    def apart(self, centres: Tensor | None = None) -> Tensor:
-        """u_ij, ``(g, n, n, m)``; about other centres, when they are given."""
+    def centred_values(self, centres: Tensor | None = None) -> Tensor:
+        """u_ij, ``(g, n, n, m)``, or values about other centres."""
         return self.group.value[:, None] - (self.group.mean if centres is None else centres)[:, :, None]
 
-    def pulled(self) -> Tensor:
+    def centred_keys(self) -> Tensor:
         """b_ij, ``(g, n, n, r)``."""
         apart, maps = self.group.pull[:, None] - self.mean_key[:, :, None], self.group.pull_map
         return apart if maps is None else apart @ maps
 
-    @cached_property
-    def drift(self) -> Tensor:
-        """s_i ≥ |Δo_i|: how far the mean of the values at the input can move with the weights, ``(g, n)``."""
-        tilted = torch.minimum(self._tilted(self._here_spread), self._still_spread * self.tilt)
-        plain = tilted + self._still_spread * self.moves * self._still_lean
-        own = self.tilts.own_move(self._here_spread)
-        return torch.minimum(plain, own + self._tilted(self._value_moment(self.tilts.high(0.0)).sqrt()))
-
-    @cached_property
-    def _key_drift(self) -> Tensor:
-        """r_i ≥ |Δc_i|, likewise for keys."""
-        tilted = torch.minimum(self._tilted(self._here_lean), self._still_lean * self.tilt)
-        plain = tilted + self.moves * self._still_lean.square()
-        own = self.tilts.own_move(self._here_lean)
-        return torch.minimum(plain, own + self._tilted(self._key_moment(self.tilts.high(0.0)).sqrt()))
-
-    def _tilted(self, deviation: Tensor) -> Tensor:
-        """How far keys that move can shift a mean, from its deviation at the input."""
-        return torch.where(self.tilt < _LARGE, deviation * torch.sinh(self.tilt.clamp_max(_LARGE)), torch.inf)
-
-    @cached_property
-    def _diagonal_change(self) -> Tensor:
-        """How far the block of every query can move, ``(g, n)``."""
-        d, eps, value, score = self.change_of_weights, self.eps, self.value[:, None], self.score[:, None]
-        odds = _bounded(self.keys_apart) / _bounded(self.values_apart)
-        products = [self._value_moment(d * w) * self._key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
-        apart = root(torch.stack(products).amin(0)) + self.drift * self._key_drift
-        steps = torch.stack([step.factor * self._key_moment(step.mixed).sqrt() for step in self.steps]).sum(0)
-        return eps * (value * self.lean + self._still_spread * score) + torch.minimum(apart, 2 * steps)
-
-    def _cross_change(self, d: Tensor, high: Tensor, here: Tensor, kept: Tensor) -> Tensor:
-        """How far the path of the keys can move, queries fixed, ``(g,)``."""
-        weighted, near = [nonnegative_norm(d * self.values_apart * self.push)], _bounded(self.values_apart).rsqrt()
-        for keys in (*self._key_weights(d), torch.ones_like(d)):
-            for weights in (keys.expand_as(d), keys * near):
-                loads = self._value_moment(d * weights)[..., None] / weights
-                weighted.append(self._cross(d * loads).amax(-1))
-        values = self.value[:, None] * self.eps
-        apart = self._cross(high * values[..., None] ** 2).amax(-1) + self._mean_change(d, here)
-        together = self._cross(high * (values + self.drift)[..., None] ** 2).amax(-1)
-        plain = torch.stack(weighted).amin(0) + torch.minimum(apart, together)
-        return torch.minimum(plain, self._cross(high * values[..., None] ** 2).amax(-1) + self._stepped(kept))
-
-    def _stepped(self, kept: Tensor) -> Tensor:
-        """The same, values fixed too, by the steps of `howsmooth.certificates.ball.weight_perturbation`."""
-        steps = (self._cross(step.mixed * kept * (2 * step.factor)[..., None] ** 2) for step in self.steps)
-        return torch.stack([step.amax(-1) for step in steps]).sum(0)
-
-    def _mean_change(self, d: Tensor, here: Tensor) -> Tensor:
-        """‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""
-        group, drift = self.group, self.drift[..., None]
-        if group.push_map is not None:
-            return torch.full_like(self.value, torch.inf)
-        weights, push = here * drift, group.push
-        size = (weights.square().sum(-1) * self.push[..., 0].square()).sum(-1)  # ≥ the trace, which rounding goes by
-        gram = (weights @ weights.mT) * (push @ push.mT)
-        top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * size
-        off = torch.expm1(group.radii.weights)[..., None] * self.push + push_radii(group)
-        return root(top) + nonnegative_norm(weights * off) + nonnegative_norm(d * drift * self.push)
-
-    def _cross_on_ball(self) -> Tensor:
-        """The path of the keys on the ball, ``(g,)``."""
-        high, found = self.high, []
-        moved = 2 * self.value[:, None] * self.eps + self.drift
-        for weights in (torch.ones_like(high), *self._key_weights(high)):
-            spread = self._value_moment(high * weights).sqrt()
-            spread = spread + moved * root((high * weights).sum(-1).clamp_max(1.0))
-            loads = high * torch.minimum(spread, self.spread).square()[..., None] / weights
-            found.append((self._cross(loads) + self.score[:, None] * self.eps * root(loads.sum(-2))).amax(-1))
-        return torch.stack(found).amin(0)
-
-    def _key_weights(self, loads: Tensor) -> list[Tensor]:
-        """Weights τ_j ≤ 1 for every row to try, ``(g, 1, n)``: of the head at the input, and of these loads."""
-        own = perron_weights(loads * self.values_apart.square(), loads * self.push.square())[:, None]
-        here = key_weights(self.group)[:, None]
-        return [weights**power for weights in (own, here) for power in _POWERS]
-
-    def _value_moment(self, weights: Tensor, centres: Tensor | None = None) -> Tensor:
+    def value_moment(self, weights: Tensor, centres: Tensor | None = None) -> Tensor:
+        """≥ ‖Σ_j w_ij u_ij u_ijᵀ‖, ``(g, n)``."""
         group, mass = self.group, root(weights.sum(-1))
         size = root(spread_norm(weights, group.value, group.mean if centres is None else centres))
         return (size + self.value_radius * mass).square()
 
-    def _key_moment(self, weights: Tensor, centres: Tensor | None = None, radius: Tensor | None = None) -> Tensor:
+    def key_moment(self, weights: Tensor, centres: Tensor | None = None, radius: Tensor | None = None) -> Tensor:
+        """≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``."""
         group, mass = self.group, root(weights.sum(-1))
         centres, radius = (self.mean_key, self.key_radius) if centres is None or radius is None else (centres, radius)
         size = root(spread_norm(weights, group.pull, centres, group.pull_map))
@@ -367,8 +97,8 @@ class HeadBall:
             size = size + gamma(4 * group.pull.shape[-1]) ** 0.5 * self.gain * wide
         return (size + radius * mass).square()
 
-    def _cross(self, loads: Tensor) -> Tensor:
-        """(‖Σ_i loads_ij t_ij t_ijᵀ‖)^½ for every key j, ``(g, n)``."""
+    def key_norms(self, loads: Tensor) -> Tensor:
+        """≥ ‖Σ_i loads_ij t_ij t_ijᵀ‖^½ for every key j, ``(g, n)``."""
         group, width = self.group, self.group.push.shape[-1]
         queries = mixed_pairs(loads.mT, group.push, group.push)
         off = root((loads * push_radii(group).square()).sum(-2))
@@ -378,7 +108,283 @@ class HeadBall:
             queries = group.push_map.mT @ queries @ group.push_map
         return psd_norm(queries).sqrt() + off
 
+    @cached_property
+    def input_value_deviation(self) -> Tensor:
+        """ℓ⁰_i, at the input."""
+        return self.value_moment(self.group.upper_weights).sqrt()
 
-def _bounded(distances: Tensor) -> Tensor:
-    """Distances kept away from zero, to divide by."""
+    @cached_property
+    def input_key_deviation(self) -> Tensor:
+        """α⁰_i, at the input."""
+        return self.key_moment(self.group.upper_weights).sqrt()
+
+
+class PerturbedHeads(HeadGeometry):
+    """A group of heads on a ball: the weights of its rows, and means and deviations under them.
+
+    Attributes:
+        moves: ε_j. value, score: ≥ ‖V‖ and ≥ ‖A‖ of every head, ``(g,)``.
+        upper_weights, lower_weights: P̂ and P̌. weight_change: D.
+    """
+
+    def __init__(self, group: Paths, moves: Tensor, value: Tensor, score: Tensor):
+        super().__init__(group)
+        self.moves, self.value, self.score = moves, value, score
+        self.eps, radius = float(moves.max()), group.radii.weights
+        both = moves[:, None] * moves * score[:, None, None]
+        self.perturbation = WeightPerturbation(
+            group.scores,
+            group.upper_weights,
+            logit_error=radius[..., None],
+            query_shifts=moves[:, None] * self.key_distances,
+            key_shifts=moves * self.push_lengths + both,
+            query_deviation=moves * self.input_key_deviation,
+        )
+        self.upper_weights, self.lower_weights = self.perturbation.upper(), self.perturbation.lower()
+        change = torch.maximum(self.upper_weights - group.weights, group.weights - self.lower_weights).clamp_min(0.0)
+        self.weight_change = change + torch.expm1(radius)[..., None] * group.weights
+
+    def weight_matrix_change(self, mask: Tensor) -> Tensor:
+        """≥ ‖P − P⁰‖ on the columns of these tokens, ``(g, 1, n) → (g,)``."""
+        d, sizes = self.weight_change * mask, self._unit_mean_shift
+        rows = root((self.perturbation.upper(0.0) * mask * sizes.square()[..., None]).sum(-2).amax(-1))
+        schur = root(d.sum(-1).amax(-1) * d.sum(-2).amax(-1))
+        return torch.stack([nonnegative_norm(d), schur, nowhere_nan(rows)]).amin(0)
+
+    @cached_property
+    def _unit_mean_shift(self) -> Tensor:
+        """≥ the shift of a mean of deviation 1, ``(g, n)``."""
+        one = torch.ones_like(self.perturbation.max_key_shift)
+        return self.perturbation.mean_shift_by_query(one) + self.mean_shift_by_keys(one)
+
+    @cached_property
+    def weight_variances(self) -> tuple[Tensor, Tensor, Tensor]:
+        """≥ P(1 − P), ≥ its change, and ≤ 1 − P⁰, ``(g, n, n)`` each."""
+        group, low, high = self.group, self.lower_weights, self.upper_weights
+        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
+        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
+        product = here * (1 - here)
+        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
+        shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
+        return most, shift, (1 - group.upper_weights).clamp_min(MIN_REMAINDER)  # below, shift ÷ it is beyond use
+
+    @cached_property
+    def value_deviation(self) -> Tensor:
+        """ℓ_i ≥ the standard deviation of values in any direction, over the ball."""
+        return self.fixed_value_deviation + self.value[:, None] * self.eps
+
+    @cached_property
+    def key_deviation(self) -> Tensor:
+        """α_i ≥ that of keys in the query's coordinates."""
+        return self.fixed_key_deviation + self.score[:, None] * self.eps
+
+    @cached_property
+    def fixed_value_deviation(self) -> Tensor:
+        """ℓ_i of the values at the input, under all weights on the ball."""
+        farthest = largest_mean(self.value_distances.square(), self.lower_weights, self.upper_weights)
+        return root(torch.minimum(self.value_moment(self.upper_weights), farthest))
+
+    @cached_property
+    def fixed_key_deviation(self) -> Tensor:
+        farthest = largest_mean(self.key_distances.square(), self.lower_weights, self.upper_weights)
+        return root(torch.minimum(self.key_moment(self.upper_weights), farthest))
+
+    def mean_shift_by_keys(self, deviation: Tensor) -> Tensor:
+        """≥ the shift of a mean of this deviation by the keys' perturbation."""
+        shift = self.perturbation.max_key_shift
+        return torch.where(shift < _MAX_SHIFT, deviation * torch.sinh(shift.clamp_max(_MAX_SHIFT)), torch.inf)
+
+    @cached_property
+    def value_mean_shift(self) -> Tensor:
+        """s_i ≥ |Δo_i|, the shift of the mean of the values at the input with the weights, ``(g, n)``."""
+        before = self.value_moment(self.perturbation.upper(0.0)).sqrt()
+        by_query = self.fixed_value_deviation * self.moves * self.fixed_key_deviation
+        return self._mean_shift(self.input_value_deviation, self.fixed_value_deviation, before, by_query)
+
+    @cached_property
+    def key_mean_shift(self) -> Tensor:
+        """r_i ≥ |Δc_i|, likewise for keys."""
+        before = self.key_moment(self.perturbation.upper(0.0)).sqrt()
+        by_query = self.moves * self.fixed_key_deviation.square()
+        return self._mean_shift(self.input_key_deviation, self.fixed_key_deviation, before, by_query)
+
+    def _mean_shift(self, here: Tensor, fixed: Tensor, before: Tensor, by_query: Tensor) -> Tensor:
+        """≥ the shift of a mean with deviations at the input, on the ball, and under the query's perturbation alone."""
+        by_keys = torch.minimum(self.mean_shift_by_keys(here), fixed * self.perturbation.max_key_shift)
+        in_turn = self.perturbation.mean_shift_by_query(here) + self.mean_shift_by_keys(before)
+        return torch.minimum(by_keys + by_query, in_turn)
+
+    @cached_property
+    def steps(self) -> list[PerturbationStep]:
+        """The steps of the perturbation of all rows, for values at the input."""
+        mean_shift = self.perturbation.mean_shift_by_query(self.input_value_deviation)
+        own = self.perturbation.query_step(self.value_moment, mean_shift, self.hadamard_norm(mean_shift))
+        return [own, *self.perturbation.key_steps(self.value_moment)]
+
+    def hadamard_norm(self, mean_shift: Tensor) -> Tensor:
+        """≥ ‖[M^½β(u − ū)]‖, ``(g, n)``, for values whose mean moves by at most ``mean_shift``."""
+        mixture = self.perturbation.mixture
+        if mixture.shape[-1] > _HADAMARD_LIMIT:
+            return torch.full_like(mean_shift, torch.inf)
+        values, keys, roots = self.centred_values(), self.centred_keys(), root(mixture)
+        grams = (values @ values.mT) * (keys @ keys.mT) * (roots[..., None] * roots[..., None, :])
+        trace = (mixture * (self.value_distances * self.key_distances).square()).sum(-1)
+        top = largest_eigenvalues(grams) + gamma(16 * sum(keys.shape[-2:])) * trace
+        off = self.value_radius[..., None] * self.key_distances
+        off = root((mixture * (off + self.key_radius[..., None] * self.value_distances).square()).sum(-1))
+        return nowhere_nan(self.moves * (root(top) + off + 0.5 * mean_shift * self.key_moment(mixture).sqrt()))
+
+    def leave_one_out(self, keys: Tensor) -> LeaveOneOut:
+        """The rows without one token of every head, ``keys (g,)``."""
+        by_keys = self.mean_shift_by_keys(torch.ones_like(self.perturbation.max_key_shift))
+        return LeaveOneOut.of(keys, self.group, self.moves, by_keys, self.key_radius, self.key_moment)
+
+    def _key_weight_choices(self, loads: Tensor) -> list[Tensor]:
+        """Weights τ_j ≤ 1 for every row, ``(g, 1, n)``: of the head at the input, and of these loads."""
+        own = perron_weights(loads * self.value_distances.square(), loads * self.push_lengths.square())[:, None]
+        here = key_weights(self.group)[:, None]
+        return [weights**power for weights in (own, here) for power in _POWERS]
+
+
+class HeadBall(PerturbedHeads):
+    """The Jacobian of a group of heads on a ball, and its change from the input."""
+
+    def norm(self) -> Tensor:
+        """≥ ‖J‖ on the ball, ``(g,)``."""
+        norm = torch.minimum(nonnegative_norm(self.upper_weights), self.upper_weights.sum(-2).amax(-1).sqrt())
+        diagonal = (self.value_deviation * self.key_deviation).amax(-1)
+        from_input = diagonal_norm(self.group) + self.query_block_change.amax(-1)
+        bound = norm * self.value + torch.minimum(diagonal, from_input) + self.key_path_norm()
+        return nowhere_nan(bound * self.group.allowance)
+
+    def change(self) -> Tensor:
+        """≥ ‖J − J⁰‖ on the ball, ``(g,)``."""
+        values, keys, queries = self.block_changes
+        columns = values.norm(dim=-2) + self.key_norms(keys.square()) + queries.norm(dim=-2)
+        blocks, own, found = values + keys * self.push_lengths + queries, self.query_block_change, []
+        for count in (0, *(c for c in _SINKS if c <= self.sinks.shape[-1])):
+            sinks = torch.zeros_like(columns, dtype=torch.bool).scatter(-1, self.sinks[:, :count], True)
+            mask = (~sinks)[:, None].to(columns)
+            rest = torch.minimum(self.value_and_key_change(mask), nonnegative_norm(blocks * mask))
+            parts = torch.where(sinks, columns, 0.0), torch.where(sinks, own, 0.0)
+            others = rest[:, None], own.masked_fill(sinks, 0.0).amax(-1, keepdim=True)
+            found.append(norm_of_partitioned_sum(*(torch.cat(pair, -1) for pair in zip(parts, others, strict=True))))
+        return nowhere_nan(torch.stack(found).amin(0) * self.group.allowance)
+
+    def value_and_key_change(self, mask: Tensor) -> Tensor:
+        """≥ the change of the value and key paths for inputs of these tokens, ``(g, 1, n) → (g,)``."""
+        d, high = self.weight_change * mask, self.upper_weights * mask
+        norm = self.weight_matrix_change(mask)
+        queries = self.score * self.eps * root((high * self.value_deviation.square()[..., None]).sum(-2).amax(-1))
+        return norm * self.value + self.key_path_change(d, high, self.group.weights * mask, mask) + queries
+
+    @cached_property
+    def block_changes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """≥ the changes of value blocks, of key blocks ÷ |t_ij|, and of these by the queries' move, ``(g, n, n)``."""
+        d, high, (most, shift, left) = self.weight_change, self.upper_weights, self.weight_variances
+        others = self.mean_shift_by_keys(self.input_value_deviation)[..., None] / left.sqrt()
+        by_query = self.fixed_value_deviation * self.moves * self.fixed_key_deviation
+        others = others + by_query[..., None] / (1 - high).clamp_min(MIN_REMAINDER)
+        others = torch.minimum(others, self._other_mean_shift(left))
+        plain = d * self.value_distances + high * self.value_mean_shift[..., None]
+        sharper = shift * self.value_distances / left + most * others
+        moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
+        for keys in self.sinks.unbind(-1):
+            at, apart = keys[:, None, None].expand(-1, moved.shape[-2], 1), self.leave_one_out(keys)
+            mean = most.gather(-1, at) * (apart.size * self.value_moment(apart.loads, apart.centres).sqrt())[..., None]
+            least = (shift * self.value_distances / left).gather(-1, at) + mean
+            moved = moved.scatter(-1, at, torch.fmin(moved.gather(-1, at), least))
+        known, unknown = self.query_move_terms
+        own = 2 * most * self.value[:, None, None] * self.eps
+        return d * self.value[:, None, None], moved + own, known * self.value_distances + unknown
+
+    def _other_mean_shift(self, left: Tensor) -> Tensor:
+        """≥ the shift of the mean value of all tokens but j, by the steps of `weight_perturbation`."""
+        before = self.perturbation.upper(0.0)
+        by_keys = self.mean_shift_by_keys(self.value_moment(before).sqrt())[..., None]
+        by_query = self.input_value_deviation * self.perturbation.query_deviation
+        by_query = by_query * exponential_mean(2 * self.perturbation.max_query_shift)
+        return by_keys / (1 - before).clamp_min(MIN_REMAINDER).sqrt() + by_query[..., None] / left
+
+    @cached_property
+    def query_move_terms(self) -> tuple[Tensor, Tensor]:
+        """Bounds on the key blocks' change by the queries' move, ``(g, n, n)``: a multiple of u_ij, and a norm."""
+        turn = self.score[:, None, None] * self.eps
+        own = 2 * self.weight_variances[0] * self.value[:, None, None] * self.eps
+        return turn * self.upper_weights, turn * (self.upper_weights * self.value_mean_shift[..., None] + own)
+
+    def directed_change(self, key: int) -> tuple[Tensor, LeaveOneOut]:
+        """Bounds on the change of the blocks of one key, values fixed, ÷ t_ij.
+
+        The first, ``(g, n)``, is a multiple of u_ij; the second adds Σ_l λ_il^½ (v_l − c_i) ξ_l with its loads λ,
+        points c and bound on |ξ|.
+        """
+        most, shift, left = (part[..., key] for part in self.weight_variances)
+        others = self.leave_one_out(torch.full_like(self.group.heads, key))
+        sharper, spread = shift / left, most * others.size
+        change, high, before = self.weight_change[..., key], self.upper_weights[..., key], self.perturbation.upper(0.0)
+        plain = high * self._unit_mean_shift
+        apart, whole = self.value_distances[..., key], self.value_moment(before).sqrt()
+        away = self.value_moment(others.loads, others.centres).sqrt()
+        less = sharper * apart + spread * away < change * apart + plain * whole
+        pick = less[..., None]
+        loads, centres = torch.where(pick, others.loads, before), torch.where(pick, others.centres, self.group.mean)
+        return torch.where(less, sharper, change), LeaveOneOut(loads, centres, torch.where(less, spread, plain))
+
+    @cached_property
+    def query_block_change(self) -> Tensor:
+        """≥ the change of the block of every query, ``(g, n)``."""
+        d, eps, value, score = self.weight_change, self.eps, self.value[:, None], self.score[:, None]
+        odds = _positive(self.key_distances) / _positive(self.value_distances)
+        products = [self.value_moment(d * w) * self.key_moment(d / w) for w in (odds**p for p in (0.0, 0.5, 1.0))]
+        apart = root(torch.stack(products).amin(0)) + self.value_mean_shift * self.key_mean_shift
+        steps = torch.stack([step.factor * self.key_moment(step.mixture).sqrt() for step in self.steps]).sum(0)
+        return eps * (value * self.key_deviation + self.fixed_value_deviation * score) + torch.minimum(apart, 2 * steps)
+
+    def key_path_change(self, d: Tensor, high: Tensor, here: Tensor, mask: Tensor) -> Tensor:
+        """≥ the change of the key path, queries fixed, ``(g,)``."""
+        weighted = [nonnegative_norm(d * self.value_distances * self.push_lengths)]
+        near = _positive(self.value_distances).rsqrt()
+        for keys in (*self._key_weight_choices(d), torch.ones_like(d)):
+            for weights in (keys.expand_as(d), keys * near):
+                loads = self.value_moment(d * weights)[..., None] / weights
+                weighted.append(self.key_norms(d * loads).amax(-1))
+        values = self.value[:, None] * self.eps
+        moved = self.key_norms(high * values[..., None] ** 2).amax(-1)
+        apart = moved + self.mean_term_norm(d, here)
+        together = self.key_norms(high * (values + self.value_mean_shift)[..., None] ** 2).amax(-1)
+        plain = torch.stack(weighted).amin(0) + torch.minimum(apart, together)
+        return torch.minimum(plain, moved + self.key_path_change_by_steps(mask))
+
+    def key_path_change_by_steps(self, mask: Tensor) -> Tensor:
+        """≥ the change of the key path, queries and values fixed, by the steps of `weight_perturbation`."""
+        steps = (self.key_norms(step.mixture * mask * (2 * step.factor)[..., None] ** 2) for step in self.steps)
+        return torch.stack([step.amax(-1) for step in steps]).sum(0)
+
+    def mean_term_norm(self, d: Tensor, here: Tensor) -> Tensor:
+        """≥ ‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""
+        group, mean_shift = self.group, self.value_mean_shift[..., None]
+        if group.push_map is not None:
+            return torch.full_like(self.value, torch.inf)
+        weights, push = here * mean_shift, group.push
+        trace = (weights.square().sum(-1) * self.push_lengths[..., 0].square()).sum(-1)  # from above, for its rounding
+        gram = (weights @ weights.mT) * (push @ push.mT)
+        top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * trace
+        off = torch.expm1(group.radii.weights)[..., None] * self.push_lengths + push_radii(group)
+        return root(top) + nonnegative_norm(weights * off) + nonnegative_norm(d * mean_shift * self.push_lengths)
+
+    def key_path_norm(self) -> Tensor:
+        """≥ the norm of the key path on the ball, ``(g,)``."""
+        high, found = self.upper_weights, []
+        moved = 2 * self.value[:, None] * self.eps + self.value_mean_shift
+        for weights in (torch.ones_like(high), *self._key_weight_choices(high)):
+            spread = self.value_moment(high * weights).sqrt()
+            spread = spread + moved * root((high * weights).sum(-1).clamp_max(1.0))
+            loads = high * torch.minimum(spread, self.value_deviation).square()[..., None] / weights
+            found.append((self.key_norms(loads) + self.score[:, None] * self.eps * root(loads.sum(-2))).amax(-1))
+        return torch.stack(found).amin(0)
+
+
+def _positive(distances: Tensor) -> Tensor:
+    """Distances raised above zero, as divisors."""
     return distances + 1e-3 * distances.amax(-1, keepdim=True) + TINY

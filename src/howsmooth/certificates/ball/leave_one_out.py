@@ -1,24 +1,9 @@
-r"""All tokens but one: how far their mean value can move on a ball.
+"""The mean value of all tokens but one on a ball.
 
-In the notation of `howsmooth.certificates.ball.head_ball` and `howsmooth.certificates.ball.weight_perturbation`, let
-:math:`R \propto P_l,\ l \ne s`, be the weights of a row without token s and :math:`m = E_Rv^0`. Then :math:`P_s(v_s-o)
-= P_s(1-P_s)(v_s-m)`: where s takes most of the row, the others hardly count, and they are often much closer to each
-other than to s.
+With R ∝ P_l, l ≠ s, the mean m = E_R v⁰ moves by Δm = Σ_l (R⁰_l e^{B'_l})^½ (v⁰_l − c) ξ_l, |ξ| ≤ ρ_i + sinh κ_i, for
+every point c: the distances of the remaining tokens from each other count, not those from s.
 
-On the ball :math:`R \propto R^0e^{β'+a}` with :math:`β'_l = b'_l\cdot e_i`, :math:`b'_l = b_l - E_{R^0}b`, so that
-:math:`E_{R^0}β' = 0`, :math:`|β'_l| \le B'_l = ε_i|b'_l|` and :math:`|a_l| \le κ_i`. For every point c
-
-- by the query's own move, m moves by :math:`E_{R^0}[(r-1)(v^0-c)]`, :math:`r = e^{β'}/E_{R^0}e^{β'}`. Since
-  :math:`E_{R^0}e^{β'} \ge 1`, :math:`E(r-1)^2 \le E_{R^0}(e^{β'}-1)^2 \le ρ_i^2`,
-  :math:`ρ_i^2 = ε_i^2\|\sum_lR^0_lg(B'_l)^2b'_lb'^\top_l\|`, :math:`g(x) = (e^x-1)/x`;
-- by the keys' tilt from there, it moves by :math:`E_{R^β}[(r-1)(v^0-c)]` with :math:`E(r-1)^2 \le \sinh^2κ_i`, and
-  :math:`R^β_l \le R^0_le^{B'_l}`.
-
-So :math:`Δm = \sum_l(R^0_le^{B'_l})^{1/2}(v^0_l-c)\,ξ_l` with :math:`|ξ| \le ρ_i + \sinhκ_i`. ∎
-
-**Rounding.** :math:`R^0` is at most the upper weights over what the upper weight of s leaves, and at most 1. The mean
-of the b_l is known to within the radius of one of them and :math:`e^{2ω}-1` times the largest distance, ω that of the
-weights; the point c may be any.
+Proof: docs/theory/certificates-ball.md, section "Leave-one-out means".
 """
 
 from __future__ import annotations
@@ -34,35 +19,39 @@ from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.weight_perturbation import exponential_mean
 
-LEFT = 1e-100
-"""A weight that leaves less than this to the others is taken to leave nothing: quotients stay finite."""
+MIN_REMAINDER = 1e-100
+"""One minus a weight counts as zero below this, so that quotients are finite."""
 
 
 class KeyMoment(Protocol):
-    """‖Σ_j w_ij b_ij b_ijᵀ‖ from above, ``(g, n)``, of keys about centres that are off by a radius ``(g, n)``."""
+    """≥ ‖Σ_j w_ij b_ij b_ijᵀ‖, ``(g, n)``, for keys about centres with rounding errors up to a radius ``(g, n)``."""
 
     def __call__(self, weights: Tensor, centres: Tensor, radius: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Others:
-    """Of every row: loads :math:`R^0e^{B'}` from above ``(g, n, n)``, points c ``(g, n, m)``, |ξ| ``(g, n)``."""
+class LeaveOneOut:
+    """Every row without one token: loads ≥ R⁰e^{B'} ``(g, n, n)``, points c ``(g, n, m)``, size ≥ |ξ| ``(g, n)``."""
 
     loads: Tensor
     centres: Tensor
     size: Tensor
 
     @classmethod
-    def than(
-        cls, keys: Tensor, group: Paths, moves: Tensor, tilted: Tensor, radius: Tensor, moment: KeyMoment
-    ) -> Others:
-        """All but one token of every map, ``keys (g,)``.
+    def of(
+        cls, keys: Tensor, group: Paths, moves: Tensor, key_factor: Tensor, radius: Tensor, moment: KeyMoment
+    ) -> LeaveOneOut:
+        """All tokens of every map but ``keys (g,)``.
 
-        ``tilted`` is :math:`\\sinhκ_i`, ``radius`` how far off a :math:`b_{ij}` may be, ``(g, n)`` each.
+        ``key_factor`` is sinh κ_i, ``radius`` bounds the rounding error of a b_ij, ``(g, n)`` each.
         """
         chosen = torch.nn.functional.one_hot(keys, group.weights.shape[-1]).bool()[:, None]
-        left = 1 - (group.upper_weights * chosen).sum(-1, keepdim=True)
-        here = torch.where(left > LEFT, group.upper_weights / left.clamp_min(LEFT), group.seen.to(left))
+        remainder = 1 - (group.upper_weights * chosen).sum(-1, keepdim=True)
+        here = torch.where(
+            remainder > MIN_REMAINDER,
+            group.upper_weights / remainder.clamp_min(MIN_REMAINDER),
+            group.seen.to(remainder),
+        )
         here = here.clamp_max(1.0).masked_fill(chosen, 0.0)
         plain = group.weights.masked_fill(chosen, 0.0)
         plain = plain / plain.sum(-1, keepdim=True).clamp_min(TINY)
@@ -72,5 +61,5 @@ class Others:
         off = radius + wrong
         own = moves[:, None] * (apart + off[..., None])
         growth = exponential_mean(own).square()
-        size = moves * root(moment(here * growth, middle, off)) + tilted
+        size = moves * root(moment(here * growth, middle, off)) + key_factor
         return cls((here * torch.exp(own)).clamp_max(1.0), plain @ group.value, size)

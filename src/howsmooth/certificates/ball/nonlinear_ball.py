@@ -1,37 +1,10 @@
-r"""Heads on a ball whose queries or keys are not linear, whose logits are capped, or whose weights are sigmoids.
+"""Heads on a ball with nonlinear queries or keys, capped logits or sigmoid weights.
 
-For all X with :math:`|x_j - x^0_j| \le ε_j`: L2 attention, cosine attention, q/k-norms, soft-caps, sigmoid attention,
-and everything `howsmooth.certificates.ball.on_ball` covers too. Queries, keys and values are token-wise maps
-(projection, then stages), each with bounds :math:`m \ge \|D\|`, :math:`h \ge \|D^2\|` of its derivatives on the ball:
+Queries, keys and values are token-wise maps with bounds m ≥ ‖D‖ and h ≥ ‖D²‖ of their derivatives on the ball. Logits
+move by at most δ_ij = ε_i|M^qᵀ_i(k_j − c_i)| + ε_j|M^kᵀ_j q_i| + ½ε_i²h^q_i|k_j − c_i| + ½ε_j²h^k_j|q_i| + r^q_i r^k_j;
+the three paths follow from the extreme weights and slopes.
 
-* a multiple c, a rotation: m = c (its amplitude), h = 0;
-* :math:`t/\sqrt{|t|^2+ε'}` times a gain g, :math:`T^2 = (|t^0|-r)_+^2 + ε'`: :math:`m = \max|g|/T`, :math:`h =
-  \tfrac{2}{\sqrt3}\max|g|/T^2` (`howsmooth.certificates.network.taylor_remainders`);
-* the distance features of L2 attention, :math:`(t, |t|^2/ρ)`: :math:`m = \sqrt{1 + 4(|t^0|+r)^2/ρ^2}`, h = 2/ρ;
-* one after the other: :math:`m_fm_g` and :math:`m_fh_g + h_fm_g^2`; behind a projection: m‖W‖, h‖W‖².
-
-A query then moves by at most :math:`r^q_i = m^q_iε_i`, its derivative by :math:`h^q_iε_i`, likewise keys and values, so
-with c_i the mean key under P⁰ (0 under a soft-cap and for sigmoids, where a shift of a row matters) logits move by at
-most
-
-.. math:: δ_{ij} = ε_i|M^{q\top}_i(k_j-c_i)| + ε_j|M^{k\top}_jq_i| + \tfrac12ε_i^2h^q_i|k_j-c_i| +
-          \tfrac12ε_j^2h^k_j|q_i| + r^q_ir^k_j,
-
-which gives :math:`\check P \le P \le \hat P`, and for sigmoids and caps the largest slopes Ŝ on the interval. The three
-paths of `howsmooth.bounds.three_paths` are then at most
-
-.. math:: \big\|[\hat P_{ij}ω_j]\big\| + \max_iℓ_iα_i + \max_j\Big[\Big\|\sum_i\hat S_{ij}ℓ_i^2t_{ij}t_{ij}^\top\Big
-          \|^{1/2} + \Big(\sum_i\hat S_{ij}ℓ_i^2τ_{ij}^2\Big)^{1/2}\Big]
-
-with :math:`ω_j = \|WM^v_j\| + \|W\|h^v_jε_j`; ℓ² the largest mean of :math:`(|W(v_j-o_i)| + ω_jε_j)^2`, α² that of
-:math:`(|M^{q\top}_i(k_j-c_i)| + m^q_ir^k_j + h^q_iε_i|k_j-c_i|)^2`, over rows between P̌ and P̂ that sum to one (for
-sigmoids, sums weighted by Ŝ about zero), or the norm of the first part weighted by P̂ plus the mean of the second;
-:math:`t_{ij} = M^{k\top}_jq_i` at the input and :math:`τ_{ij} = m^k_jr^q_i +
-h^k_jε_j|q_i|`. The second and third are Cauchy–Schwarz in L²(P_i), as there. ∎
-
-*Rounding.* A computed query is the query of a token moved a little further: its error, :math:`γ_m` times
-:math:`m^q\|W\|_F|x| + |q|`, m the length of its sums, is added to :math:`r^q`, likewise for keys and values; logits
-get :math:`γ_m|q||k|` more, and sums of nonnegative numbers are raised by their own γ.
+Proof: docs/theory/certificates-ball.md, section "Nonlinear queries and keys".
 """
 
 from __future__ import annotations
@@ -42,14 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
-from howsmooth.attention.masks import Maps
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
 from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.errors import DoesNotApply
@@ -57,16 +29,16 @@ from howsmooth.errors import DoesNotApply
 _RAISED = 1 + gamma(2**14)
 
 
-def curved_bound(attention: AttentionMap, x: Tensor, moves: Tensor) -> Tensor:
+def curved_bound(at: PathsAt, moves: Tensor) -> Tensor:
     """The bound of the module for every head, ``(heads,)``.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
-    >>> near, far = (float(curved_bound(head, x, torch.full((3,), eps))) for eps in (0.1, 0.2))
+    >>> near, far = (float(curved_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
     >>> bool(hs.measure(head, x).lower < near < far)
     True
     """
-    return CurvedBall(attention.in_dtype(torch.float64), x.double(), moves.double()).bound()
+    return CurvedBall(at, moves.double()).bound()
 
 
 class CurvedBall:
@@ -77,23 +49,17 @@ class CurvedBall:
         apart: k_j − c_i ``(heads, i, j, k)``. pull, push: what a query feels of it, and a key of each query.
     """
 
-    def __init__(self, attention: AttentionMap, x: Tensor, moves: Tensor):
-        n, heads = len(x), attention.heads
-        projected = attention.project(x[None])
-        stages = attention.stages(projected[0], projected[1])
+    def __init__(self, at: PathsAt, moves: Tensor):
+        attention, (x,) = at.attention, at.tokens
         matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
         self.query, self.key, self.value = (
-            _Feature.of(list(chain), features[0], matrix.repeat_interleave(heads // len(matrix), 0), x, moves)
-            for chain, features, matrix in zip(stages, projected, matrices, strict=True)
+            _Feature.of(list(chain), start, matrix.repeat_interleave(attention.heads // len(matrix), 0), x, moves)
+            for chain, start, matrix in zip(at.stages, at.projected, matrices, strict=True)
         )
         self.moves, self.output = moves, attention.output_weight
         query, key, cap = self.query.value, self.key.value, attention.softcap
-        plain = query @ key.mT
-        capped = plain if cap is None else cap * torch.tanh(plain / cap)
-        attention.terms.check(n, heads, 1)
-        scores = attention.terms.added_to(capped, Maps.every(1, heads, n, query[None]))
-        softmax = attention.weighting == "softmax"
-        here = torch.nan_to_num(torch.softmax(scores, -1)) if softmax else torch.sigmoid(scores)
+        plain, softmax = query @ key.mT, attention.weighting == "softmax"
+        scores, here, *_ = at.weights()
         centre = here @ key if softmax and cap is None else torch.zeros_like(query)
         self.mean = here @ self.value.value if softmax else torch.zeros_like(self.value.value)
         self.apart = key[:, None] - centre[:, :, None]

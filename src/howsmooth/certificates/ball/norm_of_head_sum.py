@@ -1,16 +1,9 @@
-r"""Several heads at once: less than the sum of their norms, by how little their outputs overlap.
+"""The norm of a sum of heads, which is less than the sum of their norms where their outputs overlap little.
 
-Let :math:`M_h` have norm at most :math:`s_h` and its range in that of the output matrix :math:`W_h`, and let
-:math:`Π_h` be the orthogonal projector on the range of :math:`W_h`. For all weights :math:`a_h > 0`, by Cauchy–Schwarz,
+For projectors Π_h on the ranges of the output matrices and all a_h > 0,
+‖Σ_h M_h‖ ≤ ‖Σ_h a_h² Π_h‖^½ (Σ_h ‖M_h‖²/a_h²)^½.
 
-.. math:: \Big\|\sum_h M_h\Big\| = \Big\|\sum_h a_hΠ_h\cdot a_h^{-1}M_h\Big\|
-          \le \Big\|\sum_h a_h^2Π_h\Big\|^{1/2}\Big(\sum_h s_h^2/a_h^2\Big)^{1/2}.
-
-With :math:`a_h^2 = s_h` that is never above the sum, which it is where all heads write into the same directions; where
-no two do it is :math:`(\max_h s_h\sum_h s_h)^{1/2}`, and :math:`(\sum_h s_h^2)^{1/2}` for a = 1.
-
-**Rounding.** A computed basis spans the range of a matrix within :math:`e = γ\|W_h\|_F` of :math:`W_h` (Higham 2002,
-Theorem 19.4), so its projector is off by at most :math:`e/(σ_{\min}(W_h) - e)`, and never by more than 1.
+Proof: docs/theory/certificates-ball.md, section "The norm of a sum of heads".
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-r"""Inputs of some tokens taken apart from the rest.
+"""The norm of a map from bounds on parts of its input and on a term that is diagonal in the parts.
 
-Let a map be a sum :math:`K + Q`, where K sends inputs of the k-th part of the tokens to at most :math:`c_k` times their
-length, and Q, which is diagonal in the tokens, to at most :math:`q_k` times. Parts of lengths :math:`a_k`, |a| = 1,
-then go to at most :math:`\sum_kc_ka_k + (\sum_kq_k^2a_k^2)^{1/2}`, since Q keeps them apart. For all λ > 0 and
-:math:`μ > \max_kq_k^2/λ`, by the inequality of the means, twice,
+If K maps inputs of part k to at most c_k times their length and Q, diagonal in the parts, to at most q_k times, then
+‖K + Q‖ ≤ ½(λ + μ + Σ_k c_k²/(μ − q_k²/λ)) for all λ > 0 and μ > max_k q_k²/λ.
 
-.. math:: \sum_kc_ka_k + \Big(\sum_kq_k^2a_k^2\Big)^{1/2} \le \frac12\Big(λ + μ + \sum_k\frac{c_k^2}{μ - q_k^2/λ}\Big),
-
-with equality where :math:`λ = |q \circ a|` and :math:`(μ - q_k^2/λ)a_k = c_k`: a few steps
-:math:`a \leftarrow c + q^2 \circ a/|q \circ a|` find such a, and λ and μ follow from it. The sum of the two norms,
-:math:`|c| + \max_kq_k`, is what equal :math:`q_k` give. ∎
+Proof: docs/theory/certificates-ball.md, section "The norm of a partitioned sum".
 """
 
 from __future__ import annotations
@@ -23,11 +17,11 @@ from howsmooth.bounds.point_error import gamma
 _STEPS = 30
 
 
-def norm_apart(columns: Tensor, blocks: Tensor) -> Tensor:
+def norm_of_partitioned_sum(columns: Tensor, blocks: Tensor) -> Tensor:
     """≥ ‖K + Q‖ from c and q, ``(…, parts) → (…)``.
 
     >>> columns, blocks = torch.tensor([[3.0, 4.0]] * 2), torch.tensor([[2.0, 2.0], [0.0, 2.0]])
-    >>> norm_apart(columns.double(), blocks.double())
+    >>> norm_of_partitioned_sum(columns.double(), blocks.double())
     tensor([7.0000, 6.7082], dtype=torch.float64)
     """
     plain = columns.norm(dim=-1) + blocks.amax(-1)

@@ -1,16 +1,10 @@
-r"""The constant of a head on a ball around an input: the least of three proofs.
+"""The constant of a head or a block on a ball around an input: the minimum of three proved bounds.
 
-For all X with :math:`|x_j - x^0_j| \le ε_j` (0 for tokens that stay); linear queries, keys and values, any mask, bias,
-grouped heads, rotary positions (other maps: `howsmooth.certificates.ball.nonlinear_ball`).
+For all X with |x_j − x⁰_j| ≤ ε_j (0 for fixed tokens): the three-path bound on the ball, the same bound with rows of
+weights that stay distributions, and ‖J⁰‖ + ‖J − J⁰‖ with a proved value of the first term. Queries, keys and values
+are linear; `howsmooth.certificates.ball.nonlinear_ball` bounds other maps.
 
-**Three paths** (`howsmooth.bounds.own.neighbourhood.three_path_ball`).
-
-**Rows stay distributions.** The same, with weights of a row that sum to one, and with weights for the keys.
-
-**From the input.** :math:`\|J\| \le \|J^0\| + \|J - J^0\|` with a proved value of the first
-(`howsmooth.certificates.point.enclosure`) and a bound on the second, so that the bound tends to that value as ε → 0.
-
-The last two are proved in `howsmooth.certificates.ball.head_ball`.
+Proof: docs/theory/certificates-ball.md.
 """
 
 from __future__ import annotations
@@ -24,51 +18,48 @@ from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale
-from howsmooth.bounds import TokenSet, head_numbers
-from howsmooth.bounds.head_constants import norm_rounding
-from howsmooth.bounds.own.neighbourhood import three_path_ball
+from howsmooth.bounds.own.neighbourhood import three_path_ball_of
 from howsmooth.bounds.point_error import gamma
-from howsmooth.bounds.three_paths import paths
+from howsmooth.bounds.question_setting import Setting
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import curved_bound
 from howsmooth.certificates.ball.norm_of_head_sum import norm_together
 from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 
 
-def enclose_heads_around(
-    attention: AttentionMap, x: Tensor, moves: Tensor, here: list[Enclosure] | None = None
-) -> list[Enclosure]:
+def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] | None = None) -> list[Enclosure]:
     """Every head over all inputs whose token j is within ``moves[j]`` of x's; the lower end is at x.
 
     ``here`` are the enclosures at x itself, where they are known.
     """
-    here = enclose_heads(attention, x) if here is None else here
-    return _enclosures(here, *upper_ends(attention, x, moves, _uppers(here)))
+    here = enclose_heads(at) if here is None else here
+    return _enclosures(here, *upper_ends(at, moves, _uppers(here)))
 
 
-def upper_ends(attention: AttentionMap, x: Tensor, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
+def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
     """The least of the proofs on the ball for every head, ``(heads,)``, and which; ``here`` are upper ends at x."""
-    if _is_curved(attention):
-        return curved_bound(attention, x, moves), ["curved paths"] * attention.heads
-    balls = _balls(attention, x, moves)
-    return _least(balls, _changes(balls), attention, x, moves, here)
+    if _is_curved(at.map):
+        return curved_bound(at, moves), ["curved paths"] * at.map.heads
+    balls = head_balls(at, moves)
+    return _least(balls, _changes(balls), at, here)
 
 
-def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> Enclosure:
+def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
     """The whole map likewise: its own value at x plus the changes of all heads, or the heads on the ball, if less."""
-    if attention.heads == 1:
-        return enclose_heads_around(attention, x, moves)[0]
-    block = enclose_block(attention, x)
-    if _is_curved(attention):
-        heads, together = enclose_heads_around(attention, x, moves), torch.inf
+    if at.map.heads == 1:
+        return enclose_heads_around(at, moves)[0]
+    here = enclose_heads(at)
+    block = enclose_block(at, here)
+    if _is_curved(at.map):
+        heads, together = enclose_heads_around(at, moves, here), torch.inf
     else:
-        balls = _balls(attention, x, moves)
+        balls = head_balls(at, moves)
         changes = _changes(balls)
-        here = enclose_heads(attention, x)
-        heads = _enclosures(here, *_least(balls, changes, attention, x, moves, _uppers(here)))
-        together = (block.upper + _block_change(balls, changes, attention, x)) * (1 + gamma(2))
-    apart = norm_together(attention, [head.upper for head in heads])
+        heads = _enclosures(here, *_least(balls, changes, at, _uppers(here)))
+        together = (block.upper + _block_change(balls, changes, at)) * (1 + gamma(2))
+    apart = norm_together(at.map, [head.upper for head in heads])
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
     return Enclosure(
@@ -76,31 +67,31 @@ def enclose_block_around(attention: AttentionMap, x: Tensor, moves: Tensor) -> E
     )
 
 
-def _least(
-    balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor, moves: Tensor, here: Tensor
-) -> tuple[Tensor, list[str]]:
+def _least(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
     """The least of the three proofs for every head, and which."""
+    where = _setting(at, balls[0].eps)
     candidates = {
         "from the input": here + changes,
-        "rows stay distributions": torch.cat([ball.rows() for ball in balls]),
-        "three paths": three_path_ball(attention, x, float(moves.max())),
+        "rows stay distributions": torch.cat([ball.norm() for ball in balls]),
+        "three paths": torch.cat([three_path_ball_of(ball.group, where) for ball in balls]),
     }
     least, which = torch.stack(list(candidates.values())).min(0)
     return least, [list(candidates)[index] for index in which.tolist()]
 
 
-def _enclosures(here: list[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
+def _enclosures(here: Sequence[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
     """The ends on the ball; the lower ones are those at the input."""
     ends = zip(here, uppers.tolist(), methods, strict=True)
     return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
 
 
-def _uppers(here: list[Enclosure]) -> Tensor:
+def _uppers(here: Sequence[Enclosure]) -> Tensor:
     return torch.tensor([head.upper for head in here], dtype=torch.float64)
 
 
-def _block_change(balls: list[HeadBall], changes: Tensor, attention: AttentionMap, x: Tensor) -> float:
+def _block_change(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt) -> float:
     """‖J − J⁰‖ of the whole map on the ball."""
+    attention, x = at.map, at.x
     by_heads = norm_together(attention, changes.tolist())
     if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
         return by_heads
@@ -108,20 +99,19 @@ def _block_change(balls: list[HeadBall], changes: Tensor, attention: AttentionMa
         return min(by_heads, BlockBall(attention, balls).change())
 
 
-def _changes(balls: list[HeadBall]) -> Tensor:
+def _changes(balls: Sequence[HeadBall]) -> Tensor:
     """‖J − J⁰‖ on the ball for every head, ``(heads,)``."""
     return torch.cat([ball.change() for ball in balls])
 
 
-def _balls(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[HeadBall]:
-    unit = TokenSet.ball(1.0, attention.in_features)
-    numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
-    value, score = numbers.value + lost[0], numbers.score + lost[1]
-    balls, first = [], 0
-    for group in paths(attention, x):
-        heads = slice(first, first := first + len(group.value))
-        balls.append(HeadBall(group, moves.double(), value[heads], score[heads]))
-    return balls
+def head_balls(at: HeadsAt, moves: Tensor) -> list[HeadBall]:
+    """The heads on a ball around x, in groups."""
+    where = _setting(at, float(moves.max()))
+    return [HeadBall(group, moves.double(), *where.norms(group)) for (group,) in at.groups()]
+
+
+def _setting(at: HeadsAt, eps: float) -> Setting:
+    return Setting(at.map, len(at.x), None, at.x, eps)
 
 
 def _is_curved(attention: AttentionMap) -> bool:

@@ -1,8 +1,7 @@
-r"""Measured ≤ worst found ≤ certified: the heads of a map against the radius of a ball around an input.
+"""Measured ≤ worst found ≤ certified: the heads of a map against the radius of a ball around an input.
 
-:math:`\|J(x)\| \le \sup_{B_ε}\|J\|` is enclosed from below by the proved lower end at the input and by the worst that a
-search meets in the ball, from above by the certificate on it. Balls grow with ε, so what is found in one counts in all
-larger ones.
+‖J(x)‖ ≤ sup ‖J‖ over the ball is at least the proved lower end at the input and the maximum that a search finds in the
+ball, and at most the certificate. Balls grow with the radius, so a value found in one counts in all larger ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
-from howsmooth.certificates.point.enclosure import Enclosure, enclose_heads
+from howsmooth.certificates.point.enclosure import enclose_heads
+from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.search import worst_case
 from howsmooth.sets import Neighbourhood
 
@@ -70,19 +70,16 @@ def ladder(
     True
     """
     x = x.double()
-    here = enclose_heads(attention, x)
+    at = HeadsAt(attention, x, stored=True)
+    here = enclose_heads(at)
     worst, certified = [[head.lower for head in here]], []
     for radius in radii:
         progress(f"radius {radius:.3g}")
-        certified.append([head.upper for head in _around(attention, x, radius, here)])
+        certified.append([head.upper for head in enclose_heads_around(at, move_radii(len(x), radius, None), here)])
         found = [_worst_found(attention, x, radius, head, steps) for head in range(attention.heads)]
         worst.append([max(pair) for pair in zip(worst[-1], found, strict=True)])
     norm = float(x.norm(dim=-1).mean())
     return Ladder(tuple(radii), norm, steps, worst[0], worst[1:], certified)
-
-
-def _around(attention: AttentionMap, x: Tensor, radius: float, here: list[Enclosure]) -> list[Enclosure]:
-    return enclose_heads_around(attention, x, move_radii(len(x), radius, None), here)
 
 
 def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""Rows of weights that stay distributions: the largest mean of numbers when every weight has two ends."""
+"""The largest mean of numbers under a distribution whose weights lie between two ends."""
 
 from __future__ import annotations
 

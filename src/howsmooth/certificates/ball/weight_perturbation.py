@@ -1,40 +1,10 @@
-r"""Attention weights tilted in steps: how far the covariances of a row can move.
+"""Bounds on a row of attention weights whose query and keys move.
 
-In the notation of `howsmooth.certificates.ball.head_ball`, the weights of row i on the ball are :math:`P \propto
-P^0e^{β+a}` with :math:`β_j = b_{ij}\cdot e_i`, what the token's own query does, and :math:`a_j = (t_{ij} + Ae_i)\cdot
-e_j`, what the keys do; :math:`|β_j| \le B_j = ε_i|b_{ij}|`, :math:`|a_j| \le κ_i`. Let :math:`P^β \propto P^0e^β`.
+Row i on the ball is P ∝ P⁰e^{β+a} with the query's shift |β_j| ≤ B_j = ε_i|b_ij|, E_{P⁰}β = 0, and the keys' shift
+|a_j| ≤ κ_i. If |log(P_j/P'_j)| ≤ η_j and M = ½(P + P'), then |Cov_P(u, z) − Cov_{P'}(u, z)| ≤ φ(Σ_j M_j z_j²)^½ with
+φ = 2‖Σ_j M_j tanh²(η_j/2)(u_j − ū)(u_j − ū)ᵀ‖^½. The query's perturbation is one step, that of the keys several.
 
-**Two distributions.** If :math:`|\log(P_j/P'_j)| \le η_j` then, with means under :math:`M = \tfrac12(P+P')`,
-
-.. math:: \mathrm{Cov}_P(u,z) - \mathrm{Cov}_{P'}(u,z) = \sum_j(P_j-P'_j)(u_j-\bar u)(z_j-\bar z),\qquad
-          |P_j-P'_j| \le 2\tanh(η_j/2)M_j :
-
-the terms :math:`(E_Pu-\bar u)(E_Pz-\bar z)` and :math:`(E_{P'}u-\bar u)(E_{P'}z-\bar z)` that the sum leaves out are
-equal. By Cauchy–Schwarz, and because a variance is below the second moment about any point, the difference is at most
-:math:`φ\,(\sum_jM_jz_j^2)^{1/2}`, :math:`φ = 2\|\sum_jM_j\tanh^2(η_j/2)(u_j-\bar u)(u_j-\bar u)^\top\|^{1/2}`. ∎
-
-**The query's own tilt.** :math:`E_{P^0}β = 0`, so :math:`1 \le E_{P^0}e^β \le 1 + \tfrac12ε_i^2α_i^2e^{\max B}`, and
-:math:`P^0_je^{-B_j}/E_{P^0}e^β \le P^β_j \le P^0_je^{B_j}`; η_j is B_j plus the logarithm of the right-hand side. The
-mean moves by :math:`E_{P^0}[(r-1)u]`, :math:`r = e^β/E_{P^0}e^β`, and :math:`E(r-1)^2 \le \mathrm{Var}_{P^0}(e^β) \le
-E_{P^0}(e^β-1)^2`: at most by :math:`s^β_i = ℓ^0_i\,ε_iα^0_i\,(e^{\max B}-1)/\max B`, and :math:`\bar u` by half of it.
-In the direction w the mean moves by no more than :math:`s^β_i/ℓ^0_i` times :math:`(\sum_jP^0_j(u_j\cdot w)^2)^{1/2}`.
-So, for every ϑ > 0, :math:`\sum_jM_j\tanh^2(η_j/2)((u_j-\bar u)\cdot w)^2` is at most the second moment of the u_j
-about the old mean under the loads
-:math:`(1+ϑ)M_j\tanh^2(η_j/2) + (1+1/ϑ)(s^β_i/2ℓ^0_i)^2\sum_lM_l\tanh^2(η_l/2)P^0_j`.
-For the mean of all tokens but j, ℓ⁰ and α⁰ are divided by :math:`(1-P^0_j)^{1/2}`, and β, less its own mean, is at most
-2 max B.
-
-Beside that, :math:`|P^β_j-P^0_j| \le M_j|β_j-\log Ee^β|`, and :math:`β_j = b_{ij}\cdot e_i` with one e_i for all j. For
-unit vectors w, :math:`\sum_jM_jβ_j^2(u_j\cdot w)^2 \le (ε_ih_i)^2`,
-:math:`h_i = \|[M_j^{1/2}b_{ij}\otimes u_j]_j\|`, whose
-square is the norm of the Hadamard product :math:`[(M_jM_l)^{1/2}(b_{ij}\cdot b_{il})(u_j\cdot u_l)]_{jl}` of two Gram
-matrices. So φ is at most :math:`ε_ih_i + \tfrac12s^β_iε_i\|\sum_jM_jbb^\top\|^{1/2} + \log Ee^β\,
-\|\sum_jM_juu^\top\|^{1/2}`, u about its mean under P⁰.
-
-**The keys' tilt.** A weight p becomes at most :math:`pe^{2κ}/(pe^{2κ}+1-p)`, and no less than with −2κ. For covariances
-it is taken in m equal steps, each of log-ratios within ±2κ_i/m: η = 2κ_i/m for all j, so that φ is
-:math:`2\tanh(κ_i/m)` times a deviation under M. The mean moves by at most :math:`ℓ^β_i\sinhκ_i`
-(`howsmooth.certificates.ball.head_ball`). So :math:`|Δo_i| \le s^β_i + ℓ^β_i\sinhκ_i`, all but ℓ^β at the input itself.
+Proof: docs/theory/certificates-ball.md, section "Perturbed weights".
 """
 
 from __future__ import annotations
@@ -51,110 +21,118 @@ from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import TINY, root
 from howsmooth.bounds.three_paths import LEAST
 
-STEPS = 3
-"""Of the tilt by the keys."""
-_LEAST_SHARE = 1e-6
-"""ϑ stays between this and its inverse."""
+KEY_STEPS = 3
+"""Steps of the perturbation by the keys."""
+_MIN_SHARE = 1e-6
+"""ϑ lies between this and its inverse."""
 _SLACK = 2.0**-50
-"""What 1 − p may have lost, for p up to 1; the ends of weights are moved apart by as much."""
+"""Bound on the rounding error of 1 − p for p up to 1; bounds on weights are moved apart by as much."""
 
 Moment = Callable[[Tensor], Tensor]
-"""‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, from above, ``(g, n)``."""
+"""≥ ‖Σ_j w_ij a_ij a_ijᵀ‖ for weights ``(g, n, n)``, ``(g, n)``."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of the tilt: M from above ``(g, n, n)``, and φ/2 of the values under it, ``(g, n)``.
+class PerturbationStep:
+    """One step of the perturbation.
 
-    In every direction φ/2 is at most the root of the second moment of the values under ``loads``, ``(g, n, n)``.
+    Attributes:
+        mixture: ≥ M ``(g, n, n)``. factor: ≥ φ/2 of the values under M, ``(g, n)``.
+        loads: weights under which the second moment of the values is at least (φ/2)² in every direction, ``(g, n, n)``.
     """
 
-    mixed: Tensor
+    mixture: Tensor
     factor: Tensor
     loads: Tensor
 
 
 @dataclass(frozen=True)
-class Tilts:
+class WeightPerturbation:
     """Rows of weights on a ball.
 
     Attributes:
-        scores: ``(g, n, n)``. weights: P⁰ from above, as `howsmooth.bounds.three_paths.Paths.upper_weights`.
-        off: what rounding may have done to the logits, up to a shift of a row, ``(g, n, 1)``.
-        own: B_ij. keys: |a_ij| from above. lean: ε_iα⁰_i, the deviation of β at the input, from above, ``(g, n)``.
+        scores: ``(g, n, n)``. weights: ≥ P⁰, as `howsmooth.bounds.three_paths.Paths.upper_weights`.
+        logit_error: bound on the rounding error of the logits, up to a shift of a row, ``(g, n, 1)``.
+        query_shifts: B_ij. key_shifts: ≥ |a_ij|.
+        query_deviation: ≥ ε_iα⁰_i, the deviation of β at the input, ``(g, n)``.
     """
 
     scores: Tensor
     weights: Tensor
-    off: Tensor
-    own: Tensor
-    keys: Tensor
-    lean: Tensor
+    logit_error: Tensor
+    query_shifts: Tensor
+    key_shifts: Tensor
+    query_deviation: Tensor
 
     @cached_property
-    def most(self) -> Tensor:
+    def max_query_shift(self) -> Tensor:
         """max_j B_ij, ``(g, n)``."""
-        return self.own.masked_fill(self.scores == -torch.inf, 0.0).amax(-1)
+        return self._row_maximum(self.query_shifts)
 
     @cached_property
-    def tilt(self) -> Tensor:
+    def max_key_shift(self) -> Tensor:
         """κ_i, ``(g, n)``."""
-        return self.keys.masked_fill(self.scores == -torch.inf, 0.0).amax(-1)
+        return self._row_maximum(self.key_shifts)
+
+    def _row_maximum(self, shifts: Tensor) -> Tensor:
+        return shifts.masked_fill(self.scores == -torch.inf, 0.0).amax(-1)
 
     @cached_property
-    def shift(self) -> Tensor:
+    def log_mean(self) -> Tensor:
         """≥ log E e^β, ``(g, n)``."""
-        return torch.log1p(0.5 * self.lean.square() * torch.exp(self.most))
+        return torch.log1p(0.5 * self.query_deviation.square() * torch.exp(self.max_query_shift))
 
-    def high(self, share: float = 1.0) -> Tensor:
-        """The largest weights under the query's own tilt and a share of that of the keys."""
-        box = softmax_ceiling(self.scores, self.own + share * self.keys + self.off)
-        own = (self.weights * torch.exp(self.own)).clamp_max(1.0)
-        less = torch.exp(-2 * share * self.tilt)[..., None]
-        most = torch.fmin(box, own / (own + (1 - own) * less).clamp_min(TINY))
-        return (most * (1 + _SLACK)).clamp_max(1.0)
+    def upper(self, share: float = 1.0) -> Tensor:
+        """The largest weights under the query's perturbation and a share of that of the keys."""
+        box = softmax_ceiling(self.scores, self.query_shifts + share * self.key_shifts + self.logit_error)
+        by_query = (self.weights * torch.exp(self.query_shifts)).clamp_max(1.0)
+        others = (1 - by_query) * torch.exp(-2 * share * self.max_key_shift)[..., None]
+        upper = torch.fmin(box, by_query / (by_query + others).clamp_min(TINY))
+        return (upper * (1 + _SLACK)).clamp_max(1.0)
 
-    def low(self, share: float = 1.0) -> Tensor:
-        """The smallest."""
-        box = softmax_ceiling(self.scores, -self.own - share * self.keys - self.off)
-        least = (self.weights * torch.exp(-2 * self.off) - LEAST).clamp_min(0.0)
-        own = least * torch.exp(-self.own - self.shift[..., None])
-        more = torch.exp(2 * share * self.tilt)[..., None]
-        return torch.fmax(box, own / (own + (1 - own + _SLACK) * more)) * (1 - _SLACK)
+    def lower(self, share: float = 1.0) -> Tensor:
+        """The smallest weights."""
+        box = softmax_ceiling(self.scores, -self.query_shifts - share * self.key_shifts - self.logit_error)
+        here = (self.weights * torch.exp(-2 * self.logit_error) - LEAST).clamp_min(0.0)
+        by_query = here * torch.exp(-self.query_shifts - self.log_mean[..., None])
+        others = (1 - by_query + _SLACK) * torch.exp(2 * share * self.max_key_shift)[..., None]
+        return torch.fmax(box, by_query / (by_query + others)) * (1 - _SLACK)
 
-    def own_move(self, deviation: Tensor) -> Tensor:
-        """How far a mean of this deviation at the input moves by the query's own tilt."""
-        return deviation * self.lean * exponential_mean(self.most)
+    def mean_shift_by_query(self, deviation: Tensor) -> Tensor:
+        """The shift of a mean of this deviation at the input by the query's perturbation."""
+        return deviation * self.query_deviation * exponential_mean(self.max_query_shift)
 
     @cached_property
-    def mixed(self) -> Tensor:
-        """M of the query's own tilt, from above."""
-        return 0.5 * (self.weights + self.high(0.0))
+    def mixture(self) -> Tensor:
+        """≥ M of the query's perturbation."""
+        return 0.5 * (self.weights + self.upper(0.0))
 
-    def own_step(self, moment: Moment, drift: Tensor, twisted: Tensor) -> Step:
-        """The query's own tilt, for values whose mean moves by at most ``drift``.
+    def query_step(self, moment: Moment, mean_shift: Tensor, product_norm: Tensor) -> PerturbationStep:
+        """The query's perturbation, for values whose mean moves by at most ``mean_shift``.
 
-        ``twisted`` is at least the norm of [M^½β(u − ū)], ``(g, n)``; ∞ where it is not known.
+        ``product_norm`` is at least the norm of [M^½β(u − ū)], ``(g, n)``; ∞ where it is not known.
         """
-        mixed, whole = self.mixed, moment(self.mixed).sqrt()
-        ratio = torch.tanh(0.5 * (self.own + self.shift[..., None])).square() * mixed
-        most = torch.tanh(0.5 * (self.most + self.shift))
+        mixture, whole = self.mixture, moment(self.mixture).sqrt()
+        ratio = torch.tanh(0.5 * (self.query_shifts + self.log_mean[..., None])).square() * mixture
+        largest = torch.tanh(0.5 * (self.max_query_shift + self.log_mean))
         mass, inner = ratio.sum(-1), root(moment(ratio))
-        plain, sharper = most * whole, inner + 0.5 * drift * root(mass)
-        away = 0.5 * self.own_move(root(mass))  # |ū − o| in a direction ÷ the deviation of the values there
-        share = (away * root(moment(self.weights)) / inner).clamp(_LEAST_SHARE, 1 / _LEAST_SHARE)
-        about_own = (1 + share)[..., None] * ratio + ((1 + 1 / share) * away.square())[..., None] * self.weights
-        loads = torch.where((sharper < plain)[..., None], about_own, mixed * most.square()[..., None])
-        return Step(mixed, torch.minimum(torch.minimum(plain, sharper), 0.5 * (twisted + self.shift * whole)), loads)
+        plain, sharper = largest * whole, inner + 0.5 * mean_shift * root(mass)
+        away = 0.5 * self.mean_shift_by_query(root(mass))  # |ū − o| in a direction ÷ the deviation of the values there
+        share = (away * root(moment(self.weights)) / inner).clamp(_MIN_SHARE, 1 / _MIN_SHARE)
+        about_mean = (1 + share)[..., None] * ratio + ((1 + 1 / share) * away.square())[..., None] * self.weights
+        loads = torch.where((sharper < plain)[..., None], about_mean, mixture * largest.square()[..., None])
+        factor = torch.minimum(torch.minimum(plain, sharper), 0.5 * (product_norm + self.log_mean * whole))
+        return PerturbationStep(mixture, factor, loads)
 
-    def key_steps(self, moment: Moment) -> list[Step]:
-        """The tilt by the keys."""
-        ends, factor = [self.high(step / STEPS) for step in range(STEPS + 1)], torch.tanh(self.tilt / STEPS)
-        mixtures = [0.5 * (before + after) for before, after in pairwise(ends)]
+    def key_steps(self, moment: Moment) -> list[PerturbationStep]:
+        """The perturbation by the keys."""
+        ends = [self.upper(step / KEY_STEPS) for step in range(KEY_STEPS + 1)]
+        factor = torch.tanh(self.max_key_shift / KEY_STEPS)
         loads = factor.square()[..., None]
-        return [Step(mixed, factor * moment(mixed).sqrt(), mixed * loads) for mixed in mixtures]
+        mixtures = [0.5 * (before + after) for before, after in pairwise(ends)]
+        return [PerturbationStep(mixture, factor * moment(mixture).sqrt(), mixture * loads) for mixture in mixtures]
 
 
-def exponential_mean(most: Tensor) -> Tensor:
+def exponential_mean(x: Tensor) -> Tensor:
     """(e^x − 1)/x, the mean of e^t for t from 0 to x."""
-    return torch.expm1(most.clamp_min(TINY)) / most.clamp_min(TINY)
+    return torch.expm1(x.clamp_min(TINY)) / x.clamp_min(TINY)

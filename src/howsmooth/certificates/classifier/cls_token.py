@@ -1,23 +1,10 @@
-r"""Second order around an input: attention read at one token whose query does not move.
+"""Derivatives of attention read at one token whose query does not move.
 
-With a constant query every logit and every value is affine in the tokens :math:`p_j \in R^d`:
+Every logit and value is affine in the tokens: o(p) = c + Σ_h Σ_j P_hj (U_h p_j + u_hj), P_h = softmax_j(κ_h·p_j +
+s_hj). The derivatives of a functional a·o along a line are joint cumulants under P: the gradient and the second
+derivative σᵀMσ + 2αᵀDσ are exact at the input, the third is bounded on the whole ball (`Functionals.third`).
 
-.. math:: o(p) = c + \sum_h \sum_j P_{hj}\,(U_h p_j + u_{hj}), \qquad P_h = \mathrm{softmax}_j(\kappa_h\cdot p_j +
-          s_{hj}).
-
-For a functional :math:`a\cdot o` and a move δ let, in one head, :math:`\sigma_j = \kappa\cdot\delta_j`,
-:math:`\alpha_j = (U^\top a)\cdot\delta_j` and :math:`a_j = a\cdot(U p_j + u_j)`; a token that does not move has σ = α
-= 0.
-Derivatives of :math:`g(t) = \sum_j P_j a_j` along the line p + tδ are joint cumulants under P:
-
-.. math:: g' = E\alpha + \mathrm{Cov}(a, \sigma), \quad g'' = 2\,\mathrm{Cov}(\alpha,\sigma) +
-          \kappa_3(a,\sigma,\sigma),
-          \quad g''' = 3\,\kappa_3(\alpha,\sigma,\sigma) + \kappa_4(a,\sigma,\sigma,\sigma),
-
-because :math:`\frac{d}{dt} E_P X = E_P \dot X + \mathrm{Cov}_P(X, \sigma)`. The second derivative is the quadratic form
-:math:`\sigma^\top M\sigma + 2\alpha^\top D\sigma` with :math:`D = \mathrm{diag} P - PP^\top`, :math:`w_j = P_j(a_j -
-\bar a)`,
-:math:`M = \mathrm{diag}\, w - wP^\top - Pw^\top`; the third is bounded on the whole ball (`Functionals.third`).
+Proof: docs/theory/certificates-classifier.md.
 """
 
 from __future__ import annotations

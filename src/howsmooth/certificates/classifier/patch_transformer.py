@@ -1,11 +1,9 @@
-"""A vision transformer of one layer, read at its first token: what `howsmooth.certificates` proves robust.
+"""A vision transformer of one layer, read at its class token.
 
-Patches are embedded and follow a class token; positions are added; one pre-norm layer of attention and a ReLU MLP; the
-class token is read by a last norm and a linear map. Norms subtract the mean of a token and do not divide by its
-deviation, as in the network of DeepT (Bonaert et al., PLDI 2021). The class token does not depend on the image, and
-with
-one layer only its query is read: everything up to the softmax is affine in the pixels, and `PatchTransformer.folded`
-writes it so.
+Embedded patches follow a class token; positions are added; one pre-norm layer of attention and a ReLU MLP; a last norm
+and a linear map read the class token. Norms subtract the mean of a token and do not divide by its deviation, as in the
+network of DeepT (Bonaert et al., PLDI 2021). The query of the class token does not depend on the image, so that
+everything up to the softmax is affine in the pixels; `PatchTransformer.folded` multiplies it out.
 """
 
 from __future__ import annotations

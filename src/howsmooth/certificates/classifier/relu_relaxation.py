@@ -1,23 +1,10 @@
-r"""Parabolas and lines around ReLU on an interval, and the quadratic of the input they leave.
+"""Parabolas and lines that bound ReLU on an interval, and the resulting quadratic of the input.
 
-On [l, u] with l < 0 < u, w = u − l:
+On [l, u] with l < 0 < u, ReLU is at most its chord and at most a parabola z + c(z − m)² or its mirror image, and at
+least λz for every 0 ≤ λ ≤ 1. A sum of ReLUs is then at least a constant, plus a linear function of the hidden values,
+plus a quadratic of the move.
 
-- from above, by the chord, and where −l ≤ u by the parabolas :math:`z + c(z-m)^2`, 0 < m ≤ u, with
-  :math:`c = 1/(4m)` for m ≤ −l and :math:`c = -l/(m-l)^2` beyond. They are ≥ z. The first kind is
-  :math:`(z+m)^2/(4m) \ge 0`; the second vanishes at l, where its slope 1 − 2c(m−l) is ≥ 0, and is convex, so it is ≥ 0
-  on [l, 0]. Where −l > u the mirror image, relu(z) = z + relu(−z): :math:`c(z+m)^2`, 0 < m ≤ −l, :math:`c = 1/(4m)` for
-  m ≤ u and :math:`u/(m+u)^2` beyond. The largest m leaves half the gap of the chord where u = −l; a smaller one touches
-  ReLU at ±m, and is steeper beyond.
-- from below, :math:`\mathrm{relu}(z) \ge λz` for every 0 ≤ λ ≤ 1.
-
-A hidden value is z = z⁰ + y + R, y = h·δ, with a known gradient h, |y| ≤ r|h| =: Y, and a remainder |R| ≤ ρ. Writing
-ζ = z⁰ + y and s = z⁰ − (l+u)/2, :math:`z^2 = ζ^2 + (z+ζ)R` and z + ζ = (2z⁰ − s) + (2y + s + R), so
-
-.. math:: c\,z^2 \;\le\; c\,ζ^2 + c\,(2z^0 - s)(z - ζ) + cρ\big(\tfrac tY y^2 + \tfrac Yt + |s| + ρ\big)
-
-for every t > 0, because :math:`2|y| \le ty^2/Y + Y/t`: the square joins the other quadratic terms, where not all hidden
-values can be at their ends at once. The margin, with coefficients b of the hidden values, is then at least a constant,
-plus a functional of the attention's output, plus a quadratic of δ.
+Proof: docs/theory/certificates-classifier.md, section "Relaxation of ReLU".
 """
 
 from __future__ import annotations

@@ -1,24 +1,10 @@
-r"""The largest ball on which a class cannot change, for attention pooled at one token and a ReLU network behind it.
+"""The largest ball on which a class is proved constant, for attention pooled at one token and a ReLU network behind it.
 
-.. math:: \mathrm{logits}(p) = E\,o(p) + e + F\,\mathrm{relu}(G\,o(p) + g), \qquad o \text{ of }
-          \texttt{PooledAttention}.
+logits(p) = E o(p) + e + F relu(G o(p) + g) with o of `PooledAttention`. Hidden values get intervals from their second
+order expansion and the bound on their third derivative, the ReLUs of a margin are relaxed, and the remaining functional
+plus quadratic is bounded on the ball.
 
-For a radius r every hidden value gets an interval from its expansion to second order
-(`howsmooth.certificates.classifier.trust_region`) and the bound on its third derivative; the ReLUs of the margin
-between two classes are relaxed (`howsmooth.certificates.classifier.relu_relaxation`); what is left, a functional of o
-plus a quadratic, is bounded on the ball in the same way, with its own curvature rather than the sum of those of its
-parts. The slopes below ReLUs are chosen by fictitious play against the worst δ; every choice is valid.
-
-*Rounding.* The certificate is computed for the folded matrices as stored, which are off by at most :math:`γ_m` times
-the
-same products with absolute values, m the number of terms in their nested sums. On the ball that moves logits by at most
-:math:`β = γ_m(|κ|(|p| + r) + |s|)`, weights by factors :math:`e^{\pm2β}`, and the output of a head by
-:math:`4β\max_j|v_j| + γ_m\max_j(|U|(|p| + r) + |u|)`; ReLU is 1-Lipschitz. The terms of the bound itself (values,
-gradients, forms, remainders, times powers of r) are nested sums of products of weights, values of rows and logit moves
-Δ,
-so each is computed to within :math:`γ_m` times the largest row times 8(1 + logits)(1 + Δ)², m now 8 times the longest
-sums plus the 1600 roundings of a weight (`howsmooth.bounds.point_error`). Both, times the weights behind, are
-subtracted from every margin and added to every interval (`Classifier.noise`).
+Proof, with rounding: docs/theory/certificates-classifier.md, section "The certified radius".
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-r"""The least value of a quadratic on a ball, from below.
+"""Lower bounds on the minimum of a quadratic on a ball.
 
-For a symmetric H and every ν ≥ 0 with H + νI ≻ 0
+min_{|δ| ≤ r} g·δ + ½δᵀHδ ≥ −½gᵀ(H + νI)⁻¹g − ½νr² for every ν ≥ 0 with H + νI ≻ 0, with equality at the best ν (the
+S-lemma); every ν is valid, so that its search needs no bound on rounding.
 
-.. math:: \min_{|δ| \le r} g\cdotδ + \tfrac12 δ^\top Hδ \;\ge\; -\tfrac12 g^\top(H + νI)^{-1}g - \tfrac12 νr^2,
-
-since the left side plus ½ν(|δ|² − r²) ≤ 0 is at least the minimum of a convex quadratic; the best ν attains equality
-(the S-lemma). Every ν here is valid, so the search for it needs no care about rounding.
-
-Of a second derivative Q only a bound Q ⪰ −μI and its product with one unit vector w are known. A = Q + μI ⪰ 0 has
-:math:`A \succeq vv^\top/τ`, v = Aw, τ = w·v (Schur complement of the Gram matrix of A in w and any other vector), so
-:math:`Q \succeq -μI + vv^\top/τ`: exact along w, which is taken along the gradient.
+Proof: docs/theory/certificates-classifier.md, section "Quadratics on a ball".
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
-r"""A network around an input as a straight line with errors: tokens, their derivatives, and what is left.
+"""A network around an input as an affine form: tokens, their derivatives, and bounded remainders.
 
-On a set of moves δ of the input every hidden token is written as
+Every hidden token is x_i(δ) = x⁰_i + Σ_s Σ_j A^s_ij e^s_j(δ) + ν_i(δ). Source 0 is the move of the input; every
+nonlinear part adds its Taylor remainder as a source, multiplied by the exact derivative of all later parts; ν is the
+rounding error. A *gauge* is a row of coefficients ≥ 0 of a bound that is linear in the |e_b|: the first entry is
+constant, the others belong to the blocks (s, j) in order.
 
-.. math:: x_i(δ) = x^0_i + \sum_s\sum_j A^s_{ij}\,e^s_j(δ) + ν_i(δ),
-
-an identity, not a bound. Source 0 is the move itself, :math:`e^0 = δ`, with A⁰ the Jacobian at the input; every part
-that is not linear adds a source, its remainder of Taylor's formula. Of a remainder only a bound on every
-:math:`|e^s_j|` is known, *but it is multiplied by the exact derivative of everything behind it*, so that the bounds of
-one part are not lost in the next, as with intervals. The A do not depend on the radius: one pass through the network
-serves all of them.
-
-Linear maps act on values and slopes; ν is what rounding has done to both: a linear map of norm w adds at most
-:math:`γ_mw(|x^0| + \sum_b\|A_b\|_F|e_b|)`, m the length of its sums, and passes on what was there; the remainder of the
-next part takes it in. Like everything that is bounded here it is linear in the numbers :math:`|e_b|` with coefficients
-≥ 0, a row of which is a *gauge*: the first entry is constant, the others belong to the blocks (s, j) in order.
+Proof: docs/theory/certificates-network.md, section "Affine forms".
 """
 
 from __future__ import annotations

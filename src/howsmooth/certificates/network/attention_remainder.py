@@ -1,18 +1,9 @@
-r"""Attention around an input: its straight line, and what is left of it on a ball.
+"""Attention around an input: its derivative and a bound on its Taylor remainder on a ball.
 
-One head at token i: logits move, up to a shift of the row, by :math:`u_j = ℓ_j + Δq_i\cdotΔk_j`, ℓ linear,
-\|u_j\| ≤ D_j. With o the output, P⁰ ≤ … as in `howsmooth.certificates.ball.on_ball` and P on the way,
+For logits that move by u, |u_j| ≤ D_j, the remainder is e = Σ_j (P_j − P⁰_j)Δv_j + Σ_j P⁰_j(v_j − o)Δq_i·Δk_j +
+∫₀¹ (1 − t) E_{Pᵗ}[(v − oᵗ)(u − E_{Pᵗ}u)²] dt; each term is bounded by means under rows between P̌ and P̂.
 
-.. math:: e = \sum_j(P_j-P^0_j)\,Δv_j + \sum_j P^0_j(v_j-o)\,Δq_i\cdotΔk_j + \int_0^1(1-t)\,
-          E_{P^t}\big[(v-o^t)(u-E_{P^t}u)^2\big]dt,
-
-because :math:`\frac{d^2}{dt^2}E_{P^t}v = E_{P^t}[(v-o^t)(u-Eu)^2]`. The first is at most
-:math:`\sum_jC_j|Δv_j|`, :math:`C_j = \max(\hat P_j-P^0_j, P^0_j-\check P_j)`, the second :math:`\sum_jP^0_j|v_j-o|\,
-|Δq_i||Δk_j|`, the third half the largest mean, over rows :math:`\check P \le p \le \hat P`, Σp = 1, of
-:math:`(|v_j-o| + \sum_kC_k|v_k-o|)(D_j + \bar D)^2`, :math:`\bar D` the largest mean of D; or, as a variance is below
-the second moment, half of :math:`\max_j|v_j-o| + \sum_kC_k|v_k-o|` times the largest E u². That is at most the largest
-mean of D², and at most :math:`(\|[\hat P_j^{1/2}ℓ^0_j]_j\||δ| + (\sum_j\hat P_jr_j^2)^{1/2})^2` for the part ℓ⁰·δ of
-the moves that is along one δ, r the bound on the rest. ∎
+Proof: docs/theory/certificates-network.md, section "The remainder of attention".
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-r"""The class of a network of several layers on a ball around an input, and the largest ball that keeps it.
+"""Lower bounds on the margins of a network on a ball around an input, and the largest certified radius.
 
-The margin between two classes is :math:`m(δ) = m^0 + g\cdotδ + \sum_s a^s\cdot e^s(δ)`, with the exact gradient g and
-the exact derivatives :math:`a^s` of the margin with respect to every remainder
-(`howsmooth.certificates.network.affine_form`), bounded one after the other from the first part to the last
-(`howsmooth.certificates.network.taylor_remainders`). So
+The margin between two classes is m(δ) = m⁰ + g·δ + Σ_s a^s·e^s(δ) ≥ m⁰ − ε|g| − Σ_s Σ_j |a^s_j||e^s_j| with the exact
+gradient g and the exact derivatives a^s with respect to every remainder, which is of second order in ε.
 
-.. math:: m(δ) \ge m^0 - ε|g| - \sum_s\sum_j |a^s_j||e^s_j|,
-
-the remainders of second order in ε: the bound on the radius tends to margin over gradient as the margin shrinks.
+Proof: docs/theory/certificates-network.md, section "Margins".
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Networks of several layers that `howsmooth.certificates` reads: what they are made of, and in which order.
+"""Networks of several layers and the parts that certificates read of them.
 
-A `SequenceClassifier` is a stack of modules between embeddings and classes. Read are linear maps, activations (ReLU,
-GELU, SiLU), normalisations (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, `CentredNorm`), attention (`SelfAttend`, or
-anything that offers an attention map), residuals (`Residual`), sequences of them and torch's encoders. What cannot be
-read is named, before anything is computed.
-
-A module is read where it stands, however often it occurs, and by the formula of its class: a subclass that overrides
-it and a module with hooks are refused (`howsmooth.attention.module_changes`). What was read is compared with the
-network itself in `howsmooth.certificates.network.read_check`.
-"""
+A `SequenceClassifier` is a stack of modules between embeddings and classes: linear maps, activations (ReLU, GELU,
+SiLU), normalisations (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, `CentredNorm`), attention (`SelfAttend`, or a layer
+with an attention map), residuals (`Residual`), sequences of them and torch's encoders. A module is read at each of
+its occurrences by the formula of its class; a subclass that overrides the formula and a module with hooks are refused
+by name (`howsmooth.attention.module_changes`). `howsmooth.certificates.network.read_check` compares parts and
+network."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
-r"""The parts read of a network, compared with the network itself.
+"""A comparison of the parts read of a network with the network itself.
 
-A certificate is about the parts that were read. They are run beside a copy of the network in float64, at the input and
-at a random point about as far from it as the certificate reaches: outputs must agree at both, and the derivatives of a
-random combination of outputs at the second, where no kink is met by chance. The network is left as it was, with its
-mode, its buffers and torch's random numbers; the whole takes three calls of the copy and one backward pass.
+Both run in float64 at the input and at a random point about as far from it as the certificate reaches. Outputs must
+agree at both points and derivatives of a random combination of outputs at the second, within rounding. The network,
+its mode, its buffers and torch's random state are not changed; the comparison takes three calls and one backward pass.
 
-*How far they may differ.* Two ways to compute one formula in float64 differ by rounding alone: each is off by at most
-the bound that the certificate subtracts from every margin
-(`howsmooth.certificates.network.margins.Linearised.rounding`), which adds up all roundings in absolute value. Of a
-well-behaved network they are off by as much as some :math:`10^3` roundings of the input and of the outputs, so that
-:math:`10^{-9}(|f| + |f'||x|)` is allowed at most; derivatives, which are sensitive to the second derivative, may differ
-by one part in a million.
+Tolerances: docs/theory/certificates-network.md, section "Comparison with the network".
 """
 
 from __future__ import annotations

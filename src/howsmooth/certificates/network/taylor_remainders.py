@@ -1,23 +1,9 @@
-r"""What is left of a part of a network after its straight line: the remainders of Taylor's formula, bounded on a ball.
+"""Bounds on the Taylor remainders of normalisations and activations on a ball.
 
-Each part that is not linear comes with the gauges of what it sees (`howsmooth.certificates.network.affine_form`), from
-which follow, for a given reach of all earlier sources, bounds on how far its inputs move, and from these its own
-remainder.
+Division z/N with N = (|z|²/d + ε)^½ has |e| ≤ R²/(√(3d) N₋²), ReLU has 0 ≤ e ≤ (D − |z⁰|)₊, GELU and SiLU have
+|e| ≤ ½D² max|φ''| for moves of at most R of a token or D of a number.
 
-**Division by the deviation**, :math:`f(z) = z/N`, :math:`N = (|z|^2/d + ε)^{1/2}`. With :math:`r = |z|^2/(dN^2) \le 1`
-and h = a ẑ + b w, a² + b² = 1, the second derivative along h has components :math:`-\sqrt r(3(1-r)a^2 + b^2)` along z
-and
-:math:`-2\sqrt r\,ab` across, over :math:`\sqrt d\,N^2`. The square of its norm is :math:`r(1 + 2(4-3r)a^2 -
-3r(4-3r)a^4)`, with its maximum at a² = 1/(3r), 4/3, where r ≥ 1/3, and at a = 1, :math:`9r(1-r)^2 \le 4/3`, below. So
-:math:`\|D^2f\| \le \frac{2}{\sqrt{3d}\,N^2}` everywhere, and with \|Δz\| ≤ R and the least N on the way,
-
-.. math:: |e| \le \frac{R^2}{\sqrt{3d}\,N_-^2}, \qquad N_-^2 = (|z^0| - R)_+^2/d + ε.
-
-**ReLU** leaves :math:`0 \le e \le (D - |z^0|)_+` where \|Δz\| ≤ D: nothing unless it can switch. **GELU, SiLU** leave
-:math:`|e| \le \tfrac12D^2\max|φ''|` on the interval, where :math:`φ'' = g(z)(2 - z^2)` and :math:`σ'(z)(2 -
-z\tanh\tfrac z2)`: an even, falling factor times one that falls with \|z\|. Both bounds are convex in \|Δz\| from zero
-on, so :math:`|e_k| \le s_k|Δz_k|` with s_k the bound on e_k over D_k. A part A⁰δ of Δz, along one δ, therefore costs no
-more than :math:`\|\mathrm{diag}(s)A^0\||δ|`: not all numbers can be at their ends at once.
+Proof: docs/theory/certificates-network.md, section "Taylor remainders".
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
-r"""JJᵀ of several heads together at one input, row by row, from the parts of its heads.
+"""JJᵀ of all heads together at one input, row by row, from the blocks of the heads.
 
-Let :math:`W_h = Q_hR_h`, and :math:`J_h` the Jacobian of head h behind :math:`R_h`
-(`howsmooth.certificates.point.head_gram`). With the heads stacked, :math:`J = QS`, :math:`Q = I_n \otimes [Q_1 \dots
-Q_H]`, :math:`S = [J_h]`, so :math:`JJ^\top = Q(SS^\top)Q^\top`, and the block of :math:`SS^\top` between query i of
-head h and query i' of head g is
+With W_h = Q_h R_h and S the stacked Jacobians of the heads behind R_h, JJᵀ = Q(SSᵀ)Qᵀ: O(n³K² + n²K²d) operations for
+heads of total width K.
 
-.. math:: \sum_jJ^h_{ij}J^{g\top}_{i'j},\qquad J^h_{ij} = P^h_{ij}V^h + S^h_{ij}u^h_{ij}t^{h\top}_i + [i = j]B^h_i,
-
-which needs sums over j of products of weights and values, and products of V, t and B: O(n³K² + n²K²d) operations for
-all heads, K their widths together, instead of O(n³K²d). With rotary positions :math:`t^h_{ij}` differs from key to key,
-and :math:`V^gt^h_{ij}` and :math:`t^h_{ij}\cdot t^g_{i'j}` stay inside the sums. The Frobenius norm takes O(n²K³).
-
-**Rounding.** As there: every entry is a nested sum of at most m = 8(n + d + K) products, and with absolute values
-inside the sums have a Frobenius norm of at most :math:`(\sum_h\sqrt{k_h}\,\mathrm{size}_h)^2`, because
-:math:`\|\,|Q_h|\,\|_F = \sqrt{k_h}`. A computed :math:`Q_h` is orthonormal to within :math:`γ`, and
-:math:`Q_hR_h = W_h` to within the error that ‖J − Ĵ‖ of the heads holds already; that of Q_h is added once more.
+Proof: docs/theory/certificates-point.md, section "The Gram matrix of a block".
 """
 
 from __future__ import annotations
@@ -25,9 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.point.head_gram import HeadBlocks, head_blocks
+from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 
 
 @dataclass(frozen=True)
@@ -50,9 +38,9 @@ class StackedHeads:
     rounding: float
 
     @classmethod
-    def of(cls, attention: AttentionMap, x: Tensor) -> StackedHeads | None:
-        """At one input ``(n, d)``; None where derivatives of values differ, or a head is as wide as the output."""
-        heads, outputs = head_blocks(attention, x), attention.output_weight.double().mT
+    def of(cls, at: HeadsAt) -> StackedHeads | None:
+        """At one input; None where derivatives of values differ, or a head is as wide as the output."""
+        heads, outputs = list(at.blocks()), at.attention.output_weight.mT
         narrow = outputs.shape[-2] > outputs.shape[-1]
         if not narrow or any(len(head.value) > 1 for head in heads):
             return None

@@ -1,13 +1,10 @@
-r"""The largest singular value at an input, proved on both sides.
+"""Proved lower and upper ends of the largest singular value of a Jacobian at one input.
 
-A head of width k at n tokens has N = nk outputs that matter. Up to `CHOLESKY` of them its Gram matrix is formed and
-:math:`τ^2I - JJ^\top` factored; up to `DEFLATION` the Frobenius norm of the Gram matrix is deflated by the leading
-singular vectors; beyond, the three-path bound. A block of several heads is taken whole where its outputs number at most
-`BLOCK`, up to `STACKED` it is deflated (`howsmooth.certificates.point.block_gram`), else it follows from those of its
-heads (`howsmooth.certificates.ball.norm_of_head_sum`). The lower end is ‖Jᵀu‖ for one unit vector u.
+The Gram matrix JJᵀ is factored up to `CHOLESKY` outputs and deflated up to `DEFLATION`; beyond that the three-path
+bound is the upper end. With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ: ‖J‖ ≤ (‖Ĝ‖ + ρ)^½ + η and ‖J‖ ≥ (uᵀĜu − ρ)^½ − η for every
+unit u.
 
-With ‖J − Ĵ‖ ≤ η and ‖Ĝ − ĴĴᵀ‖ ≤ ρ (`howsmooth.certificates.point.head_gram`): :math:`\|J\| \le (\|\hat G\| + ρ)^{1/2} +
-η`, and :math:`\|J\| \ge (u^\top\hat Gu - ρ)^{1/2} - η`.
+Proof: docs/theory/certificates-point.md.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.own.three_path import three_path
+from howsmooth.bounds.own.three_path import three_path_of
 from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.ball.norm_of_head_sum import norm_together
 from howsmooth.certificates.point.block_gram import StackedHeads
-from howsmooth.certificates.point.head_gram import HeadBlocks, head_blocks
+from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.local_constant import measure, measure_heads
@@ -78,36 +75,37 @@ def expected_block_seconds(attention: AttentionMap, n: int) -> float:
     return outputs**3 / 1.6e10 if outputs <= BLOCK else n**2 * width**3 / 3e9
 
 
-def enclose_heads(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
-    """Every head x ↦ W_h f_h(x) at one input ``(n, d)``."""
-    n, width = len(x), min(attention.value_weight.shape[-2], attention.out_features)
+def enclose_heads(at: HeadsAt) -> list[Enclosure]:
+    """Every head x ↦ W_h f_h(x) at one input."""
+    attention, n = at.map, len(at.x)
+    width = min(attention.value_weight.shape[-2], attention.out_features)
     if n * width > DEFLATION:
-        return _three_path(attention, x)
-    blocks = head_blocks(attention, x)
+        return _three_path(at)
+    blocks = list(at.blocks())
     if not all(_is_known(head) for head in blocks):
-        return _three_path(attention, x)
+        return _three_path(at)
     units = [_unit([head]) for head in blocks]
     blocks = [head.times(1 / unit) for head, unit in zip(blocks, units, strict=True)]
     if n * width <= CHOLESKY:
         found = [_factored(head.gram(), head.rounding, head.off) for head in blocks]
     else:
-        found = [_deflated(head, basis) for head, basis in zip(blocks, _leading(attention, x), strict=True)]
+        found = [_deflated(head, basis) for head, basis in zip(blocks, _leading(attention, at.x), strict=True)]
     return [head.times(unit) for head, unit in zip(found, units, strict=True)]
 
 
-def enclose_block(attention: AttentionMap, x: Tensor) -> Enclosure:
-    """The whole map at one input ``(n, d)``."""
-    n, d = len(x), attention.out_features
+def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Enclosure:
+    """The whole map at one input; ``heads`` are the enclosures of its heads there, where they are known."""
+    attention, n, d = at.map, len(at.x), at.map.out_features
     if attention.heads > 1 and n * d > BLOCK:
-        stacked = StackedHeads.of(attention, x) if n * d <= STACKED else None
+        stacked = StackedHeads.of(at) if n * d <= STACKED else None
         if stacked is not None and _is_known(stacked) and _LEAST < stacked.rounding < 1 / _LEAST:
-            return _stacked(stacked, attention, x)
-        return _sum_of_heads(attention, x)
+            return _stacked(stacked, attention, at.x)
+        return _sum_of_heads(at, heads)
     if attention.heads == 1:
-        return enclose_heads(attention, x)[0]
-    heads_blocks = head_blocks(attention, x, whole=True)
+        return enclose_heads(at)[0]
+    heads_blocks = list(at.blocks(whole=True))
     if not all(_is_known(head) for head in heads_blocks):
-        return _sum_of_heads(attention, x)
+        return _sum_of_heads(at, heads)
     unit = _unit(heads_blocks)
     heads_blocks = [head.times(1 / unit) for head in heads_blocks]
     dense = torch.zeros(n * d, n * attention.in_features, dtype=torch.float64)
@@ -135,9 +133,9 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
     return 1.0
 
 
-def _sum_of_heads(attention: AttentionMap, x: Tensor) -> Enclosure:
-    heads = enclose_heads(attention, x)
-    upper, lower = norm_together(attention, [head.upper for head in heads]), float(measure(attention, x).lower)
+def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
+    heads = enclose_heads(at) if heads is None else heads
+    upper, lower = norm_together(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
     return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
 
 
@@ -193,6 +191,7 @@ def _leading(attention: AttentionMap, x: Tensor) -> list[Tensor]:
     return bases
 
 
-def _three_path(attention: AttentionMap, x: Tensor) -> list[Enclosure]:
-    upper, lower = three_path(attention, x), measure_heads(attention, x).lower
+def _three_path(at: HeadsAt) -> list[Enclosure]:
+    upper = torch.cat([three_path_of(group) for (group,) in at.groups()])
+    lower = measure_heads(at.map, at.x).lower
     return [Enclosure(float(a), float(b), "three paths") for a, b in zip(lower, upper, strict=True)]

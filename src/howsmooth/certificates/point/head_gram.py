@@ -1,29 +1,15 @@
-r"""JJᵀ of one head at one input, in closed form, with what rounding may have done to it.
+"""JJᵀ of one head at one input in closed form, with bounds on its rounding error.
 
 In the notation of `howsmooth.bounds.three_paths` the block of the Jacobian from token j to token i is
+J_ij = P_ij V_j + S_ij u_ij t_ijᵀ + [i = j] B_i with V_j = M^v_j, u_ij = v_j − m_i, t_ij = M^kᵀ_j q_i and
+B_i = Σ_j S_ij u_ij k_jᵀ M^q_i. The output matrix W enters through its triangular factor R, |Wy| = |Ry|.
 
-.. math:: J_{ij} = P_{ij}V_j + S_{ij}\,u_{ij}t_{ij}^\top + [i = j]\,B_i, \qquad
-          V_j = M^v_j,\; u_{ij} = v_j - m_i,\; t_{ij} = M^{k\top}_jq_i,\; B_i = \sum_j S_{ij}u_{ij}k_j^\top M^q_i,
-
-so that :math:`(JJ^\top)_{ii'} = \sum_j J_{ij}J_{i'j}^\top` needs only :math:`V_jV_j^\top`, :math:`e_{ij} = V_jt_{ij}`
-and
-:math:`t_{ij}\cdot t_{i'j}`: O(n³k² + n²k³) operations instead of O(n³k²d) for the product of the matrices. The output
-matrix W enters through its triangular factor R, |Wy| = |Ry|.
-
-**Rounding.** Let Ĵ be the Jacobian made of the numbers as they are stored. They are within the radii of
-`howsmooth.bounds.point_error` of the true ones, so, path by path in the Frobenius norm,
-
-.. math:: \|J - \hat J\| \le \big\|[\,(e^{ω_i}-1)P_{ij}\|V_j\| + e^{ω_i}P_{ij}ε^V_j\,]\big\|_F
-          + \big\|[\,(e^{ω_i}-1)S|u||t| + e^{ω_i}S((ε_j+μ_i)|t| + (|u| + ε_j + μ_i)ε^t)\,]\big\|_F + \max_i
-          \mathrm{slack}_i
-
-with μ and the slack of B_i from `howsmooth.bounds.key_value_spread`; times ‖R‖_F, plus the backward error of R times
-‖Ĵ‖_F. The computed Gram matrix is off from ĴĴᵀ by at most :math:`γ_m` times the square of the Frobenius norm of the
-same blocks with absolute values, m = 8(n + d + k) (each entry is a nested sum of at most that many products).
+Proof: docs/theory/certificates-point.md, section "The Gram matrix of a head".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +20,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.key_value_spread import about_means, keys, product_slack
 from howsmooth.bounds.own.three_path import push_radii
 from howsmooth.bounds.point_error import gamma
-from howsmooth.bounds.three_paths import Paths, paths
+from howsmooth.bounds.three_paths import Paths, PathsAt
 
 
 @dataclass(frozen=True)
@@ -65,6 +51,21 @@ class HeadBlocks:
     def rounding(self) -> float:
         """≥ ‖computed Gram matrix − ĴĴᵀ‖."""
         return gamma(8 * sum(self.shape)) * self.size**2
+
+    def behind(self, output: Tensor, whole: bool) -> HeadBlocks:
+        """The blocks behind an output matrix ``(d_out, k)``, or behind its triangular factor if that is smaller."""
+        tall = output.shape[0] > output.shape[1] and not whole
+        factor = torch.linalg.qr(output, mode="r").R if tall else output
+        width = factor.norm().item()
+        lost = gamma(8 * output.numel()) if tall else 0.0
+        return replace(
+            self,
+            value=factor @ self.value,
+            apart=self.apart @ factor.mT,
+            own=factor @ self.own,
+            off=width * (self.off + (lost + gamma(4 * sum(self.shape[1:]))) * self.size),
+            size=width * self.size,
+        )
 
     def times(self, factor: float) -> HeadBlocks:
         """Those of J times a power of two, which rounds nothing."""
@@ -119,44 +120,41 @@ class HeadBlocks:
         return torch.einsum("jkd,ijd->ijk", self.value, self.push.expand(-1, len(self.weights), -1))
 
 
-def head_blocks(attention: AttentionMap, x: Tensor, whole: bool = False) -> list[HeadBlocks]:
-    """The blocks of every head at one input ``(n, d)``; behind W itself where the whole output is wanted."""
-    blocks: list[HeadBlocks] = []
-    with torch.no_grad():
-        for group in paths(attention, x, folded=False, reduced=False):
-            for one in range(len(group.value)):
-                output = attention.output_weight[len(blocks)].double().mT
-                blocks.append(_behind(group, one, output, whole))
-    return blocks
+class HeadsAt(PathsAt):
+    """The heads of a map at one input ``(n, d)``: their paths and the blocks of their Jacobians, evaluated once."""
+
+    def __init__(self, attention: AttentionMap, x: Tensor, stored: bool = False):
+        super().__init__(attention, x, stored)
+        self.map = attention
+
+    @cached_property
+    @torch.no_grad()
+    def _inner(self) -> list[HeadBlocks]:
+        """The blocks of every head before its output matrix."""
+        groups = (group for (group,) in self.groups((False,), reduced=False))
+        return [_blocks(group, one) for group in groups for one in range(len(group.value))]
+
+    @torch.no_grad()
+    def blocks(self, whole: bool = False) -> Iterator[HeadBlocks]:
+        """The blocks of every head, behind R, or behind W itself where the whole output is wanted."""
+        for head, output in zip(self._inner, self.attention.output_weight.mT, strict=True):
+            yield head.behind(output, whole)
 
 
-def _behind(group: Paths, one: int, output: Tensor, whole: bool) -> HeadBlocks:
-    """The blocks of one map of a group, behind its output matrix ``(d_out, k)``."""
+def _blocks(group: Paths, one: int) -> HeadBlocks:
+    """The blocks of one map of a group."""
     weights, slopes, value_map = group.weights[one], group.slopes[one], group.value_map[one]
     apart = group.value[one] - group.mean[one][:, None]
     if group.push_map is None:
         push = group.push[one][:, None]
     else:
         push = torch.einsum("ik,jkd->ijd", group.push[one], group.push_map[one])
-    diagonal = (slopes[..., None] * apart).mT @ group.pull[one]
+    own = (slopes[..., None] * apart).mT @ group.pull[one]
     if group.pull_map is not None:
-        diagonal = diagonal @ group.pull_map[one]
-    tall = output.shape[0] > output.shape[1] and not whole
-    factor = torch.linalg.qr(output, mode="r").R if tall else output
+        own = own @ group.pull_map[one]
     off = _off(group, one, apart, push, value_map)
     size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), group, one)
-    width = factor.norm().item()
-    lost = gamma(8 * output.numel()) if tall else 0.0
-    return HeadBlocks(
-        weights,
-        slopes,
-        factor @ value_map,
-        apart @ factor.mT,
-        push,
-        factor @ diagonal,
-        width * (off + (lost + gamma(4 * sum(value_map.shape[-2:]))) * size),
-        width * size,
-    )
+    return HeadBlocks(weights, slopes, value_map, apart, push, own, off, size)
 
 
 def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:

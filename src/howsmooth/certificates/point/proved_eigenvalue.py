@@ -1,15 +1,10 @@
-r"""The largest eigenvalue of a Gram matrix, proved in floating point.
+"""The largest eigenvalue of a Gram matrix, proved in floating point.
 
-**Cholesky.** If the factorisation of :math:`A = λI - G` in floating point runs to completion, then
-:math:`A \succeq -γ_{N+1}/(1-γ_{N+1})\,\mathrm{tr}(A)\,I`, whatever the order of the sums (Rump 2006, *Verification of
-positive definiteness*, BIT 46; Higham 2002, Theorem 10.3). Hence :math:`\|G\| \le λ + 2γ_{N+2}\,\mathrm{tr}(A)`, the
-rounding of λ − G_ii included. O(N³/3), N² numbers of memory.
+A Cholesky factorisation of A = λI − G that runs to completion proves ‖G‖ ≤ λ + 2γ_{N+2} tr A (Rump 2006, *Verification
+of positive definiteness*, BIT 46; Higham 2002, Theorem 10.3). Deflation by an orthonormal U proves
+‖G‖ ≤ ½(μ + c) + (¼(μ − c)² + ρ²)^½ from μ = ‖UᵀGU‖, ρ = ‖GU − UUᵀGU‖ and c = ‖(I − UUᵀ)G(I − UUᵀ)‖_F.
 
-**Deflation.** For U orthonormal, M = UᵀGU, R = GU − UM and C = (I−UUᵀ)G(I−UUᵀ): :math:`\|C\|_F^2 = \|G\|_F^2 -
-\|M\|_F^2 -
-2\|R\|_F^2` and :math:`\|G\| \le \tfrac12(μ+c) + \sqrt{\tfrac14(μ-c)^2 + ρ^2}` with μ = ‖M‖, c = ‖C‖_F, ρ = ‖R‖: the
-norm of
-the 2 × 2 matrix of the norms of the blocks of G. Only rows of G are needed, one token at a time.
+Proof: docs/theory/certificates-point.md, section "The largest eigenvalue".
 """
 
 from __future__ import annotations
