@@ -14,13 +14,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evidence.tables import table
-from howsmooth._util.checksummed import resumed
+from howsmooth._util.ledger import Ledger
 from howsmooth.errors import HowsmoothError
 
 TITLE = "What does a damaged file do?"
@@ -160,13 +161,13 @@ def _is_copy(path: Path) -> bool:
 
 
 def _windows(path: Path) -> Any:
-    """What a run of ``quantise`` has of its windows, those that are missing found anew."""
-    from howsmooth.rounding.window_store import each_window, run_name
+    """The windows of a run of ``quantise``, those that are missing computed anew."""
 
     def find(window: int) -> dict[str, torch.Tensor]:
         return {"products": torch.arange(4.0) + window, "count": torch.tensor(window)}
 
-    found = each_window(path, run_name({"model": "a"}), _WINDOWS, find)
+    with Ledger.writing(path, {"model": "a"}) as ledger:
+        found = [ledger.tensors(f"window {window}", partial(find, window)) for window in range(_WINDOWS)]
     return [{name: tensor.tolist() for name, tensor in one.items()} for one in found]
 
 
@@ -175,31 +176,27 @@ def _make_windows(folder: Path) -> Path:
     return folder / "quantise.sqlite"
 
 
-_RUN = {"network": "a" * 64, "images": "b" * 64, "norm": "2"}
+def _radii(path: Path) -> Any:
+    """The images of a run of ``certify``, those that are missing certified anew."""
+    with Ledger.writing(path, {"network": "a" * 64, "images": "b" * 64, "norm": "2"}) as ledger:
+        known = ledger.read_json()
+        for image in range(_WINDOWS):
+            if f"image {image}" not in known:
+                ledger.write_json(f"image {image}", {"image": image, "radius": 0.125 + image / 7})
+        return sorted(json.dumps(row, sort_keys=True) for row in ledger.read_json().values())
 
 
 def _make_radii(folder: Path) -> Path:
-    with resumed(folder / "radii.jsonl", _RUN) as kept:
-        for image in range(_WINDOWS):
-            kept.add({"image": image, "radius": 0.125 + image / 7})
-    return folder / "radii.jsonl"
-
-
-def _read_radii(path: Path) -> Any:
-    """The images of a file that ``certify --resume`` goes on with, those that are missing done anew."""
-    with resumed(path, _RUN) as kept:
-        known = {row["image"]: row for row in kept.rows}
-        for image in set(range(_WINDOWS)) - set(known):
-            kept.add({"image": image, "radius": 0.125 + image / 7})
-        return sorted(json.dumps(row, sort_keys=True) for row in kept.rows)
+    _radii(folder / "radii.sqlite")
+    return folder / "radii.sqlite"
 
 
 KINDS = {
     "store": Kind("store, read", _make_store, _read_store),
     "store-resumed": Kind("store, a scan goes on in it", _make_store, _go_on),
     "store-salvaged": Kind("store, salvaged", _make_store, _salvage),
-    "windows": Kind("store of quantise, a run goes on in it", _make_windows, _windows),
-    "radii": Kind("file of certify --resume, a run goes on in it", _make_radii, _read_radii),
+    "windows": Kind("ledger of quantise, a run goes on in it", _make_windows, _windows),
+    "radii": Kind("ledger of certify, a run goes on in it", _make_radii, _radii),
 }
 """Every kind of file that is read; others are added here."""
 

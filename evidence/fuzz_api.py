@@ -47,7 +47,7 @@ RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
 RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged", "Change", "Comparison"}
 RESULTS |= {"Law", "Plateau", "PowerLaw", "Allocation", "Answers", "Noise", "Quantisation", "Scores", "Format"}
-RESULTS |= {"Reader", "Alarm"}
+RESULTS |= {"RoundedModel", "Alarm"}
 RESULTS |= {"ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""
 ABSTRACT = {"AttentionMap", "LogitBias", "JacobianOperator", "InputSet", "AttentionLayer"}

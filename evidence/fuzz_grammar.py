@@ -246,6 +246,8 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--count": _some(1, 2),
         "--norm": _some("2", "1", "inf"),
         "--no-attack": FLAG,
+        "--out": (["out/radii.sqlite"], ["inputs/store.sqlite", "inputs/words.txt"]),
+        "--no-resume": FLAG,
         "--report": (["out/proved.html"], ["inputs/tokens.npy", "none/proved.html"]),
     },
     "compare": _WEIGHTS
@@ -286,7 +288,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     },
     "demo": {
         "--device": _DEVICE,
-        "--output": (["out/d"], ["inputs/words.txt"]),
+        "--out": (["out/d"], ["inputs/words.txt"]),
         "--no-resume": FLAG,
         "--json": FLAG,
         "--threads": _some(1),

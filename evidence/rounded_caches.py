@@ -20,7 +20,7 @@ from evidence.rounded_caches_defaults import default_ranking
 from evidence.rounded_caches_direct import correlations, direct, direct_by_window
 from evidence.rounded_caches_sinks import PICTURES, sink_damage, sink_picture, sink_table
 from evidence.rounded_caches_spending import SPENT, Spending, run_choices, spending_table
-from evidence.rounded_caches_windows import Step, in_windows, kept_file, window_run
+from evidence.rounded_caches_windows import Step, in_windows, stored_window
 from evidence.stories import stories15m
 from evidence.tables import table
 from howsmooth.models import CapturedSite, OpenModel, Window, open_model
@@ -29,9 +29,9 @@ from howsmooth.rounding.activation_noise import Noise, rounding_noise
 from howsmooth.rounding.baselines import RIVALS, rivals
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.output_error import answers
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.quantisation import Tensors
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import Scores, joined, sampled_scores
-from howsmooth.rounding.window_store import Tensors, each_window
 
 TITLE = "Rounded keys and values"
 FORMATS = (
@@ -68,7 +68,7 @@ def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[
     |ratio − 1|, and the share of heads within 10 %."""
     names = ("actual", "predicted", "proved")
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         found = [answers(site, formats) for site in reader.sites]
         return {name: torch.cat([getattr(one, name) for one in found], -1) for name in names}
 
@@ -120,7 +120,7 @@ def predicted(
 ) -> Scores:
     """Sampled scores of all windows."""
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         scores = sampled_scores(reader, formats, samples, seed=window.start)
         return {"products": scores.products, "sizes": torch.tensor([scores.tokens, scores.group])}
 
@@ -131,7 +131,7 @@ def predicted(
 def mean_rivals(opened: OpenModel, windows: Sequence[Window], form: Format, tell: Step) -> dict[str, Tensor]:
     """Every rival, mean over windows, name → ``(layers, 2)``."""
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         return rivals(reader.sites, form)
 
     found = in_windows(opened, windows, "rivals", form.name, of, tell)
@@ -168,10 +168,10 @@ def ranking_by_size(scores: Scores, truth: Tensor, place: int) -> str:
 def noise_table(opened: OpenModel, window: Window, dtype: str) -> tuple[str, list[str]]:
     """The noise of low precision layer by layer, and Spearman with the ratio."""
 
-    def find(_: int) -> Tensors:
+    def find() -> Tensors:
         return vars(rounding_noise(opened, window, dtype))
 
-    [numbers] = each_window(kept_file(), window_run(opened, window, "noise", dtype), 1, find)
+    numbers = stored_window(opened, window, "noise", dtype, find)
     found = Noise(**numbers)
     rows = [
         [
@@ -225,7 +225,7 @@ def study(
     others = mean_rivals(opened, learnt[:rival_windows], form, tell)
     run += run_choices(opened, kept, spending.rival_choices(others), "choices of rivals", tell)
     place = spent.index(form)
-    four = _four(Reader.of(opened.model, opened.inputs(opened.windows(learn, 32, 1, 0)[0])).sites)
+    four = _four(RoundedModel.of(opened.model, opened.inputs(opened.windows(learn, 32, 1, 0)[0])).sites)
     parts = [
         f"## {opened.name}, {windows} windows of {length} tokens of WikiText-2 ({opened.precision})",
         "Change of each head's output, keys or values rounded: proved ÷ actual and first order ÷ actual.",

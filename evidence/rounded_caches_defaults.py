@@ -17,7 +17,9 @@ def default_ranking(opened: OpenModel, text: str, form: str, tell: Step, **setti
     """
     usual = {name: inspect.signature(quantise).parameters[name].default for name in ("length", "windows", "samples")}
     settings = usual | settings
-    found = quantise(opened, text, formats=form, out=kept_file(), progress=tell, **settings)  # type: ignore[arg-type]
+    path = kept_file()
+    out = None if path is None else path.with_name(f"{path.stem}-{opened.sha256[:12]}-{form}.sqlite")
+    found = quantise(opened, text, formats=form, out=out, progress=tell, **settings)  # type: ignore[arg-type]
     windows = opened.windows(text, settings["length"], settings["windows"], 0)
     truth = direct(opened, windows, parse_format(form), False, tell).squeeze(-1)
     guess = found.scores.by_layer[:, :, 0]

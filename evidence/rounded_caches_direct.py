@@ -14,8 +14,8 @@ from howsmooth.models import OpenModel, Window
 from howsmooth.models.attention_interface import answering
 from howsmooth.rounding import Format
 from howsmooth.rounding.kv_cache import PARTS
-from howsmooth.rounding.rounded_model import Choices, Layers, Reader, rounding, run_whole
-from howsmooth.rounding.window_store import Tensors
+from howsmooth.rounding.quantisation import Tensors
+from howsmooth.rounding.rounded_model import Choices, Layers, RoundedModel, rounding, run_whole
 
 
 def direct(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
@@ -26,7 +26,7 @@ def direct(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: 
 def direct_by_window(opened: OpenModel, windows: Sequence[Window], form: Format, by_head: bool, tell: Step) -> Tensor:
     """The same for every window, windows first."""
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         heads, whole = reader.sites[0].attention.kv_heads, Suffixes(reader)
         alone = [[form if h == head else None for h in range(heads)] for head in range(heads)] if by_head else [form]
         rows = [
@@ -42,7 +42,7 @@ def direct_by_window(opened: OpenModel, windows: Sequence[Window], form: Format,
 class Suffixes:
     """What a Llama says with one layer rounded: the layers before it are not run again, as they say what they said."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: RoundedModel):
         self.reader, self.blocks, self.outputs = reader, list(reader.model.model.layers), list[Any]()
         hooks = [block.register_forward_hook(lambda *call: self.outputs.append(call[2])) for block in self.blocks]
         try:
@@ -52,7 +52,7 @@ class Suffixes:
                 hook.remove()
 
     def outcome(self, layer: int, part: str, choices: Choices) -> Tensor:
-        """As `Reader.outcome` has it."""
+        """As `RoundedModel.outcome` has it."""
         layers = Layers(len(self.blocks), layer)
         try:
             for block, output in zip(self.blocks[:layer], self.outputs, strict=False):

@@ -15,8 +15,8 @@ from howsmooth.models import OpenModel, Window
 from howsmooth.reports.figures.style import BLUE, literal, new_figure, open_frame, save_figure
 from howsmooth.rounding import parse_format
 from howsmooth.rounding.kv_cache import PARTS
-from howsmooth.rounding.rounded_model import Reader
-from howsmooth.rounding.window_store import Tensors
+from howsmooth.rounding.quantisation import Tensors
+from howsmooth.rounding.rounded_model import RoundedModel
 
 FORMATS = ("int4", "int3")
 FIRST = (0, 1, 4)
@@ -29,7 +29,7 @@ _BARS = {"color": (BLUE, "#eeb08c", "white"), "hatch": ("", "", "////"), "edgeco
 def sink_damage(opened: OpenModel, windows: Sequence[Window], tell: Step) -> Tensor:
     """KL with everything rounded but the first tokens, ``(windows, formats, first, keys or values or both)``."""
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         exact, layers = reader.outcome(), range(len(reader.sites))
 
         def damage(name: str, parts: Sequence[str]) -> float:

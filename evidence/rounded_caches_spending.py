@@ -14,10 +14,9 @@ from evidence.tables import table
 from howsmooth.models import OpenModel, Window
 from howsmooth.rounding import parse_formats
 from howsmooth.rounding.allocation import Allocation, allocate, by_sensitivity, first_and_last, uniform
-from howsmooth.rounding.quantisation import Check, checks, window_outcomes
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.quantisation import Check, Tensors, checks, window_outcomes
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import Scores
-from howsmooth.rounding.window_store import Tensors
 
 SPENT = "int8,int6,int4,int3,int2"
 BUDGETS = ("int3", "int4", "int6")
@@ -78,7 +77,7 @@ def run_choices(
 ) -> list[Check]:
     """Every choice on held-out windows."""
 
-    def of(reader: Reader, window: Window) -> Tensors:
+    def of(reader: RoundedModel, window: Window) -> Tensors:
         return window_outcomes(reader, choices)
 
     settings = [[name, None if one is None else one.choice.tolist()] for name, one in choices.items()]

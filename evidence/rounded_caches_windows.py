@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from howsmooth._util.ledger import Ledger
 from howsmooth.models import OpenModel, Window
-from howsmooth.rounding.rounded_model import Reader
-from howsmooth.rounding.window_store import Tensors, each_window, run_name
+from howsmooth.rounding.quantisation import Tensors
+from howsmooth.rounding.rounded_model import RoundedModel
 
 Step = Callable[[str], None]
 
@@ -18,18 +21,18 @@ def in_windows(
     windows: Sequence[Window],
     what: str,
     settings: object,
-    found_in: Callable[[Reader, Window], Tensors],
+    found_in: Callable[[RoundedModel, Window], Tensors],
     tell: Step,
 ) -> list[Tensors]:
     """What is found in every window, kept as soon as it is known."""
     found = []
     for place, window in enumerate(windows, 1):
 
-        def find(_: int, place: int = place, window: Window = window) -> Tensors:
+        def find(place: int = place, window: Window = window) -> Tensors:
             tell(f"{opened.name}: {what} in window {place} of {len(windows)}")
-            return found_in(Reader.of(opened.model, opened.inputs(window)), window)
+            return found_in(RoundedModel.of(opened.model, opened.inputs(window)), window)
 
-        found += each_window(kept_file(), window_run(opened, window, what, settings), 1, find)
+        found.append(stored_window(opened, window, what, settings, find))
     return found
 
 
@@ -39,7 +42,11 @@ def kept_file() -> Path | None:
     return Path(path) if path else None
 
 
-def window_run(opened: OpenModel, window: Window, what: str, settings: object) -> str:
-    """The name under which a window is kept."""
-    text = window.ids.flatten().tolist()
-    return run_name({"model": opened.sha256, "what": what, "settings": settings, "text": text})
+def stored_window(
+    opened: OpenModel, window: Window, what: str, settings: object, find: Callable[[], Tensors]
+) -> Tensors:
+    """The tensors of a window, from the ledger where they are in it."""
+    deciding = [opened.sha256, what, settings, window.ids.flatten().tolist()]
+    item = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
+    with Ledger.writing(kept_file(), {"evidence": "rounded caches"}) as ledger:
+        return ledger.tensors(item, find)

@@ -26,11 +26,12 @@ from howsmooth._util.common import (
     relative_error,
     same_file,
 )
+from howsmooth._util.sqlite_files import StoreError
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.lengths import TextBatch
 from howsmooth.papers.training.loop import bits_per_character, locked
-from howsmooth.scans.connections import StoreError, only_writer
+from howsmooth.scans.schema import STORE
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_what_is_no_lock_is_left_as_it_is(file: Path, tmp_path: Path, planted: s
         path.mkdir()
     with pytest.raises(InvalidInput, match="is in the way"), exclusive(path):
         pass
-    with pytest.raises(StoreError, match="is in the way"), only_writer(tmp_path / "scan.sqlite"):
+    with pytest.raises(StoreError, match="is in the way"), STORE.only_writer(tmp_path / "scan.sqlite"):
         pass
     assert file.read_text() == "mine"
     assert path.is_dir() or path.read_text() == "mine"
@@ -177,7 +178,7 @@ def test_without_locks_nothing_is_written_and_nothing_left(
     with pytest.raises(OSError, match="its file system has no locks"), exclusive(tmp_path / "x.lock"):
         pass
     said = r"cannot write to .* \(its file system has no locks\): choose another --out"
-    with pytest.raises(StoreError, match=said), only_writer(tmp_path / "scan.sqlite"):
+    with pytest.raises(StoreError, match=said), STORE.only_writer(tmp_path / "scan.sqlite"):
         pass
     with pytest.raises(InvalidInput, match="its file system has no locks"), locked(tmp_path / "training"):
         pass
@@ -195,5 +196,5 @@ def test_a_lock_that_cannot_be_made_says_why(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file_is_one_sentence(file: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot write"), locked(file):
         pass
-    with pytest.raises(StoreError, match="cannot write"), only_writer(file / "scan.sqlite"):
+    with pytest.raises(StoreError, match="cannot write"), STORE.only_writer(file / "scan.sqlite"):
         pass

@@ -53,7 +53,6 @@ SAME_NAME = {
     "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
     "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
     "Progress": "what a search calls after a step, and what a scan calls after a cell.",
-    "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -72,10 +74,10 @@ def test_attack_can_be_left_out(files: tuple[Path, Path]) -> None:
 def test_an_interrupted_run_is_resumed(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (net, images), kept = files, tmp_path / "radii.jsonl"
-    whole = answer(net, "--images", images, "--no-attack", "--resume", kept)
-    lines = kept.read_text().splitlines(keepends=True)
-    kept.write_text("".join(lines[:-1]) + lines[-1][:10])  # stopped while it wrote the last image
+    (net, images), kept = files, tmp_path / "radii.sqlite"
+    whole = answer(net, "--images", images, "--no-attack", "--out", kept)
+    with closing(sqlite3.connect(kept)) as db, db:  # stopped before it wrote the last image
+        db.execute("DELETE FROM items WHERE rowid = (SELECT max(rowid) FROM items)")
     done: list[int] = []
     sound = cli.certify_patches
 
@@ -84,12 +86,17 @@ def test_an_interrupted_run_is_resumed(
         return sound(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cli, "certify_patches", counted)
-    again = answer(net, "--images", images, "--no-attack", "--resume", kept)
+    again = answer(net, "--images", images, "--no-attack", "--out", kept)
     assert len(done) == 1
     assert [row["radius"] for row in again] == [row["radius"] for row in whole]
-    assert "another network, norm" in refusal(net, "--images", images, "--norm", "inf", "--resume", kept)
-    assert "cannot be resumed" in refusal(net, "--images", images, "--resume", net)
-    assert "give --images" in refusal("random", *SMALL, "--resume", kept)
+    assert "norm 2 ≠ inf" in refusal(net, "--images", images, "--norm", "inf", "--no-attack", "--out", kept)
+    assert "is also SOURCE, which it would overwrite" in refusal(net, "--images", images, "--out", net)
+    assert "give --images" in refusal("random", *SMALL, "--out", kept)
+    (old := tmp_path / "radii.jsonl").write_text('{"network": "a"}\n')
+    assert "no sound ledger" in refusal(net, "--images", images, "--out", old)
+    anew = answer(net, "--images", images, "--no-attack", "--out", kept, "--no-resume")
+    assert [row["radius"] for row in anew] == [row["radius"] for row in whole]
+    assert len(done) == 1 + len(whole)
 
 
 def test_long_work_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

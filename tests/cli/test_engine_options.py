@@ -162,8 +162,8 @@ def test_grids_take_an_engine_and_single_runs_do_not(threads: list[Engine]) -> N
 @pytest.mark.slow
 def test_experiments_take_an_engine(threads: list[Engine]) -> None:
     asked = ("not-lipschitz", "--quick", "--engine", "ray", "--address", "somewhere:1")
-    (made,) = Command("reproduce").json(*asked, "--output", "by-engine")["reproduced"]
-    (alone,) = Command("reproduce").json("not-lipschitz", "--quick", "--output", "alone")["reproduced"]
+    (made,) = Command("reproduce").json(*asked, "--out", "by-engine")["reproduced"]
+    (alone,) = Command("reproduce").json("not-lipschitz", "--quick", "--out", "alone")["reproduced"]
     assert (made["verdict"], made["measured"], made["rows"]) == (alone["verdict"], alone["measured"], alone["rows"])
     assert [(engine.kind, engine.address) for engine in threads] == [("ray", "somewhere:1")]
 

@@ -91,7 +91,7 @@ def test_the_summary_says_bits_split_and_bound(text: Path, attention: str) -> No
 
 def test_a_run_has_a_folder_of_its_own_and_goes_on_only_when_asked(text: Path) -> None:
     run(text, *TINY)
-    assert (default_folder(text, "dot-product-depth2-seed0") / "result.json").is_file()
+    assert (default_folder(text, "dot-product-depth2-seed0") / "run.sqlite").is_file()
     assert "go on with --resume" in refusal(text, *TINY)
     assert run(text, *TINY, "--resume").exit_code == 0
     assert "width 8 ≠ 16" in refusal(text, *TINY, "--width", 16, "--resume")
@@ -149,8 +149,8 @@ def test_control_c_saves_and_says_how_to_go_on(text: Path, tmp_path: Path) -> No
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    rows = tmp_path / "run" / "metrics.jsonl"
-    while not (rows.exists() and rows.stat().st_size):
+    rows = tmp_path / "run" / "run.sqlite"
+    while not (rows.exists() and b"step 10" in rows.read_bytes()):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -1,19 +1,25 @@
-"""Experiments in their quick size: verdicts against what is known, journals that go on, and refusals."""
+"""Experiments in their quick size: verdicts against what is known, ledgers that go on, and refusals."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
 import pytest
 
+from howsmooth._util.ledger import Ledger
+from howsmooth._util.sqlite_files import StoreError
 from howsmooth.errors import InvalidInput
 from howsmooth.papers import EXPERIMENTS, Experiment, ExperimentOptions, Verdict, reproduce
 from howsmooth.papers.experiment import Finding
 from howsmooth.papers.figure_style import finish, line, panels
 from howsmooth.papers.released_recipe import exponents
+from howsmooth.papers.reproduction import LEDGER
 
 
 def made(folder: Path, calls: list[int]) -> Experiment:
@@ -38,18 +44,17 @@ def test_data_pictures_and_verdict_are_kept(tmp_path: Path) -> None:
     found = reproduce(made(tmp_path, []), ExperimentOptions("quick"), tmp_path)
     assert found.finding.measured == "sum 30"
     assert pandas.read_parquet(found.folder / "rows.parquet")["square"].tolist() == [1, 4, 9, 16]
-    assert {path.suffix for path in found.folder.iterdir()} == {".png", ".svg", ".pdf", ".parquet", ".json", ".jsonl"}
+    assert {path.suffix for path in found.folder.iterdir()} == {".png", ".svg", ".pdf", ".parquet", ".json", ".sqlite"}
     assert json.loads((found.folder / "verdict.json").read_text())["verdict"] == "confirmed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     calls: list[int] = []
     experiment = made(tmp_path, calls)
     first = reproduce(experiment, ExperimentOptions("quick"), tmp_path)
-    journal = first.folder / "journal.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-cut])
+    with closing(sqlite3.connect(first.folder / LEDGER)) as db, db:
+        db.execute("DELETE FROM items WHERE rowid = 4")
     again = reproduce(experiment, ExperimentOptions("quick"), tmp_path)
     assert calls == [1, 2, 3, 4, 4]
     pandas.testing.assert_frame_equal(again.rows, first.rows)
@@ -63,17 +68,19 @@ def test_an_executor_gives_the_rows_of_this_process(tmp_path: Path) -> None:
         )
     here = reproduce(EXPERIMENTS["not-lipschitz"], ExperimentOptions("quick"), tmp_path / "here")
     assert there.rows.equals(here.rows)
-    journals = [sorted((made.folder / "journal.jsonl").read_text().splitlines()) for made in (here, there)]
-    assert journals[0] == journals[1]
+    cells = []
+    for found in (here, there):
+        with Ledger.reading(found.folder / LEDGER) as ledger:
+            cells.append(ledger.read_json())
+    assert cells[0] == cells[1]
 
 
-def test_a_journal_of_another_question_is_refused_and_kept(tmp_path: Path) -> None:
-    experiment = made(tmp_path, [])
-    kept = reproduce(experiment, ExperimentOptions("quick"), tmp_path).folder / "journal.jsonl"
-    kept.write_text(kept.read_text().replace('"quick"', '"slow"', 1))
+def test_a_ledger_of_another_question_is_refused_and_kept(tmp_path: Path) -> None:
+    experiment = replace(made(tmp_path, []), takes=frozenset({"models"}))
+    kept = reproduce(experiment, ExperimentOptions("quick"), tmp_path).folder / LEDGER
     before = kept.read_bytes()
-    with pytest.raises(InvalidInput, match="other settings"):
-        reproduce(experiment, ExperimentOptions("quick"), tmp_path)
+    with pytest.raises(StoreError, match=r"another run .*models"):
+        reproduce(experiment, ExperimentOptions("quick", ("gpt2",)), tmp_path)
     assert kept.read_bytes() == before
 
 

@@ -18,7 +18,7 @@ from evidence import (
 )
 from howsmooth.models import OpenModel, alice, open_model
 from howsmooth.rounding import parse_format, parse_formats
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import Scores
 
 
@@ -44,7 +44,7 @@ def test_no_head_passes_its_bound_and_first_order_is_right_at_eight_bits(tiny: O
 
 
 def test_ascents_inside_the_cell_come_near_the_bound_and_not_above(tiny: OpenModel) -> None:
-    reader = Reader.of(tiny.model, tiny.inputs(tiny.windows(alice(), 8)[0]))
+    reader = RoundedModel.of(tiny.model, tiny.inputs(tiny.windows(alice(), 8)[0]))
     for one in rounded_caches_ascents.attack(reader.sites[1], steps=12):
         assert 0.8 < one.keys <= 1
         assert 0.8 < one.values <= 1
@@ -70,7 +70,7 @@ def test_predicted_ranks_follow_the_direct_ones_head_by_head(tiny: OpenModel) ->
 
 
 def test_layers_before_a_rounded_one_need_not_be_run_again(tiny: OpenModel) -> None:
-    reader = Reader.of(tiny.model, tiny.inputs(tiny.windows(alice(), 24)[0]))
+    reader = RoundedModel.of(tiny.model, tiny.inputs(tiny.windows(alice(), 24)[0]))
     whole, form = rounded_caches_direct.Suffixes(reader), parse_format("int3")
     assert torch.equal(whole.exact, reader.outcome())
     for layer in (2, 0, 1):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from howsmooth._util.sqlite_files import StoreError
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.rounding import parse_formats, quantisation
+from howsmooth.rounding import parse_formats, quantisation, rounded_model
 from howsmooth.rounding.output_error import answers
 from howsmooth.rounding.quantisation import quantise
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import sampled_scores
-from howsmooth.rounding.window_store import WindowStore, run_name
 
 TINY = "random:llama[layers=2,width=32,heads=4,kv_heads=2]"
 QUICK = {"formats": "int8,int4,int2", "length": 12, "windows": 2, "samples": 3}
@@ -29,7 +29,7 @@ def test_rows_are_what_answers_and_scores_give() -> None:
     from howsmooth.models import alice
 
     [window] = opened.windows(alice(), 12, 1, 0)
-    reader = Reader.of(opened.model, opened.inputs(window))
+    reader = RoundedModel.of(opened.model, opened.inputs(window))
     found = [answers(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, 3, 0).by_head
     for row in rows:
@@ -109,7 +109,7 @@ def test_a_run_stopped_while_it_checks_its_choice_goes_on_there(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "windows"),
-    [({"budget": 6.0}, 2), ({"budget": 5.0, "samples": 5}, 4), ({"budget": 5.0, "seed": 1}, 4)],
+    [({"budget": 6.0}, 2), ({"budget": 5.0, "seed": 1}, 4)],
 )
 def test_other_settings_are_other_numbers_in_the_store(tmp_path: Path, change: dict[str, Any], windows: int) -> None:
     """Nothing is taken from a run whose settings decide other numbers; another budget only checks anew."""
@@ -123,26 +123,62 @@ def test_other_settings_are_other_numbers_in_the_store(tmp_path: Path, change: d
     assert said == []  # the first run is still there
 
 
+def test_a_ledger_with_other_settings_is_refused_and_stays(tmp_path: Path) -> None:
+    """Nothing is taken from a run whose settings decide other numbers."""
+    out, said = tmp_path / "s.sqlite", list[str]()
+    found = quantise(TINY, out=out, **QUICK).rows()
+    with pytest.raises(StoreError, match=r"another run \(there ≠ here: samples 3 ≠ 5\)"):
+        quantise(TINY, out=out, **QUICK | {"samples": 5})
+    assert quantise(TINY, out=out, progress=said.append, **QUICK).rows() == found
+    assert said == []
+
+
+@pytest.mark.parametrize("budget", [None, 5.0])
+def test_a_window_is_captured_once_and_a_window_that_only_checks_never(
+    monkeypatch: pytest.MonkeyPatch, budget: float | None
+) -> None:
+    captured, real = list[str](), rounded_model.capture
+
+    def counted(model: Any, inputs: Any) -> Any:
+        captured.append(str(inputs["input_ids"].tolist()))
+        return real(model, inputs)
+
+    monkeypatch.setattr(rounded_model, "capture", counted)
+    found = quantise(TINY, budget=budget, **QUICK)
+    assert len(captured) == len(set(captured)) == QUICK["windows"]
+    assert len(found.checks) == (0 if budget is None else 4)
+
+
+def test_a_choice_checked_without_capture_is_damaged_as_a_captured_one() -> None:
+    opened = open_model(TINY, head=True)
+    first, second = (opened.inputs(window) for window in opened.windows("Down the rabbit hole, again", 12, 2, 0))
+    assignment = {(layer, part): parse_formats("int4")[0] for layer in range(2) for part in ("key", "value")}
+    captured, other = RoundedModel.of(opened.model, second), RoundedModel.of(opened.model, first).on(second)
+    assert torch.equal(captured.outcome(assignment), other.outcome(assignment))
+    with pytest.raises(InvalidInput, match="another length"):
+        other.on({"input_ids": second["input_ids"][:, :5]})
+
+
 def test_a_damaged_window_is_named(tmp_path: Path) -> None:
     out = tmp_path / "s.sqlite"
     quantise(TINY, out=out, **QUICK)
     with sqlite3.connect(out) as db:
-        db.execute("UPDATE windows SET content = zeroblob(length(content)) WHERE window = 1")
+        db.execute("UPDATE items SET content = zeroblob(length(content)) WHERE rowid = 2")
     db.close()
-    with pytest.raises(InvalidInput, match=r"window 1 in .* is not what was written"):
+    with pytest.raises(StoreError, match=r"window at \d+, seed 1 in .* is not what was written"):
         quantise(TINY, out=out, **QUICK)
 
 
-def test_files_that_are_no_stores_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_ledgers_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as db:
         db.execute("CREATE TABLE a (b)")
     db.close()
     text = tmp_path / "text.txt"
     text.write_text("not a database at all, but long enough to be taken for one" * 30)
-    for path, said in ((other, "is not a store of howsmooth quantise"), (text, "cannot be used")):
-        with pytest.raises(InvalidInput, match=said), WindowStore.of(path, run_name({})):
-            pass
+    for path, said in ((other, "no ledger of this version"), (text, "no sound ledger")):
+        with pytest.raises(StoreError, match=said):
+            quantise(TINY, out=path, **QUICK)
 
 
 def test_encoders_are_measured_by_their_embedding() -> None:

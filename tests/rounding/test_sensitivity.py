@@ -10,19 +10,19 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import open_model
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.kv_cache import PARTS, read_back
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import joined, sampled_scores
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 
 
-def reader(spec: str = "random:llama[layers=2,width=32,heads=4,kv_heads=2]", length: int = 16) -> Reader:
+def reader(spec: str = "random:llama[layers=2,width=32,heads=4,kv_heads=2]", length: int = 16) -> RoundedModel:
     opened = open_model(spec, head=True)
     opened.model.double()
     for parameter in opened.model.parameters():  # random weights say next to nothing: make them say more
         parameter.mul_(3.0) if parameter.dim() == 2 else None
     [window] = opened.windows(TEXT, length=length)
-    return Reader.of(opened.model, opened.inputs(window))
+    return RoundedModel.of(opened.model, opened.inputs(window))
 
 
 @pytest.mark.slow
@@ -116,18 +116,18 @@ def test_wrong_models_and_texts_are_refused_in_one_sentence() -> None:
     opened = open_model("random:llama[layers=1,width=32]")
     [window] = opened.windows(TEXT, length=4)
     with pytest.raises(InvalidInput, match="has no language-model head: open it with head=True"):
-        Reader.of(opened.model, opened.inputs(window))
+        RoundedModel.of(opened.model, opened.inputs(window))
     with pytest.raises(InvalidInput, match="too short"):
         reader(length=1)
     image = open_model("random:vit[layers=1,width=32]")
     with pytest.raises(UnsupportedModel, match="rounding is measured on models of text"):
-        Reader.of(image.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+        RoundedModel.of(image.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
 
 
 def test_attention_past_the_socket_is_refused_rather_than_left_exact() -> None:
     opened = open_model("random:mpnet[layers=2,width=32]", head=True)
     [window] = opened.windows(TEXT, length=8)
-    model = Reader.of(opened.model, opened.inputs(window))
+    model = RoundedModel.of(opened.model, opened.inputs(window))
     for way in (model.outcome, lambda: sampled_scores(model, parse_formats("int4"), samples=2)):
         with pytest.raises(UnsupportedModel, match="2 of its 2 layers past transformers' attention interface"):
             way()

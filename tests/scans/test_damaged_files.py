@@ -176,5 +176,5 @@ def test_the_empty_file_of_an_older_killed_scan_says_where_the_cells_are(tmp_pat
     db.execute("CREATE TABLE cells (x)")
     shutil.copyfile(path, copy)
     db.close()
-    with pytest.raises(StoreError, match=r"its cells stand in the file copy\.sqlite-wal"), Store.reading(copy):
+    with pytest.raises(StoreError, match=r"its content is in the file copy\.sqlite-wal"), Store.reading(copy):
         pass

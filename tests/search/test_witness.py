@@ -15,7 +15,7 @@ from safetensors.torch import save, save_file
 
 import howsmooth as hs
 from evidence.damaged_files import outcomes, witness_case
-from howsmooth._util.checksummed import opened, sealed
+from howsmooth._util.checksummed import checksummed_bytes, read_checksummed
 from howsmooth._util.common import write_whole
 from howsmooth.errors import InvalidInput
 from howsmooth.search import Embeddings, Witness, worst_case
@@ -166,13 +166,13 @@ def test_a_story_of_wrong_kinds_is_refused(
     """With a seal that fits, as a forger makes it, and in the first format, which had none."""
     path = tmp_path / "w.safetensors"
     witness.save(path)
-    tensors, texts, _ = opened(path)
+    tensors, texts, _ = read_checksummed(path)
     story = json.loads(texts["witness"])
     for name, value in wrong.items():
         both = name == "measurement" and isinstance(value, dict) and value
         story[name] = story[name] | value if both else value  # type: ignore[operator]
     texts |= {"witness": json.dumps(story)} | ({} if seal else {"format": "howsmooth witness 1"})
-    path.write_bytes(sealed(tensors, texts) if seal else save(tensors, texts))
+    path.write_bytes(checksummed_bytes(tensors, texts) if seal else save(tensors, texts))
     with pytest.raises(InvalidInput, match="another version"):
         Witness.load(path)
 
@@ -194,8 +194,8 @@ def test_a_story_of_wrong_kinds_is_refused(
 def test_tensors_of_wrong_kinds_are_refused(name: str, tensor: torch.Tensor, witness: Witness, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     witness.save(path)
-    tensors, texts, _ = opened(path)
-    path.write_bytes(sealed(tensors | {name: tensor}, texts))
+    tensors, texts, _ = read_checksummed(path)
+    path.write_bytes(checksummed_bytes(tensors | {name: tensor}, texts))
     with pytest.raises(InvalidInput, match="another version"):
         Witness.load(path)
 
@@ -204,7 +204,7 @@ def test_tensors_of_wrong_kinds_are_refused(name: str, tensor: torch.Tensor, wit
 def test_a_story_without_a_bottom_or_a_number_is_refused(story: str, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     tensors = {"x": torch.zeros(2, 2), "history": torch.zeros(1)}
-    path.write_bytes(sealed(tensors, {"format": "howsmooth witness 2", "witness": story}))
+    path.write_bytes(checksummed_bytes(tensors, {"format": "howsmooth witness 2", "witness": story}))
     with pytest.raises(InvalidInput, match="another version"):
         Witness.load(path)
 

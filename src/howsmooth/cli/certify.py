@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from enum import Enum
 from pathlib import Path
@@ -15,8 +14,8 @@ from rich.table import Table
 from torch import Tensor
 
 from howsmooth import __version__
-from howsmooth._util.checksummed import resumed
-from howsmooth._util.common import file_digest
+from howsmooth._util.common import distinct_files, file_digest
+from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import check_device
 from howsmooth.certificates import Certificate, PatchTransformer
 from howsmooth.certificates.ball.block_ball import expected_change_seconds
@@ -43,7 +42,7 @@ _EXAMPLES = """Examples:\n
   howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
   howsmooth certify minilm --layer 2 --length 16 --what heads --report report.html\n
   howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --resume radii.jsonl
+  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --out radii.sqlite
 """
 
 
@@ -63,9 +62,10 @@ def certify(
     count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
     norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
     attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
+    out: Annotated[Path | None, typer.Option(help="Ledger of finished images (none).")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="File of finished images: they are not done again, new ones are added.")
-    ] = None,
+        bool, typer.Option("--resume/--no-resume", help="Use what the ledger has, or certify anew.")
+    ] = True,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -80,11 +80,14 @@ def certify(
             raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
         check_section_path(report)
     if images is not None:
-        rows = _images(request, settings, images, count, attack and norm is Norm.two, norm.value, resume)
+        distinct_files(read=[("SOURCE", request.source), ("--images", images)], written=[("--out", out)])
+        run = _ledger_key(request, settings, images, norm.value, attack and norm is Norm.two)
+        with Ledger.writing(out, run, resume) as ledger:
+            rows = _images(request, settings, images, count, run, ledger)
         _print_images(rows, as_json)
         return
-    if count is not None or resume is not None:
-        option = "--resume keeps" if count is None else "--count chooses"
+    if count is not None or out is not None:
+        option = "--out stores" if count is None else "--count chooses"
         raise InvalidInput(f"{option} images: give --images too.")
     site = request.open(settings)
     if site.x.dim() != 2:
@@ -149,8 +152,14 @@ def _report(site: Site, radius: float, path: Path) -> None:
     write_certificates(found, path, str(site.describe()["source"]), site.in_words())
 
 
+def _ledger_key(request: Request, settings: Settings, images: Path, norm: str, attack: bool) -> dict[str, Any]:
+    """Everything that decides the proved radii of the images in a file."""
+    files = {"network": file_digest(Path(request.source)), "images": file_digest(images)}
+    return files | {"norm": norm, "attack": attack, "heads": settings.heads, "howsmooth": __version__}
+
+
 def _images(
-    request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: str, resume: Path | None
+    request: Request, settings: Settings, path: Path, count: int | None, run: dict[str, Any], ledger: Ledger
 ) -> list[dict[str, Any]]:
     device = check_device(settings.device or "cpu")
     net = PatchTransformer.open(request.source, heads=settings.heads).double().to(device)
@@ -160,23 +169,19 @@ def _images(
         right = (net(pictures).argmax(-1) == labels).nonzero().flatten()
     if not len(right):
         raise InvalidInput(f"none of the {len(labels)} images in {path} is classified correctly: nothing to certify.")
-    run = {"network": file_digest(Path(request.source)), "images": file_digest(path), "norm": norm, "attack": attack}
-    run |= {"heads": settings.heads, "howsmooth": __version__}
-    with nullcontext() if resume is None else resumed(resume, run) as kept:
-        rows = {} if kept is None else {row["image"]: row for row in kept.rows}
-        left = torch.tensor([i for i in right.tolist() if i not in rows], dtype=torch.int64)
-        nearest: list[float | None] = [None] * len(left)
-        with step_progress(len(left) + attack) as begin:
-            if attack and len(left):
-                begin("attack")
-                distances = minimal_norm_attack(net, pictures[left], labels[left]).distance
-                nearest = [d if d < float("inf") else None for d in distances.tolist()]
-            for index, distance in zip(left.tolist(), nearest, strict=True):
-                begin(f"image {index}")
-                proof = certify_patches(folded, patches[index], int(labels[index]), _NORMS[norm])
-                rows[index] = {"image": index} | proof.to_dict() | {"attacked": distance}
-                if kept is not None:
-                    kept.add(rows[index])
+    rows = {row["image"]: row for row in ledger.read_json().values()}
+    missing = torch.tensor([i for i in right.tolist() if i not in rows], dtype=torch.int64)
+    nearest: list[float | None] = [None] * len(missing)
+    with step_progress(len(missing) + run["attack"]) as begin:
+        if run["attack"] and len(missing):
+            begin("attack")
+            distances = minimal_norm_attack(net, pictures[missing], labels[missing]).distance
+            nearest = [d if d < float("inf") else None for d in distances.tolist()]
+        for index, distance in zip(missing.tolist(), nearest, strict=True):
+            begin(f"image {index}")
+            proof = certify_patches(folded, patches[index], int(labels[index]), _NORMS[run["norm"]])
+            rows[index] = {"image": index} | proof.to_dict() | {"attacked": distance}
+            ledger.write_json(f"image {index}", rows[index])
     return [rows[index] for index in right.tolist()]
 
 

@@ -37,7 +37,7 @@ WHOLE = "layer[lengths={0}],model[lengths={0}]"
 def demo(
     models: Annotated[str, Option(help="Which of them: minilm, smollm2.")] = "minilm,smollm2",
     lengths: Annotated[str | None, Option(help="Tokens per window, for example 16,64 (each its own).")] = None,
-    output: Annotated[Path, Option(help="Folder for the store and the report; made if missing.")] = FOLDER,
+    out: Annotated[Path, Option(help="Folder for the store and the report; made if missing.")] = FOLDER,
     resume: Annotated[
         bool, Option("--resume/--no-resume", help="Keep what an earlier demo has measured, or measure anew.")
     ] = True,
@@ -52,7 +52,7 @@ def demo(
 
     Examples:\n
       howsmooth demo\n
-      howsmooth demo --models minilm --lengths 8,16,…,256 --output alice
+      howsmooth demo --models minilm --lengths 8,16,…,256 --out alice
     """
     from howsmooth.models import NAMED
     from howsmooth.reports import groups, summary, write_report
@@ -61,7 +61,7 @@ def demo(
     wanted, skipped = possible(chosen(models))
     for reason in skipped:
         complain(f"left out: {reason}")
-    store, page = output / "demo.sqlite", output / "demo.html"
+    store, page = out / "demo.sqlite", out / "demo.html"
     scans = []
     for each in wanted:
         asked = each.lengths if lengths is None else lengths
@@ -72,18 +72,18 @@ def demo(
     if as_json:
         print_json({"groups": facts(groups(scanned)), "cells": len(scanned), "store": str(store), "report": str(page)})
     else:
-        out = stdout()
+        console = stdout()
         for each in wanted:
-            out.print(f"{each.model}: {NAMED[each.model].description}.", markup=False, soft_wrap=True)
-        out.print()
-        out.print(summary(scanned))
-        out.print(
+            console.print(f"{each.model}: {NAMED[each.model].description}.", markup=False, soft_wrap=True)
+        console.print()
+        console.print(summary(scanned))
+        console.print(
             "σ is the local Lipschitz constant: how far the output moves, at most, per small move of the input. Layers "
             "and heads count from 0. Lower ends are true always and upper ends with probability 99 %, in layers and "
             "models up to measured rounding; bounds are proved."
         )
-        out.print(f"\nStore: {store}", markup=False, soft_wrap=True)
-        out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
+        console.print(f"\nStore: {store}", markup=False, soft_wrap=True)
+        console.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
     if not all(row["converged"] for row in scanned.rows):
         raise typer.Exit(NOT_CONVERGED)
 

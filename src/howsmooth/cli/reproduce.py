@@ -33,7 +33,7 @@ def reproduce(
         list[str] | None, typer.Option(help="Other models than the experiment's own (may repeat).")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Another text than the experiment's own.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
+    out: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
     yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
     *,
@@ -69,7 +69,7 @@ def reproduce(
     _warn(wanted, asked, yes)
     made = []
     for one in wanted:
-        made.append(_run(one, asked, output, resume, engine))
+        made.append(_run(one, asked, out, resume, engine))
         if not as_json:
             _show(made[-1])
     if as_json:
@@ -111,7 +111,7 @@ def _time(minutes: float) -> str:
 
 
 def _run(
-    experiment: Experiment, asked: ExperimentOptions, output: Path, resume: bool, engine: Engine | None
+    experiment: Experiment, asked: ExperimentOptions, out: Path, resume: bool, engine: Engine | None
 ) -> Reproduction:
     from howsmooth.papers import reproduce as run
 
@@ -128,7 +128,7 @@ def _run(
         return run(
             experiment,
             asked,
-            output,
+            out,
             resume=resume,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             executor=engine,

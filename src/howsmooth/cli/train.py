@@ -80,7 +80,7 @@ def train(
         bool, Option("--table", help="Compare kinds of attention over depths and seeds; always goes on where it was.")
     ] = False,
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
-    report_every: Annotated[int, Option(min=1, help="Steps between rows of metrics.jsonl.")] = 50,
+    report_every: Annotated[int, Option(min=1, help="Steps between rows of numbers.")] = 50,
     device: Device = None,
     *,
     place: Place,

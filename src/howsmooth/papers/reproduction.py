@@ -1,8 +1,4 @@
-"""Running an experiment: cell by cell into a journal, then Parquet, a figure in three formats and a verdict.
-
-A journal is one line of JSON per cell, appended and flushed when the cell is done, so that a run that was stopped goes
-on where it was; a last line that was cut off is measured again.
-"""
+"""Running an experiment: cell by cell into a ledger, then Parquet, a picture in three formats and a verdict."""
 
 from __future__ import annotations
 
@@ -17,14 +13,12 @@ from typing import Any
 import pandas
 
 from howsmooth._util.common import write_whole
+from howsmooth._util.ledger import Ledger
 from howsmooth.engines import Engine, complete
-from howsmooth.errors import InvalidInput
-from howsmooth.papers.experiment import Experiment, Finding
-from howsmooth.papers.experiment import ExperimentOptions as Asked
-from howsmooth.papers.experiment import Record as Cell
-from howsmooth.papers.experiment import Record as Row
+from howsmooth.papers.experiment import Experiment, Finding, Record
 from howsmooth.reports.figures import save_figure
 
+LEDGER = "cells.sqlite"
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -33,7 +27,7 @@ class Reproduction:
     """A finished experiment: its rows, its finding and the folder of its files."""
 
     experiment: Experiment
-    asked: Asked
+    asked: ExperimentOptions
     rows: pandas.DataFrame
     finding: Finding
     folder: Path
@@ -53,7 +47,7 @@ class Reproduction:
 
 def reproduce(
     experiment: Experiment,
-    asked: Asked | None = None,
+    asked: ExperimentOptions | None = None,
     folder: Path = Path("reproduced"),
     *,
     resume: bool = True,
@@ -68,74 +62,39 @@ def reproduce(
     >>> made.finding.verdict.value
     'confirmed'
     """
-    asked = Asked() if asked is None else asked
+    asked = ExperimentOptions() if asked is None else asked
     experiment.check(asked)
     results_folder = folder / experiment.id / asked.size
     results_folder.mkdir(parents=True, exist_ok=True)
-    journal = Journal(results_folder / "journal.jsonl", asked)
-    done = journal.read() if resume else journal.forget()
     cells = {json.dumps(cell, sort_keys=True): cell for cell in experiment.cells(asked)}
-    missing = {key: cell for key, cell in cells.items() if key not in done}
+    run = {"experiment": experiment.id, "size": asked.size, "models": list(asked.models), "text": asked.text_said}
+    with Ledger.writing(results_folder / LEDGER, run, resume) as ledger:
+        done = ledger.read_json()
+        missing = {key: cell for key, cell in cells.items() if key not in done}
 
-    def keep(key: str, rows: list[Row]) -> None:
-        journal.append(cells[key], rows)
-        done[key] = rows
-        progress(len(cells.keys() & done.keys()), len(cells))
+        def keep(key: str, rows: list[Record]) -> None:
+            ledger.write(key, json.dumps(rows).encode())
+            done[key] = rows
+            progress(len(cells.keys() & done.keys()), len(cells))
 
-    progress(len(cells) - len(missing), len(cells))
-    if executor is not None:
-        complete(executor, _run_cell, {key: (experiment.id, asked, cell) for key, cell in missing.items()}, keep)
-    else:
-        for key, cell in missing.items():
-            keep(key, experiment.run(asked, cell))
-    frame = pandas.DataFrame([row for key in cells for row in done[key]])
-    made = Reproduction(experiment, asked, frame, experiment.judge(frame), results_folder)
-    _save(made)
+        progress(len(cells) - len(missing), len(cells))
+        if executor is not None:
+            complete(executor, _run_cell, {key: (experiment.id, asked, cell) for key, cell in missing.items()}, keep)
+        else:
+            for key, cell in missing.items():
+                keep(key, experiment.run(asked, cell))
+        frame = pandas.DataFrame([row for key in cells for row in done[key]])
+        made = Reproduction(experiment, asked, frame, experiment.judge(frame), results_folder)
+        _save(made)
     return made
 
 
-def _run_cell(item: tuple[str, Asked, Cell]) -> list[Row]:
+def _run_cell(item: tuple[str, ExperimentOptions, Record]) -> list[Record]:
     """Run one cell of an experiment by name, in any process."""
     from howsmooth.papers import EXPERIMENTS
 
     name, asked, cell = item
     return EXPERIMENTS[name].run(asked, cell)
-
-
-class Journal:
-    """The cells that are done, one line each; the first line says how they were asked for."""
-
-    def __init__(self, path: Path, asked: Asked):
-        self.path = path
-        self.head = json.dumps(
-            {"size": asked.size, "models": list(asked.models), "text": asked.text_said}, sort_keys=True
-        )
-
-    def read(self) -> dict[str, list[Row]]:
-        """What is done; a journal of another question is refused."""
-        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
-        if not any(lines[1:]):  # no cell was finished
-            return self.forget()
-        if lines[0] != self.head:
-            raise InvalidInput(
-                f"{self.path} belongs to a run with other settings: choose another folder or --no-resume."
-            )
-        done: dict[str, list[Row]] = {}
-        for line in lines[1:-1]:  # what follows the last line break was cut off
-            entry = json.loads(line)
-            done[json.dumps(entry["cell"], sort_keys=True)] = entry["rows"]
-        write_whole(self.path, "\n".join([*lines[:-1], ""]).encode())
-        return done
-
-    def forget(self) -> dict[str, list[Row]]:
-        """Begin anew."""
-        write_whole(self.path, (self.head + "\n").encode())
-        return {}
-
-    def append(self, cell: Cell, rows: list[Row]) -> None:
-        """Keep one cell."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": cell, "rows": rows}) + "\n")
 
 
 def _save(made: Reproduction) -> None:

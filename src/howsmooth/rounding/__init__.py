@@ -11,7 +11,7 @@ from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, 
 from howsmooth.rounding.number_formats import FORMATS, Format, parse_format, parse_formats
 from howsmooth.rounding.output_error import Answers, answers, answers_at
 from howsmooth.rounding.quantisation import Quantisation, quantise
-from howsmooth.rounding.rounded_model import Reader
+from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import Scores, sampled_scores
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Format",
     "Noise",
     "Quantisation",
-    "Reader",
+    "RoundedModel",
     "Scores",
     "allocate",
     "answers",

@@ -46,7 +46,7 @@ class Allocation:
 
     @property
     def assignment(self) -> Assignment:
-        """As `Reader.outcome` takes it."""
+        """As `RoundedModel.outcome` takes it."""
         named: list[list[list[Choice]]] = [
             [[self.formats[index] for index in heads] for heads in parts] for parts in self.choice.tolist()
         ]

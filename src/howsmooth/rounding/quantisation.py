@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from howsmooth._util.annotations import PlainText
 from howsmooth._util.display import step_bar
+from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Count, Device, Seed, validated
 from howsmooth.attention import plain_map
 from howsmooth.errors import HowsmoothError, InvalidInput
@@ -24,11 +27,11 @@ from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budg
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format, parse_formats
 from howsmooth.rounding.output_error import answers
-from howsmooth.rounding.rounded_model import Reader, check_text_model, check_weights
+from howsmooth.rounding.rounded_model import RoundedModel, check_text_model, check_weights
 from howsmooth.rounding.sensitivity import Scores, sampled_scores
-from howsmooth.rounding.window_store import Tensors, each_window, run_name
 
 Choices = Mapping[str, Allocation | None]
+Tensors = dict[str, Tensor]
 ANSWERS = ("actual", "predicted", "tanh", "path", "proved")
 Step = Callable[[str], None]
 
@@ -194,38 +197,73 @@ def quantise(
     check_weights(opened.model)
     words = alice() if text is None else text
     learnt, held_out = _cut(opened, words, length, windows, tried, seed)
-    if budget is not None:  # before the work begins
-        check_budget(budget, chosen, _bits(chosen, _sizes(Reader.of(opened.model, opened.inputs(learnt[0]))), length))
-    deciding = {
+    run = {
         "model": opened.sha256,
         "text": hashlib.sha256(words.encode(errors="surrogatepass")).hexdigest(),
-        "settings": [[one.name for one in chosen], length, samples, seed, [window.start for window in learnt]],
+        "formats": [one.name for one in chosen],
+        "length": length,
+        "samples": samples,
         "howsmooth": version("howsmooth"),
     }
+    captures = _Captures(opened)
 
-    def numbers(index: int) -> Tensors:
+    def numbers(index: int, window: Window) -> Tensors:
+        rounded = captures.captured(window)
+        if budget is not None:  # before the work begins
+            check_budget(budget, chosen, _bits(chosen, _sizes(rounded), length))
         tell(f"window {index + 1} of {len(learnt)}: answers and scores")
-        return window_numbers(opened, learnt[index], chosen, samples, seed + index)
+        return window_numbers(rounded, chosen, samples, seed + index)
 
-    kept = each_window(out, run_name(deciding), len(learnt), numbers, resume)
-    result = gathered(opened, chosen, kept, length)
-    if budget is None:
-        return result
-    damage = result.scores.by_cache
-    choices = {
+    with Ledger.writing(out, run, resume) as ledger:
+        stored = [
+            ledger.tensors(f"window at {window.start}, seed {seed + index}", partial(numbers, index, window))
+            for index, window in enumerate(learnt)
+        ]
+        result = gathered(opened, chosen, stored, length)
+        if budget is None:
+            return result
+        check_budget(budget, chosen, result.bits)
+        choices = _choices(result, budget, per)
+        named = json.dumps([None if choice is None else choice.choice.tolist() for choice in choices.values()])
+        digest = hashlib.sha256(named.encode()).hexdigest()
+
+        def outcomes(index: int, window: Window) -> Tensors:
+            tell(f"checking on window {index + 1} of {len(held_out)}")
+            return window_outcomes(captures.uncaptured(window), choices)
+
+        checked = [
+            ledger.tensors(f"check at {window.start} of {digest}", partial(outcomes, index, window))
+            for index, window in enumerate(held_out)
+        ]
+    return replace(result, checks=checks(choices, checked))
+
+
+@dataclass
+class _Captures:
+    """A model whose windows are captured once, and only where their sites are needed."""
+
+    opened: OpenModel
+    last: RoundedModel | None = None
+
+    def captured(self, window: Window) -> RoundedModel:
+        """The model on a window, with its sites."""
+        self.last = RoundedModel.of(self.opened.model, self.opened.inputs(window))
+        return self.last
+
+    def uncaptured(self, window: Window) -> RoundedModel:
+        """The model on a window of the length of the others, without its sites where another was captured."""
+        return self.captured(window) if self.last is None else self.last.on(self.opened.inputs(window))
+
+
+def _choices(result: Quantisation, budget: float, per: Unit) -> Choices:
+    """The allocations that are compared."""
+    damage, formats, bits = result.scores.by_cache, result.formats, result.bits
+    return {
         "exact": None,
-        "uniform": uniform(damage, chosen, result.bits, budget),
-        "first and last": first_and_last(damage, chosen, result.bits, budget),
-        "allocation": allocate(damage, chosen, result.bits, budget, per),
+        "uniform": uniform(damage, formats, bits, budget),
+        "first and last": first_and_last(damage, formats, bits, budget),
+        "allocation": allocate(damage, formats, bits, budget, per),
     }
-    named = {name: None if choice is None else choice.choice.tolist() for name, choice in choices.items()}
-    run = run_name(deciding | {"choices": named, "checked": [window.start for window in held_out]})
-
-    def outcomes(index: int) -> Tensors:
-        tell(f"checking on window {index + 1} of {len(held_out)}")
-        return window_outcomes(Reader.of(opened.model, opened.inputs(held_out[index])), choices)
-
-    return replace(result, checks=checks(choices, each_window(out, run, len(held_out), outcomes, resume)))
 
 
 def _opened(model: str | OpenModel, device: Device | None, dtype: Dtype | None) -> OpenModel:
@@ -257,16 +295,15 @@ def _cut(
     )
 
 
-def window_numbers(opened: OpenModel, window: Window, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
+def window_numbers(reader: RoundedModel, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
     """Answers of every layer and scores of the model in one window."""
-    reader = Reader.of(opened.model, opened.inputs(window))
     changes = [answers(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, samples, seed)
     stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ANSWERS, "size")}
     return stacked | {"products": scores.products, "sizes": torch.tensor(_sizes(reader))}
 
 
-def _sizes(reader: Reader) -> list[int]:
+def _sizes(reader: RoundedModel) -> list[int]:
     """Heads, key–value heads, whether the model is causal, and the width of a head."""
     attention = plain_map(reader.sites[0].attention, "rounding")
     return [attention.heads, attention.kv_heads, int(reader.causal), attention.key_weight.shape[1]]
@@ -293,7 +330,7 @@ def gathered(opened: OpenModel, formats: Sequence[Format], windows: Sequence[Ten
     )
 
 
-def window_outcomes(reader: Reader, choices: Choices) -> Tensors:
+def window_outcomes(reader: RoundedModel, choices: Choices) -> Tensors:
     """The damage of every choice in one window, and the loss of a language model."""
     exact, damage, loss = reader.outcome(), list[float](), list[float]()
     for choice in choices.values():

@@ -8,7 +8,7 @@ by 1 − cosine. Both are called the *damage* of a rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,30 +34,32 @@ _ROWS = 8
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A model with one text: what its layers look like there, and what it says.
+class RoundedModel:
+    """A model on one text, run with rounded keys and values.
 
     Attributes:
         model: in evaluation mode, with its head when it is a language model.
         inputs: keyword arguments for one text.
-        sites: its attention blocks at that text.
+        rotaries: the rotary positions of the keys of every layer.
         causal: whether it is a language model, compared by its next token; otherwise an encoder.
+        sites: its attention blocks at that text; empty where the text was not captured, see `on`.
     """
 
     model: PreTrainedModel
     inputs: Mapping[str, Tensor]
-    sites: Sequence[CapturedSite]
+    rotaries: tuple[Rotary | None, ...]
     causal: bool
+    sites: Sequence[CapturedSite] = ()
 
     @classmethod
     @validated
-    def of(cls, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Reader:
+    def of(cls, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> RoundedModel:
         """Capture the attention of a model on one text.
 
         >>> from howsmooth.models import open_model
         >>> opened = open_model("random:llama[layers=2,width=32]", head=True)
         >>> [window] = opened.windows("Down the rabbit hole", length=12)
-        >>> Reader.of(opened.model, opened.inputs(window)).causal
+        >>> RoundedModel.of(opened.model, opened.inputs(window)).causal
         True
         """
         check_request(model, inputs)
@@ -68,22 +70,24 @@ class Reader:
         causal = Cache.of(sites[0]).causal
         if causal and model.get_output_embeddings() is None:
             raise InvalidInput(f"{type(model).__name__} has no language-model head: open it with head=True.")
-        return cls(model, inputs, sites, causal)
+        stages = [plain_map(site.attention, "rounding").key_stages for site in sites]
+        rotaries = [next((stage for stage in some if isinstance(stage, Rotary)), None) for some in stages]
+        return cls(model, inputs, tuple(rotaries), causal, sites)
+
+    def on(self, inputs: Mapping[str, Tensor]) -> RoundedModel:
+        """The same model on another text of the same length, which is not captured."""
+        if inputs["input_ids"].shape != self.inputs["input_ids"].shape:
+            raise InvalidInput("the other text has another length: capture it, for its positions are others.")
+        return replace(self, inputs=inputs, sites=())
 
     @property
     def tokens(self) -> int:
         """How many tokens the damage is a mean over: all of a text, or one embedding."""
         return int(self.inputs["input_ids"].shape[-1]) if self.causal else 1
 
-    @property
-    def rotaries(self) -> list[Rotary | None]:
-        """The rotary positions of the keys of every layer."""
-        stages = [plain_map(site.attention, "rounding").key_stages for site in self.sites]
-        return [next((stage for stage in some if isinstance(stage, Rotary)), None) for some in stages]
-
     def outcome(self, assignment: Assignment | None = None) -> Tensor:
         """Log-probabilities of the next token, ``(n, words)``, or the embedding of unit length, in float64."""
-        layers = Layers(len(self.sites))
+        layers = Layers(len(self.rotaries))
         with answering(self.model, rounding(self.rotaries, assignment or {}, layers)):
             outcome = self.read(run_whole(self))
         layers.check_all(self.model)
@@ -124,7 +128,7 @@ def check_weights(model: PreTrainedModel) -> None:
             raise InvalidInput(f"{name} holds NaN or infinity, which cannot be rounded: check the model's weights.")
 
 
-def run_whole(reader: Reader) -> Any:
+def run_whole(reader: RoundedModel) -> Any:
     """The output of the model on its text; an encoder gives its hidden states as well."""
     config: Any = reader.model.config
     before = config.output_hidden_states

@@ -30,7 +30,7 @@ from howsmooth._util.validation import Count, Seed, validated
 from howsmooth.models.attention_interface import answering, eager_attention
 from howsmooth.rounding.kv_cache import PARTS, read_back
 from howsmooth.rounding.number_formats import Format
-from howsmooth.rounding.rounded_model import Layers, Reader, run_whole
+from howsmooth.rounding.rounded_model import Layers, RoundedModel, run_whole
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ class Scores:
 
 
 @validated
-def sampled_scores(reader: Reader, formats: Sequence[Format], samples: Count = 24, seed: Seed = 0) -> Scores:
+def sampled_scores(reader: RoundedModel, formats: Sequence[Format], samples: Count = 24, seed: Seed = 0) -> Scores:
     """The scores of every layer, head, part and format, in one forward and ``samples`` backward passes.
 
     >>> from howsmooth.models import open_model
     >>> from howsmooth.rounding import parse_formats
     >>> opened = open_model("random:llama[layers=2,width=32]", head=True)
     >>> [window] = opened.windows("Down the rabbit hole", length=12)
-    >>> scores = sampled_scores(Reader.of(opened.model, opened.inputs(window)), parse_formats("int8,int4"), samples=4)
+    >>> rounded = RoundedModel.of(opened.model, opened.inputs(window))
+    >>> scores = sampled_scores(rounded, parse_formats("int8,int4"), samples=4)
     >>> scores.by_layer.shape, bool((scores.by_layer[..., 0] < scores.by_layer[..., 1]).all())
     (torch.Size([2, 2, 2]), True)
     """
@@ -145,7 +146,7 @@ def _changes(
     return torch.stack(changes).unflatten(0, (len(PARTS), len(formats)))
 
 
-def _cotangents(reader: Reader, outcome: Tensor, dtype: torch.dtype, samples: int, seed: int) -> Iterator[Tensor]:
+def _cotangents(reader: RoundedModel, outcome: Tensor, dtype: torch.dtype, samples: int, seed: int) -> Iterator[Tensor]:
     """For every sample the score with respect to the logits, 1_y − p, or a direction for the embedding."""
     generator = random_stream(seed, "scores")
     if not reader.causal:

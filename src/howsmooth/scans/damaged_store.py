@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth._util.common import distinct_files
+from howsmooth._util.sqlite_files import Connection, StoreError, one_file
 from howsmooth._util.validation import validated
-from howsmooth.scans.connections import Connection, StoreError, connect_writer, explained, one_file
 from howsmooth.scans.scan_store import put, put_shard, update_scan
-from howsmooth.scans.schema import APPLICATION_ID, COLUMNS, VERSION, WITH_SHARDS, has, objects
+from howsmooth.scans.schema import COLUMNS, STORE, VERSION, WITH_SHARDS, has
 from howsmooth.scans.store_reader import Reader, Row, named
 
 _WIDEST_GAP = 1_000_000
@@ -70,7 +70,7 @@ def salvage(path: Path | str, into: Path | str) -> Salvaged:
         if Path(f"{path}-wal").is_file():
             shutil.copyfile(f"{path}-wal", f"{copy}-wal")
         try:
-            with explained(path, reading=True):
+            with STORE.explained(path, reading=True):
                 return _written(_opened(copy), path, into)
         except BaseException:
             into.unlink(missing_ok=True)
@@ -91,8 +91,8 @@ def _opened(copy: Path) -> sqlite3.Connection:
         if "checksum" in columns or db.execute("PRAGMA user_version").fetchone()[0]:
             version = VERSION if '"plan"' in columns or not columns else 2 if '"relative"' in columns else 1
         db.execute(f"PRAGMA user_version = {version}")
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        for kind, name, _, sql in objects(version):
+        db.execute(f"PRAGMA application_id = {STORE.application_id}")
+        for kind, name, _, sql in STORE.objects(version):
             db.execute("UPDATE sqlite_master SET sql = ? WHERE type = ? AND name = ?", (sql, kind, name))
         db.close()
         db = sqlite3.connect(copy, isolation_level=None, factory=Connection)
@@ -100,7 +100,7 @@ def _opened(copy: Path) -> sqlite3.Connection:
 
 
 def _written(old: sqlite3.Connection, path: Path, into: Path) -> Salvaged:
-    new = connect_writer(into)
+    new = STORE.connect_writer(into)
     try:
         new.execute("BEGIN")
         salvaged = _copied(Pieces(old), new, into)

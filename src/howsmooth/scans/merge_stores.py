@@ -15,11 +15,11 @@ from secrets import token_hex
 from typing import Any
 
 from howsmooth._util.common import distinct_files
+from howsmooth._util.sqlite_files import StoreError, file_identity
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.connections import connect_writer, explained, identity
-from howsmooth.scans.scan_store import Store, StoreError, put, update_scan
-from howsmooth.scans.schema import COLUMNS
+from howsmooth.scans.scan_store import Store, put, update_scan
+from howsmooth.scans.schema import COLUMNS, STORE
 from howsmooth.scans.shards import Shard, read_shards
 from howsmooth.scans.store_reader import Row, named
 
@@ -73,8 +73,8 @@ def merge(stores: Sequence[Path | str], out: Path | str, *, partial: bool = Fals
         raise StoreError(f"{out} is there already: remove it, or name another file for the joined store.")
     if not partial:
         _check_shards(inputs)
-    with _new_file(out) as path, explained(out):
-        db = connect_writer(path)
+    with _new_file(out) as path, STORE.explained(out):
+        db = STORE.connect_writer(path)
         try:
             db.execute("BEGIN")
             joined = _Joined(db)
@@ -178,7 +178,7 @@ def _check_once(paths: Sequence[Path]) -> None:
     """Refuse a store that is given twice, by one name or by two."""
     seen: dict[tuple[int, int] | None, Path] = {}
     for path in paths:
-        file = identity(path)
+        file = file_identity(path)
         if file is not None and file in seen:
             twice = f"{path} is given twice" if seen[file] == path else f"{seen[file]} and {path} are one file"
             raise InvalidInput(f"{twice}: name each store once.")

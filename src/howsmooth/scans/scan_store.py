@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from howsmooth._util.sqlite_files import MEMORY, StoreError, file_identity, write_ahead
 from howsmooth.errors import InvalidInput
-from howsmooth.scans import connections
-from howsmooth.scans.connections import MEMORY, StoreError, check_pages, explained
 from howsmooth.scans.plan import Cell, Settings
-from howsmooth.scans.schema import COLUMNS, VERSION, WITH_SHARDS, checksum, create, summed, tables
+from howsmooth.scans.schema import COLUMNS, STORE, VERSION, WITH_SHARDS, checksum, summed, tables
 from howsmooth.scans.store_reader import Reader, Row
 
 __all__ = ["MEMORY", "Identity", "Store", "StoreError"]
@@ -45,7 +44,7 @@ class Store(Reader):
 
     def __init__(self, path: Path | str, connection: sqlite3.Connection, version: int = VERSION):
         super().__init__(path, connection, version)
-        self._identity = None if path == MEMORY else connections.identity(path)
+        self._identity = None if path == MEMORY else file_identity(path)
 
     @classmethod
     @contextmanager
@@ -58,21 +57,14 @@ class Store(Reader):
             raise InvalidInput(
                 f"{path} is an address, not a file: give the plain name of a store, for example s.sqlite."
             )
-        with connections.only_writer(path), explained(path):
-            db = connections.connect_writer(path)
-            try:
-                store = cls(path, db, connections.check_kind(db, path))
-                if path != MEMORY:
-                    check_pages(db, path, thorough=True)  # a damaged index could let a cell in twice
-                    store._modernise()
-                    store.check_whole()
-                    connections.write_ahead(db)
-                yield store
-                store._check_place()
-            finally:
-                if path != MEMORY:
-                    connections.one_file(db)
-                db.close()
+        with STORE.writing(path) as (db, version):
+            store = cls(path, db, version)
+            if path != MEMORY:
+                store._modernise()
+                store.check_whole()
+                write_ahead(db)
+            yield store
+            store._check_place()
 
     @classmethod
     @contextmanager
@@ -80,14 +72,10 @@ class Store(Reader):
         """An existing store as it is now; a scan may be writing to it at the same time."""
         if not Path(path).is_file():
             raise StoreError(f"there is no store {path}: make one with `howsmooth scan MODEL --out {path}`.")
-        with explained(path, reading=True):
-            db = connections.connect_reader(path)
-            try:
-                store = cls(path, db, connections.check_kind(db, path))
-                store.check_whole()
-                yield store
-            finally:
-                db.close()
+        with STORE.reading(path) as (db, version):
+            store = cls(path, db, version)
+            store.check_whole()
+            yield store
 
     def begin(self, wanted: Identity, resume: bool = True) -> int:
         """The number of a scan in this store, new or taken up again.
@@ -127,7 +115,7 @@ class Store(Reader):
         """The cells of a scan that are there."""
         self._check_place()
         query = "SELECT what, layer, head, length, window FROM cells NOT INDEXED WHERE scan = ?"
-        with explained(self.path):
+        with STORE.explained(self.path):
             return {Cell(*row) for row in self._db.execute(query, (scan,))}
 
     def add(
@@ -155,8 +143,8 @@ class Store(Reader):
 
     def check(self) -> None:
         """Raise `StoreError` unless the file is sound: SQLite's integrity_check, and the checksum of every row."""
-        with explained(self.path):
-            check_pages(self._db, self.path, thorough=True)
+        with STORE.explained(self.path):
+            STORE.check_pages(self._db, self.path, thorough=True)
             if self._db.execute("PRAGMA foreign_key_check").fetchone() is not None:
                 raise StoreError(f"the store {self.path} is damaged (a cell without its scan): scan into a new file.")
             self.check_whole()
@@ -189,7 +177,7 @@ class Store(Reader):
 
     def _check_place(self) -> None:
         """Refuse to go on when the file that is open is no longer the one with its name."""
-        if self.path != MEMORY and connections.identity(self.path) != self._identity:
+        if self.path != MEMORY and file_identity(self.path) != self._identity:
             raise StoreError(
                 f"{self.path} was removed, renamed or replaced while the scan was writing to it, so that nothing can "
                 "be kept there: run the same command again, and leave the store alone until it ends."
@@ -209,7 +197,7 @@ class Store(Reader):
             for table in tables(self.version):
                 self._db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
             self._db.execute("DROP INDEX cell")
-            for statement in create().split(";"):
+            for statement in STORE.create().split(";"):
                 self._db.execute(statement)
             for values in windows:
                 put(self._db, "windows", dict(zip(COLUMNS["windows"], values, strict=True)))
@@ -231,17 +219,8 @@ class Store(Reader):
         self._db.execute("PRAGMA foreign_keys = ON")
         self.version = VERSION
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with explained(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:  # Ctrl-C included: the batch is not half there
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+    def _transaction(self) -> AbstractContextManager[None]:
+        return STORE.transaction(self._db, self.path)
 
 
 def update_scan(db: sqlite3.Connection, row: Row) -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-APPLICATION_ID = 0x68736D31  # "hsm1"
+from howsmooth._util.sqlite_files import FileFormat
+
 VERSION = 3
 """The user_version of stores that are written. Those of version 0 have no checksums, those of version 1 no relative
 condition, those of version 2 no checksum of the shard that they are; all can be read."""
@@ -129,33 +128,13 @@ CREATE TABLE cells (
 }
 
 
-def create(version: int = VERSION) -> str:
-    """The statements that make an empty store."""
-    return f"{_SCHEMAS[version]} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {version};"
-
-
-def version_of(db: sqlite3.Connection) -> int | None:
-    """The version of an open store; None for a database that is none, or that holds what no scan has put there."""
-    if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
-        return None
-    version = int(db.execute("PRAGMA user_version").fetchone()[0])
-    if version not in _SCHEMAS:
-        return None
-    kept = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
-    # Tables of others are left alone; views and triggers could do anything, and so could an index on a table of ours.
-    foreign = [one for one in kept - objects(version) if one[2] in tables(version) or one[0] not in ("table", "index")]
-    return version if objects(version) <= kept and not foreign else None
-
-
-@cache
-def objects(version: int) -> frozenset[tuple[str, ...]]:
-    """What SQLite lists in a store of a version."""
-    empty = sqlite3.connect(":memory:")
-    try:
-        empty.executescript(create(version))
-        return frozenset(empty.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
-    finally:
-        empty.close()
+STORE = FileFormat(
+    name="store",
+    writer="scan",
+    application_id=0x68736D31,  # "hsm1"
+    schemas=tuple(_SCHEMAS.items()),
+    remedy="`howsmooth report {path} --salvage` keeps what is whole",
+)
 
 
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)

@@ -11,8 +11,8 @@ from sys import intern
 from typing import Any
 
 from howsmooth._util.common import printable
-from howsmooth.scans.connections import StoreError, check_pages, explained
-from howsmooth.scans.schema import COLUMNS, WITH_SHARDS, checksum, fault, has
+from howsmooth._util.sqlite_files import StoreError
+from howsmooth.scans.schema import COLUMNS, STORE, WITH_SHARDS, checksum, fault, has
 
 Row = dict[str, Any]
 _ORDER = (
@@ -104,7 +104,7 @@ class Reader:
 
     def check_whole(self) -> None:
         """Raise `StoreError` unless SQLite finds the pages in order, and every scan has the cells that it counted."""
-        check_pages(self._db, self.path, thorough=not self.version)  # without checksums, the best there is
+        STORE.check_pages(self._db, self.path, thorough=not self.version)  # without checksums, the best there is
         if not self.version:
             return
         counted = {row["id"]: (row["cells"], row["tally"]) for row in self._scans()}
@@ -128,7 +128,7 @@ class Reader:
         """Scan → which part of it the store is: number, count, digest of the plan, and cells; none for whole scans."""
         if self.version >= WITH_SHARDS:
             return {values[0]: values[1:] for values in self.verified("shards")}
-        with explained(self.path, reading=True):
+        with STORE.explained(self.path, reading=True):
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'shards'").fetchone():
                 return {}
             columns = "model_sha256, text_sha256, number, count, plan, cells"
@@ -156,7 +156,7 @@ class Reader:
         kept = "checksum" if self.version else "NULL"
         source = f"{name or table} {'' if indexed else 'NOT INDEXED'}"
         width = len(columns)
-        with explained(self.path, reading=True):
+        with STORE.explained(self.path, reading=True):
             for kept_sum, *values in self._db.execute(
                 f"SELECT {', '.join([kept, *columns, *extra])} FROM {source} {where}", given
             ):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from howsmooth._util.checksummed import Damaged, opened, read_json, sealed
+from howsmooth._util.checksummed import Damaged, checksummed_bytes, read_checksummed, read_json
 from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.validation import check_count, check_fields, check_finite, check_number, check_one_of, check_tensor
 from howsmooth.errors import InvalidInput
@@ -37,7 +37,7 @@ _Witness = TypeVar("_Witness")
 def content(tensors: Mapping[str, Tensor | None], story: Mapping[str, Any]) -> bytes:
     """A file of the tensors that are there and the story that goes with them."""
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return sealed(kept, {"format": FORMAT, "witness": plain_json(story, "the witness")})
+    return checksummed_bytes(kept, {"format": FORMAT, "witness": plain_json(story, "the witness")})
 
 
 def plain_json(value: Mapping[str, Any], name: str) -> str:
@@ -53,10 +53,10 @@ def read(path: Path, make: Callable[..., _Witness]) -> _Witness:
     if not path.is_file():
         raise InvalidInput(f"there is no file {path}: check the path.")
     try:
-        tensors, texts, under_seal = opened(path)
+        tensors, texts, has_checksum = read_checksummed(path)
     except Damaged as error:
         raise InvalidInput(f"{path.name} cannot be read: it is damaged, or no safetensors file.") from error
-    if texts.get("format") != (FORMAT if under_seal else _FIRST_FORMAT) or "x" not in tensors:
+    if texts.get("format") != (FORMAT if has_checksum else _FIRST_FORMAT) or "x" not in tensors:
         raise InvalidInput(f"{path.name} is no witness: give a file that hs.worst_case or Witness.save wrote.")
     try:
         story = read_json(texts.get("witness", ""))

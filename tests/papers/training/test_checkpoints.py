@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from evidence.damaged_files import checkpoint_case, outcomes
-from howsmooth._util.checksummed import opened, sealed
+from howsmooth._util.checksummed import checksummed_bytes, read_checksummed
 from howsmooth._util.common import digest, write_whole
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.papers.training import CharacterModel, Corpus, Intervals, TrainingSettings, train
 from howsmooth.papers.training.checkpoints import TrainingCheckpoint
-from howsmooth.papers.training.journal import Journal
 from howsmooth.papers.training.lengths import validation
 from howsmooth.papers.training.loop import bits_per_character, load_model
 from howsmooth.papers.training.run_status import TrainingResult
@@ -130,25 +129,6 @@ def test_a_missing_folder_is_said(tmp_path: Path) -> None:
         write_whole(tmp_path / "none" / "file", b"new")
 
 
-def test_a_line_that_a_kill_left_unfinished_is_dropped(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "rows.jsonl")
-    assert journal.rows() == []
-    journal.add({"step": 1})
-    journal.add({"step": 2})
-    with journal.path.open("a") as file:
-        file.write('{"step": 3, "tr')
-    assert journal.rows() == [{"step": 1}, {"step": 2}]
-    journal.keep(lambda row: row["step"] < 2)
-    journal.add({"step": 2})
-    assert journal.path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_a_damaged_journal_is_said(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("{]\n{}\n")
-    with pytest.raises(InvalidInput, match="damaged"):
-        Journal(tmp_path / "rows.jsonl").rows()
-
-
 def test_a_checkpoint_of_the_first_format_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     """Written at step 5 by the version before; the numbers are those to which that version came."""
     corpus = Corpus.split("to be or not to be, that is the question " * 20)
@@ -236,7 +216,7 @@ def test_a_header_that_no_run_writes_is_refused(wrong: dict[str, object], seal: 
     path = tmp_path / "c.safetensors"
     checkpoint = taken()
     checkpoint.save(path)
-    tensors, texts, _ = opened(path)
+    tensors, texts, _ = read_checksummed(path)
     header = json.loads(texts["howsmooth"])
     if not seal:
         header |= {"format": "howsmooth training checkpoint 1", "sha256": digest(tensors)}
@@ -244,7 +224,7 @@ def test_a_header_that_no_run_writes_is_refused(wrong: dict[str, object], seal: 
         TrainingCheckpoint.load(path)  # sound so far
     header |= wrong
     text = {"howsmooth": json.dumps(header)}
-    path.write_bytes(sealed(tensors, text) if seal else save(tensors, text))
+    path.write_bytes(checksummed_bytes(tensors, text) if seal else save(tensors, text))
     with pytest.raises(InvalidInput, match="damaged or no checkpoint"):
         TrainingCheckpoint.load(path)
 
@@ -282,13 +262,6 @@ def test_links_planted_beside_a_checkpoint_are_not_followed(tmp_path: Path) -> N
     assert TrainingCheckpoint.load(path).step == 7
 
 
-@pytest.mark.parametrize("row", ["5", "{}", '{"step": "x"}', '{"step": NaN}', "[" * 100_000])
-def test_rows_without_a_step_are_said(row: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(row + "\n")
-    with pytest.raises(InvalidInput, match="damaged"):
-        Journal(tmp_path / "rows.jsonl").rows()
-
-
 @pytest.mark.parametrize(
     "wrong", [{"width": 10**20, "heads": 1}, {"depth": 10**20}, {"batch_tokens": 64 * 10**20}, {"width": 2**30}]
 )
@@ -302,19 +275,17 @@ def test_a_run_that_cannot_fit_is_refused_with_an_estimate(wrong: dict[str, int]
 def test_runs_written_under_the_old_names_are_what_they_were(before: str, today: str) -> None:
     """Both were written when "l2" had keys of its own and "l2-tied" had not."""
     folder = FIRST_FORMAT.parent / f"run-of-{before}-before-the-renaming"
-    result, model = TrainingResult.read(folder), load_model(folder)[0]
-    assert result is not None
-    assert (
-        result.settings.attention
-        == TrainingCheckpoint.load(folder / "checkpoint.safetensors").settings.attention
-        == today
-    )
+    result, (model, checkpoint) = json.loads((folder / "result.json").read_text()), load_model(folder)
+    settings = checkpoint.settings
+    assert TrainingSettings.from_dict(result["settings"]).attention == settings.attention == today
     assert type(model.blocks[0].attention) is LAYER_KINDS[today].layer
     bound = model.attention_bound(4)
-    assert bound == (None if result.bound is None else pytest.approx(result.bound, rel=1e-6))
+    assert bound == (None if result["bound"] is None else pytest.approx(result["bound"], rel=1e-6))
     corpus = Corpus.split("to be or not to be, that is the question: " * 20)
-    pieces = validation(corpus, result.settings.lengths, result.settings.length)
-    assert bits_per_character(model, pieces) == pytest.approx(result.valid_bits, rel=1e-6)
+    pieces = validation(corpus, settings.lengths, settings.length)
+    assert bits_per_character(model, pieces) == pytest.approx(result["valid_bits"], rel=1e-6)
+    with pytest.raises(InvalidInput, match="written by an earlier version"):
+        TrainingResult.read(folder)
 
 
 def test_settings_say_in_which_format_they_are_written() -> None:

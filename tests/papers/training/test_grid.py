@@ -13,7 +13,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import Corpus, Grid, TrainingSettings, run_grid
 from howsmooth.papers.training.grid import TABLE, GridProgress, gap_closed, mean_bits
 from howsmooth.papers.training.loop import locked
-from howsmooth.papers.training.run_status import RESULT, TrainingResult
+from howsmooth.papers.training.run_status import LEDGER, TrainingResult
 
 CORPUS = Corpus.split("to be, or not to be: that is the question. " * 30)
 BASE = TrainingSettings(width=8, heads=2, length=8, batch_tokens=32, steps=4, warmup=1)
@@ -62,7 +62,7 @@ def test_a_cell_that_another_process_works_on_is_left_to_it(tmp_path: Path) -> N
     with locked(tmp_path / "dot-product-depth1-seed0"):
         found = run_grid(CORPUS, GRID, tmp_path)
     assert len(found) == 7
-    assert not (tmp_path / "dot-product-depth1-seed0" / RESULT).exists()
+    assert not (tmp_path / "dot-product-depth1-seed0" / LEDGER).exists()
     assert len(run_grid(CORPUS, GRID, tmp_path)) == 8
 
 

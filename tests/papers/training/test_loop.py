@@ -7,9 +7,11 @@ import math
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from howsmooth._util.ledger import Ledger
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training import Corpus, Intervals, TrainingSettings, load_model, train
 from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
 from howsmooth.papers.training.lengths import validation
 from howsmooth.papers.training.loop import TrainingStopped, bits_per_character, locked, nats
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import METRICS, RESULT, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_status import LEDGER, RESULT, TrainingResult, TrainingStatus
 
 TEXT = "to be, or not to be: that is the question.\n\nwhether 'tis nobler in the mind to suffer\n\n" * 30
 CORPUS = Corpus.split(TEXT)
@@ -77,11 +80,17 @@ def wait_for(process: subprocess.Popen[str], step: int) -> None:
         pass
 
 
+def read(folder: Path) -> dict[str, Any]:
+    with Ledger.reading(folder / LEDGER) as ledger:
+        return ledger.read_json()
+
+
 def content(folder: Path) -> tuple[dict[str, bytes], list[dict[str, Any]], dict[str, Any]]:
     """All that a finished run holds, every bit of it but the time it took."""
     tensors = {k: v.numpy().tobytes() for k, v in TrainingCheckpoint.load(folder / CHECKPOINT).tensors.items()}
-    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    result = json.loads((folder / RESULT).read_text())
+    items = read(folder)
+    result = items.pop(RESULT)
+    rows = list(items.values())
     for row in [*rows, result]:
         row.pop("seconds")
     return tensors, rows, result
@@ -214,15 +223,16 @@ def test_a_folder_in_use_other_settings_and_another_text_are_refused(tmp_path: P
 
 def test_a_damaged_checkpoint_stops_the_run_and_is_not_overwritten(tmp_path: Path) -> None:
     train(CORPUS, TINY, tmp_path)
-    (tmp_path / RESULT).unlink()
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as db, db:
+        db.execute(f"DELETE FROM items WHERE item = '{RESULT}'")
     content = bytearray((tmp_path / CHECKPOINT).read_bytes())
     content[len(content) // 2] ^= 255
     (tmp_path / CHECKPOINT).write_bytes(content)
-    rows = (tmp_path / METRICS).read_bytes()
+    rows = (tmp_path / LEDGER).read_bytes()
     with pytest.raises(InvalidInput, match="damaged"):
         train(CORPUS, TINY, tmp_path, resume=True)
     assert (tmp_path / CHECKPOINT).read_bytes() == bytes(content)
-    assert (tmp_path / METRICS).read_bytes() == rows
+    assert (tmp_path / LEDGER).read_bytes() == rows
 
 
 def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:
@@ -238,4 +248,4 @@ def test_a_run_that_diverges_says_when(tmp_path: Path) -> None:
     assert result.diverged is not None
     assert result.diverged < 40
     assert (result.valid_bits, result.bound) == (None, None)
-    assert json.loads((tmp_path / RESULT).read_text())["diverged"] == result.diverged
+    assert read(tmp_path)[RESULT]["diverged"] == result.diverged

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from howsmooth._util.checksummed import Damaged, opened, read_json, sealed
+from howsmooth._util.checksummed import Damaged, checksummed_bytes, read_checksummed, read_json
 from howsmooth._util.common import digest, write_whole
 from howsmooth._util.validation import NotNegative, Size, check_fields, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
@@ -148,7 +148,7 @@ class TrainingCheckpoint:
         """Write the file; a file of that name is replaced only by a complete one."""
         header = {"format": CHECKPOINT_FORMAT} | {name: getattr(self, name) for name in _NAMES}
         header |= {"settings": self.settings.to_dict()}
-        write_whole(path, sealed(self.tensors, {"howsmooth": json.dumps(header)}))
+        write_whole(path, checksummed_bytes(self.tensors, {"howsmooth": json.dumps(header)}))
 
     @classmethod
     @validated
@@ -158,9 +158,9 @@ class TrainingCheckpoint:
         if not path.is_file():
             raise InvalidInput(f"there is no checkpoint {path}: start the run without --resume.")
         try:
-            tensors, texts, under_seal = opened(path)
+            tensors, texts, has_checksum = read_checksummed(path)
             header = read_json(texts.get("howsmooth", ""))
-            _check_format(header, tensors, under_seal)
+            _check_format(header, tensors, has_checksum)
             return _checked(header, tensors)
         except (Damaged, HowsmoothError) as error:
             why = f"{path} is damaged or no checkpoint of howsmooth ({str(error).rstrip('.')})"
@@ -177,13 +177,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], under_seal: bool) -> None:
+def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], has_checksum: bool) -> None:
     """A known format, with the hash that belongs to it."""
     written = header.pop("format", None)
-    if written == _FIRST_FORMAT and not under_seal:
+    if written == _FIRST_FORMAT and not has_checksum:
         if header.pop("sha256", None) != digest(tensors):
             raise Damaged("its content is not what was written")
-    elif written != CHECKPOINT_FORMAT or not under_seal:
+    elif written != CHECKPOINT_FORMAT or not has_checksum:
         raise Damaged("its format is not known here")
 
 

@@ -1,14 +1,13 @@
 """The training loop: steps, rows of numbers, checkpoints, and what happens when somebody stops it.
 
-A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`), ``metrics.jsonl``
-with one row per interval, and ``result.json`` once it is finished. Ctrl-C lets the step end, saves and stops; a process
-that is killed loses the steps since the last checkpoint. A run that goes on is, bit by bit on the same machine with the
-same number of threads, the run that was never stopped.
+A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`) and ``run.sqlite``, a
+ledger (`howsmooth._util.ledger`) with one row of numbers per interval, and the result of a finished run. Ctrl-C lets
+the step end, saves and stops; a process that is killed loses the steps since the last checkpoint. A run that goes on
+is, bit by bit on the same machine with the same number of threads, the run that was never stopped.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
@@ -22,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from howsmooth._util.common import Busy, evaluating, exclusive, unwritable, write_whole
+from howsmooth._util.common import Busy, evaluating, exclusive, unwritable
+from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Device, check_device, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.checkpoints import CHECKPOINT, TrainingCheckpoint
 from howsmooth.papers.training.corpus import Corpus
-from howsmooth.papers.training.journal import Journal
 from howsmooth.papers.training.lengths import TextBatch, plan, validation
 from howsmooth.papers.training.model import CharacterModel
-from howsmooth.papers.training.run_status import METRICS, RESULT, Intervals, TrainingResult, TrainingStatus
+from howsmooth.papers.training.run_status import LEDGER, RESULT, Intervals, TrainingResult, TrainingStatus
 from howsmooth.papers.training.training_settings import TrainingSettings
 
 Progress = Callable[[TrainingStatus], None]
@@ -68,17 +67,20 @@ def train(
             so that a seed means the same everywhere; what dropout draws elsewhere is not part of a checkpoint.
     """
     intervals, place = intervals or Intervals(), check_device(device or "cpu")
+    run = settings.to_dict() | {"text": corpus.sha256}
     if folder is None:
-        return _Run(corpus, settings, None, intervals, progress, place).go()
+        with Ledger.writing(None, run) as ledger:
+            return _Run(corpus, settings, None, ledger, intervals, progress, place).go()
     folder = Path(folder)
     with locked(folder):
-        if not resume and any((folder / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
+        if not resume and any((folder / name).exists() for name in (CHECKPOINT, LEDGER)):
             raise InvalidInput(f"{folder} holds a run already: go on with --resume, or choose another folder.")
         done = TrainingResult.read(folder)
         if done is not None:
             _check_same(folder, done.settings, done.text, settings, corpus)
             return done
-        return _Run(corpus, settings, folder, intervals, progress, place).go()
+        with Ledger.writing(folder / LEDGER, run) as ledger:
+            return _Run(corpus, settings, folder, ledger, intervals, progress, place).go()
 
 
 @validated
@@ -133,18 +135,18 @@ class _Run:
         corpus: Corpus,
         settings: TrainingSettings,
         folder: Path | None,
+        ledger: Ledger,
         intervals: Intervals,
         progress: Progress,
         device: torch.device,
     ):
         settings.check_memory(corpus.symbols)
-        self.corpus, self.settings, self.folder = corpus, settings, folder
+        self.corpus, self.settings, self.folder, self.ledger = corpus, settings, folder, ledger
         self.intervals, self.progress, self.device = intervals, progress, device
         sizes = settings.length, settings.batch_tokens, settings.seed, settings.steps, settings.cycles
         self.plan = plan(corpus, settings.lengths, *sizes)
         self.rows: list[dict[str, Any]] = []
         self.step, self.seconds, self.losses = 0, 0.0, list[float]()
-        self.journal = None if folder is None else Journal(folder / METRICS)
 
     def go(self) -> TrainingResult:
         with torch.random.fork_rng(devices=[]):
@@ -168,9 +170,9 @@ class _Run:
             _check_same(self.folder, checkpoint.settings, checkpoint.text, self.settings, self.corpus)
             checkpoint.restore(self.model, self.optimiser)
             self.step, self.seconds, self.losses = checkpoint.step, checkpoint.seconds, list(checkpoint.losses)
-        assert self.journal is not None
-        self.journal.keep(lambda row: row["step"] <= self.step)
-        self.rows = self.journal.rows()
+        rows = self.ledger.read_json()
+        self.ledger.remove([item for item, row in rows.items() if row["step"] > self.step])
+        self.rows = [row for row in rows.values() if row["step"] <= self.step]
 
     def _steps(self, stopping: threading.Event) -> int | None:
         """Steps until the end; the step at which the loss ceased to be a number, if it did."""
@@ -225,8 +227,7 @@ class _Run:
             row["valid_bits"] = bits if math.isfinite(bits) else None
         self.losses = []
         self.rows.append(row)
-        if self.journal is not None:
-            self.journal.add(row)
+        self.ledger.write_json(f"step {self.step}", row)
 
     def _show(self, speed: float) -> None:
         latest, steps = self.losses or [row["train_bits"] for row in self.rows[-1:]], self.settings.steps
@@ -260,8 +261,7 @@ class _Run:
             self.corpus.sha256,
             self.rows,
         )
-        if self.folder is not None:
-            write_whole(self.folder / RESULT, (json.dumps(result.to_dict(), indent=2) + "\n").encode())
+        self.ledger.write_json(RESULT, result.to_dict())
         return result
 
 

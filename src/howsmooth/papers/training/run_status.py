@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from howsmooth._util.checksummed import read_json
+from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.papers.training.journal import Journal
 from howsmooth.papers.training.training_settings import TrainingSettings
 
-METRICS, RESULT = "metrics.jsonl", "result.json"
+LEDGER, RESULT = "run.sqlite", "result"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class TrainingResult:
         tokens, seconds: characters seen and time spent in training, without validation.
         parameters: number of trained parameters.
         how: how the text was split.
-        rows: what ``metrics.jsonl`` holds.
+        rows: the numbers of every interval, as the ledger of the run holds them.
     """
 
     settings: TrainingSettings
@@ -79,15 +78,21 @@ class TrainingResult:
     @validated
     def read(cls, folder: Path) -> TrainingResult | None:
         """The result of a finished run, or None."""
-        folder = Path(folder)
-        path = folder / RESULT
+        path = Path(folder) / LEDGER
         if not path.is_file():
+            if (path.parent / "result.json").exists():
+                raise InvalidInput(f"the run in {folder} was written by an earlier version: train it anew.")
             return None
         try:
-            content = read_json(path.read_text(encoding="utf-8"))
+            with Ledger.reading(path) as ledger:
+                items = ledger.read_json()
+            content = items.pop(RESULT, None)
+            if content is None:
+                return None
             settings = TrainingSettings.from_dict(content.pop("settings"))
-            result = cls(settings, **content, rows=Journal(folder / METRICS).rows())
+            result = cls(settings, **content, rows=list(items.values()))
             check_fields(result)
             return result
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(f"{path} is damaged ({error}): move it away to make it anew with --resume.") from error
+            why = str(error).rstrip(".")
+            raise InvalidInput(f"{path} is damaged ({why}): move it away to make it anew with --resume.") from error
