@@ -159,7 +159,7 @@ def test_value_path_and_score_path_add_up(kind: str) -> None:
 
 
 def _mix(attention: AttentionMap, weights: Tensor, x: Tensor) -> Tensor:
-    value = attention._heads(x[None])[2]
+    value = attention.staged(x[None])[2]
     return (weights @ value @ attention.output_weight).sum(1)[0]
 
 

@@ -267,7 +267,7 @@ class Mixing:
             first = (tokens[:, 0].to(wide) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
             value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
-        value = attention.in_dtype(wide)._heads(tokens.to(wide))[2].flatten(0, 1).to(self.value)
+        value = attention.in_dtype(wide).staged(tokens.to(wide))[2].flatten(0, 1).to(self.value)
         return self.jvp(None, None, value).to(wide)
 
     def column_sums(self) -> Tensor:

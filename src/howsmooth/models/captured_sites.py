@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +143,7 @@ def _compared(
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
-            ours: tuple[Tensor, ...] = (*staged(attention, x), attention.weights(x))
+            ours: tuple[Tensor, ...] = (*attention.staged(x), attention.weights(x))
             theirs: tuple[Tensor, ...] = call.kept(real.keep)
             if isinstance(attention, ComposedAttention):  # the order of the coordinates of queries and keys is its own
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
@@ -158,16 +157,6 @@ def _compared(
                 "instead."
             )
     return CapturedSite(layer, name, attention, x[0].detach(), error)
-
-
-def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as they enter the logits: projected, normalised, rotated and scaled."""
-    if isinstance(attention, ComposedAttention):
-        return attention.staged(x)
-    projected = attention.project(x)
-    pairs = zip(projected, attention.stages(*projected[:2]), strict=True)
-    query, key, value = (reduce(lambda tensor, stage: stage(tensor), stages, tensor) for tensor, stages in pairs)
-    return query, key, value
 
 
 def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:

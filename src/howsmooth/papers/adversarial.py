@@ -14,7 +14,6 @@ from howsmooth.bounds import castin2024, get
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.experiment_inputs import block
 from howsmooth.papers.figure_style import finish, line, panels, short, spread
-from howsmooth.search.single_head import one_head
 
 RADIUS, LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
 CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
@@ -34,7 +33,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     attention = block(cell["model"], cell["layer"])
     attention = attention.in_dtype(torch.float64)
     one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
-    alone = [one_head(attention, head) for head in range(min(cell["heads"], attention.heads))]
+    alone = [attention.head(head) for head in range(min(cell["heads"], attention.heads))]
     eigenpairs = castin2024.real_eigenpairs(attention)
     rows = []
     for n in cell["lengths"]:
