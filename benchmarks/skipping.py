@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import seconds_of
-from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.models import alice, from_transformers, open_model
 
 TEXT = """A head to a certified 1e-3 in float32, exactly and with tiles of 128 × 128 weights left out, least first, that
@@ -119,9 +119,9 @@ def shares_of(text: Text, layer: int, n: int) -> list[float]:
     """The share of tiles that each head of a layer leaves out at the first tokens of the text."""
     attention, x = text.attention(layer), text.tokens(layer)[:n]
     operators = (
-        attention_jacobian(attention.head(h), x, per_head=True, reduced=True, skip=SKIP) for h in range(attention.heads)
+        truncated_jacobian(attention.head(h), x, SKIP, per_head=True, reduced=True) for h in range(attention.heads)
     )
-    return [op.mixing.left_out.share for op in operators if op.mixing.left_out is not None]
+    return [op.dropped.share for op in operators]
 
 
 def sink(n: int, width: int = 64, reach: float = 30.0, sharpness: float = 3.0) -> tuple[hs.SelfAttention, Tensor]:
