@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.attention.memory_layout import add_product, arranged, leads, times, together, zeros_arranged_as
+from howsmooth.attention.memory_layout import (
+    add_product,
+    is_channels_first,
+    join_channels,
+    matmul,
+    to_preferred_layout,
+    zeros_in_layout,
+)
 from howsmooth.jacobians import AttentionJacobian
 from howsmooth.jacobians.projection import BlockProjection
 from howsmooth.jacobians.softmax_products import Mixing
@@ -52,9 +59,9 @@ def whole_batch(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor
 def in_tiles(mixing: Mixing, tangents: Tangents) -> Callable[[], tuple[Tensor, ...]]:
     """The same products tile by tile; dq kᵀ + q dkᵀ is one product of twice the width, as in `Mixing.jvp`."""
     dquery, dkey, dvalue = tangents
-    left = together([mixing.query, dquery])
-    right = together([mixing.key, dkey]).mT
-    out, gquery, gkey, gvalue = (zeros_arranged_as(t) for t in (mixing.value, mixing.query, mixing.key, mixing.value))
+    left = join_channels([mixing.query, dquery])
+    right = join_channels([mixing.key, dkey]).mT
+    out, gquery, gkey, gvalue = (zeros_in_layout(t) for t in (mixing.value, mixing.query, mixing.key, mixing.value))
     scratch = {tile.weights.shape: torch.empty_like(tile.weights) for tile in mixing.tiles if tile.weights is not None}
 
     def run() -> tuple[Tensor, ...]:
@@ -84,14 +91,14 @@ def projections(operator: AttentionJacobian, v: Tensor) -> Callable[[], tuple[Te
     projection = operator.projection
     assert isinstance(projection, BlockProjection)
     into, out = projection.weight_in, projection.weight_out
-    v = arranged(v)
-    pairs = (v, into), (times(v, out.mT), out), (v, out.mT), (times(v, into), into.mT)
+    v = to_preferred_layout(v)
+    pairs = (v, into), (matmul(v, out.mT), out), (v, out.mT), (matmul(v, into), into.mT)
     return all_of([prepared(tokens, matrix) for tokens, matrix in pairs])
 
 
 def prepared(tokens: Tensor, matrix: Tensor) -> Callable[[], Tensor]:
     """tokens @ matrix in the order of the tokens (`howsmooth.attention.memory_layout.times`)."""
-    left, right = (matrix.mT, tokens.mT) if leads(tokens) else (tokens, matrix)
+    left, right = (matrix.mT, tokens.mT) if is_channels_first(tokens) else (tokens, matrix)
     memory = left @ right
     return lambda: torch.mm(left, right, out=memory)
 

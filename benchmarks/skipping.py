@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import seconds_of
-from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.models import alice, open_model
 from howsmooth.models.attention_reader import from_transformers
 
@@ -40,7 +40,7 @@ def run(quick: bool, report: Callable[[str], None]) -> Section:
     for layer, h in CHOSEN[2:3] if quick else CHOSEN:
         name = f"layer {layer}, head {h}"
         report(f"{name}, n = {n}")
-        attention, x = one_head(text.attention(layer), h), text.tokens(layer)
+        attention, x = text.attention(layer).head(h), text.tokens(layer)
         rounds = [(timed(attention, x), timed(attention, x, SKIP)) for _ in range(ROUNDS)]
         ratio = median(exact / taken for (exact, _), (taken, _) in rounds)
         (exact, truth), (taken, m) = (min(each, key=lambda pair: pair[0]) for each in zip(*rounds, strict=True))
@@ -120,18 +120,9 @@ def shares_of(text: Text, layer: int, n: int) -> list[float]:
     """The share of tiles that each head of a layer leaves out at the first tokens of the text."""
     attention, x = text.attention(layer), text.tokens(layer)[:n]
     operators = (
-        attention_jacobian(one_head(attention, h), x, per_head=True, reduced=True, skip=SKIP)
-        for h in range(attention.heads)
+        truncated_jacobian(attention.head(h), x, SKIP, per_head=True, reduced=True) for h in range(attention.heads)
     )
-    return [op.mixing.left_out.share for op in operators if op.mixing.left_out is not None]
-
-
-def one_head(attention: hs.SelfAttention, h: int) -> hs.SelfAttention:
-    """One head of a block."""
-    shared = h * attention.kv_heads // attention.heads
-    weights = attention.query_weight[h], attention.key_weight[shared], attention.value_weight[shared]
-    rotary = next((stage for stage in attention.query_stages if isinstance(stage, hs.Rotary)), None)
-    return hs.SelfAttention(*weights, attention.output_weight[h].T, mask="causal", rotary=rotary, scale=attention.scale)
+    return [op.dropped.share for op in operators]
 
 
 def sink(n: int, width: int = 64, reach: float = 30.0, sharpness: float = 3.0) -> tuple[hs.SelfAttention, Tensor]:

@@ -14,7 +14,7 @@ from benchmarks.peers import FuncProducts
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
 from benchmarks.worker import in_process
-from howsmooth.attention.memory_layout import arranged
+from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.jacobians import AttentionJacobian, ComposedJacobian, JacobianOperator
 from howsmooth.jacobians.algebra import Product, Sum
 from howsmooth.jacobians.tokenwise import Matrix, TokenwiseJacobian
@@ -129,5 +129,5 @@ def bare_products(operator: JacobianOperator, v: Tensor) -> list[Callable[[], ob
 
 def both_ways(weight: Tensor, n: int) -> Callable[[], object]:
     """W v and Wᵀu of n tokens."""
-    v, u = arranged(torch.randn(n, weight.shape[1])), arranged(torch.randn(n, weight.shape[0]))
+    v, u = to_preferred_layout(torch.randn(n, weight.shape[1])), to_preferred_layout(torch.randn(n, weight.shape[0]))
     return all_of([prepared(v, weight.mT), prepared(u, weight)])

@@ -124,7 +124,7 @@ def _answers() -> Example:
     """The answers of a block, by its own forward pass."""
     window, formats = _drawn("causal", 0.0), parse_formats("int8,int4,int2")
     attention, x, cache = window.attention, window.x, window.cache
-    query, key, value = attention._heads(x[None])
+    query, key, value = attention.staged(x[None])
 
     def output(key: Tensor, value: Tensor) -> Tensor:
         return (attention._weights(query, key) @ value @ attention.output_weight)[0]

@@ -65,7 +65,7 @@ class Ball:
 
     def outputs(self, x: Tensor) -> Tensor:
         """Heads behind their output matrices, ``(draws, heads, n, out)``."""
-        query, key, value = self.attention._heads(x)
+        query, key, value = self.attention.staged(x)
         return self.attention._weights(query, key) @ value @ self.attention.output_weight
 
     def jacobians(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Ball:
             found[f"move of the {name}"] = largest((values - values[:1]).norm(dim=-1))
         query, key, _ = features
         attention, cap = self.attention, self.attention.softcap
-        softmax, weights = attention.weighting == "softmax", attention._weights(*attention._heads(self.moved)[:2])
+        softmax, weights = attention.weighting == "softmax", attention._weights(*attention.staged(self.moved)[:2])
         plain = query @ key.mT
         shift = torch.zeros_like(plain)
         if softmax and cap is None:  # a shift of a row changes nothing: that of the mean key

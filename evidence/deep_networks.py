@@ -173,7 +173,7 @@ def _function(part: Part) -> Callable[[Tensor], Tensor]:
         case AttentionPart(attention):
 
             def heads(x: Tensor) -> Tensor:
-                query, key, value = attention._heads(x.reshape(-1, *x.shape[-2:]))
+                query, key, value = attention.staged(x.reshape(-1, *x.shape[-2:]))
                 mixed = attention._weights(query, key) @ value
                 return mixed.transpose(1, 2).flatten(2).reshape(*x.shape[:-1], -1)
 

@@ -177,7 +177,7 @@ class Tally:
         exact = exact_jacobian(attention, x)
         truth = _norm(exact)
         error = max(_norm(_exact(matrix.detach()) - exact) for matrix in (by_columns(operator), by_rows(operator)))
-        allowed = float(operator.noise) + 8 * torch.finfo(operator.dtype).eps * truth
+        allowed = float(operator.accuracy.product) + 8 * torch.finfo(operator.dtype).eps * truth
         self.beyond += error > allowed
         self.worst = max(self.worst, error / allowed if error else 0.0)
         self.lower += float(found.lower) > truth

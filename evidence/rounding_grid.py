@@ -18,7 +18,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.spectra import with_spectrum
 from evidence.tables import table
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.norms import Measurement, operator_norm
 
 TITLE = "Ends under rounding"
@@ -50,7 +50,8 @@ class Cancelling(JacobianOperator):
         parts = torch.stack([total, taken]).double()
         size = parts.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
         lengths = (torch.linalg.matrix_norm(parts / size) * size[..., 0, 0]).sum(0)
-        self.noise = max(total.shape[-2:]) * torch.finfo(self.dtype).eps / 2 * lengths * (taken != 0).any(-1).any(-1)
+        error = max(total.shape[-2:]) * torch.finfo(self.dtype).eps / 2 * lengths * (taken != 0).any(-1).any(-1)
+        self.accuracy = Accuracy(product=error)
 
     def matvec(self, v: Tensor) -> Tensor:
         return (self.total @ v.unsqueeze(-1) - self.taken @ v.unsqueeze(-1)).squeeze(-1)

@@ -25,7 +25,6 @@ from howsmooth.reports.growth.laws import ROUNDING
 from howsmooth.search import Ball, worst_case
 from howsmooth.search.best_bound import not_passed, tightest_upper
 from howsmooth.search.initial_vectors import evaluate
-from howsmooth.search.single_head import one_head
 from howsmooth.search.start_inputs import constructions, two_poles
 
 TITLE = "The worst case of GPT-2 heads"
@@ -150,7 +149,7 @@ def branches(head: AttentionMap, n: int, radius: float) -> float:
 
 def head_point(attention: AttentionMap, head: int, n: int, radius: float) -> Point:
     """One search, and σ at the constructions by themselves."""
-    alone, over = one_head(attention, head), Ball(radius)
+    alone, over = attention.head(head), Ball(radius)
     tokens = TokenSet.ball(radius, attention.in_features)
     clusters, poles = (float(evaluate(alone, f(alone, tokens, n), 2)) for f in (two_cluster_input, two_poles))
     witness = worst_case(attention, n, over=over, head=head, starts=STARTS, steps=STEPS)
@@ -161,7 +160,7 @@ def head_point(attention: AttentionMap, head: int, n: int, radius: float) -> Poi
 
 def head_case(layer: int, attention: AttentionMap, head: int, place: str, radius: float) -> HeadCase:
     """One head on one ball at all lengths."""
-    alone, plain = one_head(attention, head), one_head(attention, head)
+    alone, plain = attention.head(head), attention.head(head)
     plain.query_bias = None
     tokens = TokenSet.ball(radius, attention.in_features)
     random = worst_case(

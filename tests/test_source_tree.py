@@ -51,7 +51,6 @@ SAME_NAME = {
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
-    "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
     "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",

@@ -216,12 +216,10 @@ def _check_scaling(bound: Bound, case: Setting, where: dict[str, Any], value: fl
         return
     n = len(case.x) if case.x is not None else 3 if case.n is None or math.isinf(case.n) else int(case.n)
     x = torch.randn(n, attention.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plain = _without_bias(attention)
+    plain = attention.replace(output_bias=None)
     for factor in ("value", "output"):  # every weight of that name: L2 attention keeps W^V with and without its factor
-        scaled = _without_bias(attention)
-        for name, weight in list(scaled.named_buffers(recurse=False)):
-            if factor in name.split("_"):
-                setattr(scaled, name, _FACTOR * weight)
+        weights = plain.named_buffers(recurse=False)
+        scaled = plain.replace(**{name: _FACTOR * w for name, w in weights if factor in name.split("_")})
         if relative_error(scaled(x), _FACTOR * plain(x)) > rtol:
             continue  # a map that is not linear in them, such as one that normalises its values
         larger = float(bound(scaled, **where))
@@ -244,17 +242,9 @@ def _check_order(bound: Bound, case: Setting, where: dict[str, Any], value: floa
 
 def _only_head(attention: AttentionMap, head: int) -> AttentionMap:
     """The map with the output slices of all other heads zero, without the output bias."""
-    alone = _without_bias(attention)
-    kept = torch.zeros_like(attention.output_weight)
-    kept[head] = attention.output_weight[head]
-    alone.output_weight = kept
-    return alone
-
-
-def _without_bias(attention: AttentionMap) -> AttentionMap:
-    plain = copy.deepcopy(attention)
-    plain.output_bias = None
-    return plain
+    alone = torch.zeros_like(attention.output_weight)
+    alone[head] = attention.output_weight[head]
+    return attention.replace(output_weight=alone, output_bias=None)
 
 
 def _agree(value: Tensor, expected: Tensor, rtol: float, sentence: str) -> None:

@@ -134,6 +134,9 @@ def test_stages_of_single_heads_equal_dense_autograd(stage: HeadNorm | PlaceScal
     torch.testing.assert_close(hs.jacobian(attention, x).dense(), dense_jacobian(attention, x), rtol=0, atol=1e-12)
     heads = hs.measure_heads(attention, draw(2, N, D)).value
     assert heads.shape == (2, HEADS)
+    alone = torch.stack([attention.head(h)(x) for h in range(HEADS)]).sum(0)
+    bias = 0.0 if attention.output_bias is None else attention.output_bias
+    torch.testing.assert_close(alone, attention(x) - bias, rtol=0, atol=1e-12)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -147,7 +147,7 @@ def test_rotary_logits_depend_on_relative_position_only() -> None:
     weights = [torch.randn(8, 8, dtype=torch.float64) for _ in range(3)]
     token = torch.randn(8, dtype=torch.float64).expand(9, 8)
     bare = hs.SelfAttention(*weights, rotary=hs.Rotary.standard(8))
-    query, key, _ = bare._heads(token[None])
+    query, key, _ = bare.staged(token[None])
     logits = (query @ key.mT)[0, 0]
     for offset in range(-4, 5):
         diagonal = logits.diagonal(offset)

@@ -45,8 +45,8 @@ def _sampled(attention: hs.SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Te
     """Slopes of every logit with respect to its query token and key token, by autograd, and the logits."""
 
     def logits(query_tokens: Tensor, key_tokens: Tensor) -> Tensor:
-        query = attention._heads(query_tokens[None])[0]
-        key = attention._heads(key_tokens[None])[1]
+        query = attention.staged(query_tokens[None])[0]
+        key = attention.staged(key_tokens[None])[1]
         return (query @ key.mT)[0]  # before the cap, (heads, n, n)
 
     by_query, by_key = torch.func.jacrev(logits, argnums=(0, 1))(x, x)

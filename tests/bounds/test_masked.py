@@ -15,7 +15,6 @@ from howsmooth.bounds import get, l2_bounds, setting
 from howsmooth.nn import ContractiveL2Attention, L2Attention
 from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.papers.training.model import WithinDocuments
-from howsmooth.search.single_head import one_head
 
 N = 6
 PAST = torch.ones(N, N, dtype=torch.bool).tril()
@@ -127,7 +126,7 @@ def test_one_head_under_an_array_keeps_the_upper_end_of_its_mask(head: int) -> N
     weights = block.query_weight[head], block.plain_value[head], block.output_weight[head].T
     alone = hs.L2SelfAttention(*weights, mask=holes[head])
     bound = get("howsmooth.l2_lip_2")
-    assert float(bound(one_head(block, head), n=N)) == float(bound(alone, n=N))
+    assert float(bound(block.head(head), n=N)) == float(bound(alone, n=N))
 
 
 def test_layer_takes_an_own_mask_with_its_facts() -> None:

@@ -62,7 +62,7 @@ def random_head(
 def formula(attention: AttentionMap, x: Tensor, h: int, weights: Tensor) -> tuple[float, float, float]:
     """The three parts for head h, token by token, with derivatives of q, k and v from autograd."""
     n, w = len(x), attention.output_weight[h].T
-    with_heads = lambda y: tuple(part[0, h] for part in attention._heads(y[None]))  # noqa: E731
+    with_heads = lambda y: tuple(part[0, h] for part in attention.staged(y[None]))  # noqa: E731
     q, k, v = with_heads(x)
     mq, mk, mv = (
         [jacobian[i, :, i] for i in range(n)] for jacobian in torch.autograd.functional.jacobian(with_heads, x)
@@ -245,7 +245,7 @@ def test_gradient_of_wide_heads_is_that_of_finite_differences() -> None:
 def test_query_blocks_are_the_derivative_in_the_query_alone(kind: str) -> None:
     x = tokens()
     for name, attention in sample(kind, "causal")[:2]:
-        _, key, value = attention._heads(x[None])
+        _, key, value = attention.staged(x[None])
 
         def field(y: Tensor, attention: AttentionMap = attention, key: Tensor = key, value: Tensor = value) -> Tensor:
             query = attention.project(y[None])[0]

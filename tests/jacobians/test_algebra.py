@@ -12,6 +12,7 @@ import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import IdentityJacobian, JacobianOperator, MatrixOperator, Product, Sum
 from howsmooth.jacobians.algebra import power_bound
+from howsmooth.jacobians.operator import Accuracy
 from howsmooth.norms import operator_norm
 
 
@@ -103,7 +104,7 @@ def test_noise_covers_what_cancellation_in_a_sum_leaves(offset: float) -> None:
     exact = sum(part.double() for part in parts)
     assert isinstance(exact, Tensor)
     error = error_of_product(whole, exact)
-    assert error <= float(torch.as_tensor(whole.noise))
+    assert error <= float(torch.as_tensor(whole.accuracy.product))
     m = operator_norm(whole, dense_limit=1)
     assert m.lower <= torch.linalg.matrix_norm(exact, 2) <= m.upper
 
@@ -122,7 +123,7 @@ def test_without_the_noise_of_parts_an_end_would_be_wrong() -> None:
         whole = Sum([MatrixOperator(part) for part in parts])
         m = operator_norm(whole, dense_limit=1)
         assert m.lower <= exact <= m.upper
-        whole.noise = 0.0
+        whole.accuracy = Accuracy()
         bare = operator_norm(whole, dense_limit=1)
         wrong += not bool(bare.lower <= exact <= bare.upper)
     assert wrong
@@ -130,9 +131,9 @@ def test_without_the_noise_of_parts_an_end_would_be_wrong() -> None:
 
 def test_a_product_carries_the_noise_of_its_parts() -> None:
     a, b = (MatrixOperator(2 * torch.eye(3, dtype=torch.float64)) for _ in range(2))
-    a.noise = 0.5
+    a.accuracy = Accuracy(product=0.5)
     bound = float(power_bound(b))
-    noise = float(torch.as_tensor((a @ b).noise))
+    noise = float(torch.as_tensor((a @ b).accuracy.product))
     assert 0.5 * 2 <= noise == pytest.approx(0.5 * bound, rel=1e-6)
 
 

@@ -159,7 +159,7 @@ def test_value_path_and_score_path_add_up(kind: str) -> None:
 
 
 def _mix(attention: AttentionMap, weights: Tensor, x: Tensor) -> Tensor:
-    value = attention._heads(x[None])[2]
+    value = attention.staged(x[None])[2]
     return (weights @ value @ attention.output_weight).sum(1)[0]
 
 
@@ -299,11 +299,13 @@ def test_recomputed_weights_are_as_exact_as_kept_ones_and_need_no_float64(memory
     kept, streamed = attention_jacobian(attention, x), attention_jacobian(attention, x, memory=memory)
     assert streamed.mixing.streamed
     assert streamed.dtype == kept.dtype == torch.float32
-    torch.testing.assert_close(torch.as_tensor(streamed.noise), torch.as_tensor(kept.noise), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.as_tensor(streamed.accuracy.product), torch.as_tensor(kept.accuracy.product), rtol=1e-6, atol=0
+    )
     exact, v = attention_jacobian(attention, x.double()), torch.randn(600, 64)
     for product in ("matvec", "rmatvec"):
         off = getattr(streamed, product)(v).double() - getattr(exact, product)(v.double())
-        assert float(off.norm()) <= float(streamed.noise) * float(v.norm())
+        assert float(off.norm()) <= float(streamed.accuracy.product) * float(v.norm())
 
 
 def test_weights_of_large_maps_lie_in_pieces_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

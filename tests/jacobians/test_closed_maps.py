@@ -192,7 +192,7 @@ def test_blur_in_single_precision_covers_the_whole_error(depth: int) -> None:
     J = composed_jacobian(closed, x)
     exact = composed_jacobian(closed, x.double()).dense()
     error = float(torch.linalg.matrix_norm(J.dense().double() - exact, 2) / torch.linalg.matrix_norm(exact, 2))
-    assert error <= J.blur <= 5e-5
+    assert error <= J.accuracy.point <= 5e-5
     m = hs.measure(closed, x, dense_limit=1)
     assert m.lower <= torch.linalg.matrix_norm(exact, 2) <= m.upper
     assert bool(m.converged)
@@ -204,7 +204,9 @@ def test_far_tokens_cost_no_digits_in_single_precision() -> None:
     x = (1e6 + tokens()).float()
     J, exact = composed_jacobian(closed, x), composed_jacobian(closed, x.double()).dense()
     assert J.dtype == torch.float32
-    assert float(torch.linalg.matrix_norm(J.dense().double() - exact, 2)) <= J.blur * torch.linalg.matrix_norm(exact, 2)
+    assert float(
+        torch.linalg.matrix_norm(J.dense().double() - exact, 2)
+    ) <= J.accuracy.point * torch.linalg.matrix_norm(exact, 2)
 
 
 def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
@@ -212,7 +214,7 @@ def test_what_single_precision_cannot_resolve_is_computed_in_double() -> None:
     closed = Parallel(Tokenwise(Diagonal(1e6)), Tokenwise(Diagonal(1 - 1e6)))
     J = composed_jacobian(Series(closed, block()[0]), tokens().float())
     assert J.dtype == torch.float64
-    assert J.blur < 5e-5
+    assert J.accuracy.point < 5e-5
 
 
 KINDS: dict[str, Callable[[], hs.SelfAttention]] = {
@@ -240,21 +242,21 @@ def test_a_rounded_operator_is_the_same_up_to_rounding(kind: str, memory: int) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_measurement_starts_with_the_product_that_building_has_made(dtype: torch.dtype) -> None:
     J = composed_jacobian(block()[0], tokens().to(dtype))
-    assert J.tried is not None
-    start, product = J.tried
+    assert J.cached_product is not None
+    start, product = J.cached_product
     assert torch.equal(product, J.matvec(start))
     known, elsewhere = golub_kahan(J), golub_kahan(J, seed=1)
-    J.tried = None
+    J.cached_product = None
     anew = golub_kahan(J)
     assert known.products == anew.products - 1
     assert torch.equal(torch.stack([known.value, known.upper]), torch.stack([anew.value, anew.upper]))
-    J.tried = (start, 2 * product)  # would be seen where it is used, and is not where it is not
+    J.cached_product = (start, 2 * product)  # would be seen where it is used, and is not where it is not
     assert golub_kahan(J, max_steps=2).upper != golub_kahan(replaced(J), max_steps=2).upper
     assert torch.equal(golub_kahan(J, seed=1).upper, elsewhere.upper)
 
 
 def replaced(J: ComposedJacobian) -> ComposedJacobian:
-    return ComposedJacobian(J.parts, J.blur, J.output)
+    return ComposedJacobian(J.parts, J.accuracy.point, J.output)
 
 
 def test_weights_in_their_own_dtype_are_not_copied() -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import howsmooth as hs
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.tiles import TILE_SIZE, tile_size
 from howsmooth.jacobians.tokenwise import Activation, Affine, Gate
 
@@ -77,7 +78,7 @@ def operators() -> dict[str, JacobianOperator]:
         "causal, streamed": attention_jacobian(causal, x, memory=0),
         "heads": attention_jacobian(causal, x, per_head=True, reduced=True),
         "rotary": attention_jacobian(rotary, x),
-        "tiles left out": attention_jacobian(causal, x, skip=1e-3),
+        "tiles left out": truncated_jacobian(causal, x, 1e-3),
         "layer": composed_jacobian(layer, x),
     }
 

@@ -10,7 +10,7 @@ import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention_jacobian, attention_operator, tiles
 from howsmooth.jacobians.evaluation_point import Point
-from howsmooth.jacobians.product_error import Noise
+from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.product_error import spectral_bound as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
 from howsmooth.testing import by_columns, by_rows
@@ -38,13 +38,13 @@ def test_noise_covers_what_cancellation_leaves(family: str, dtype: torch.dtype) 
 
 
 def test_the_noise_is_needed_where_clusters_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: False)
+    monkeypatch.setattr(attention_operator, "resolved_in_float32", lambda operator, *_: operator)
     attention, x = two_clusters()
     operator = attention_jacobian(attention, x)
     exact = autograd_jacobian(attention.in_dtype(torch.float64), x.double())
     size = torch.linalg.matrix_norm(exact, ord=2)
     error = torch.linalg.matrix_norm(by_columns(operator).double() - exact, ord=2)
-    assert 100 * torch.finfo(torch.float32).eps * size < error < operator.noise
+    assert 100 * torch.finfo(torch.float32).eps * size < error < operator.accuracy.product
 
 
 def test_float64_is_taken_where_float32_is_mostly_noise() -> None:
@@ -61,7 +61,7 @@ def test_ordinary_heads_stay_in_float32_with_little_noise(n: int, width: int, he
     x = torch.randn(n, width)
     operator = attention_jacobian(hs.SelfAttention.random(width, heads), x, per_head=per_head, reduced=per_head)
     assert operator.dtype == torch.float32
-    assert (operator.noise <= 3e-4 * hs.norms.operator_norm(operator, rtol=1e-2).value).all()
+    assert (operator.accuracy.product <= 3e-4 * hs.norms.operator_norm(operator, rtol=1e-2).value).all()
 
 
 def test_constants_on_all_keys_and_values_change_nothing() -> None:
@@ -89,7 +89,7 @@ def test_l2_attention_moves_with_its_tokens(offset: float) -> None:
 
 def test_half_precision_with_sharper_positions_is_promoted_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi slopes of 2^(−8/3) are kept in float64; a detour through float32 would move the map by 10⁻⁸."""
-    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: True)
+    monkeypatch.setattr(attention_operator, "resolved_in_float32", lambda *_: None)
     alibi, rotary = hs.ALiBi.standard(3), hs.Rotary.standard(4)
     attention = hs.SelfAttention.random(12, 3, dtype=torch.float16, logit_biases=[alibi], rotary=rotary)
     x = torch.randn(7, 12).half()
@@ -109,26 +109,26 @@ def test_rotary_angles_of_half_precision_frequencies_are_exact(dtype: torch.dtyp
 
 def test_noise_follows_paths_subsets_adjoints_and_blocks() -> None:
     operator = attention_jacobian(hs.SelfAttention.random(8, 2), torch.randn(3, 5, 8), per_head=True)
-    noise = _tensor(operator.noise)
+    noise = _tensor(operator.accuracy.product)
     assert noise.shape == operator.batch_shape
     assert noise.dtype == torch.float64
     assert (noise > 0).all()
-    parts = [_tensor(operator.along(path).noise) for path in ("value", "score")]  # type: ignore[arg-type]
+    parts = [_tensor(operator.along(path).accuracy.product) for path in ("value", "score")]  # type: ignore[arg-type]
     assert torch.allclose(parts[0] + parts[1], noise)
     chosen = operator.subset(torch.tensor([1, 4]))
-    assert torch.equal(_tensor(chosen.noise), noise.flatten()[[1, 4]])
-    assert torch.equal(_tensor(operator.adjoint.noise), noise)
+    assert torch.equal(_tensor(chosen.accuracy.product), noise.flatten()[[1, 4]])
+    assert torch.equal(_tensor(operator.adjoint.accuracy.product), noise)
     blocks = TokenBlocks(operator.subset(torch.tensor([0, 1])), slice(0, 2))
-    assert _tensor(blocks.noise).expand(blocks.batch_shape)[0, 1, 3] == noise[0, 1]
+    assert _tensor(blocks.accuracy.product).expand(blocks.batch_shape)[0, 1, 3] == noise[0, 1]
     block = attention_jacobian(hs.SelfAttention.random(8, 2), torch.randn(3, 5, 8))
-    assert _tensor(block.noise).shape == (3,)
+    assert _tensor(block.accuracy.product).shape == (3,)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
 def test_noise_scales_with_the_values(scale: float) -> None:
     x, weights = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, 4, dtype=torch.float64)
-    plain = attention_jacobian(hs.SelfAttention(*weights), x).noise
-    scaled = attention_jacobian(hs.SelfAttention(*weights[:2], scale * weights[2], weights[3]), x).noise
+    plain = attention_jacobian(hs.SelfAttention(*weights), x).accuracy.product
+    scaled = attention_jacobian(hs.SelfAttention(*weights[:2], scale * weights[2], weights[3]), x).accuracy.product
     assert float(scaled) == pytest.approx(scale * float(plain), rel=1e-6)
 
 
@@ -171,11 +171,11 @@ def test_sums_over_many_tiles_are_as_good_as_their_chains_are_short(
     assert broad.mixing.chain >= n
     side = 32 if mask is None else 8  # under a mask tiles have a quarter of the rows
     assert narrow.mixing.chain == side + n // side
-    assert float(narrow.noise) < float(broad.noise)
+    assert float(narrow.accuracy.product) < float(broad.accuracy.product)
     for v in (x / x.norm(), torch.randn_like(x) / n**0.5):
         for op in (broad, narrow):
             for ours, theirs in ((op.matvec(v), exact.matvec(v)), (op.rmatvec(v), exact.rmatvec(v))):
-                assert float((ours - theirs).norm() / v.norm()) < 0.5 * float(op.noise)
+                assert float((ours - theirs).norm() / v.norm()) < 0.5 * float(op.accuracy.product)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 90), (140, 130), (2, 300, 200), (700, 900)])
@@ -193,7 +193,7 @@ def test_bounds_on_norms_of_weights_are_true_and_near(shape: tuple[int, ...]) ->
 def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_operator, "_needs_float64", lambda *_: False)
+    monkeypatch.setattr(attention_operator, "resolved_in_float32", lambda operator, *_: operator)
     width, n = 64, 16
     generator = torch.Generator().manual_seed(0)
     shared = width * kv_heads // heads
@@ -204,7 +204,7 @@ def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     point = Point.at(attention, x[None], torch.float32)
     operator = attention_jacobian(attention, x)
     plain, together = (
-        Noise.of(attention, point, operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
+        PathErrors.of(attention, point, operator.mixing, by_head=False, together=sharp) for sharp in (False, True)
     )
     for path in ("value", "score"):
         before, after = (float(noise.along(path).norm()) for noise in (plain, together))

@@ -13,6 +13,7 @@ from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.jacobians import attention_jacobian
 from howsmooth.jacobians.dropped_tiles import statistics, tile_bounds
 from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.softmax_products import Mixing
 
@@ -44,7 +45,7 @@ def point(attention: AttentionMap, dtype: torch.dtype = torch.float64) -> Point:
 def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
     for attention in maps():
         at = point(attention)
-        plain, sized = (
+        plain, (sized, _) = (
             Mixing.at(attention, at, torch.float64, MEMORY),
             sized_mixing(attention, at, torch.float64, memory),
         )
@@ -59,7 +60,8 @@ def test_the_products_are_those_of_the_plain_way(memory: int) -> None:
 def test_moments_are_those_of_the_plain_way_and_squares_of_weights_are_bounded() -> None:
     for attention in maps():
         at = point(attention)
-        plain, sized = (way(attention, at, torch.float64, MEMORY) for way in (Mixing.at, sized_mixing))
+        plain = Mixing.at(attention, at, torch.float64, MEMORY)
+        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         sharp = sharp_moments(sized)
@@ -76,7 +78,8 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
     monkeypatch.setattr(statistics, "_WEIGHTY", 0.0)
     for attention in maps():
         at = point(attention)
-        plain, sized = (way(attention, at, torch.float64, MEMORY) for way in (Mixing.at, sized_mixing))
+        plain = Mixing.at(attention, at, torch.float64, MEMORY)
+        sized, _ = sized_mixing(attention, at, torch.float64, MEMORY)
         assert plain.moments is not None
         assert sized.moments is not None
         torch.testing.assert_close(sized.moments.key_spread, plain.moments.key_spread)
@@ -85,7 +88,7 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
 def key_spreads(attention: AttentionMap, x: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The spreads of keys about their means, in float64 from all weights one by one, and as they come with sizes."""
     at = Point.at(attention, x[None], dtype)
-    plain, sized = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
+    plain, (sized, _) = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
     weights = torch.zeros(len(plain.query), len(x), len(x), dtype=torch.float64)
     for tile in plain.tiles:
         weights[tile.maps, tile.rows, tile.cols] = plain.weights_of(tile)[0]
@@ -159,9 +162,7 @@ def dense_sizes(mixing: Mixing, out: Tensor, m: int, rows: slice, cols: slice) -
 
 def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
     for attention in maps():
-        mixing = sized_mixing(attention, point(attention), torch.float64, MEMORY)
-        sizes = mixing.sizes
-        assert sizes is not None
+        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
         ratios = []
         for (m, i, j), bound in zip(sizes.places.T.tolist(), sizes.sizes.T, strict=True):
             rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
@@ -174,9 +175,8 @@ def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
 def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
     """The exact norms of all tiles in float64, divided by their sizes from a pass in float32, ``(tiles, 3)``."""
     at = Point.at(attention, x[None], torch.float64)
-    exact, rough = (sized_mixing(attention, at, dtype, MEMORY) for dtype in (torch.float64, torch.float32))
-    sizes = rough.sizes
-    assert sizes is not None
+    exact, _ = sized_mixing(attention, at, torch.float64, MEMORY)
+    sizes = sized_mixing(attention, at, torch.float32, MEMORY)[1]
     norms = []
     for m, i, j in sizes.places.T.tolist():
         rows, cols = (slice(SIDE * b, min(SIDE * (b + 1), N)) for b in (i, j))
@@ -204,12 +204,11 @@ def test_sizes_in_float32_are_never_too_small_and_half_of_them_would_be(
 
 def test_tiles_cover_what_a_mask_leaves() -> None:
     for attention in maps():
-        mixing = sized_mixing(attention, point(attention), torch.float64, MEMORY)
-        assert mixing.sizes is not None
-        assert sum(mixing.sizes.counts) == mixing.sizes.sizes.shape[1]
-        nothing = torch.zeros(mixing.sizes.sizes.shape[1], dtype=torch.bool)
-        assert sum(t.size for t in mixing.without(nothing, MEMORY).tiles) == sum(t.size for t in mixing.tiles)
-        assert not mixing.without(~nothing, MEMORY).tiles
+        mixing, sizes = sized_mixing(attention, point(attention), torch.float64, MEMORY)
+        assert sum(sizes.counts) == sizes.sizes.shape[1]
+        nothing = torch.zeros(sizes.sizes.shape[1], dtype=torch.bool)
+        assert sum(t.size for t in sizes.without(mixing, nothing, MEMORY).tiles) == sum(t.size for t in mixing.tiles)
+        assert not sizes.without(mixing, ~nothing, MEMORY).tiles
 
 
 def spread(seed: int, mask: str | None = "causal") -> tuple[hs.SelfAttention, Tensor]:
@@ -228,8 +227,7 @@ def test_a_product_loses_no_more_than_it_says_and_is_allowed(share: float, per_h
     for seed in range(4):
         attention, x = spread(seed)
         exact = attention_jacobian(attention, x, per_head=per_head)
-        whole = attention_jacobian(attention, x, per_head=per_head, skip=1e-3).whole
-        assert whole is not None
+        whole = truncated_jacobian(attention, x, 1e-3, per_head=per_head)
         v = torch.randn(*exact.batch_shape, *x.shape, generator=torch.Generator().manual_seed(seed)).double()
         v[..., 8:, :] = 0  # as singular vectors do, it lives on few tokens
         for path in ("all", "value", "score"):
@@ -251,10 +249,8 @@ def test_an_understated_size_is_caught() -> None:
     """A negative control: sizes a hundredth of what they are, and a product loses more than it says."""
     attention, x = spread(0)
     exact = attention_jacobian(attention, x)
-    whole = attention_jacobian(attention, x, skip=1e-3).whole
-    assert whole is not None
-    assert whole.mixing.sizes is not None
-    whole.mixing.sizes.sizes.mul_(1e-2)
+    whole = truncated_jacobian(attention, x, 1e-3)
+    whole.sizes.sizes.mul_(1e-2)
     v = torch.ones_like(x)
     for truth, way in ((exact.matvec(v), whole.matvec_within), (exact.rmatvec(v), whole.rmatvec_within)):
         found, bound = way(v, 0.1 * torch.linalg.vector_norm(truth))
@@ -264,8 +260,8 @@ def test_an_understated_size_is_caught() -> None:
 def test_weights_that_do_not_fit_are_recomputed_from_sharp_logits() -> None:
     attention = hs.SelfAttention.random(D, mask="causal")
     x = 30 * torch.randn(N, D, generator=torch.Generator().manual_seed(0))
-    kept, streamed = (attention_jacobian(attention, x, skip=1e-6, memory=memory) for memory in (MEMORY, 0))
+    kept, streamed = (truncated_jacobian(attention, x, 1e-6, memory=memory).cheap for memory in (MEMORY, 0))
     assert streamed.mixing.streamed
-    assert streamed.blur == kept.blur
-    torch.testing.assert_close(torch.as_tensor(streamed.noise), torch.as_tensor(kept.noise))
+    assert streamed.accuracy.point == kept.accuracy.point
+    torch.testing.assert_close(torch.as_tensor(streamed.accuracy.product), torch.as_tensor(kept.accuracy.product))
     torch.testing.assert_close(streamed.matvec(x), kept.matvec(x), rtol=1e-5, atol=1e-4)

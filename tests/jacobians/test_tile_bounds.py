@@ -9,7 +9,8 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import attention_jacobian
-from howsmooth.jacobians.dropped_tiles import selection, tile_bounds
+from howsmooth.jacobians.dropped_tiles import tile_bounds, truncated
+from howsmooth.jacobians.dropped_tiles.truncated import TruncatedAttention, truncated_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms import operator_norm
 
@@ -50,21 +51,20 @@ def test_what_is_missing_is_within_the_bound(mask: str | None, skip: float, per_
     for seed in range(3):
         attention, x = case(6.0, mask, seed)
         exact = attention_jacobian(attention, x, per_head=per_head)
-        op = attention_jacobian(attention, x, per_head=per_head, skip=skip)
+        op = truncated_jacobian(attention, x, skip, per_head=per_head)
         gone = missing(op, exact)
-        assert bool((gone <= torch.as_tensor(op.left_out) + 1e-12).all())
-        assert op.mixing.left_out is not None
+        assert bool((gone <= torch.as_tensor(op.error) + 1e-12).all())
+        assert op.dropped.share > 0
         for path in ("value", "score"):
             apart = missing(op.along(path), exact.along(path))
-            assert bool((apart <= torch.as_tensor(op.along(path).left_out) + 1e-12).all())
+            assert bool((apart <= torch.as_tensor(op.along(path).error) + 1e-12).all())
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_products_of_a_subset_are_as_partial_as_those_of_all(per_head: bool) -> None:
     attention, x = case(12.0, "causal")
     x = x if per_head else torch.stack([x, x.flip(0), x.roll(8, 0)])
-    whole = attention_jacobian(attention, x, per_head=per_head, skip=1e-2).whole
-    assert whole is not None
+    whole = truncated_jacobian(attention, x, 1e-2, per_head=per_head)
     index = torch.tensor([1]) if per_head else torch.tensor([0, 2])
     part = whole.subset(index)
     v, u = (torch.randn(*whole.batch_shape, *shape).double() for shape in (whole.in_shape, whole.out_shape))
@@ -75,46 +75,43 @@ def test_products_of_a_subset_are_as_partial_as_those_of_all(per_head: bool) -> 
         assert bool((also_lost > 0).all()), "nothing was spared"
         torch.testing.assert_close(also_lost, lost[index])
         torch.testing.assert_close(of_part, of_all[index])
-        apart = torch.linalg.vector_norm(of_part - getattr(part, name)(vector[index]), dim=(-2, -1))
+        apart = torch.linalg.vector_norm(of_part - getattr(part.exact, name)(vector[index]), dim=(-2, -1))
         assert bool((apart > 0).all())
         assert bool((apart <= also_lost).all())
 
 
 def test_tiles_are_left_out_and_counted() -> None:
     attention, x = case(12.0, "causal")
-    op = attention_jacobian(attention, x, skip=1e-2)
-    assert op.mixing.left_out is not None
-    assert 0.5 < op.mixing.left_out.share < 1
-    assert op.whole is not None
-    left, every = (sum(tile.size for tile in each.mixing.tiles) for each in (op, op.whole))
-    assert left == pytest.approx((1 - op.mixing.left_out.share) * every)
-    assert float(torch.as_tensor(op.left_out)) <= 1e-2 * float(hs.measure(attention, x))
-    assert op.notes[0].startswith(f"{100 * op.mixing.left_out.share:.0f} % of the tiles of attention weights")
+    op = truncated_jacobian(attention, x, 1e-2)
+    assert 0.5 < op.dropped.share < 1
+    left, every = (sum(tile.size for tile in each.mixing.tiles) for each in (op.cheap, op.exact))
+    assert left == pytest.approx((1 - op.dropped.share) * every)
+    assert float(torch.as_tensor(op.error)) <= 1e-2 * float(hs.measure(attention, x))
+    assert op.notes[0].startswith(f"{100 * op.dropped.share:.0f} % of the tiles of attention weights")
 
 
 def test_less_is_left_out_where_little_more_is_left_then(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, x = case(12.0, "causal")
-    careful = attention_jacobian(attention, x, skip=0.5)
-    monkeypatch.setattr(selection, "_LOWER", ())
-    greedy = attention_jacobian(attention, x, skip=0.5)
-    missing_of = [float(torch.as_tensor(op.left_out)) for op in (careful, greedy)]
-    left = [sum(tile.size for tile in op.mixing.tiles) for op in (careful, greedy)]
+    careful = truncated_jacobian(attention, x, 0.5)
+    monkeypatch.setattr(truncated, "_SMALLER_SHARES", ())
+    greedy = truncated_jacobian(attention, x, 0.5)
+    missing_of = [float(torch.as_tensor(op.error)) for op in (careful, greedy)]
+    left = [sum(tile.size for tile in op.cheap.mixing.tiles) for op in (careful, greedy)]
     assert missing_of[0] < missing_of[1]
     assert left[1] <= left[0] <= 1.5 * left[1]
 
 
 def test_where_few_tiles_could_go_only_so_little_goes_that_the_ends_may_move_by_it() -> None:
     attention, x = case(6.0, "causal")
-    op = attention_jacobian(attention, x, skip=1e-2)
-    assert op.mixing.left_out is not None
-    assert 0 < op.mixing.left_out.share < 0.5
-    assert float(torch.as_tensor(op.left_out)) <= 1e-4 * float(hs.measure(attention, x))
+    op = truncated_jacobian(attention, x, 1e-2)
+    assert 0 < op.dropped.share < 0.5
+    assert float(torch.as_tensor(op.error)) <= 1e-4 * float(hs.measure(attention, x))
 
 
 def test_the_bound_is_not_far_from_what_is_missing() -> None:
     attention, x = case(6.0, None, heads=1)
-    exact, op = attention_jacobian(attention, x), attention_jacobian(attention, x, skip=0.5)
-    gone, bound = float(missing(op, exact)), float(torch.as_tensor(op.left_out))
+    exact, op = attention_jacobian(attention, x), truncated_jacobian(attention, x, 0.5)
+    gone, bound = float(missing(op, exact)), float(torch.as_tensor(op.error))
     assert 0 < gone <= bound <= 300 * gone
 
 
@@ -123,13 +120,11 @@ def test_the_bound_is_attained_where_all_weights_are_equal(rows: list[int]) -> N
     """Queries and keys of zero: what goes with a tile is its weights times the values, and of rank one."""
     zero, one = torch.zeros(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     attention, x = hs.SelfAttention(zero, zero, one, one), torch.randn(16, 2, dtype=torch.float64)
-    whole = attention_jacobian(attention, x, skip=0.9).whole
-    assert whole is not None
-    assert whole.mixing.sizes is not None
-    gone = torch.zeros(whole.mixing.sizes.sizes.shape[1], dtype=torch.bool)
+    whole = truncated_jacobian(attention, x, 0.9)
+    gone = torch.zeros(whole.sizes.sizes.shape[1], dtype=torch.bool)
     gone[rows] = True
-    thin = whole.without(gone, 2**20)
-    bound, lost = float(torch.as_tensor(thin.left_out)), float(missing(thin, attention_jacobian(attention, x)))
+    thin = TruncatedAttention.without(whole.exact, gone, whole.sizes, whole.norms, 2**20)
+    bound, lost = float(thin.error), float(missing(thin, attention_jacobian(attention, x)))
     assert 0.99 * bound < lost < bound
 
 
@@ -166,11 +161,10 @@ def test_without_the_allowance_an_end_is_wrong() -> None:
     for seed in range(8):
         attention, x = case(2.0, "causal", seed)
         truth = float(torch.linalg.matrix_norm(attention_jacobian(attention, x).dense(), 2))
-        op = attention_jacobian(attention, x, skip=0.9)
+        op = truncated_jacobian(attention, x, 0.9)
         m = operator_norm(op, dense_limit=1, rtol=1e-5)
         assert float(m.lower) <= truth <= float(m.upper)
-        op.left_out, op.whole = 0.0, None
-        bare = operator_norm(op, dense_limit=1, rtol=1e-5)
+        bare = operator_norm(op.cheap, dense_limit=1, rtol=1e-5)
         wrong += not float(bare.lower) <= truth <= float(bare.upper)
     assert wrong
 

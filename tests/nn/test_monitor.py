@@ -19,7 +19,6 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.nn.hosting.replacement import replace_attention
 from howsmooth.nn.monitor import SmoothnessMonitor, as_log
 from howsmooth.nn.signals import Alarm
-from howsmooth.search.single_head import one_head
 from howsmooth.testing import dense_jacobian
 from tests.models.tiny import TINY
 
@@ -248,7 +247,7 @@ def signals_by_hand(attention: Any, x: Tensor, head: int) -> dict[str, float]:
     logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -math.inf) if causal else logits
     weights = torch.softmax(logits, -1)
     output = weights @ value @ attention.output_weight[head].double()
-    alone = one_head(attention.in_dtype(torch.float64), head)
+    alone = attention.in_dtype(torch.float64).head(head)
     sigma = dense_norm(alone, x)
     return {
         "sigma_lower": sigma,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evidence.spectra import families, with_spectrum
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.operator import MatrixOperator
+from howsmooth.jacobians.operator import Accuracy, MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.counted_products import FlatProducts, rounding_allowance
@@ -344,9 +344,8 @@ def test_a_blurred_map_takes_its_value_from_the_products_made() -> None:
     """Their sum has the error of all of them, which a map that is blurred by more has to allow for anyway."""
     matrix = with_spectrum(0.9 ** torch.arange(60).double(), 3, 300, 200, torch.Generator().manual_seed(0)).float()
     last = []
-    for blur, noise in ((0.0, 0.0), (1e-8, 0.0), (1e-5, 0.0), (1e-5, 1e-9)):
-        op = MatrixOperator(matrix)
-        op.blur, op.noise = blur, noise
+    for point, product in ((0.0, 0.0), (1e-8, 0.0), (1e-5, 0.0), (1e-5, 1e-9)):
+        op = MatrixOperator(matrix, Accuracy(point, product))
         m = golub_kahan(op)
         assert m.left is not None
         assert m.right is not None
@@ -365,8 +364,8 @@ def test_a_blurred_map_takes_its_value_from_the_products_made() -> None:
 @pytest.mark.parametrize(("share", "reached"), [(2.8e-4, True), (3.2e-4, True), (6e-4, False)])
 def test_noise_below_a_third_of_rtol_leaves_it_within_reach(share: float, reached: bool) -> None:
     """Both ends move by it, and the certificate stays above the value by as much; beyond, a note says so."""
-    op = MatrixOperator(torch.diag(torch.linspace(0, 1, 400, dtype=torch.float64) ** 2))
-    op.noise, op.scatter = share, 1e-3
+    matrix = torch.diag(torch.linspace(0, 1, 400, dtype=torch.float64) ** 2)
+    op = MatrixOperator(matrix, Accuracy(product=share, alignment=1e-3))
     m = golub_kahan(op)
     assert bool(m.converged) is reached
     assert any("limits the ends" in note for note in m.notes) is not reached

@@ -104,6 +104,6 @@ def test_a_result_says_whether_rounding_is_bounded_or_was_measured(f: Any, known
 def test_sums_products_and_adjoints_of_measured_rounding_are_measured() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     function, bounded = hs.jacobian(torch.sin, x), IdentityJacobian.like(x)
-    assert bounded.rounding_known is Guarantee.PROVED
+    assert bounded.accuracy.guarantee is Guarantee.PROVED
     for op in (function + bounded, bounded @ function, function.adjoint):
-        assert op.rounding_known is Guarantee.MEASURED
+        assert op.accuracy.guarantee is Guarantee.MEASURED

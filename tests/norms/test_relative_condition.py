@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.attention import AttentionMap, CosineAttention, DenseBias, L2SelfAttention, SigmoidAttention
 from howsmooth.norms import relative_condition
-from howsmooth.norms.relative_condition import value_at
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -64,7 +63,7 @@ def test_heads_and_batches_have_one_each() -> None:
     attention, x = hs.SelfAttention.random(8, heads=2, dtype=torch.float64), tokens(3, 6, 8)
     m = hs.measure_heads(attention, x)
     with torch.no_grad():
-        out = attention.weights(x) @ attention._heads(x)[2] @ attention.output_weight
+        out = attention.weights(x) @ attention.staged(x)[2] @ attention.output_weight
     wanted = m.value * (x.norm(dim=(1, 2))[:, None] / out.norm(dim=(-2, -1)))
     assert m.relative is not None
     assert torch.allclose(m.relative, wanted, rtol=1e-9)
@@ -76,7 +75,7 @@ def test_long_inputs_need_no_square_of_numbers() -> None:
     attention, x = hs.SelfAttention.random(8, heads=2, mask="causal", dtype=torch.float64), tokens(700, 8)
     streamed = hs.jacobian(attention, x, memory=0)
     assert "streamed" in streamed.method
-    y = value_at(streamed, x, attention)
+    y = streamed.value_at(attention, x)
     assert y is not None
     assert torch.allclose(y, attention(x), rtol=1e-10, atol=1e-12)
 
@@ -126,6 +125,6 @@ def test_the_value_from_the_weights_that_are_known(kind: Any, per_head: bool) ->
     x = 3 + torch.randn(2, 6, 8, generator=draw, dtype=torch.float64)
     operator = hs.jacobians.attention_jacobian(attention, x, per_head=per_head)
     with torch.no_grad():
-        heads = attention.weights(x) @ attention._heads(x)[2] @ attention.output_weight
+        heads = attention.weights(x) @ attention.staged(x)[2] @ attention.output_weight
         wanted = heads if per_head else attention(x)
-    assert torch.allclose(operator.value(attention, x), wanted, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(operator.value_at(attention, x), wanted, rtol=1e-10, atol=1e-12)

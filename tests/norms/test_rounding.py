@@ -13,10 +13,10 @@ from evidence.near_identity import GAPS, NearIdentity, coverage, residual_blocks
 from evidence.rounding_grid import CANCELLATION, SIZES, VALUE_SIZES, attention_tally, matrix_tally, merged
 from evidence.spectra import with_spectrum
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.operator import JacobianOperator, MatrixOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator, MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, golub_kahan, inf_norm, one_norm, operator_norm
 from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.counted_products import FlatProducts, absolute_noise, overlaps
+from howsmooth.norms.counted_products import FlatProducts, overlaps, product_error
 
 ORDS: list[float | str] = [2, 1, math.inf, "fro"]
 
@@ -29,7 +29,7 @@ class Hiding(MatrixOperator):
     """A map whose products are off by up to ``noise`` in the one direction that hides its largest singular value."""
 
     def __init__(self, matrix: Tensor, noise: float):
-        super().__init__(matrix)
+        super().__init__(matrix, Accuracy(product=noise))
         self.noise = noise
         left, _, right = torch.linalg.svd(matrix.double())
         self.u, self.v = left[..., :, 0].to(matrix), right[..., 0, :].to(matrix)
@@ -67,7 +67,7 @@ class Perturbed(MatrixOperator):
     """A map whose products are off by exactly ``noise``, each in a direction of its own."""
 
     def __init__(self, matrix: Tensor, noise: float):
-        super().__init__(matrix)
+        super().__init__(matrix, Accuracy(product=noise))
         self.noise, self.generator = noise, torch.Generator().manual_seed(3)
 
     def _off(self, y: Tensor, x: Tensor) -> Tensor:
@@ -136,12 +136,12 @@ def test_further_starts_certify_what_one_cannot() -> None:
 
     matrix = torch.stack([torch.eye(400), gaussian(400, 400, dtype=torch.float32), torch.eye(400)])
     op = Watched(matrix)
-    op.noise = torch.tensor([0.0, 0.0, 1e-6])
+    op.accuracy = Accuracy(product=torch.tensor([0.0, 0.0, 1e-6]))
     m = golub_kahan(op)
     assert m.converged.all()
     assert [1.0 <= x < 1.001 for x in m.upper[[0, 2]].tolist()] == [True, True]
     assert seen.count([2]) == 4
-    op.noise = torch.tensor([0.0, 0.0, 1e-2])
+    op.accuracy = Accuracy(product=torch.tensor([0.0, 0.0, 1e-2]))
     assert golub_kahan(op).converged.tolist() == [True, True, False]
 
 
@@ -184,22 +184,22 @@ def test_both_ends_allow_for_absolute_errors_on_every_way(
 
 def test_noise_may_differ_from_map_to_map_and_follows_the_adjoint() -> None:
     op = MatrixOperator(torch.eye(4).double().expand(2, 3, 4, 4).contiguous())
-    op.noise = torch.tensor([0.0, 0.5, 2.0])
-    assert absolute_noise(op.adjoint).tolist() == [0, 0.5, 2, 0, 0.5, 2]
+    op.accuracy = Accuracy(product=torch.tensor([0.0, 0.5, 2.0]))
+    assert product_error(op.adjoint).tolist() == [0, 0.5, 2, 0, 0.5, 2]
     for measure in (golub_kahan, dense_norm):
         m = measure(op)
         torch.testing.assert_close(m.lower[0], m.lower[1])
         assert (m.lower[0] > torch.tensor([0.99, -1, -1])).all()
         assert (m.lower[0] <= torch.tensor([1.0, 0.5, 0.0])).all()
         assert m.converged.tolist() == 2 * [[True, False, False]]
-    op.noise = -1.0
+    op.accuracy = Accuracy(product=-1.0)
     with pytest.raises(InvalidInput, match="rounding error"):
         golub_kahan(op)
 
 
 def test_noise_on_a_map_that_vanishes_leaves_an_upper_end() -> None:
     op = MatrixOperator(torch.zeros(10, 10))
-    op.noise = 1e-3
+    op.accuracy = Accuracy(product=1e-3)
     m = golub_kahan(op)
     assert float(m.lower) == 0
     assert 1e-3 <= float(m.upper) < 10
@@ -342,7 +342,7 @@ def test_ends_hold_for_attention_against_50_digits(offset: float, dtype: torch.d
 
 def test_other_norms_say_when_rounding_limits_them() -> None:
     op = MatrixOperator(gaussian(12, 12, dtype=torch.float32))
-    op.noise = 0.5
+    op.accuracy = Accuracy(product=0.5)
     for measure in (one_norm, inf_norm, frobenius_norm):
         m = measure(op)
         assert not m.converged

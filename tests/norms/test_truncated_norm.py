@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
+from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan, operator_norm
 from howsmooth.norms.truncated_norm import Deflated, _Near, deflated_norm
@@ -21,12 +25,15 @@ def matrix(*largest: float, seed: int = 0) -> Tensor:
     return u @ torch.diag(values) @ v.mT
 
 
-def apart(whole: Tensor, size: float, seed: int = 1) -> MatrixOperator:
-    """An operator that differs from the matrix by a random one of this norm, says so, and knows the matrix."""
+def truncated(exact: Tensor, cheap: Tensor, error: float, lower: float = 0.0, kind: type = Truncated) -> Truncated:
+    several = torch.ones(exact.shape[:-2], dtype=torch.float64)
+    return kind(MatrixOperator(exact), MatrixOperator(cheap), error * several, lower * several, None)
+
+
+def apart(whole: Tensor, size: float, seed: int = 1, **options: Any) -> Truncated:
+    """A matrix that differs from the exact one by a random one of this norm."""
     error = torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    op = MatrixOperator(whole - size * error / torch.linalg.matrix_norm(error, 2)[..., None, None])
-    op.left_out, op.whole = size, MatrixOperator(whole)
-    return op
+    return truncated(whole, whole - size * error / torch.linalg.matrix_norm(error, 2)[..., None, None], size, **options)
 
 
 @pytest.mark.slow
@@ -46,8 +53,7 @@ def test_a_tenth_of_the_norm_may_be_missing_and_the_value_is_certified(size: flo
 def test_few_products_are_made_with_the_whole() -> None:
     op = apart(matrix(1.0, 0.5), 0.1)
     made: list[str] = []
-    whole = op.whole
-    assert whole is not None
+    whole = op.exact
     for name in ("matvec", "rmatvec"):
         own = getattr(whole, name)
         setattr(whole, name, lambda v, own=own: (made.append(""), own(v))[1])
@@ -79,10 +85,8 @@ def test_without_what_is_left_out_an_end_is_wrong() -> None:
     whole = torch.diag(torch.cat([torch.tensor([1.0, 0.9]), torch.full((N - 2,), 0.1)]).double())
     cheap = whole.clone()
     cheap[0, 0] = 0.1
-    op = MatrixOperator(cheap)
-    op.whole, op.left_out = MatrixOperator(whole), 0.9
-    assert float(deflated_norm(op, 1e-3, 0.99, 0).upper) >= 1
-    op.left_out = 0.0
+    assert float(deflated_norm(truncated(whole, cheap, 0.9), 1e-3, 0.99, 0).upper) >= 1
+    op = truncated(whole, cheap, 0.0)
     wrong = [float(deflated_norm(op, 1e-3, 0.99, seed).upper) < 1 for seed in range(5)]
     assert any(wrong)
 
@@ -100,8 +104,7 @@ def test_a_deflated_map_does_not_see_its_vector() -> None:
 
 def test_enough_is_where_the_bound_reaches_the_most() -> None:
     whole = MatrixOperator(matrix(1.0, 0.5))
-    whole.least = torch.ones(1, dtype=torch.float64)[0]
-    near = _Near.of(whole, golub_kahan(whole).right, 1e-3)  # type: ignore[arg-type]
+    near = _Near.of(truncated(whole.matrix, whole.matrix, 0.0, 1.0), golub_kahan(whole).right, 1e-3)  # type: ignore[arg-type]
     enough = near.enough(1.001 * near.lower)
     assert 0.5 < float(enough) < 1.01
     assert float(near.upper(enough)) <= 1.001 * float(near.lower)
@@ -109,30 +112,30 @@ def test_enough_is_where_the_bound_reaches_the_most() -> None:
     assert float(near.enough(0.9 * near.lower)) == 0
 
 
-class Losing(MatrixOperator):
-    """A matrix whose products lose a part of the top singular vectors, ``left`` and ``right``, and say how much."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Losing(Truncated):
+    """Exact products that lose a part of the top singular vectors, and state how much."""
 
-    def __init__(self, matrix: Tensor, said: float, lost: float):
-        super().__init__(matrix)
-        self.said, self.lost = said, lost
-        self.least = torch.ones((), dtype=torch.float64)
+    stated: ClassVar[float] = 1e-4
+    lost: ClassVar[float] = 1e-4
 
     def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        u = self.matvec(v)
-        return u * (1 - self.lost / u.norm()), torch.full_like(most, self.said)
+        u = self.exact.matvec(v)
+        return u * (1 - self.lost / u.norm()), torch.full_like(most, self.stated)
 
     def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        v = self.rmatvec(u)
-        return v * (1 - self.lost / v.norm()), torch.full_like(most, self.said)
+        v = self.exact.rmatvec(u)
+        return v * (1 - self.lost / v.norm()), torch.full_like(most, self.stated)
+
+
+class Understating(Losing):
+    stated, lost = 1e-5, 1e-2
 
 
 def test_what_products_lose_is_allowed_for_and_an_understated_loss_makes_an_end_wrong() -> None:
     whole = matrix(1.0, 0.3)
-    op = apart(whole, 0.05)
-    op.whole = Losing(whole, said=1e-4, lost=1e-4)
-    m = operator_norm(op)
+    m = operator_norm(apart(whole, 0.05, lower=1.0, kind=Losing))
     assert m.method == "golub-kahan, deflated"
     assert bool(m.converged)
     assert float(m.lower) <= 1 <= float(m.upper)
-    op.whole = Losing(whole, said=1e-5, lost=1e-2)
-    assert float(operator_norm(op).upper) < 1
+    assert float(operator_norm(apart(whole, 0.05, lower=1.0, kind=Understating)).upper) < 1

@@ -34,7 +34,7 @@ def tokens(n: int = 20) -> Tensor:
 
 def heads_with(f: hs.SelfAttention, x: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
     """Each head's output through its output matrix, by the map's own weights, with keys or values replaced."""
-    query, own_key, own_value = f._heads(x[None])
+    query, own_key, own_value = f.staged(x[None])
     key = own_key if key is None else key.repeat_interleave(2, dim=0)[None]
     value = own_value if value is None else value.repeat_interleave(2, dim=0)[None]
     return (f._weights(query, key) @ value @ f.output_weight)[0]

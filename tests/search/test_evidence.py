@@ -22,7 +22,6 @@ from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
 from howsmooth.search import Embeddings
-from howsmooth.search.single_head import one_head
 from howsmooth.sets import TokenSet
 from howsmooth.testing import dense_jacobian as dense
 
@@ -47,7 +46,7 @@ def head_case(search: object = lambda n: 4 * n**0.5, gamma: float = 1.0) -> gpt2
 def test_a_point_has_the_dense_norm_at_every_construction() -> None:
     block = hs.SelfAttention.random(8, 2, dtype=F64, mask="causal")
     found = gpt2.head_point(block, 1, 6, 2.0)
-    alone, tokens = one_head(block, 1), TokenSet.ball(2.0, 8)
+    alone, tokens = block.head(1), TokenSet.ball(2.0, 8)
     assert found.clusters == pytest.approx(dense_norm(alone, two_cluster_input(alone, tokens, 6)), rel=1e-9)
     assert found.theorem <= found.search * (1 + 1e-9)
     assert found.search <= found.upper.value

@@ -15,7 +15,6 @@ from howsmooth.search import norm_gradient
 from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.initial_vectors import first_vectors as leading
 from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness, aligned, largest, unit
-from howsmooth.search.single_head import one_head
 
 F64 = torch.float64
 N = 5
@@ -164,18 +163,18 @@ def test_one_head_is_what_measure_heads_measures(name: str) -> None:
     f = maps()[name]
     x = draw(N, f.in_features, seed=6)
     together = hs.measure_heads(f, x).value
-    alone = torch.stack([evaluate(one_head(f, h), x, 2).value for h in range(f.heads)])
+    alone = torch.stack([evaluate(f.head(h), x, 2).value for h in range(f.heads)])
     assert torch.allclose(together, alone, rtol=1e-9)
     whole = f(x) if f.output_bias is None else f(x) - f.output_bias
-    assert torch.allclose(sum(one_head(f, h)(x) for h in range(f.heads)), whole, atol=1e-12)
+    assert torch.allclose(sum(f.head(h)(x) for h in range(f.heads)), whole, atol=1e-12)
 
 
 def test_one_head_takes_its_own_share_of_biases_by_head() -> None:
     per_head = draw(2, N, N, seed=7)
     f = hs.SelfAttention.random(6, 2, dtype=F64, logit_biases=[hs.DenseBias(per_head), hs.RelativeBias(draw(2, 7))])
     x = draw(N, 6, seed=6)
-    assert torch.allclose(one_head(f, 0)(x) + one_head(f, 1)(x), f(x), atol=1e-12)
-    assert not torch.allclose(one_head(f, 0).weights(x), one_head(f, 1).weights(x))
+    assert torch.allclose(f.head(0)(x) + f.head(1)(x), f(x), atol=1e-12)
+    assert not torch.allclose(f.head(0).weights(x), f.head(1).weights(x))
     for bad in (-1, 2, True):
         with pytest.raises(InvalidInput, match="no head"):
-            one_head(f, bad)
+            f.head(bad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,38 @@ _NARROW = 256
 """Up to so many columns of all projections together one product is faster than three."""
 
 
-class AttentionMap(nn.Module):
+class MapModule(nn.Module):
+    """A map as a value: changed copies are made by `replace`, and nothing is assigned to its fields from outside."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        raise NotImplementedError
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with other weights, biases, masks or numbers of heads; all other tensors and modules are shared.
+
+        >>> import howsmooth as hs
+        >>> attention = hs.SelfAttention.random(4, heads=2)
+        >>> twice = attention.replace(output_weight=2 * attention.output_weight)
+        >>> torch.equal(twice(torch.ones(3, 4)), 2 * attention(torch.ones(3, 4)))
+        True
+        """
+        other = copy.copy(self)
+        vars(other).update(_buffers=dict(self._buffers), _modules=dict(self._modules))
+        for name, value in fields.items():
+            if not hasattr(self, name):
+                raise InvalidInput(f"{type(self).__name__} has no field {name}.")
+            several = isinstance(getattr(self, name), nn.ModuleList)
+            setattr(other, name, nn.ModuleList(value) if several else value)
+        return other
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """This map in another floating dtype (itself when nothing changes)."""
+        return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
+
+
+class AttentionMap(MapModule):
     """Multi-head attention x ↦ Σ_h O_h(x) W_h + b: the block with its output projection, nothing around it.
 
     For each head the projected tokens q_i, k_j, v_j pass token-wise stages (normalisation, rotation, scale); then
@@ -127,9 +159,26 @@ class AttentionMap(nn.Module):
         """Masks and additive biases of the logits, one by one."""
         return iter(self.terms)
 
-    def in_dtype(self, dtype: torch.dtype) -> AttentionMap:
-        """This map in another floating dtype (itself when nothing changes)."""
-        return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
+    def head(self, head: int) -> Self:
+        """x ↦ W_h f_h(x) as a map of its own, without the output bias, as `howsmooth.measure_heads` measures it.
+
+        >>> import howsmooth as hs
+        >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+        >>> block = hs.SelfAttention.random(8, heads=2)
+        >>> torch.allclose(block.head(0)(x) + block.head(1)(x), block(x), atol=1e-6)
+        True
+        """
+        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < self.heads:
+            raise InvalidInput(f"there is no head {head}: choose from 0 to {self.heads - 1}.")
+        shared = head * self.kv_heads // self.heads
+        numbers = dict.fromkeys(("query_weight", "query_bias", "output_weight"), head)
+        numbers |= dict.fromkeys(("key_weight", "key_bias", "value_weight", "value_bias"), shared)
+        stacked = {name: getattr(self, name) for name in numbers}
+        fields: dict[str, Any] = {name: t[numbers[name]][None] for name, t in stacked.items() if t is not None}
+        for name in ("query_stages", "key_stages", "value_stages"):
+            fields[name] = [stage.of_head(head) for stage in getattr(self, name)]
+        terms = self.terms.of_head(head, self.heads)
+        return self.replace(**fields, output_bias=None, logit_biases=terms, heads=1, kv_heads=1)
 
     def project(self, x: Tensor) -> Heads:
         """Queries, keys and values before their stages, each ``(batch, heads, n, ·)``; shared keys are repeated."""
@@ -184,20 +233,21 @@ class AttentionMap(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights P, ``(batch, heads, n, n)`` (no batch axis when x has none)."""
         single = x.dim() == 2
-        query, key, _ = self._heads(x[None] if single else x)
+        query, key, _ = self.staged(x[None] if single else x)
         weights = self._weights(query, key)
         return weights[0] if single else weights
 
     def forward(self, x: Tensor) -> Tensor:
         """The map at x, ``(n, d)`` or ``(batch, n, d)``. Readable and differentiable; builds the n × n weights."""
         single = x.dim() == 2
-        query, key, value = self._heads(x[None] if single else x)  # (batch, heads, n, ·)
+        query, key, value = self.staged(x[None] if single else x)  # (batch, heads, n, ·)
         mixed = self._weights(query, key) @ value
         out = (mixed @ self.output_weight).sum(1)  # Σ_h O_h W_h
         out = out if self.output_bias is None else out + self.output_bias
         return out[0] if single else out
 
-    def _heads(self, x: Tensor) -> Heads:
+    def staged(self, x: Tensor) -> Heads:
+        """Queries, keys and values as they enter the logits, ``(batch, heads, n, ·)``, for x with a batch axis."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             shape = tuple(x.shape[1:] if len(x) == 1 else x.shape)
             raise InvalidInput(f"attention takes tokens of width {self.in_features}, got shape {shape}.")

@@ -11,7 +11,6 @@ Theorems on attention say nothing of these maps unless they name them: their kin
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import shown, validated
+from howsmooth.attention.attention_map import MapModule
 from howsmooth.attention.dot_product_map import SelfAttention
 from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import LogitBias, Maps
@@ -163,7 +163,7 @@ class Parts:
     gate: Gate | None = None
 
 
-class Composite(nn.Module, ABC):
+class Composite(MapModule, ABC):
     """A map made of plain attention and token-wise maps, whose Jacobian follows from theirs in closed form."""
 
     kind = "composite"
@@ -286,13 +286,9 @@ class ComposedAttention(Composite):
         """Stages of the queries."""
         return self.attention.query_stages
 
-    def in_dtype(self, dtype: torch.dtype) -> ComposedAttention:
-        """This map in another floating dtype (itself when nothing changes)."""
-        return self if dtype == self.dtype else copy.deepcopy(self).to(dtype)
-
     def staged(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as they enter the logits, ``(batch, heads, n, ·)``."""
-        return self.attention._heads(x if self.features is None else self.features(x))
+        return self.attention.staged(x if self.features is None else self.features(x))
 
     def weights(self, x: Tensor) -> Tensor:
         query, key, _ = self.staged(x[None] if x.dim() == 2 else x)
@@ -406,9 +402,6 @@ class _SinkFirst(LogitBias):
 
 def _without_output(attention: SelfAttention) -> SelfAttention:
     """The same attention with its heads side by side."""
-    bare = copy.copy(attention)
-    bare._buffers = dict(attention._buffers)
     heads, width, _ = attention.output_weight.shape
     eye = torch.eye(heads * width, dtype=attention.dtype, device=attention.output_weight.device)
-    bare.output_weight, bare.output_bias = eye.reshape(heads, width, -1), None
-    return bare
+    return attention.replace(output_weight=eye.reshape(heads, width, -1), output_bias=None)

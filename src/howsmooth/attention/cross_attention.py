@@ -95,7 +95,7 @@ class CrossAttention(nn.Module):
 
     def staged(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of y, ``(batch, heads, ·, ·)``."""
-        query, key, value = self.attention._heads(self.joined(x, y))
+        query, key, value = self.attention.staged(self.joined(x, y))
         m = y.shape[-2]
         return query[..., m:, :], key[..., :m, :], value[..., :m, :]
 
@@ -172,18 +172,9 @@ class CrossSide(Composite):
         of_encoder, of_decoder = slice(0, m), slice(m, total)
         mine = self.side == "decoder"
         rows, columns = (of_decoder, slice(0, width)) if mine else (of_encoder, slice(width, whole))
-        attention = _copy(self.cross.attention)
-        attention.logit_biases = nn.ModuleList(_across(self.cross.logit_biases, n, m))
+        attention = self.cross.attention.replace(logit_biases=_across(self.cross.logit_biases, n, m))
         place = Placement(total, whole, rows, columns, of_decoder, of_encoder)
         return Parts(attention, self.cross.joined(decoder, encoder), place)
-
-
-def _copy(attention: SelfAttention) -> SelfAttention:
-    from copy import copy
-
-    same = copy(attention)
-    same._modules = dict(attention._modules)
-    return same
 
 
 def _across(bias: Tensor | None, n: int, m: int) -> list[LogitBias]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -80,6 +81,9 @@ class L2SelfAttention(AttentionMap):
             query_shift, key_shift, _ = self.project(moved[..., -1:, :])
             query = query + (query_shift - key_shift)
         return query, key, value
+
+    def head(self, head: int) -> Self:
+        return super().head(head).replace(plain_value=self.plain_value[head][None])
 
     def stages(self, query: Tensor, key: Tensor) -> Stages:
         centre = key.detach().mean(-2, keepdim=True)

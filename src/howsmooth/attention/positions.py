@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count, check_number, check_positive, check_weights, validated
 from howsmooth.attention.masks import HIDDEN, LogitBias, Maps, Sight
-from howsmooth.attention.memory_layout import together, woven
+from howsmooth.attention.memory_layout import interleave_channels, join_channels
 from howsmooth.attention.stages import TokenDerivative, TokenStage
 from howsmooth.errors import InvalidInput
 
@@ -94,7 +94,7 @@ class _Turn(TokenDerivative):
         turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.split(pairs, dim=-1)
         both = a * self.cos - b * sin, b * self.cos + a * sin
-        return together([woven(*both) if self.interleaved else together(both), rest])
+        return join_channels([interleave_channels(*both) if self.interleaved else join_channels(both), rest])
 
 
 class ALiBi(LogitBias):

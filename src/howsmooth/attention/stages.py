@@ -56,6 +56,10 @@ class TokenStage(nn.Module, ABC):
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         """The value at x and the derivative there."""
 
+    def of_head(self, head: int) -> TokenStage:
+        """The stage of one head by itself."""
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         return self.linearize(x)[0]
 
@@ -215,6 +219,10 @@ class HeadNorm(TokenStage):
         gain = width**0.5 * (x.new_ones(()) if self.gain is None else _of_heads(self.gain, x))
         shift = x.new_zeros(()) if self.shift is None else _of_heads(self.shift, x)
         return unit * gain + shift, UnitNormDerivative(unit, inverse, gain.expand_as(unit), centred=True)
+
+    def of_head(self, head: int) -> HeadNorm:
+        gain, shift = (t if t is None or t.dim() == 1 else t[head] for t in (self.gain, self.shift))
+        return HeadNorm(self.eps, gain, shift)
 
 
 def _of_heads(numbers: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from howsmooth.attention import AttentionMap
 from howsmooth.cli.source_options import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
 from howsmooth.search.initial_vectors import evaluate
-from howsmooth.search.single_head import one_head
 from howsmooth.search.witness import Witness
 
 _ACCURACY = 1e-3
@@ -94,7 +93,7 @@ class Replay:
                 f"{file} holds tokens of width {witness.x.shape[-1]}, but {site.source} takes "
                 f"{site.attention.in_features}: name the map it belongs to."
             )
-        alone = site.attention if witness.head is None else one_head(site.attention, witness.head)
+        alone = site.attention if witness.head is None else site.attention.head(witness.head)
         again = float(evaluate(alone, witness.x, witness.norm))
         same = math.isclose(again, witness.value, rel_tol=_SAME)
         if not same and not (_unfinished(witness) and again > witness.value * (1 - _ACCURACY)):

@@ -4,9 +4,9 @@ r"""Sums and products of Jacobians: what the chain rule makes of maps that follo
 that ``IdentityJacobian.like(x) + A`` belongs to x + a(x). Products go through the parts one after the other; nothing is
 multiplied out.
 
-**What rounding does.** A part computes its product with a unit vector up to ν + (β + 2 eps)·s, with ν its ``noise``, β
-its ``blur`` and s ≥ ‖J‖ its ``size()``. To first order the error of a product of parts is that of each, carried through
-the others, and the error of a sum the sum of errors:
+**What rounding does.** A part computes its product with a unit vector up to ν + (β + 2 eps)·s, with ν its
+``accuracy.product``, β its ``accuracy.point`` and s ≥ ‖J‖ its ``size()``. To first order the error of a product of
+parts is that of each, carried through the others, and the error of a sum the sum of errors:
 
 .. math:: \nu_{A_1\cdots A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr)\prod_{j\ne i}s_j,
           \qquad \nu_{A_1+\dots+A_m} = \sum_i \bigl(\nu_i + (\beta_i + 2\,\mathrm{eps})\,s_i\bigr).
@@ -28,7 +28,7 @@ from torch import Tensor
 from howsmooth._util.guarantee import weakest
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 
 _OF_ONE_PRODUCT = 2.0
 """Relative error, in eps, of a product beyond what a part states as its noise."""
@@ -91,7 +91,6 @@ class _Composed(JacobianOperator):
         self.dtype = min((part.dtype for part in self.parts), key=lambda dtype: dtype.itemsize)
         methods = dict.fromkeys(part.method for part in self.parts)
         self.method = "closed form, streamed" if "closed form, streamed" in methods else " and ".join(methods)
-        self.rounding_known = weakest(*(part.rounding_known for part in self.parts))
         self.notes = tuple(dict.fromkeys(note for part in self.parts for note in part.notes))
 
     def _errors(self) -> list[tuple[Tensor, Tensor]]:
@@ -99,11 +98,13 @@ class _Composed(JacobianOperator):
         pairs = []
         for part in self.parts:
             size = part.size()
-            relative = part.blur + _OF_ONE_PRODUCT * torch.finfo(part.dtype).eps
-            noise = torch.as_tensor(part.noise, dtype=torch.float64).cpu()
-            noise = noise + torch.as_tensor(part.left_out, dtype=torch.float64).cpu()
-            pairs.append((size, noise + relative * size))
+            relative = part.accuracy.point + _OF_ONE_PRODUCT * torch.finfo(part.dtype).eps
+            absolute = torch.as_tensor(part.accuracy.product, dtype=torch.float64).cpu()
+            pairs.append((size, absolute + relative * size))
         return pairs
+
+    def _accuracy(self, product: Tensor) -> Accuracy:
+        return Accuracy(product=product, guarantee=weakest(*(part.accuracy.guarantee for part in self.parts)))
 
     def rounded(self, dtype: torch.dtype) -> JacobianOperator:
         return type(self)([part.rounded(dtype) for part in self.parts])
@@ -135,10 +136,11 @@ class Product(_Composed):
         super().__init__(flat)
 
     @cached_property
-    def noise(self) -> Tensor | float:  # type: ignore[override]
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
         errors = self._errors()
         every = reduce(torch.mul, (size for size, _ in errors))
-        return sum((torch.where(size > 0, error / size, 0.0) * every for size, error in errors), torch.zeros(()))
+        shares = (torch.where(size > 0, error / size, 0.0) * every for size, error in errors)
+        return self._accuracy(sum(shares, torch.zeros(())))
 
     def size(self) -> Tensor:
         return reduce(torch.mul, (part.size() for part in self.parts))
@@ -171,8 +173,8 @@ class Sum(_Composed):
         super().__init__(flat)
 
     @cached_property
-    def noise(self) -> Tensor | float:  # type: ignore[override]
-        return sum((error for _, error in self._errors()), torch.zeros(()))
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
+        return self._accuracy(sum((error for _, error in self._errors()), torch.zeros(())))
 
     def size(self) -> Tensor:
         return sum((part.size() for part in self.parts), torch.zeros((), dtype=torch.float64))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,16 +14,14 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import check_finite, validated
 from howsmooth.attention.attention_map import AttentionMap, Heads
-from howsmooth.attention.memory_layout import pays
+from howsmooth.attention.memory_layout import prefers_channels_first
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.dropped_tiles.selection import path_norms, thinned
-from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.key_value_moments import Moments
-from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.product_error import Noise, WeightNorms
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
+from howsmooth.jacobians.product_error import PathErrors, WeightNorms
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.softmax_products import Mixing
 from howsmooth.jacobians.workspace import give_back
@@ -35,63 +33,67 @@ Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
 """Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile, and what that
 needs beside them (`Mixing.beside`) is taken from it."""
-MOST_BLUR = 5e-5
+LARGEST_POINT_ERROR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
-MOST_NOISE = 3e-4
-"""Share of ‖Jᵀu‖ that the noise may have before a wider dtype is taken, with u = Jv/|Jv| and v random or, at the second
-look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: both ends leave most of 10⁻³ free."""
-_LOOKS = 2
+LARGEST_PRODUCT_ERROR = 3e-4
+"""Share of ‖Jᵀu‖ that the error of a product may have before a wider dtype is taken, with u = Jv/|Jv| and v random or,
+at the second look, Jᵀu itself. That is a third to a half of the norm on ordinary heads: both ends leave most of 10⁻³
+free."""
+_POWER_STEPS = 2
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionJacobian(JacobianOperator):
     """Products with the Jacobian of an `AttentionMap` at x; build it with `attention_jacobian`.
 
-    ``path`` keeps one of the two additive parts: "value" (weights P held fixed: the map P ⊗ WV) or "score" (values held
-    fixed: what moves through the weights).
+    Attributes:
+        errors: bounds on the rounding of products, head by head; None where they are measured otherwise.
+        path: one of the two additive parts, or both ("all"): "value" (weights P held fixed: the map P ⊗ WV) or "score"
+            (values held fixed: the part that moves through the weights).
     """
 
-    whole: AttentionJacobian | None = None
-    norms: Tensor | None = None
+    mixing: Mixing
+    chains: tuple[Chain, ...]
+    projection: Projection
+    batch_shape: torch.Size
+    errors: PathErrors | None = None
+    path: Path = "all"
 
-    def __init__(
-        self,
-        mixing: Mixing,
-        chains: tuple[Chain, ...],
-        projection: Projection,
-        batch_shape: torch.Size,
-        rounding: Noise | None,
-        path: Path = "all",
-        skipped: Noise | None = None,
-    ):
-        self.mixing, self.chains, self.projection, self.rounding, self.path = mixing, chains, projection, rounding, path
-        n = mixing.query.shape[1]
-        self.batch_shape = batch_shape
-        self.in_shape = torch.Size([n, projection.in_width])
-        self.out_shape = torch.Size([n, projection.out_width])
-        self.dtype, self.device = mixing.query.dtype, mixing.query.device
-        self.method = "closed form, streamed" if mixing.streamed else "closed form"
-        self.skipped = skipped
-        if rounding is not None:
-            self.noise = self._of_maps(rounding.along(path))
-        if skipped is not None and mixing.left_out is not None:
-            self.left_out = self._of_maps(skipped.along(path))
-            most = float(torch.as_tensor(self.left_out).max())
-            self.notes = (
-                f"{100 * mixing.left_out.share:.0f} % of the tiles of attention weights were left out: the ends allow "
-                f"for what is missing, of norm {most:.1e} at most",
-            )
+    def __post_init__(self) -> None:
+        query, n = self.mixing.query, self.mixing.query.shape[1]
+        vars(self).update(
+            in_shape=torch.Size([n, self.projection.in_width]),
+            out_shape=torch.Size([n, self.projection.out_width]),
+            dtype=query.dtype,
+            device=query.device,
+            method="closed form, streamed" if self.mixing.streamed else "closed form",
+        )
+
+    @classmethod
+    def of(
+        cls, attention: AttentionMap, point: Point, mixing: Mixing, items: torch.Size, per_head: bool, reduced: bool
+    ) -> AttentionJacobian:
+        """From the evaluated weights of a map, without bounds on rounding; ``items``: the batch shape of x."""
+        dtype = mixing.query.dtype
+        projection: Projection
+        if per_head:
+            projection = HeadProjection.of(attention, len(mixing.query) // attention.heads, reduced, dtype)
+            items = torch.Size([*items, attention.heads])
+        else:
+            projection = BlockProjection.of(attention, dtype)
+        return cls(mixing, point.chains, projection, items).to_preferred_layout()
+
+    @cached_property
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
+        product = 0.0 if self.errors is None else self.of_maps(self.errors.along(self.path))
         # Errors of many roundings have no preferred direction: N^{-½} of their length lies along one, in mean square.
-        # Some have more; but the certificate adds up the errors of all steps as if none cancelled, which allows for it.
-        self.scatter = 1 / math.sqrt(min(self.in_size, self.out_size))
+        # Some have more; but the Lanczos bound adds up the errors of all steps as if none cancelled.
+        return Accuracy(self.mixing.point_error, product, 1 / math.sqrt(min(self.in_size, self.out_size)))
 
-    def _of_maps(self, per_head: Tensor) -> Tensor:
+    def of_maps(self, per_head: Tensor) -> Tensor:
         """A bound for each map from those of its heads, whose errors are stacked before the output projection."""
         parts = per_head.reshape(*self.batch_shape, -1)
         return parts.squeeze(-1) if self.by_head else torch.linalg.vector_norm(parts, dim=-1)
-
-    @cached_property
-    def blur(self) -> float:  # type: ignore[override]
-        return self.mixing.blur
 
     @property
     def by_head(self) -> bool:
@@ -101,60 +103,29 @@ class AttentionJacobian(JacobianOperator):
     @full_precision
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:
-        return self._combined(self.mixing, *self._tangents(v))
+        return self.combined(*self.tangents(v))
 
-    def _tangents(self, v: Tensor) -> Heads:
+    def tangents(self, v: Tensor) -> Heads:
+        """Tangents of queries, keys and values from those of the input."""
         heads = self.projection.into_heads(v.to(self.dtype).reshape(-1, *self.in_shape))
         query, key, value = (chain.jvp(t) for chain, t in zip(self.chains, heads, strict=True))
         return query, key, value
 
-    def _combined(self, mixing: Mixing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def combined(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Tangents of the output from those of queries, keys and values."""
         if self.path == "value":
-            moved = mixing.jvp(None, None, value)
+            moved = self.mixing.jvp(None, None, value)
         else:
-            moved = mixing.jvp(query, key, None if self.path == "score" else value)
+            moved = self.mixing.jvp(query, key, None if self.path == "score" else value)
         return self.projection.combine(moved).reshape(*self.batch_shape, *self.out_shape)
 
     @full_precision
     @torch.no_grad()
     def rmatvec(self, u: Tensor) -> Tensor:
-        return self._back(self.mixing, u)
-
-    def _back(self, mixing: Mixing, u: Tensor) -> Tensor:
         grad = self.projection.distribute(u.to(self.dtype).reshape(-1, *self.out_shape))
-        heads = mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
+        heads = self.mixing.vjp(grad, score=self.path != "value", value=self.path != "score")
         back = self.projection.from_heads(*(chain.vjp(t) for chain, t in zip(self.chains, heads, strict=True)))
         return back.reshape(*self.batch_shape, *self.in_shape)
-
-    @full_precision
-    @torch.no_grad()
-    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = self.mixing.sizes
-        if sizes is None or self.norms is None:
-            return super().matvec_within(v, most)
-        query, key, value = self._tangents(v)
-        widest = self.norms[3].to(value)[:, None, None]
-        gone, lost = sizes.spared_forward((query, key, widest * value), self._for_heads(most))
-        return self._combined(self.mixing.passing_by(gone), query, key, value), self._of_heads(lost)
-
-    @full_precision
-    @torch.no_grad()
-    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = self.mixing.sizes
-        if sizes is None or self.norms is None:
-            return super().rmatvec_within(u, most)
-        each = u.reshape(-1, *self.out_shape)
-        each = each.repeat_interleave(len(self.mixing.query) // len(each), dim=0)
-        gone, lost = sizes.spared_backward(each, self.norms[:3], self._for_heads(most))
-        return self._back(self.mixing.passing_by(gone), u), self._of_heads(lost)
-
-    def _for_heads(self, most: Tensor) -> Tensor:
-        """A bound for every map as one for each of its heads, whose errors add up."""
-        heads = len(self.mixing.query) // max(1, self.batch_size)
-        return (most.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
-
-    def _of_heads(self, lost: Tensor) -> Tensor:
-        return lost.reshape(*self.batch_shape, -1).sum(-1)
 
     def line_costs(self) -> tuple[float, float]:
         if not self._has_blocks:
@@ -181,8 +152,8 @@ class AttentionJacobian(JacobianOperator):
 
     @property
     def _has_blocks(self) -> bool:
-        """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own, all tiles there."""
-        return (self.by_head or self.batch_size == 1) and self.mixing.left_out is None
+        """Whether `TokenBlocks` can take the maps apart: one input, or every head a map of its own."""
+        return self.by_head or self.batch_size == 1
 
     def token_blocks(self, rows: slice) -> TokenBlocks:
         """The blocks J_ij of some output tokens and all input tokens."""
@@ -191,86 +162,53 @@ class AttentionJacobian(JacobianOperator):
         return TokenBlocks(self, rows)
 
     @torch.no_grad()
-    def value(self, attention: AttentionMap, x: Tensor) -> Tensor:
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
         """f(x) of every map, ``batch_shape + (n, width)``, from the weights that are known: x is where they are taken.
 
         >>> import howsmooth as hs
         >>> attention, x = hs.SelfAttention.random(8, heads=2, dtype=torch.float64), torch.ones(3, 8).double()
-        >>> torch.allclose(attention_jacobian(attention, x).value(attention, x), attention(x))
+        >>> torch.allclose(attention_jacobian(attention, x).value_at(attention, x), attention(x))
         True
         """
+        if not isinstance(f, AttentionMap):
+            return None
         tokens = x.detach().reshape(-1, *x.shape[-2:])
-        mixed = self.mixing.mixed_values(attention, tokens).unflatten(0, (-1, attention.heads)).to(self.dtype)
+        mixed = self.mixing.mixed_values(f, tokens).unflatten(0, (-1, f.heads)).to(self.dtype)
         if self.by_head:
-            weight = attention.output_weight.to(mixed)
+            weight = f.output_weight.to(mixed)
             return (mixed @ weight).reshape(*self.batch_shape, *mixed.shape[-2:-1], weight.shape[-1])
         out = self.projection.combine(mixed.flatten(0, 1))
-        out = out if attention.output_bias is None else out + attention.output_bias.to(out)
+        out = out if f.output_bias is None else out + f.output_bias.to(out)
         return out.reshape(*self.batch_shape, *out.shape[-2:])
 
     def along(self, path: Path) -> AttentionJacobian:
         """The same Jacobian restricted to one path."""
         if path not in ("all", "value", "score"):
             raise InvalidInput(f"a path is 'all', 'value' or 'score', got {path!r}.")
-        part = AttentionJacobian(
-            self.mixing, self.chains, self.projection, self.batch_shape, self.rounding, path, self.skipped
-        )
-        part.whole = None if self.whole is None else self.whole.along(path)
-        part.norms = self.norms
-        return part
+        return replace(self, path=path)
 
     def rounded(self, dtype: torch.dtype) -> AttentionJacobian:
         chains, projection = tuple(chain.to(dtype) for chain in self.chains), self.projection.to(dtype)
         mixing = self.mixing.rounded(dtype)
-        return AttentionJacobian(mixing, chains, projection, self.batch_shape, None, self.path).arranged()
+        return replace(self, mixing=mixing, chains=chains, projection=projection, errors=None).to_preferred_layout()
 
-    def arranged(self) -> AttentionJacobian:
+    def to_preferred_layout(self) -> AttentionJacobian:
         """The same operator with channels before tokens in memory, where that is faster (`attention.memory_layout`)."""
-        if self.by_head or not pays(self.batch_shape + self.in_shape, self.dtype):
+        if self.by_head or not prefers_channels_first(self.batch_shape + self.in_shape, self.dtype):
             return self
-        mixing, chains = self.mixing.channels_first(), tuple(chain.channels_first() for chain in self.chains)
-        return AttentionJacobian(mixing, chains, self.projection, self.batch_shape, self.rounding, self.path)
+        chains = tuple(chain.channels_first() for chain in self.chains)
+        return replace(self, mixing=self.mixing.channels_first(), chains=chains)
 
     def subset(self, index: Tensor) -> AttentionJacobian:
         maps = self.projection.maps_of(index)
-        chains, projection = tuple(chain.select(maps) for chain in self.chains), self.projection.select(index)
-        rounding = None if self.rounding is None else self.rounding.select(maps)
-        skipped = None if self.skipped is None else self.skipped.select(maps)
-        mixing = self.mixing.select(maps)
-        part = AttentionJacobian(mixing, chains, projection, index.shape, rounding, self.path, skipped)
-        part.whole = None if self.whole is None else self.whole.subset(index)
-        part.norms = None if self.norms is None else self.norms[:, maps.cpu()]
-        part.least = self.least.reshape(-1)[index.cpu()] if self.least.dim() else self.least
-        part.guess = None if self.guess is None else self.guess.reshape(-1, *self.in_shape)[index]
-        return part
-
-    def without(self, gone: Tensor, memory: int) -> AttentionJacobian:
-        """Without some tiles, with a bound on what goes with them."""
-        mixing = self.mixing.without(gone, memory)
-        assert mixing.left_out is not None
-        assert self.norms is not None
-        heads = 1 if self.by_head else len(mixing.query) // max(1, self.batch_size)
-        query, key, value = (math.sqrt(heads) * self.norms[:3] * mixing.left_out.sizes).to(
-            self.device
-        )  # errors of heads add up
-        skipped = Noise(query + key, value)
-        thin = AttentionJacobian(
-            mixing, self.chains, self.projection, self.batch_shape, self.rounding, self.path, skipped
+        return replace(
+            self,
+            mixing=self.mixing.select(maps),
+            chains=tuple(chain.select(maps) for chain in self.chains),
+            projection=self.projection.select(index),
+            batch_shape=index.shape,
+            errors=None if self.errors is None else self.errors.select(maps),
         )
-        thin.whole = self
-        return thin
-
-    def glance(self, steps: int) -> tuple[Tensor, Tensor]:
-        """A lower bound on the norm of every map, from so many steps of power iteration, and where they led.
-
-        The bounds are float64 on the CPU, the vectors ``batch_shape + in_shape``.
-        """
-        v = random_like(torch.empty(*self.batch_shape, *self.in_shape, dtype=self.dtype)).to(self.device)
-        for _ in range(steps):
-            u = self.matvec(v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True))
-            v = self.rmatvec(u)
-        before, after = (torch.linalg.vector_norm(t, dim=(-2, -1)).double().cpu() for t in (u, v))
-        return torch.where(before > 0, after / before, 0.0), v
 
     def lift_in(self, v: Tensor) -> Tensor:
         return self._lift(v, getattr(self.projection, "basis_in", None))
@@ -285,16 +223,29 @@ class AttentionJacobian(JacobianOperator):
         return vector @ basis.mT.reshape(*self.batch_shape, *[1] * several, basis.shape[2], basis.shape[1])
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """The source of bounds on the rounding of products: a map at its point, and the norms of its weights."""
+
+    attention: AttentionMap
+    point: Point
+    norms: WeightNorms
+
+    def bounded(
+        self, operator: AttentionJacobian, moments: Moments | None = None, together: bool = False
+    ) -> AttentionJacobian:
+        """The operator with bounds on its errors; ``moments`` and ``together`` make them sharper for some products."""
+        mixing = operator.mixing if moments is None else replace(operator.mixing, moments=moments)
+        errors = PathErrors.of(
+            self.attention, self.point, mixing, by_head=operator.by_head, known=self.norms, together=together
+        )
+        return replace(operator, errors=errors)
+
+
 @validated
 @full_precision
 def attention_jacobian(
-    attention: AttentionMap,
-    x: Tensor,
-    *,
-    per_head: bool = False,
-    reduced: bool = False,
-    memory: int = DEFAULT_MEMORY,
-    skip: float = 0.0,
+    attention: AttentionMap, x: Tensor, *, per_head: bool = False, reduced: bool = False, memory: int = DEFAULT_MEMORY
 ) -> AttentionJacobian:
     """The Jacobian of an attention map at x, ``(n, d)`` or ``(batch, n, d)``, in closed form.
 
@@ -302,22 +253,51 @@ def attention_jacobian(
         per_head: one map x ↦ W_h f_h(x) per head; the batch shape is then ``(heads,)`` or ``(batch, heads)``.
         reduced: with ``per_head``, work in orthonormal coordinates of each head's own subspaces: same singular values,
             shorter vectors (`lift_in` and `lift_out` lead back to tokens). For 2- and Frobenius norms.
-        memory: bytes of attention weights to keep between products.
-        skip: tiles of weights are left out of the products, least first, as long as the bound on what goes with them
-            (`JacobianOperator.left_out`) stays below about this share of the norm; 0 leaves nothing out.
+        memory: bytes of attention weights to store between products.
 
     Half precision is computed in float32; otherwise the wider dtype of x and the weights is used. Where float32 cannot
-    resolve the logits to `MOST_BLUR`, or cancellation leaves more than `MOST_NOISE` of a map, float64 is taken. Logits
-    that float64 cannot resolve are refused; noise is stated (`JacobianOperator.noise`).
+    resolve the logits to `LARGEST_POINT_ERROR`, or cancellation leaves more than `LARGEST_PRODUCT_ERROR` of a map,
+    float64 is taken. Logits that float64 cannot resolve are refused; the error of products is stated (`Accuracy`).
 
     >>> import howsmooth as hs, torch
     >>> J = attention_jacobian(hs.SelfAttention.random(8, heads=2), torch.randn(5, 8))
     >>> J.matvec(torch.randn(5, 8)).shape
     torch.Size([5, 8])
     """
+    dtype = dtype_of_products(attention, x)
+    tokens = x.detach().reshape(-1, *x.shape[-2:])
+
+    def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
+        point = Point.at(attention, tokens, dtype)
+        mixing = Mixing.at(attention, point, dtype, memory)
+        rounding = Rounding(attention, point, WeightNorms(attention, dtype))
+        return rounding.bounded(
+            AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
+        ), rounding
+
+    with torch.no_grad():
+        operator, rounding = build(dtype)
+        if dtype == torch.float32:
+            resolved = resolved_in_float32(operator, partial(rounding.bounded, operator, together=True))
+            operator = build(torch.float64)[0] if resolved is None else resolved
+    check_logits(operator)
+    return operator
+
+
+@full_precision
+@torch.no_grad()
+def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> AttentionJacobian:
+    """The Jacobian of a block in the dtype of x without bounds on rounding; `composed_jacobian` measures its error."""
+    tokens = x.detach().reshape(-1, *x.shape[-2:])
+    attention.terms.check(x.shape[-2], attention.heads, len(tokens))
+    point = Point.at(attention, tokens, x.dtype, errors=False)
+    mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
+    return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
+
+
+def dtype_of_products(attention: AttentionMap, x: Tensor) -> torch.dtype:
+    """The wider dtype of x and the weights, at least float32, once both are finite and fit each other."""
     check_tokens(x)
-    if not 0 <= skip < 1:
-        raise InvalidInput(f"skip is a share of the norm, at least 0 and below 1, got {skip}.")
     if x.shape[-1] != attention.in_features:
         raise InvalidInput(
             f"tokens are {x.shape[-1]} wide, but the attention takes {attention.in_features}: "
@@ -326,90 +306,47 @@ def attention_jacobian(
     for name, tensor in attention.named_buffers():
         if tensor.is_floating_point() and not name.startswith("logit_biases"):
             check_finite(tensor, name.replace("_", " "))
-    dtype = torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
-    with torch.no_grad():
-        operator, sharpen = _operator(attention, x, dtype, per_head, reduced, memory, skip)
-        if dtype == torch.float32 and _needs_float64(operator, sharpen):
-            operator, _ = _operator(attention, x, torch.float64, per_head, reduced, memory, skip)
-    if operator.blur > MOST_BLUR:
+    attention.terms.check(x.shape[-2], attention.heads, math.prod(x.shape[:-2]))
+    return torch.promote_types(torch.promote_types(x.dtype, attention.dtype), torch.float32)
+
+
+def check_logits(operator: AttentionJacobian) -> None:
+    """Refuse logits that rounding moves too far, and return the workspace of streamed products."""
+    if operator.accuracy.point > LARGEST_POINT_ERROR:
         raise InvalidInput(
             f"the attention logits are so large that {str(operator.dtype).removeprefix('torch.')} moves them by "
-            f"{operator.blur:.1g}: scale the input or the weights down."
+            f"{operator.accuracy.point:.1g}: scale the input or the weights down."
         )
     if operator.mixing.streamed:
         give_back()
-    return operator
 
 
-@full_precision
-@torch.no_grad()
-def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> AttentionJacobian:
-    """The Jacobian of a block in the dtype of x, with no bound on its rounding: for who measures that otherwise."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    attention.terms.check(x.shape[-2], attention.heads, len(tokens))
-    point = Point.at(attention, tokens, x.dtype, errors=False)
-    mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
-    return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2], None)
+def resolved_in_float32(
+    operator: AttentionJacobian, sharpened: Callable[[], AttentionJacobian], lower: Tensor | float = 0.0
+) -> AttentionJacobian | None:
+    """The operator, with sharper bounds on its errors where these are needed; None where float32 is too coarse.
 
+    Float32 is too coarse where it cannot resolve the logits, or leaves an error above `LARGEST_PRODUCT_ERROR` of some
+    map. ``lower`` are known lower bounds on the norms.
+    """
+    if operator.accuracy.point > LARGEST_POINT_ERROR:
+        return None
+    size = torch.as_tensor(lower, dtype=torch.float64).to(operator.device)
 
-def _operator(
-    attention: AttentionMap,
-    x: Tensor,
-    dtype: torch.dtype,
-    per_head: bool,
-    reduced: bool,
-    memory: int,
-    skip: float,
-) -> tuple[AttentionJacobian, Callable[[], None]]:
-    """The operator, and how to bound its rounding more sharply, where that is worth some products."""
-    tokens = x.detach().reshape(-1, *x.shape[-2:])
-    batch, n, _ = tokens.shape
-    attention.terms.check(n, attention.heads, batch)
-    point = Point.at(attention, tokens, dtype)
-    mixing = (sized_mixing if skip else Mixing.at)(attention, point, dtype, memory)
-    projection: Projection
-    if per_head:
-        projection = HeadProjection.of(attention, batch, reduced, dtype)
-        shape = torch.Size([*x.shape[:-2], attention.heads])
-    else:
-        projection, shape = BlockProjection.of(attention, dtype), x.shape[:-2]
-    whole = operator = AttentionJacobian(mixing, point.chains, projection, shape, None).arranged()
-    if skip:
-        whole.norms = path_norms(attention, point)
-        operator = thinned(whole, skip, memory)
+    def is_exact_enough() -> bool:
+        return bool((operator.accuracy.product <= LARGEST_PRODUCT_ERROR * size).all())
 
-    known = WeightNorms(attention, dtype)
-
-    def bound_rounding(moments: Moments | None, together: bool = False) -> None:
-        for op in (whole, operator) if skip else (whole,):  # the weights may be sharper in one of them
-            seen = replace(op.mixing, moments=moments)
-            op.rounding = Noise.of(attention, point, seen, by_head=per_head, known=known, together=together)
-            op.noise = op._of_maps(op.rounding.along("all"))
-
-    bound_rounding(mixing.moments)
-    return operator, lambda: bound_rounding(sharp_moments(mixing) if skip else mixing.moments, together=True)
-
-
-def _needs_float64(operator: AttentionJacobian, sharpen: Callable[[], None]) -> bool:
-    """Whether float32 cannot resolve the logits, or leaves more noise than `MOST_NOISE` of some map."""
-    if operator.blur > MOST_BLUR:
-        return True
-    size = (operator if operator.whole is None else operator.whole).least.to(operator.device)
-
-    def quiet() -> bool:
-        return bool((operator.noise <= MOST_NOISE * size).all())
-
-    if quiet():
-        return False
+    if is_exact_enough():
+        return operator
     v = random_like(torch.empty(*operator.batch_shape, *operator.in_shape, dtype=operator.dtype)).to(operator.device)
-    for look in range(_LOOKS):
+    for step in range(_POWER_STEPS):
         moved = operator.matvec(v)
         v = operator.rmatvec(moved)
         lengths = [torch.linalg.vector_norm(t.double(), dim=(-2, -1)) for t in (moved, v)]
         size = torch.maximum(size, torch.where(lengths[0] > 0, lengths[1] / lengths[0], 0.0))
         v = (v / lengths[1].clamp_min(torch.finfo(v.dtype).tiny)[..., None, None]).to(v.dtype)
-        if not quiet() and look == 0:
-            sharpen()
-        if quiet():
-            return False
-    return True
+        if step == 0 and not is_exact_enough():
+            operator = sharpened()
+        if is_exact_enough():
+            return operator
+    return None

@@ -19,6 +19,7 @@ norm.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -33,7 +34,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.jacobians.product_error import Noise
+from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.projection import BlockProjection
 
 Part = Literal["queries", "keys", "values"]
@@ -47,11 +48,11 @@ class CachedJacobian(JacobianOperator):
     is a map of its own from ``(n, width)``, and grouped heads each see the shared keys as theirs.
     """
 
-    def __init__(self, parent: AttentionJacobian, wrt: Part, chain: Chain, width: int, noise: Tensor):
+    def __init__(self, parent: AttentionJacobian, wrt: Part, chain: Chain, width: int, error: Tensor):
         self.parent, self.wrt, self.chain, self.mixing = parent, wrt, chain, parent.mixing
         self.batch_shape, self.out_shape = parent.batch_shape, parent.out_shape
-        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        self.noise, self.scatter = noise, parent.scatter
+        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        self.accuracy = replace(parent.accuracy, product=error)
         tokens = torch.Size([self.mixing.query.shape[1], width])
         projection = parent.projection
         if isinstance(projection, BlockProjection):
@@ -161,19 +162,19 @@ def cached_jacobian(
     stored = [i for i, stage in enumerate(stages) if isinstance(stage, Rotary | UnitNorm)]
     chain = Chain(parent.chains[number].links[stored[-1] + 1 if stored else 0 :])
     width = (attention.query_weight, attention.key_weight, attention.value_weight)[number].shape[1]
-    return CachedJacobian(parent, wrt, chain, width, _noise(attention, x, parent, number, chain))
+    return CachedJacobian(parent, wrt, chain, width, _product_error(attention, x, parent, number, chain))
 
 
-def _noise(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, number: int, chain: Chain) -> Tensor:
-    """As `AttentionJacobian.noise`, when the tangent enters behind the projections."""
+def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian, number: int, chain: Chain) -> Tensor:
+    """As ``accuracy.product`` of `AttentionJacobian`, when the tangent enters behind the projections."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     size = torch.as_tensor(chain.size(), dtype=torch.float64, device=parent.device)
     size = size.expand(*parent.mixing.query.shape[:2], 1).amax((-2, -1))
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
     point = Point.at(attention, tokens, parent.dtype)
-    noise = Noise.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
-    noise = noise.reshape(*parent.batch_shape, -1)
+    errors = PathErrors.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
+    errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:
-        return noise.squeeze(-1)
+        return errors.squeeze(-1)
     # A shared key moves every head of its group.
-    return torch.linalg.vector_norm(noise, dim=-1) * (attention.heads // attention.kv_heads) ** 0.5
+    return torch.linalg.vector_norm(errors, dim=-1) * (attention.heads // attention.kv_heads) ** 0.5

@@ -11,21 +11,20 @@ float32 that would be far above what happens (sizes of layers multiply, and atte
 hundredfold), so there the error is measured: the map runs in float64, what its Jacobian keeps is rounded part by part
 (:math:`\hat J_{32}`), and both go on with the same v,
 
-.. math:: \text{blur} = 4\,\frac{|\hat J_{32}v - \hat J_{64}v|}{|\hat J_{64}v|} + 32\,\mathrm{eps},
+.. math:: \text{point error} = 4\,\frac{|\hat J_{32}v - \hat J_{64}v|}{|\hat J_{64}v|} + 32\,\mathrm{eps},
 
 which contains everything: rounded weights, slopes and products (activations are not rounded on the way). A random v is
 the hard case: its image is shorter than that of the vectors the solver ends with, by about
-:math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the way are as large. Where it exceeds `MOST_BLUR`, the whole is
-computed in float64. This is measured, not proved (``rounding_known``), and so is what float64 carries along, on one
-random vector; tests compare it with the norm of the whole error on every listed
-architecture.
+:math:`\|J\|_F/(\sqrt N\|J\|_2)`, while errors on the way are as large. Where it exceeds `LARGEST_POINT_ERROR`, the
+whole is computed in float64. This is measured, not proved (``accuracy.guarantee``), and so is the bound that float64
+carries along, on one random vector; tests compare it with the norm of the whole error on every listed architecture.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -35,24 +34,24 @@ from howsmooth._util.guarantee import Guarantee
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import validated
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.memory_layout import arranged
+from howsmooth.attention.memory_layout import to_preferred_layout
 from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.algebra import IdentityJacobian, Product, Sum
 from howsmooth.jacobians.attention_operator import (
     DEFAULT_MEMORY,
-    MOST_BLUR,
+    LARGEST_POINT_ERROR,
     attention_jacobian,
     unbounded_jacobian,
 )
 from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.start_vector import random_start, start_stream
 from howsmooth.jacobians.tokenwise import TokenwiseJacobian
 
 _SAFETY = 4.0
-_LEAST = 32.0
-"""Blur in float32: this many times the difference that was measured, and this many eps."""
+_SMALLEST = 32.0
+"""Error in float32: this many times the difference that was measured, and this many eps."""
 
 
 @runtime_checkable
@@ -102,7 +101,7 @@ class Tokenwise(ClosedMap):
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
         with torch.no_grad():
             y, chain = Chain.through(self.stages, x)
-        return y, TokenwiseJacobian(chain, x, y.shape[-1])
+        return y, TokenwiseJacobian.at(x, chain, y.shape[-1])
 
 
 class Skip(ClosedMap):
@@ -125,7 +124,9 @@ class ClosedAttention(ClosedMap):
             operator = attention_jacobian(self.attention, x, memory=memory)
         else:
             operator = unbounded_jacobian(self.attention, x, memory)
-        return operator.value(self.attention, x), operator
+        value = operator.value_at(self.attention, x)
+        assert value is not None
+        return value, operator
 
 
 class Series(ClosedMap):
@@ -166,29 +167,30 @@ class ComposedJacobian(Product):
         output: the value of the map.
     """
 
-    noise = 0.0
-
     def __init__(
         self,
         parts: Sequence[JacobianOperator],
-        blur: float,
+        error: float,
         output: Tensor,
-        tried: tuple[Tensor, Tensor] | None = None,
+        cached_product: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(parts)
-        self.rounding_known = Guarantee.MEASURED
-        self.blur, self.output, self.tried = blur, output.contiguous(), tried
+        self.accuracy = Accuracy(error, guarantee=Guarantee.MEASURED)
+        self.output, self.cached_product = output.contiguous(), cached_product
+
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+        return self.output
 
     def matvec(self, v: Tensor) -> Tensor:
-        return super().matvec(arranged(v))
+        return super().matvec(to_preferred_layout(v))
 
     def rmatvec(self, u: Tensor) -> Tensor:
-        return super().rmatvec(arranged(u))
+        return super().rmatvec(to_preferred_layout(u))
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         parts = [part.subset(index) for part in self.parts]
         known = [part for part in parts if part is not None]
-        return ComposedJacobian(known, self.blur, self.output[index]) if len(known) == len(parts) else None
+        return ComposedJacobian(known, self.accuracy.point, self.output[index]) if len(known) == len(parts) else None
 
 
 @validated
@@ -207,12 +209,12 @@ def composed_jacobian(f: ClosedMap, x: Tensor, memory: int = DEFAULT_MEMORY) -> 
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     maps = f.maps if isinstance(f, Series) else (f,)
     operator = _in_double(maps, x, memory) if x.dtype == torch.float64 else _beside_double(maps, x, memory)
-    if operator.blur > MOST_BLUR and operator.dtype == torch.float32:
+    if operator.accuracy.point > LARGEST_POINT_ERROR and operator.dtype == torch.float32:
         operator = _in_double(maps, x.double(), memory)
-    if operator.blur > MOST_BLUR:
+    if operator.accuracy.point > LARGEST_POINT_ERROR:
         raise InvalidInput(
             f"rounding in {str(operator.dtype).removeprefix('torch.')} moves this Jacobian by a relative "
-            f"{operator.blur:.1g}: scale the input or the weights down."
+            f"{operator.accuracy.point:.1g}: scale the input or the weights down."
         )
     return operator
 
@@ -225,16 +227,16 @@ def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJac
         x, operator = each.linearize(x, _share(memory, each, maps))
         before, v = v, operator.matvec(v)
         ratio = _length(before) / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
-        relative += float((torch.as_tensor(operator.noise) * ratio.cpu()).max()) + operator.blur
+        relative += float((torch.as_tensor(operator.accuracy.product) * ratio.cpu()).max()) + operator.accuracy.point
         operators.append(operator)
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(x.dtype).eps, x, (start, v))
+    return ComposedJacobian(operators[::-1], relative + _SMALLEST * torch.finfo(x.dtype).eps, x, (start, v))
 
 
 def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
     """The one in float64 rounded to float32, and compared with it on a random vector; it is let go part by part."""
     dtype, operators = x.dtype, []
     start = v = _start(x)
-    x, v, exact_v = x.double(), arranged(v), v.double()
+    x, v, exact_v = x.double(), to_preferred_layout(v), v.double()
     for each in maps:
         x, exact = each.linearize(x, 2 * _share(memory, each, maps), bounded=False)  # half of it when rounded
         operator = exact.rounded(dtype)
@@ -243,7 +245,7 @@ def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> Compose
         del exact
     lengths = _length(exact_v).clamp_min(torch.finfo(torch.float64).tiny)
     relative = _SAFETY * float((_length(v.double() - exact_v) / lengths).max())
-    return ComposedJacobian(operators[::-1], relative + _LEAST * torch.finfo(dtype).eps, x.to(dtype), (start, v))
+    return ComposedJacobian(operators[::-1], relative + _SMALLEST * torch.finfo(dtype).eps, x.to(dtype), (start, v))
 
 
 def _start(x: Tensor) -> Tensor:

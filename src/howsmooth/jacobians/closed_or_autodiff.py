@@ -15,6 +15,7 @@ from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJaco
 from howsmooth.jacobians.cache_operator import Part, cached_jacobian
 from howsmooth.jacobians.closed_maps import OffersJacobian
 from howsmooth.jacobians.composite_operator import CompositeJacobian, composite_jacobian
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.function_operator import function_jacobian
 from howsmooth.jacobians.operator import JacobianOperator
 
@@ -38,8 +39,8 @@ def jacobian(
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cache_operator`); None for that in x.
         memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
-        skip: of an attention map, leave tiles out, least first, that together are at most about this share of the norm,
-            and say how much that is (`JacobianOperator.left_out`); 0 leaves nothing out.
+        skip: of an attention map, drop the tiles of smallest weight that together are at most about this share of the
+            norm; the result is a `Truncated` operator with a bound on the error. 0 drops nothing.
 
     Returns:
         An operator with ``matvec``, ``rmatvec``, ``dense()`` and ``to_scipy()``.
@@ -50,14 +51,16 @@ def jacobian(
     tensor(6.)
     """
     attention = closed_form(f, *x.shape[-2:-1])
-    if skip and (wrt is not None or not isinstance(attention, AttentionMap)):
-        raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
+    if skip:
+        if wrt is not None or not isinstance(attention, AttentionMap):
+            raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
+        return truncated_jacobian(attention, x, skip, memory=memory)
     if wrt is not None:
         if not isinstance(attention, AttentionMap):
             raise InvalidInput(f"only an attention map has {wrt}, got {type(f).__name__}: leave wrt out.")
         return cached_jacobian(attention, x, wrt, memory=memory)
     if attention is not None:
-        return closed_jacobian(attention, x, memory=memory, skip=skip)
+        return closed_jacobian(attention, x, memory=memory)
     if isinstance(f, OffersJacobian):
         return f.jacobian_at(x, memory)
     return function_jacobian(f, x)
@@ -70,9 +73,8 @@ def closed_jacobian(
     per_head: bool = False,
     reduced: bool = False,
     memory: int,
-    skip: float = 0.0,
 ) -> AttentionJacobian | CompositeJacobian:
-    """`attention_jacobian` or `composite_jacobian`, whichever the map needs; the latter leaves no tiles out."""
+    """`attention_jacobian` or `composite_jacobian`, whichever the map needs."""
     if isinstance(attention, Composite):
         return composite_jacobian(attention, x, per_head=per_head, memory=memory)
-    return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory, skip=skip)
+    return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory)

@@ -5,12 +5,13 @@ slice of the output projection,
 
     J_h v = W_hᵀ [ g ∘ (J (F v))_h + O_h ∘ g' ∘ (G_h v) ],
 
-each factor but J token by token. Without a gate W is part of J. Noise is that of J between the norms of what surrounds
-it, and a rounding of every product beside it.
+each factor but J token by token. Without a gate W is part of J. The error of a product is that of J between the norms
+of its surroundings, and a rounding of every product beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +25,7 @@ from howsmooth.attention.stages import TokenDerivative
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.function_checks import check_tokens, random_like
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.product_error import spread_of_sum
 from howsmooth.jacobians.token_blocks import TokenBlocks
 
@@ -141,18 +142,17 @@ class CompositeJacobian(JacobianOperator):
         width = inner.out_shape[1] if gates is None else gates.output.shape[-1]
         self.out_shape = torch.Size([place.outputs.stop - place.outputs.start, width])
         self.dtype, self.device, self.method = inner.dtype, inner.device, inner.method
-        self.blur = 2 * inner.blur  # of the logits, and of the features that were rounded before
-        self.scatter = inner.scatter
-        self.noise = self._noise()
+        # The point is that of the logits, and of the features that were rounded before.
+        self.accuracy = Accuracy(2 * inner.accuracy.point, self._product_error(), inner.accuracy.alignment)
 
-    def _noise(self) -> Tensor:
+    def _product_error(self) -> Tensor:
         front = 1.0 if self.features is None else float(torch.as_tensor(self.features.size()).max())
         out, gate = (1.0, 0.0) if self.gates is None else self.gates.norms()
         eps, terms = torch.finfo(self.dtype).eps, self.in_shape[1] + self.inner.in_shape[1] + self.inner.out_shape[1]
-        noise = torch.as_tensor(self.inner.noise) * front * out
+        error = torch.as_tensor(self.inner.accuracy.product) * front * out
         if self.features is None and self.gates is None:
-            return noise
-        return noise + eps * spread_of_sum(terms) * (front * out * self._inner_size() + gate)
+            return error
+        return error + eps * spread_of_sum(terms) * (front * out * self._inner_size() + gate)
 
     def _inner_size(self) -> Tensor:
         """About the norm of the inner map, by a few steps of the power method."""
@@ -207,6 +207,10 @@ class CompositeJacobian(JacobianOperator):
         rest = self.in_shape[1], self.shared, self.path
         return CompositeJacobian(self.inner.subset(index), self.place, features, gates, *rest)
 
+    @torch.no_grad()
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
+        return None if self.by_head or not isinstance(f, Composite) else f(x.detach().to(f.dtype))
+
     def token_blocks(self, rows: slice) -> CompositeBlocks:
         """The blocks J_ij of some output tokens and all input tokens."""
         return CompositeBlocks(self, rows)
@@ -221,9 +225,9 @@ class CompositeBlocks(JacobianOperator):
         self.parent, self.inner, self.span = parent, TokenBlocks(parent.inner, shifted), rows
         self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
         self.batch_shape = torch.Size([*self.inner.batch_shape[:-1], parent.in_shape[0]])
-        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        noise = torch.as_tensor(parent.noise)
-        self.noise = noise.reshape(-1, 1) if parent.by_head else noise.reshape(())
+        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        error = torch.as_tensor(parent.accuracy.product)
+        self.accuracy = Accuracy(parent.accuracy.point, error.reshape(-1, 1) if parent.by_head else error.reshape(()))
         self.tokens, self.gates = torch.arange(rows.start, rows.stop, device=self.device), parent.gates
 
     def _gated(self, tensor: Tensor, back: bool) -> Tensor:

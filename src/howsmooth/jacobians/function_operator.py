@@ -40,7 +40,7 @@ from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.difference_quotients import moves_otherwise
 from howsmooth.jacobians.linearization import Map, linearized
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 
 _MOST_DENSE_ROWS = 4096
 _NUMBERS_PER_CHUNK = 2**21
@@ -51,7 +51,7 @@ _SAME_TRACE = 1e-5
 _VANISHES = 1e3
 """A derivative this many eps of |f(x)|/|x| or less is what rounding leaves of zero: nothing forward and reverse mode
 could agree on. What f computes on its way to values near zero is taken to be of size one."""
-_BLUR = 32
+_POINT_ERROR = 32
 """Rounding inside f, whose operations nobody knows, in units of eps: whole layers of language models show up to 15."""
 
 
@@ -106,11 +106,11 @@ def function_jacobian(f: Callable[[Tensor], Any], x: Tensor, notes: Sequence[str
         if not pulled.any():
             why = "f is constant or piecewise constant there, as round is."
             _doubt(notes, f"the Jacobian of f is exactly zero at x: {why}")
-        push, noise = _forward_products(call, point, tape, u, pulled, notes)
+        push, absolute = _forward_products(call, point, tape, u, pulled, notes)
         if pulled.any() and moves_otherwise(call, point, push.one):
             why = "f has a kink at x, or a part of f is detached from x, leaves torch or runs in a kernel without one."
             _doubt(notes, f"f moves otherwise than its derivative says: {why}")
-    return FunctionJacobian(point, tape, push, tuple(notes), noise)
+    return FunctionJacobian(point, tape, push, tuple(notes), absolute)
 
 
 class FunctionJacobian(JacobianOperator):
@@ -121,16 +121,18 @@ class FunctionJacobian(JacobianOperator):
         notes: sentences on fallbacks taken and doubts raised; empty when all went the usual way.
     """
 
-    def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...], noise: float = 0.0):
+    def __init__(self, x: Tensor, tape: _Tape, push: _Products, notes: tuple[str, ...], error: float = 0.0):
         y = self.output = tape.output.detach()
         batch_axes = 1 if x.dim() == 3 else 0
         self.batch_shape = x.shape[:batch_axes]
         self.in_shape, self.out_shape = x.shape[batch_axes:], y.shape[batch_axes:]
         self.dtype, self.device = x.dtype, x.device
-        self.blur, self.noise = _BLUR * torch.finfo(x.dtype).eps, noise
-        self.rounding_known = Guarantee.MEASURED
+        self.accuracy = Accuracy(_POINT_ERROR * torch.finfo(x.dtype).eps, error, guarantee=Guarantee.MEASURED)
         self.method, self.notes = push.name, notes
         self._push, self._pull = push, tape.products
+
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+        return self.output
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._product(self._push, v, self.in_shape)
@@ -274,11 +276,11 @@ def _check_independent_items(call: Map, x: Tensor, tape: _Tape) -> None:
 def _forward_products(
     call: Map, x: Tensor, tape: _Tape, u: Tensor, pulled: Tensor, notes: list[str]
 ) -> tuple[_Products, float]:
-    """The first way to compute Jv that works and agrees with reverse mode, and the noise of the products.
+    """The first way to compute Jv that works and agrees with reverse mode, and the error of the products.
 
-    Where the derivative vanishes but for rounding, there is nothing to agree on: the noise says so.
+    Where the derivative vanishes but for rounding, there is nothing to agree on: the error says so.
     """
-    v, noise = function_checks.random_like(x, seed=1), 0.0
+    v, absolute = function_checks.random_like(x, seed=1), 0.0
     point, value = (float(torch.linalg.vector_norm(t.detach())) for t in (x, tape.output))
     rounding = _VANISHES * torch.finfo(x.dtype).eps * max(value, tape.output.numel() ** 0.5) / (point or 1.0)
     vanishes = _relative_length(pulled, u) <= rounding
@@ -293,12 +295,12 @@ def _forward_products(
         return max(defects)
 
     def agrees(jv: Tensor, way: str) -> bool:
-        nonlocal noise
+        nonlocal absolute
         defect = disagreement(jv)
         if defect <= _SAME_PRODUCT:
             return True
         if vanishes and _relative_length(jv, v) <= rounding:
-            noise = rounding
+            absolute = rounding
             notes.append("the Jacobian of f vanishes at x to the accuracy of its rounding: its norm may be zero.")
             return True
         _doubt(
@@ -315,14 +317,14 @@ def _forward_products(
     else:
         if agrees(jv, "forward mode"):
             pushed = lambda v: jvp(call, (x,), (v,))[1]  # noqa: E731
-            return _linearized(call, x, v, jv, notes) or _Products("torch.func jvp", pushed, vmap(pushed)), noise
+            return _linearized(call, x, v, jv, notes) or _Products("torch.func jvp", pushed, vmap(pushed)), absolute
     try:
         products = _double_backward(tape)
         if agrees(products.one(v), "double backward"):
-            return products, noise
+            return products, absolute
     except Exception as error:
         notes.append(f"double backward is not possible: {first_line(error, kind=True)}")
-    return _dense_rows(x, tape), noise
+    return _dense_rows(x, tape), absolute
 
 
 def _relative_length(image: Tensor, vector: Tensor) -> float:

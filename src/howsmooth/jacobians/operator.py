@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 
+@dataclass(frozen=True, eq=False)
+class Accuracy:
+    """The rounding errors of an operator.
+
+    Attributes:
+        point: the relative error of the map itself, made before any product was taken.
+        product: an absolute bound, one number per map or one for all (float64), on ‖(computed J) v − J v‖ and on
+            ‖(computed Jᵀ) u − Jᵀu‖ for unit vectors, beyond a few eps·‖J‖: the result of cancellation inside the map.
+            No singular value of the computed operator is further than this from the true one.
+        alignment: the share of ``product`` that can lie along a direction fixed beforehand: 1 when nothing is known of
+            it, N^{-½} for sums of many roundings, which have no preferred direction.
+        guarantee: whether ``point`` and ``product`` are bounds (PROVED) or were measured on a vector (MEASURED).
+    """
+
+    point: float = 0.0
+    product: Tensor | float = 0.0
+    alignment: float = 1.0
+    guarantee: Guarantee = Guarantee.PROVED
+
+
 class JacobianOperator(ABC):
     """A batch of Jacobians known through their products.
 
@@ -36,20 +57,9 @@ class JacobianOperator(ABC):
         dtype, device: of the vectors it takes and returns.
         method: a few words for reports: how the products are computed.
         notes: sentences the reader of a result should know.
-        blur: by how much, relatively, rounding has moved the map itself before any product was taken.
-        noise: an absolute bound, one number per map or one for all (float64), on ‖(computed J) v − J v‖ and on
-            ‖(computed Jᵀ) u − Jᵀu‖ for unit vectors, beyond a few eps·‖J‖: what cancellation inside the map leaves
-            behind. No singular value of the computed operator is further than this from the true one.
-        rounding_known: whether ``blur`` and ``noise`` are bounds (PROVED) or were measured on a vector (MEASURED).
-        scatter: the share of ``noise`` that can lie along a direction fixed beforehand: 1 when nothing is known of it,
-            N^{-½} for sums of many roundings, which point nowhere in particular.
-        left_out: an absolute bound, one number per map or one for all (float64), on the norm of what was left out of
-            the map on purpose, the same in every product.
-        whole: the same maps with nothing left out, where they are at hand.
-        least: a lower bound on the norm of every map that came up on the way (float64, ``batch_shape``).
-        guess: of the right singular vectors, which came up on the way (``batch_shape + in_shape``).
-        tried: a vector that measurements start from (`howsmooth.jacobians.start_vector`) and its product, where
-            building the operator has made it.
+        accuracy: the errors of its products.
+        cached_product: a vector that measurements start from (`howsmooth.jacobians.start_vector`) and its product,
+            where the construction of the operator has made it.
     """
 
     batch_shape: torch.Size
@@ -59,15 +69,8 @@ class JacobianOperator(ABC):
     device: torch.device
     method: str
     notes: tuple[str, ...] = ()
-    blur: float = 0.0
-    noise: Tensor | float = 0.0
-    rounding_known: Guarantee = Guarantee.PROVED
-    scatter: float = 1.0
-    left_out: Tensor | float = 0.0
-    whole: JacobianOperator | None = None
-    least: Tensor = torch.zeros((), dtype=torch.float64)
-    guess: Tensor | None = None
-    tried: tuple[Tensor, Tensor] | None = None
+    accuracy: Accuracy = Accuracy()
+    cached_product: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
@@ -77,13 +80,9 @@ class JacobianOperator(ABC):
     def rmatvec(self, u: Tensor) -> Tensor:
         """Jᵀ u for every map of the batch: ``batch_shape + out_shape`` → ``batch_shape + in_shape``."""
 
-    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """J v, and how far off each map may be on purpose: at most ``most``, float64 of the batch shape on the CPU."""
-        return self.matvec(v), torch.zeros_like(most)
-
-    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Jᵀ u, likewise."""
-        return self.rmatvec(u), torch.zeros_like(most)
+    def value_at(self, f: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor | None:
+        """f(x) of every map, ``batch_shape + out_shape``; None where the operator does not know it."""
+        return None
 
     def size(self) -> Tensor:
         """An upper bound on ‖J‖ of every map, float64 on the CPU: what rounding in a composition is measured by.
@@ -223,7 +222,7 @@ class MatrixOperator(JacobianOperator):
     method = "matrix"
 
     @validated
-    def __init__(self, matrix: Tensor):
+    def __init__(self, matrix: Tensor, accuracy: Accuracy | None = None):
         if matrix.dim() < 2:
             raise InvalidInput(f"matrix has shape {tuple(matrix.shape)}, but must be (…, m, n).")
         self.matrix = matrix
@@ -231,6 +230,7 @@ class MatrixOperator(JacobianOperator):
         self.out_shape = matrix.shape[-2:-1]
         self.in_shape = matrix.shape[-1:]
         self.dtype, self.device = matrix.dtype, matrix.device
+        self.accuracy = Accuracy() if accuracy is None else accuracy
 
     def matvec(self, v: Tensor) -> Tensor:
         return (self.matrix @ v.unsqueeze(-1)).squeeze(-1)
@@ -253,9 +253,8 @@ class _Adjoint(JacobianOperator):
         self.parent = parent
         self.batch_shape = parent.batch_shape
         self.in_shape, self.out_shape = parent.out_shape, parent.in_shape
-        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
-        self.noise, self.scatter, self.left_out = parent.noise, parent.scatter, parent.left_out
-        self.rounding_known = parent.rounding_known
+        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
+        self.accuracy = parent.accuracy
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.parent.rmatvec(v)

@@ -1,4 +1,4 @@
-r"""How far rounding can move an attention Jacobian: `JacobianOperator.noise`.
+r"""How far rounding can move an attention Jacobian: ``product`` of `Accuracy`.
 
 A relative allowance of a few eps says nothing where a map is a small difference of large numbers: values far from the
 origin whose differences alone matter, an output projection nearly orthogonal to the values. So the intermediate numbers
@@ -62,7 +62,7 @@ _SMALL = 128
 
 
 @dataclass(frozen=True)
-class Noise:
+class PathErrors:
     """Bounds on the error of the score path and of the value path, for each map of `Mixing`, ``(maps,)``."""
 
     score: Tensor
@@ -78,7 +78,7 @@ class Noise:
         norms: Sequence[Tensor] | None = None,
         known: WeightNorms | None = None,
         together: bool = False,
-    ) -> Noise:
+    ) -> PathErrors:
         """The bounds for every head, its share of the output projection included.
 
         ``norms`` are N_q, N_k, N_v, when the tangents do not come from x; ``known`` those of the weights, if at hand.
@@ -109,9 +109,9 @@ class Noise:
             values = _at_most(values, stacked[2] * most[2])
         return cls(out * (scores + lost), out * (values + lost))
 
-    def select(self, index: Tensor) -> Noise:
+    def select(self, index: Tensor) -> PathErrors:
         """The bounds of some maps."""
-        return Noise(self.score[index], self.value[index])
+        return PathErrors(self.score[index], self.value[index])
 
     def along(self, path: str) -> Tensor:
         """The bound for one path, or for both together."""
@@ -231,15 +231,15 @@ def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
 def spectral_bound(weight: Tensor) -> Tensor:
     """An upper bound on ‖W‖₂ in float64: the Schatten 64-norm (Σ σ⁶⁴)^{1/64} = ‖(WWᵀ)¹⁶‖_F^{1/32}.
 
-    Above ‖W‖₂ by at most rank^{1/64}. With more than 128 rows and columns `power_bound` is taken: squaring WWᵀ would
-    cost as much as the products whose rounding is in question.
+    Above ‖W‖₂ by at most rank^{1/64}. With more than 128 rows and columns `matrix_power_bound` is taken: squaring WWᵀ
+    would cost as much as the products whose rounding is in question.
     """
     scale = weight.abs().amax((-2, -1), keepdim=True)
     scale = scale.masked_fill(scale == 0, 1.0)
     scaled, side = weight / scale, min(weight.shape[-2:])
     scaled = scaled if weight.shape[-2] == side else scaled.mT
     if side > _SMALL:
-        return power_bound(scaled) * scale[..., 0, 0].double()
+        return matrix_power_bound(scaled) * scale[..., 0, 0].double()
     power = scaled @ scaled.mT
     log = torch.zeros_like(scale[..., 0, 0], dtype=torch.float64)
     for _ in range(4):
@@ -250,7 +250,7 @@ def spectral_bound(weight: Tensor) -> Tensor:
     return ((torch.linalg.matrix_norm(power.double()).log() + log) / 32).exp() * scale[..., 0, 0].double()
 
 
-def power_bound(matrix: Tensor, steps: int = 16, starts: int = 8, failing: float = 1e-6) -> Tensor:
+def matrix_power_bound(matrix: Tensor, steps: int = 16, starts: int = 8, failing: float = 1e-6) -> Tensor:
     """An upper bound on ‖W‖₂, true with probability 1 − ``failing``, from power iteration with several random starts.
 
     Unless all of them have a component below τ on the top singular vector, one has |(WWᵀ)^q v| ≥ σ^{2q} τ [3]_.
@@ -258,7 +258,7 @@ def power_bound(matrix: Tensor, steps: int = 16, starts: int = 8, failing: float
     .. [3] J. D. Dixon, *Estimating extremal eigenvalues and condition numbers of matrices*, SIAM J. Numer. Anal. 20
        (1983).
 
-    >>> bound = power_bound(torch.diag(torch.linspace(1, 2, 900)))
+    >>> bound = matrix_power_bound(torch.diag(torch.linspace(1, 2, 900)))
     >>> 2 <= float(bound) < 2.4
     True
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.memory_layout import in_order, side_by_side, times, together
+from howsmooth.attention.memory_layout import in_layout, join_channels, join_heads, matmul
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -89,20 +89,20 @@ class BlockProjection(Projection):
 
     def into_heads(self, v: Tensor) -> Heads:
         heads = list(zip((self.heads, self.kv_heads, self.kv_heads), self.widths, strict=True))
-        projected = times(v, self.weight_in).split([count * width for count, width in heads], dim=-1)
+        projected = matmul(v, self.weight_in).split([count * width for count, width in heads], dim=-1)
         query, key, value = (t.unflatten(-1, shape).transpose(1, 2) for t, shape in zip(projected, heads, strict=True))
         return query.flatten(0, 1), self._repeat(key), self._repeat(value)
 
     def from_heads(self, gquery: Tensor, gkey: Tensor, gvalue: Tensor) -> Tensor:
         query = gquery.unflatten(0, (-1, self.heads))
         grads = (query, self._gather(gkey), self._gather(gvalue))
-        return times(together([side_by_side(grad) for grad in grads]), self.weight_in.mT)
+        return matmul(join_channels([join_heads(grad) for grad in grads]), self.weight_in.mT)
 
     def combine(self, mixed: Tensor) -> Tensor:
-        return times(side_by_side(mixed.unflatten(0, (-1, self.heads))), self.weight_out)
+        return matmul(join_heads(mixed.unflatten(0, (-1, self.heads))), self.weight_out)
 
     def distribute(self, u: Tensor) -> Tensor:
-        mixed = times(u, self.weight_out.mT).unflatten(-1, (self.heads, self.widths[2]))
+        mixed = matmul(u, self.weight_out.mT).unflatten(-1, (self.heads, self.widths[2]))
         return mixed.transpose(1, 2).flatten(0, 1)
 
     def maps_of(self, index: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ class BlockProjection(Projection):
     def _repeat(self, shared: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
         if group > 1:
-            shared = in_order(shared, lambda t: t.repeat_interleave(group, dim=1))
+            shared = in_layout(shared, lambda t: t.repeat_interleave(group, dim=1))
         return shared.flatten(0, 1)
 
     def _gather(self, grad: Tensor) -> Tensor:
         group = self.heads // self.kv_heads
         grad = grad.unflatten(0, (-1, self.kv_heads, group))
-        return grad[:, :, 0] if group == 1 else in_order(grad, lambda t: t.sum(2))
+        return grad[:, :, 0] if group == 1 else in_layout(grad, lambda t: t.sum(2))
 
 
 @dataclass(frozen=True)

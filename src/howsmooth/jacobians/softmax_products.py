@@ -20,17 +20,15 @@ no constant on all keys). What rounding still does is bounded in `howsmooth.jaco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
-from howsmooth.attention.memory_layout import add_product, channels_first, zeros_arranged_as
+from howsmooth.attention.memory_layout import add_product, channels_first, zeros_in_layout
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.dropped_tiles.tile_bounds import LeftOut, TileSizes
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.tiles import Logits, Room, Tile, bands, narrow
@@ -55,8 +53,6 @@ class Mixing:
     softmax: bool
     moments: Moments | None
     work: Workspace
-    sizes: TileSizes | None = None
-    left_out: LeftOut | None = None
 
     @classmethod
     @torch.no_grad()
@@ -109,7 +105,7 @@ class Mixing:
         return replace(self, query=query, key=key, value=value, output=output)
 
     def rounded(self, dtype: torch.dtype) -> Mixing:
-        """The same for products in another dtype, without moments and sizes; weights are kept where they were.
+        """The same for products in another dtype, without moments; weights stay stored where they were.
 
         Outputs are taken from the rounded weights: a row must not move when all its values do.
         """
@@ -117,39 +113,11 @@ class Mixing:
         tensors = {name: getattr(self, name).to(dtype) for name in names}
         kept = [tile.rounded(dtype) for tile in self.tiles]
         logits = self.logits.rounded(dtype, kept=all(tile.weights is not None for tile in kept))
-        self = replace(self, **tensors, logits=logits, sizes=None)
+        self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
         for tile in kept:
             seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
         return self.evaluated(kept, seen.output(), None)
-
-    def without(self, gone: Tensor, memory: int) -> Mixing:
-        """The same without some of the parts that ``sizes`` tells of; weights kept as ``memory`` allows."""
-        part = self.passing_by(gone, memory)
-        assert self.sizes is not None
-        return replace(part, sizes=None, left_out=self.sizes.left_out(gone, len(self.query)))
-
-    def passing_by(self, gone: Tensor, memory: int = 0) -> Mixing:
-        """As `without`, for one product: what it loses is known to who asks. Weights at hand are not copied then."""
-        assert self.sizes is not None
-        tiles: list[Tile] = []
-        for tile, there in zip(self.tiles, self.sizes.by_tile(~gone), strict=True):
-            for first, last in runs(there.tolist()):
-                left, right = (min(self.sizes.side * end, tile.cols.stop - tile.cols.start) for end in (first, last))
-                cols = slice(tile.cols.start + left, tile.cols.start + right)
-                part = replace(tile, cols=cols, weights=None, slopes=None)
-                weights = slopes = None
-                if tile.weights is not None and tile.slopes is not None:
-                    weights = tile.weights[..., left:right]
-                    slopes = weights if self.plain else tile.slopes[..., left:right]
-                memory -= part.size * self.query.element_size()
-                if memory >= 0:
-                    if weights is None or slopes is None:
-                        weights, slopes = self.weights_of(part)
-                    weights = weights.contiguous()
-                    slopes = weights if self.plain else slopes.contiguous()
-                tiles.append(replace(part, weights=weights, slopes=slopes))
-        return replace(self, tiles=tuple(tiles))
 
     @property
     def plain(self) -> bool:
@@ -157,8 +125,8 @@ class Mixing:
         return self.softmax and self.logits.softcap is None
 
     @property
-    def blur(self) -> float:
-        """By how much rounding may move a logit, and with it the weights relatively: eps·max|q_i||k_j|."""
+    def point_error(self) -> float:
+        """A bound on the error of a logit, and with it on the relative error of a weight: eps·max|q_i||k_j|."""
         longest = [torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (self.query, self.key)]
         return self.logits.eps * float((longest[0] * longest[1]).max())
 
@@ -187,7 +155,7 @@ class Mixing:
 
     def jvp(self, dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None) -> Tensor:
         """The tangent of O: of the score path when ``dvalue`` is None, of the value path when the other two are."""
-        dout = zeros_arranged_as(self.output)
+        dout = zeros_in_layout(self.output)
         score = dquery is not None and dkey is not None
         if dquery is not None and dkey is not None:
             left = self.work.joined("left", dquery, self.query)
@@ -207,7 +175,7 @@ class Mixing:
 
     def vjp(self, grad: Tensor, *, score: bool = True, value: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k and v; ``score=False`` or ``value=False`` leaves that path out (zeros)."""
-        gquery, gkey, gvalue = (zeros_arranged_as(t) for t in (self.query, self.key, self.value))
+        gquery, gkey, gvalue = (zeros_in_layout(t) for t in (self.query, self.key, self.value))
         left, right = grad, self.value
         if self.softmax:
             left = self.work.joined("left", grad, -(grad * self.output).sum(-1, keepdim=True))
@@ -243,17 +211,7 @@ class Mixing:
         maps = self.logits.maps.select(index)
         logits = replace(self.logits, query=self.logits.query[index], key=self.logits.key[index], maps=maps)
         moments = None if self.moments is None else self.moments.select(index)
-        sizes = None if self.sizes is None else self.sizes.select(index)
-        left_out = None if self.left_out is None else self.left_out.select(index)
-        return replace(
-            self,
-            **tensors,
-            tiles=tuple(tiles),
-            logits=logits,
-            moments=moments,
-            sizes=sizes,
-            left_out=left_out,
-        )
+        return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments)
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
         """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, the centre that values are kept about included.
@@ -267,7 +225,7 @@ class Mixing:
             first = (tokens[:, 0].to(wide) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])
             value = attention.per_head(first if bias is None else first + bias, dim=1).flatten(0, 1)[:, None]
             return self.output.to(value) + (value - self.value[:, :1].to(value))
-        value = attention.in_dtype(wide)._heads(tokens.to(wide))[2].flatten(0, 1).to(self.value)
+        value = attention.in_dtype(wide).staged(tokens.to(wide))[2].flatten(0, 1).to(self.value)
         return self.jvp(None, None, value).to(wide)
 
     def column_sums(self) -> Tensor:
@@ -301,20 +259,6 @@ class Mixing:
         if tile.weights is None or tile.slopes is None:
             return self._from_logits(tile, self.logits.of(tile))
         return tile.weights, tile.slopes
-
-
-def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where what is there begins and ends, one run after the other.
-
-    >>> list(runs([True, True, False, True]))
-    [(0, 2), (3, 4)]
-    """
-    first = 0
-    for is_there, run in groupby(there):
-        last = first + len(list(run))
-        if is_there:
-            yield first, last
-        first = last
 
 
 def _top(logits: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.jacobians.attention_operator import AttentionJacobian
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.tiles import Tile
 
 
@@ -49,10 +49,10 @@ class TokenBlocks(JacobianOperator):
         count = rows.stop - rows.start
         self.batch_shape = torch.Size([count, len(mixing.query), n] if self.by_head else [count, n])
         self.in_shape, self.out_shape = parent.in_shape[1:], parent.out_shape[1:]
-        self.dtype, self.device, self.method, self.blur = parent.dtype, parent.device, parent.method, parent.blur
+        self.dtype, self.device, self.method = parent.dtype, parent.device, parent.method
         longer = max(1.0, n / max(1, mixing.chain))  # sums are over all tokens here, not by tiles
-        noise = torch.as_tensor(parent.noise) * longer**0.5
-        self.noise = noise.reshape(-1, 1) if self.by_head else noise.reshape(())
+        error = torch.as_tensor(parent.accuracy.product) * longer**0.5
+        self.accuracy = Accuracy(parent.accuracy.point, error.reshape(-1, 1) if self.by_head else error.reshape(()))
 
     @torch.no_grad()
     def matvec(self, v: Tensor) -> Tensor:

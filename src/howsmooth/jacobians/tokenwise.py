@@ -6,7 +6,6 @@ operator (`TokenwiseJacobian`): block diagonal, one block per token.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
-from howsmooth.attention.memory_layout import leads, pays, times
+from howsmooth.attention.memory_layout import is_channels_first, matmul, prefers_channels_first
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
-from howsmooth.jacobians.operator import JacobianOperator
+from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.product_error import spectral_bound, spread_of_sum
 
 
@@ -42,10 +41,10 @@ class Matrix(TokenDerivative):
     given: Tensor | None = None
 
     def jvp(self, dx: Tensor) -> Tensor:
-        return times(dx, self.weight.mT)
+        return matmul(dx, self.weight.mT)
 
     def vjp(self, gy: Tensor) -> Tensor:
-        return times(gy, self.weight)
+        return matmul(gy, self.weight)
 
     def select(self, index: Tensor) -> TokenDerivative:
         return self
@@ -143,7 +142,7 @@ class _Gated(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         *batch, n, width = gy.shape
-        back = gy.new_empty(*batch, 2 * width, n).mT if leads(gy) else gy.new_empty(*batch, n, 2 * width)
+        back = gy.new_empty(*batch, 2 * width, n).mT if is_channels_first(gy) else gy.new_empty(*batch, n, 2 * width)
         torch.mul(gy, self.of_gate, out=back[..., :width])
         torch.mul(gy, self.of_up, out=back[..., width:])
         return back
@@ -164,28 +163,35 @@ def _with_slopes(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tenso
     return y.detach(), slopes
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenwiseJacobian(JacobianOperator):
     """Products with the derivative of a chain of token stages.
 
     >>> x = torch.tensor([[1.0, -2.0]])
-    >>> J = TokenwiseJacobian(Chain.through([Activation(torch.relu), Affine(torch.ones(3, 2))], x)[1], x, 3)
+    >>> J = TokenwiseJacobian.at(x, Chain.through([Activation(torch.relu), Affine(torch.ones(3, 2))], x)[1], 3)
     >>> J.matvec(torch.ones(1, 2))
     tensor([[1., 1., 1.]])
     """
 
     method = "closed form"
 
-    def __init__(self, chain: Chain, x: Tensor, out_width: int):
-        self.chain = chain
-        self.batch_shape, self.in_shape = x.shape[:-2], x.shape[-2:]
-        self.out_shape = torch.Size([x.shape[-2], out_width])
-        self.dtype, self.device = x.dtype, x.device
+    chain: Chain
+    batch_shape: torch.Size
+    in_shape: torch.Size
+    out_shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def at(cls, x: Tensor, chain: Chain, out_width: int) -> TokenwiseJacobian:
+        """The derivative at tokens x, ``(…, n, d)``."""
+        return cls(chain, x.shape[:-2], x.shape[-2:], torch.Size([x.shape[-2], out_width]), x.dtype, x.device)
 
     @property
-    def noise(self) -> Tensor | float:  # type: ignore[override]
+    def accuracy(self) -> Accuracy:  # type: ignore[override]
         widths = [link.weight.shape[1] for link in self.chain.links if isinstance(link, Matrix)]
         terms = [spread_of_sum(width) / 4 for width in widths]  # as for the projections of attention
-        return (sum(terms) + 2 * len(self.chain.links)) * torch.finfo(self.dtype).eps * self.size()
+        return Accuracy(product=(sum(terms) + 2 * len(self.chain.links)) * torch.finfo(self.dtype).eps * self.size())
 
     def size(self) -> Tensor:
         size = torch.as_tensor(self.chain.size(), dtype=torch.float64).cpu()
@@ -202,18 +208,15 @@ class TokenwiseJacobian(JacobianOperator):
         return self.chain.vjp(u.to(self.dtype))
 
     def rounded(self, dtype: torch.dtype) -> JacobianOperator:
-        child = copy.copy(self)
-        child.chain, child.dtype = self.chain.to(dtype), dtype
-        if pays(self.batch_shape + self.in_shape, dtype):
-            child.chain = child.chain.channels_first()
-        return child
+        chain = self.chain.to(dtype)
+        if prefers_channels_first(self.batch_shape + self.in_shape, dtype):
+            chain = chain.channels_first()
+        return replace(self, chain=chain, dtype=dtype)
 
     def subset(self, index: Tensor) -> JacobianOperator | None:
         if len(self.batch_shape) != 1:
             return None  # derivatives have the batch first
-        child = copy.copy(self)
-        child.chain, child.batch_shape = self.chain.select(index), index.shape
-        return child
+        return replace(self, chain=self.chain.select(index), batch_shape=index.shape)
 
     def line_costs(self) -> tuple[float, float]:
         n = math.prod(self.in_shape[:1])

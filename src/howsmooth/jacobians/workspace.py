@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from howsmooth.attention.memory_layout import leads, together
+from howsmooth.attention.memory_layout import is_channels_first, join_channels
 
 
 class Workspace(threading.local):
@@ -40,8 +40,12 @@ class Workspace(threading.local):
     def joined(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a and b side by side in the order of a, valid until the next call with this name."""
         maps, n, width = *a.shape[:2], a.shape[2] + b.shape[2]
-        out = self.buffer(name, (maps, width, n), a).mT if leads(a) else self.buffer(name, (maps, n, width), a)
-        return together([a, b], out)
+        out = (
+            self.buffer(name, (maps, width, n), a).mT
+            if is_channels_first(a)
+            else self.buffer(name, (maps, n, width), a)
+        )
+        return join_channels([a, b], out)
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory of this shape, and of the dtype and device of another tensor, until the next call with this name."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.validation import validated
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
+from howsmooth.jacobians.operator import Accuracy
 from howsmooth.meanfield.discrete_measure import Measure
 from howsmooth.meanfield.measure_attention import weighted
 from howsmooth.norms import Measurement
@@ -47,8 +48,8 @@ class WeightedJacobian(JacobianOperator):
         self.batch_shape = torch.Size()
         self.in_shape, self.out_shape = self.inner.in_shape, self.inner.out_shape
         self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
-        self.blur = self.inner.blur
-        self.noise = self.inner.noise * float(self.root.max() / self.root.min())  # ‖D^{1/2}‖·‖D^{-1/2}‖
+        error = self.inner.accuracy.product * float(self.root.max() / self.root.min())  # ‖D^{1/2}‖·‖D^{-1/2}‖
+        self.accuracy = Accuracy(self.inner.accuracy.point, error)
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.root * self.inner.matvec(v / self.root)
@@ -76,7 +77,8 @@ class FieldJacobian(JacobianOperator):
         self.batch_shape = torch.Size([len(measure)])
         self.in_shape, self.out_shape = self.inner.in_shape[1:], self.inner.out_shape[1:]
         self.dtype, self.device, self.method = self.inner.dtype, self.inner.device, self.inner.method
-        self.blur, self.noise = self.inner.blur, self.inner.noise  # a block of a matrix errs no more than the whole
+        inner = self.inner.accuracy
+        self.accuracy = Accuracy(inner.point, inner.product)  # a block of a matrix errs no more than the matrix
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.inner.matvec(torch.cat([torch.zeros_like(v), v]))[len(v) :]

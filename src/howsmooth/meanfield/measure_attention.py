@@ -100,8 +100,7 @@ def weighted(
     if places is not None and positions is not None:
         places = torch.cat([places, positions])
     terms = [LogMass(weights)] if places is None else [LogMass(weights), Past(places)]
-    map_.logit_biases = nn.ModuleList(terms)
-    return map_, tokens
+    return map_.replace(logit_biases=terms), tokens
 
 
 @dataclass(frozen=True)

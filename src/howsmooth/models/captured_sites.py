@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +158,7 @@ def _compared(
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
-            ours: tuple[Tensor, ...] = (*staged(attention, x), attention.weights(x))
+            ours: tuple[Tensor, ...] = (*attention.staged(x), attention.weights(x))
             theirs: tuple[Tensor, ...] = call.kept(real.keep)
             if isinstance(attention, ComposedAttention):  # the order of the coordinates of queries and keys is its own
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
@@ -219,16 +218,6 @@ def _compared_cross(model: PreTrainedModel, layer: int, found: FoundAttention) -
         of_weights = relative_error(attention.weights(found.x, found.keys), found.call.weights)
     _refuse_difference(model, layer, found.name, {"output": error, "weights": of_weights})
     return CapturedCross(layer, found.name, attention, found.x[0].detach(), found.keys[0].detach(), error)
-
-
-def staged(attention: AttentionMap | ComposedAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as they enter the logits: projected, normalised, rotated and scaled."""
-    if isinstance(attention, ComposedAttention):
-        return attention.staged(x)
-    projected = attention.project(x)
-    pairs = zip(projected, attention.stages(*projected[:2]), strict=True)
-    query, key, value = (reduce(lambda tensor, stage: stage(tensor), stages, tensor) for tensor, stages in pairs)
-    return query, key, value
 
 
 def check_request(model: PreTrainedModel, inputs: Inputs) -> None:

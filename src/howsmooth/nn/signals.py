@@ -46,14 +46,12 @@ def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict
     ([0, 0], 0.521)
     """
     tokens = x[None]
+    query, key, value = attention.staged(tokens)
     plain: AttentionMap
     if isinstance(attention, ComposedAttention):
-        plain, (query, key, value) = attention.attention, attention.staged(tokens)
-        mixed = attention.mixed(tokens)[0]
+        plain, mixed = attention.attention, attention.mixed(tokens)[0]
     else:
-        plain = attention
-        query, key, value = attention._heads(tokens)
-        mixed = (attention._weights(query, key) @ value)[0]
+        plain, mixed = attention, (attention._weights(query, key) @ value)[0]
     logits, weights = plain._logits(query, key)[0], attention._weights(query, key)[0]
     rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0.0) if isinstance(attention, ComposedAttention) else None
     entropy = torch.special.entr(weights).sum(-1)

@@ -13,6 +13,7 @@ from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.largest_token import token_norm
 from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.norm_choice import operator_norm
+from howsmooth.norms.truncated_norm import truncated_norm as _truncated_norm  # noqa: F401  registers itself
 
 __all__ = [
     "Measurement",

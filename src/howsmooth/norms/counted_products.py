@@ -20,34 +20,18 @@ _REACH = {torch.float32: 60, torch.float64: 500}
 _PLAIN = {torch.float32: 50, torch.float64: 300}
 
 
-def absolute_noise(op: JacobianOperator) -> Tensor:
-    """The operator's own bound on what cancellation does to a product with a unit vector (`JacobianOperator.noise`).
+def product_error(op: JacobianOperator) -> Tensor:
+    """The absolute error of a product with a unit vector (`Accuracy.product`), float64, ``(batch_size,)``.
 
-    One number per map, float64, ``(batch_size,)``.
-
-    >>> from howsmooth.jacobians.operator import MatrixOperator
-    >>> op = MatrixOperator(torch.eye(2).expand(3, 2, 2))
-    >>> op.noise = torch.tensor([0.0, 0.5, 1.0])
-    >>> [round(x, 6) for x in absolute_noise(op).tolist()]
+    >>> from howsmooth.jacobians.operator import Accuracy, MatrixOperator
+    >>> op = MatrixOperator(torch.eye(2).expand(3, 2, 2), Accuracy(product=torch.tensor([0.0, 0.5, 1.0])))
+    >>> [round(x, 6) for x in product_error(op).tolist()]
     [0.0, 0.5, 1.0]
     """
-    return _bound(op, op.noise, "a rounding error")
-
-
-def left_out(op: JacobianOperator) -> Tensor:
-    """The operator's own bound on what was left out of every map (`JacobianOperator.left_out`), ``(batch_size,)``.
-
-    >>> from howsmooth.jacobians.operator import MatrixOperator
-    >>> left_out(MatrixOperator(torch.eye(2))).tolist()
-    [0.0]
-    """
-    return _bound(op, op.left_out, "a part left out")
-
-
-def _bound(op: JacobianOperator, stated: Tensor | float, what: str) -> Tensor:
-    bound = torch.as_tensor(stated, dtype=torch.float64).detach().cpu().expand(op.batch_shape).reshape(-1)
+    stated = torch.as_tensor(op.accuracy.product, dtype=torch.float64).detach().cpu()
+    bound = stated.expand(op.batch_shape).reshape(-1)
     if not bool((bound >= 0).all()):
-        raise InvalidInput(f"{op!r} states {what} that is negative or NaN: it must be a bound, 0 or more.")
+        raise InvalidInput(f"{op!r} states a rounding error that is negative or NaN: it must be a bound, 0 or more.")
     return bound
 
 
@@ -56,29 +40,25 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
 
     The entries come as lines of J (columns, or rows, whichever cost less), each with an error of length ε. All lines
     together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε, and by ‖E‖₂ ≤ (1 + √lines·s)·ε when only a share s of every error can
-    lie along a given direction (`JacobianOperator.scatter`). A sum Σ|·| over one line is off by √length·ε; with ε in
-    every line, across lines by lines·ε. What was left out of the map adds its norm: as it is to the 2-norm, and times
-    the root of the number of coordinates to the others. A map that vanishes altogether (``value`` 0) is zero, unless
-    the operator says otherwise.
+    lie along a given direction (`Accuracy.alignment`). A sum Σ|·| over one line is off by √length·ε; with ε in every
+    line, across lines by lines·ε. A map that vanishes altogether (``value`` 0) is zero, unless the operator states an
+    error.
 
-    >>> from howsmooth.jacobians.operator import MatrixOperator
-    >>> op = MatrixOperator(torch.ones(9, 4))
-    >>> op.noise = 0.5
+    >>> from howsmooth.jacobians.operator import Accuracy, MatrixOperator
+    >>> op = MatrixOperator(torch.ones(9, 4), Accuracy(product=0.5))
     >>> [round(float(entries_error(op, norm, torch.ones(1))), 6) for norm in (2, "fro", 1, math.inf)]
     [1.0, 1.0, 1.5, 2.0]
     """
     info = torch.finfo(op.dtype)
     by_columns, lines, length = _lines(op)
     end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
-    one = absolute_noise(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
-    missing = left_out(op)
+    one = product_error(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
     if norm == 2:
-        return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.scatter) * one + missing
+        return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.accuracy.alignment) * one
     if norm == "fro":
-        return math.sqrt(lines) * one + math.sqrt(min(lines, length)) * missing
+        return math.sqrt(lines) * one
     along = (norm == 1) == by_columns
-    summed = op.out_size if norm == 1 else op.in_size
-    return (math.sqrt(length) if along else lines) * one + math.sqrt(summed) * missing
+    return (math.sqrt(length) if along else lines) * one
 
 
 def power_of_two(size: Tensor) -> Tensor:
@@ -97,18 +77,18 @@ def harmless_scale(size: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where((size > plain) | (size < 1 / plain), power_of_two(size), 1.0)
 
 
-def rounding_allowance(dtype: torch.dtype, products: int, blur: float = 0.0) -> float:
-    """Relative allowance for rounding in a norm found through this many products: 8 √products · eps(dtype) + 2 blur.
+def rounding_allowance(dtype: torch.dtype, products: int, point_error: float = 0.0) -> float:
+    """Relative allowance for rounding in a norm found through this many products: 8 √products · eps + 2 point error.
 
     A run of m products is exact for a nearby operator J + E. Every product brings a relative error of a few eps, and
     m such errors in orthogonal directions add up to ‖E‖ ≤ ‖E‖_F ≈ few · √m · eps · ‖J‖. By Weyl's inequality no
     singular value moves by more than ‖E‖, so a bound for J + E widened by this much is a bound for J. The operator
-    itself may be that of a point nearby (`JacobianOperator.blur`).
+    itself may be that of a point nearby (`Accuracy.point`).
 
     >>> rounding_allowance(torch.float64, 4) == 16 * torch.finfo(torch.float64).eps
     True
     """
-    return 8 * math.sqrt(products) * torch.finfo(dtype).eps + 2 * blur
+    return 8 * math.sqrt(products) * torch.finfo(dtype).eps + 2 * point_error
 
 
 def widened(value: Tensor, allowance: float, error: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +103,7 @@ def widened(value: Tensor, allowance: float, error: Tensor) -> tuple[Tensor, Ten
 
 def entry_ends(op: JacobianOperator, norm: float | str, value: Tensor) -> tuple[Tensor, Tensor]:
     """Both ends of a norm taken from the entries, one value per map: `widened` by all that rounding may have done."""
-    allowance = rounding_allowance(op.dtype, min(op.in_size, op.out_size), op.blur)
+    allowance = rounding_allowance(op.dtype, min(op.in_size, op.out_size), op.accuracy.point)
     return widened(value, allowance, entries_error(op, norm, value).reshape(value.shape))
 
 
@@ -197,11 +177,11 @@ class FlatProducts:
 
     def _known(self, v: Tensor) -> Tensor | None:
         """J v where building the operator has made it."""
-        tried = self.op.tried
+        cached = self.op.cached_product
         plain = bool((self.scale == 1).all()) and len(v) == self.op.batch_size
-        if tried is None or not plain or not torch.equal(tried[0].reshape(v.shape), v):
+        if cached is None or not plain or not torch.equal(cached[0].reshape(v.shape), v):
             return None
-        return tried[1].reshape(len(v), -1)
+        return cached[1].reshape(len(v), -1)
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true; they are cut out of the operator when it can do that."""

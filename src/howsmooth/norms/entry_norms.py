@@ -21,12 +21,11 @@ from howsmooth._util.validation import validated
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
     FlatProducts,
-    absolute_noise,
     entry_blocks,
     entry_ends,
     harmless_scale,
-    left_out,
     not_finite,
+    product_error,
     rounding_allowance,
     widened,
 )
@@ -61,7 +60,7 @@ def one_norm(
         ‖J‖₁ = max_j ‖J e_j‖₁ ≤ √out_size · max_j ‖J e_j‖₂ ≤ √out_size · ‖J‖₂,
 
     with ‖J‖₂ bounded by `golub_kahan` at this ``confidence``. They are usually far apart, and ``converged`` is False.
-    An error of length ε in a column (`JacobianOperator.noise`) moves its sum by √out_size·ε at most.
+    An error of length ε in a column (`Accuracy.product`) moves its sum by √out_size·ε at most.
 
     References:
         [1] N. J. Higham, F. Tisseur, "A block algorithm for matrix 1-norm estimation, with an application to 1-norm
@@ -84,8 +83,8 @@ def one_norm(
             flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
             value, method = _estimate(flat, seed), "higham-tisseur"
             products = flat.count + spectral.products
-            error = math.sqrt(op.out_size) * (absolute_noise(op) + left_out(op))
-            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.blur), error)
+            error = math.sqrt(op.out_size) * product_error(op)
+            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.accuracy.point), error)
             lower, upper, notes = uncrossed(lower, math.sqrt(op.out_size) * spectral.upper.reshape(-1))
             notes = ("the value is the largest column found, hence a lower bound", *notes)
     facts = {"norm": 1, "products": products, "method": method, "seconds": time.perf_counter() - started}

@@ -41,13 +41,12 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
     FlatProducts,
-    absolute_noise,
     entry_blocks,
     entry_ends,
     harmless_scale,
-    left_out,
     not_finite,
     power_of_two,
+    product_error,
     quick_lengths,
 )
 from howsmooth.norms.lanczos import golub_kahan
@@ -107,10 +106,10 @@ def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, pr
     root = samples.mean(0).sqrt()
     # The products of one probe z are off by η|z|; as lengths in R^probes, so is √Y by the root mean square of that.
     top = spectral.upper.reshape(-1) / flat.scale
-    error = stretch * (8 * torch.finfo(op.dtype).eps * top + (absolute_noise(op) + left_out(op)) / flat.scale)
+    error = stretch * (8 * torch.finfo(op.dtype).eps * top + product_error(op) / flat.scale)
     low, _ = interval((root - error).clamp_min(0) ** 2, top, probes, delta / 2)
     _, high = interval((root + error) ** 2, top, probes, delta / 2)
-    blur = 1 + 2 * op.blur
+    blur = 1 + 2 * op.accuracy.point
     most = math.sqrt(min(op.in_size, op.out_size)) * top
     upper = torch.minimum(high.sqrt() * blur, most) * flat.scale
     lower, upper, notes = uncrossed(spectral.lower.reshape(-1), upper)

@@ -57,7 +57,7 @@ def golub_kahan(
 
     The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
     ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
-    rounding did before. Where the operator itself is blurred (`JacobianOperator.blur`) by more than all products can
+    rounding did before. Where the operator itself is blurred (`Accuracy.point`) by more than all products can
     have lost, as whole models are, J v = Σ q_j J v_j is put together from those made (k = 1).
 
     By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
@@ -126,8 +126,8 @@ def golub_kahan(
 
 def _certificate(products: FlatProducts, results: Triplets, confidence: float) -> Certificate:
     op, eps = products.op, torch.finfo(products.op.dtype).eps
-    noise, left_out = (bound[products.maps] / products.scale for bound in (results.noise, results.left_out))
-    return Certificate(len(products.maps), op.in_size, confidence, eps, noise, op.scatter, left_out)
+    noise = results.noise[products.maps] / products.scale
+    return Certificate(len(products.maps), op.in_size, confidence, eps, noise, op.accuracy.alignment)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:

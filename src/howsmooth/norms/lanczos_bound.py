@@ -46,7 +46,7 @@ From 1 ≥ |z|² + ζ² now |ζ|(1 + |w|²)^{1/2} ≤ 1 + |n|, and with r = (λ 
 
 e_j and f_j being the columns of E and F. Each is as long as the error of one product, η = κ·eps·σ + ν, with κ =
 `PRODUCT_ROUNDING` for the last rounding in the product and those of the recursion, and ν the operator's own bound
-(`JacobianOperator.noise`, of which a share ``scatter`` can lie along y or x); to this comes what reorthogonalisation is
+(`Accuracy.product`, of which a share ``alignment`` can lie along y or x); to this comes what reorthogonalisation is
 seen to remove. Nothing is assumed about the direction of these errors: they may hide x. (To say that the run is exact
 for some J + E would not do: E knows the start, which is then not random for J + E. And it does happen: x + γ⟨a, x⟩a is
 rounded to x, exactly, once γ⟨a, x⟩a_i is below half a unit in the last place of every x_i.) Errors of long sums inside
@@ -180,14 +180,11 @@ class Certificate:
         confidence: float,
         eps: float = 0.0,
         noise: Tensor | None = None,
-        scatter: float = 1.0,
-        left_out: Tensor | None = None,
+        alignment: float = 1.0,
     ):
         self.tau = smallest_component(size, confidence)
-        self.eps, self.scatter = eps, scatter
+        self.eps, self.alignment = eps, alignment
         self.noise = torch.zeros(maps, dtype=torch.float64) if noise is None else noise
-        # What both ends are moved by. What was left out of J is no error of the run, which is one of what is left.
-        self.apart = self.noise if left_out is None else self.noise + left_out
         self.upper = torch.full((maps,), math.inf, dtype=torch.float64)
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
         self._cycles: Cycles | None = None
@@ -241,7 +238,6 @@ class Certificate:
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
         self.upper, self.noise, self._start = self.upper[mask], self.noise[mask], self._start[mask]
-        self.apart = self.apart[mask]
         self._cycles = None if self._cycles is None else self._cycles.of(mask)
 
     def _overlaps(self, small: Projection) -> Tensor:
@@ -257,7 +253,7 @@ class Certificate:
         onto = overlaps if small.skew is None else overlaps * small.theta / sigma[..., None]
         seen = (onto * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
-        error = PRODUCT_ROUNDING * self.eps * sigma + self.scatter * self.noise
+        error = PRODUCT_ROUNDING * self.eps * sigma + self.alignment * self.noise
         left, right = (math.sqrt(small.products) * error + drift.norm(dim=-1) for drift in small.drift)
         if small.skew is None:
             seen = seen * (1 + (sigma * left + top * right) * shape[..., 0])

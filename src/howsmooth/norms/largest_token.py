@@ -41,10 +41,10 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
     CHUNK_BYTES,
     FlatProducts,
-    absolute_noise,
     harmless_scale,
     not_finite,
     power_of_two,
+    product_error,
     rounding_allowance,
     widened,
 )
@@ -89,15 +89,15 @@ def token_norm(
         if cost <= exact_limit:
             value, above = _from_blocks(op, rtol / 10)
             products, method, confidence = cost, "token blocks", 1.0
-            allowance, error = rounding_allowance(op.dtype, op.out_size, op.blur), _error(op)
+            allowance, error = rounding_allowance(op.dtype, op.out_size, op.accuracy.point), _error(op)
             lower, upper = widened(value, allowance, error)[0], widened(above, allowance, error)[1]
         else:
             spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
             flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
             value, method = _ascent(flat, spectral.right, seed), "token ascent"
             products = flat.count + spectral.products
-            error = math.sqrt(_tokens(op.in_shape)) * absolute_noise(op)
-            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.blur), error)
+            error = math.sqrt(_tokens(op.in_shape)) * product_error(op)
+            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.accuracy.point), error)
             lower, upper, notes = uncrossed(lower, math.sqrt(_tokens(op.in_shape)) * spectral.upper.reshape(-1))
             notes = ("the value is the largest movement found, hence a lower bound", *notes)
     facts = {"norm": "token", "products": products, "method": method, "seconds": time.perf_counter() - started}
@@ -112,7 +112,7 @@ def _tokens(shape: torch.Size) -> int:
 def _error(op: JacobianOperator) -> Tensor:
     """How far cancellation can move the norm: with ε in every row of a token, ‖E_i‖ ≤ √width·ε, and |y| ≤ √n."""
     info = torch.finfo(op.dtype)
-    one = absolute_noise(op) + 4 * info.tiny * info.eps * math.sqrt(op.in_size)
+    one = product_error(op) + 4 * info.tiny * info.eps * math.sqrt(op.in_size)
     return math.sqrt(op.out_shape[-1] * _tokens(op.in_shape)) * one
 
 

@@ -22,10 +22,11 @@ from howsmooth._util.validation import (
     keywords,
     validated,
 )
-from howsmooth.attention import closed_form
+from howsmooth.attention import AttentionMap, closed_form
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, jacobian
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
+from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
 from howsmooth.norms.relative_condition import with_scale
@@ -117,7 +118,11 @@ def measure_heads(
             "hs.SelfAttention(...), .from_torch or .from_transformers, or use hs.measure for the whole function."
         )
     turned = norm in (2, "2", "fro", "token")  # an orthonormal change of every token's coordinates leaves these alone
-    operator = closed_jacobian(known, x, per_head=True, reduced=turned, memory=memory, skip=skip)
+    operator: JacobianOperator
+    if skip and isinstance(known, AttentionMap):
+        operator = truncated_jacobian(known, x, skip, per_head=True, reduced=turned, memory=memory)
+    else:
+        operator = closed_jacobian(known, x, per_head=True, reduced=turned, memory=memory)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
     return with_scale(result, operator, x, known)
 

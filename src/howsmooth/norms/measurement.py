@@ -207,7 +207,7 @@ def measurement_between(
         converged=converged,
         dtype=op.dtype,
         notes=notes,
-        rounding=op.rounding_known,
+        rounding=op.accuracy.guarantee,
         **facts,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import singledispatch
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +18,6 @@ from howsmooth.norms.frobenius import frobenius_norm
 from howsmooth.norms.lanczos import golub_kahan
 from howsmooth.norms.largest_token import token_norm
 from howsmooth.norms.measurement import Measurement, NormKind
-from howsmooth.norms.truncated_norm import deflated_norm, too_much_left_out
 
 _DENSE_BYTES = 2**29
 _NAMES: dict[NormKind, NormKind] = {2: 2, "2": 2, 1: 1, "1": 1, math.inf: math.inf, "inf": math.inf, "fro": "fro"}
@@ -57,15 +58,36 @@ def operator_norm(
     kind = _NAMES[norm]
     if kind != 2 and (k != 1 or start is not None or stop_at is not None):
         raise InvalidInput(f"k, start and stop_at belong to the 2-norm: leave them out for norm={norm!r}.")
-    if kind == "token":
-        return token_norm(op, rtol, confidence, seed, exact_limit)
-    small = min(op.in_size, op.out_size) <= dense_limit
-    if small and 8 * op.batch_size * op.in_size * op.out_size <= _DENSE_BYTES and start is None:
-        return dense_norm(op, kind, k, rtol)
-    if kind == 2 and k == 1 and start is None and stop_at is None and too_much_left_out(op, rtol):
-        options = {"max_steps": max_steps, "basis_limit": basis_limit, "progress": progress}
-        return deflated_norm(op, rtol, confidence, seed, **options)
-    if kind == 2:
-        return golub_kahan(op, k, rtol, confidence, seed, max_steps, basis_limit, start, progress, stop_at)
-    exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[kind]
-    return exact(op, rtol=rtol, confidence=confidence, seed=seed, exact_limit=exact_limit)
+    solver = {"max_steps": max_steps, "basis_limit": basis_limit, "progress": progress}
+    common: dict[str, Any] = {"rtol": rtol, "confidence": confidence, "seed": seed, "exact_limit": exact_limit}
+    return norm_of(op, kind, k=k, dense_limit=dense_limit, start=start, stop_at=stop_at, solver=solver, **common)
+
+
+@singledispatch
+def norm_of(
+    op: JacobianOperator,
+    norm: NormKind,
+    *,
+    k: int,
+    dense_limit: int,
+    start: Tensor | None,
+    stop_at: Tensor | float | None,
+    solver: dict[str, Any],
+    exact_limit: int,
+    **common: Any,
+) -> Measurement:
+    """`operator_norm` by type of operator; ``common``: rtol, confidence, seed; ``solver``: options of `golub_kahan`."""
+    if norm == "token":
+        return token_norm(op, exact_limit=exact_limit, **common)
+    if is_small(op, dense_limit) and start is None:
+        return dense_norm(op, norm, k, common["rtol"])
+    if norm == 2:
+        return golub_kahan(op, k, start=start, stop_at=stop_at, **common, **solver)
+    exact = {1: one_norm, math.inf: inf_norm, "fro": frobenius_norm}[norm]
+    return exact(op, exact_limit=exact_limit, **common)
+
+
+def is_small(op: JacobianOperator, dense_limit: int) -> bool:
+    """Whether the matrices themselves are the cheapest way to a norm."""
+    entries = op.batch_size * op.in_size * op.out_size
+    return min(op.in_size, op.out_size) <= dense_limit and 8 * entries <= _DENSE_BYTES

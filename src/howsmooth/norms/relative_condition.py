@@ -13,30 +13,29 @@ by what share of its own size the output can move when the input moves by a smal
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Composite
-from howsmooth.jacobians.attention_operator import AttentionJacobian
-from howsmooth.jacobians.closed_maps import ComposedJacobian
-from howsmooth.jacobians.function_operator import FunctionJacobian
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.measurement import Measurement, NormKind
 
-Whole = AttentionMap | Composite | None
 _PART = 2**16
 """Coordinates of a map that are brought to float64 together."""
 
 
-def with_scale(result: Measurement, operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Measurement:
+def with_scale(
+    result: Measurement, operator: JacobianOperator, x: Tensor, f: Callable[[Tensor], Tensor] | None = None
+) -> Measurement:
     """A measurement that knows |X|/|f(X)|, in the vector norm that belongs to its own.
 
     Args:
-        operator: at x; of an attention map, which has to be given too, or of a function. Anything else is left alone.
+        operator: at x; without a value of its own (`JacobianOperator.value_at`) the result has no scale.
+        f: the attention map, where the operator belongs to one.
     """
-    output = value_at(operator, x, attention)
+    output = operator.value_at(f, x)
     if output is None:
         return result
     above = size(x, result.norm, x.dim() if x.dim() < 3 else x.dim() - 1).cpu()
@@ -63,16 +62,3 @@ def size(tokens: Tensor, norm: NormKind, dims: int) -> Tensor:
     flat = tokens.flatten(-dims) if dims else tokens[..., None]
     parts = [torch.linalg.vector_norm(part.double(), ord=order, dim=-1) for part in flat.split(_PART, dim=-1)]
     return torch.linalg.vector_norm(torch.stack(parts, dim=-1), ord=order, dim=-1)
-
-
-@torch.no_grad()
-def value_at(operator: JacobianOperator, x: Tensor, attention: Whole = None) -> Tensor | None:
-    """f(x) of the maps of an operator, ``batch_shape + (n, width)``; None where that is not known."""
-    if isinstance(operator, FunctionJacobian | ComposedJacobian):
-        return operator.output
-    if isinstance(attention, Composite):
-        whole = attention if not getattr(operator, "by_head", False) else None
-        return None if whole is None else whole(x.detach().to(whole.dtype))
-    if attention is None or not isinstance(operator, AttentionJacobian):
-        return None
-    return operator.value(attention, x)

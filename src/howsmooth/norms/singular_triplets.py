@@ -12,9 +12,8 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.counted_products import (
     FlatProducts,
-    absolute_noise,
-    left_out,
     lengths,
+    product_error,
     rounding_allowance,
     widened,
 )
@@ -34,7 +33,7 @@ class Triplets:
     def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool, scale: Tensor):
         maps = op.batch_size
         self.op, self.k, self.rtol, self.certifiable, self.scale, self.steps = op, k, rtol, certifiable, scale, 0
-        self.noise, self.left_out = absolute_noise(op), left_out(op)
+        self.noise = product_error(op)
         self.values = torch.zeros(maps, k, dtype=torch.float64)
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
@@ -49,7 +48,7 @@ class Triplets:
 
     @property
     def allowance(self) -> float:
-        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.blur)
+        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.accuracy.point)
 
     @property
     def reuses(self) -> bool:
@@ -58,7 +57,7 @@ class Triplets:
         The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product: the allowance has it, noise has not.
         """
         lost = rounding_allowance(self.op.dtype, 2 * self.steps)
-        return self.k == 1 and lost <= 2 * self.op.blur and not bool((self.noise > 0).any())
+        return self.k == 1 and lost <= 2 * self.op.accuracy.point and not bool((self.noise > 0).any())
 
     @property
     def least_rtol(self) -> float:
@@ -71,7 +70,7 @@ class Triplets:
         if certificate is None:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
         within = torch.maximum(rtol * top, 2 * certificate.noise)
-        target = self._target(top, certificate.apart)
+        target = self._target(top, certificate.noise)
         accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
         asked = bool((self.little[maps] > 0).any())
         if not (asked or bool(accurate.any())):
@@ -81,7 +80,7 @@ class Triplets:
             self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
         settled = accurate & ((open_share < 1) | limited)
         if asked:
-            little = (self.little[maps] / self.scale[maps] - certificate.apart) / (1 + self.allowance)
+            little = (self.little[maps] / self.scale[maps] - certificate.noise) / (1 + self.allowance)
             possible = little > top * (1 + self.allowance)
             settled |= possible & certificate.excludes(torch.where(possible, little, 2 * top + 1) ** 2, small)
         return settled
@@ -96,10 +95,7 @@ class Triplets:
         return self.k == 1 and bool(near.any())
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
-        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise).
-
-        ``noise`` is what moves both ends absolutely: rounding, and what was left out of the map.
-        """
+        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise)."""
         rtol = max(self.rtol, self.least_rtol)
         wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
         return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + noise)
@@ -115,8 +111,8 @@ class Triplets:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
             largest = torch.maximum(certificate.tighten(small), largest)
             upper = largest[done] * (1 + self.allowance)
-            self.upper[where] = upper * scale + self.noise[where] + self.left_out[where]
-            target = self._target(small.values[:, 0], certificate.apart)
+            self.upper[where] = upper * scale + self.noise[where]
+            target = self._target(small.values[:, 0], certificate.noise)
             self.limited[where] = certificate.judge(target**2, small)[1][done]
         self.residuals[where, :k] = _residuals(small, k, largest)[done] * scale[:, None]
         within = self.rtol * self.values[where, :1]
@@ -137,8 +133,8 @@ class Triplets:
             inverse = torch.where(norm > 0, 1 / norm, 0.0)
             self.left[:, i] = moved * inverse.to(moved)[:, None]
             self._complete(i, moved, products, generator)
-        allowance = self.allowance if reuses else rounding_allowance(self.op.dtype, 1, self.op.blur)
-        error = self.noise + self.left_out + (self.slip if reuses else 0.0)
+        allowance = self.allowance if reuses else rounding_allowance(self.op.dtype, 1, self.op.accuracy.point)
+        error = self.noise + (self.slip if reuses else 0.0)
         self.lower, _ = widened(self.values[:, 0], allowance, error)
         return products.count
 
@@ -184,7 +180,7 @@ class Triplets:
             right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
             values=self.values.reshape(*batch, self.k),
             residuals=self.residuals.reshape(*batch, self.k),
-            rounding=self.op.rounding_known,
+            rounding=self.op.accuracy.guarantee,
             notes=notes + crossed + rounding_note((self.limited | noisy) & ~converged, self.op.dtype),
         )
 

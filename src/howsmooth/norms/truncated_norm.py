@@ -13,7 +13,7 @@ b₀ ≥ ‖J₀(1 − yyᵀ)‖ comes from a rough certificate (`howsmooth.norm
 y, and ε may be a tenth of the norm or more, as long as b stays below |Jy|. By Weyl's inequality alone ε itself would be
 added to both ends.
 
-Products with y need not be whole either (`JacobianOperator.matvec_within`). With |Jy − su| ≤ e for s = |su| and
+Products with y need not be exact either (`Truncated.matvec_within`). With |Jy − su| ≤ e for s = |su| and
 |(computed Jᵀu) − Jᵀu| ≤ e', a lies within [(s − e)², (s + e)²] and
 
 .. math:: r = |(1 - yy^T)J^TJy| \le s\,|(1 - yy^T)J^Tu| + be \le s\,(|(computed\ J^Tu) - sy| + e') + be.
@@ -21,6 +21,7 @@ Products with y need not be whole either (`JacobianOperator.matvec_within`). Wit
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +30,12 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.common import random_stream
+from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import JacobianOperator
-from howsmooth.norms.counted_products import absolute_noise, left_out, rounding_allowance, widened
+from howsmooth.norms.counted_products import product_error, rounding_allowance, widened
 from howsmooth.norms.lanczos import golub_kahan
-from howsmooth.norms.measurement import Measurement
+from howsmooth.norms.measurement import Measurement, NormKind
+from howsmooth.norms.norm_choice import is_small, norm_of
 
 _NEAR = 1e-2
 """Relative residual of y in J₀."""
@@ -42,7 +45,7 @@ _OF_ROOT = 0.5
 
 
 class Deflated(JacobianOperator):
-    """J(1 − yyᵀ) for unit vectors y, one for every map, ``batch_shape + in_shape``; nothing counts as left out.
+    """J(1 − yyᵀ) for unit vectors y, one for every map, ``batch_shape + in_shape``.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> J = Deflated(MatrixOperator(torch.diag(torch.tensor([3.0, 2.0]))), torch.tensor([1.0, 0.0]))
@@ -53,9 +56,7 @@ class Deflated(JacobianOperator):
     def __init__(self, op: JacobianOperator, y: Tensor):
         self.op, self.y = op, y
         self.batch_shape, self.in_shape, self.out_shape = op.batch_shape, op.in_shape, op.out_shape
-        self.dtype, self.device, self.method = op.dtype, op.device, op.method
-        self.blur, self.noise, self.scatter = op.blur, op.noise, op.scatter
-        self.rounding_known = op.rounding_known
+        self.dtype, self.device, self.method, self.accuracy = op.dtype, op.device, op.method, op.accuracy
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.op.matvec(self._without(v))
@@ -72,36 +73,57 @@ class Deflated(JacobianOperator):
         return v - (v * self.y).sum(axes, keepdim=True) * self.y
 
 
-def too_much_left_out(op: JacobianOperator, rtol: float) -> bool:
-    """Whether ends moved by what was left out would be further apart than an eighth of ``rtol`` allows."""
-    return op.whole is not None and bool((left_out(op) > rtol / 8 * op.whole.least.reshape(-1)).any())
+@norm_of.register
+def truncated_norm(op: Truncated, norm: NormKind, *, rtol: float, **options: Any) -> Measurement:
+    """A norm of the exact maps of a truncated operator.
+
+    Where the error is at most an eighth of ``rtol``, or the norm is not the 2-norm alone, the cheap maps are measured
+    and both ends are moved by the error; otherwise the 2-norm comes from `deflated_norm`.
+    """
+    plain = options["start"] is None and options["stop_at"] is None and options["k"] == 1
+    if (
+        norm == 2
+        and plain
+        and not is_small(op, options["dense_limit"])
+        and bool((op.error > rtol / 8 * op.lower).any())
+    ):
+        common = {name: options[name] for name in ("confidence", "seed")}
+        return deflated_norm(op, rtol, **common, **options["solver"])
+    # With upper ≤ (1 + r) lower of the cheap maps, both ends moved by e ≤ s·lower are (r + (2 + rtol) s) apart.
+    share = float(torch.where(op.lower > 0, op.error / op.lower, math.inf).max())
+    m = norm_of(op.cheap, norm, rtol=max(rtol - (2 + rtol) * share, rtol / 2), **options)
+    tokens, smaller = math.prod(op.in_shape[:-1]), min(op.in_size, op.out_size)
+    factor = {2: 1, 1: op.out_size, math.inf: op.in_size, "fro": smaller, "token": tokens}[norm] ** 0.5
+    lower, upper = (m.lower - factor * op.error).clamp_min(0.0), m.upper + factor * op.error
+    converged = m.converged & (upper <= (1 + rtol) * lower) if m.confidence else m.converged
+    notes = tuple(note.partition("; the norm is at least")[0] for note in m.notes)  # of the cheap maps
+    return replace(m, lower=lower, upper=upper, converged=converged, notes=notes)
 
 
-def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: int, **given: Any) -> Measurement:
-    """‖J‖₂ of every map of ``op.whole``, of which ``op`` is what is left; maps that this cannot certify run in full."""
-    assert op.whole is not None
+def deflated_norm(op: Truncated, rtol: float, confidence: float, seed: int, **given: Any) -> Measurement:
+    """‖J‖₂ of every exact map from its cheap one; maps that this leaves open are measured with exact products."""
     started = time.perf_counter()
-    start = op.guess
+    start = op.start
     if start is None:
         start = torch.randn(*op.batch_shape, *op.in_shape, generator=random_stream(seed, "guess"), dtype=op.dtype)
-    # Another seed: the certificate asks for a start that is independent of y.
+    # Another seed: the bound needs a start that is independent of y.
     options = {**given, "start": start.to(op.device), "verify": False}
-    guess = golub_kahan(op, 1, max(rtol, _NEAR), confidence, seed + 1, **options)
-    assert guess.right is not None
-    near = _Near.of(op.whole, guess.right, rtol)
-    missing, most = left_out(op).reshape(op.batch_shape), (1 + rtol) * near.lower
-    enough = near.enough(most) - missing
+    rough = golub_kahan(op.cheap, 1, max(rtol, _NEAR), confidence, seed + 1, **options)
+    assert rough.right is not None
+    near = _Near.of(op, rough.right, rtol)
+    largest = (1 + rtol) * near.lower
+    enough = near.enough(largest) - op.error
     options = {**given, "stop_at": enough, "stop_below": enough, "verify": False}
-    rest = golub_kahan(Deflated(op, near.right), 1, rtol, confidence, seed, **options)
-    upper = near.upper(rest.upper + missing)
+    rest = golub_kahan(Deflated(op.cheap, near.right), 1, rtol, confidence, seed, **options)
+    upper = near.upper(rest.upper + op.error)
     m = Measurement(
         value=near.value,
         lower=near.lower,
         upper=upper,
         confidence=confidence,
         norm=2,
-        converged=upper <= most,
-        products=guess.products + near.products + rest.products,
+        converged=upper <= largest,
+        products=rough.products + near.products + rest.products,
         method="golub-kahan, deflated",
         dtype=op.dtype,
         seconds=time.perf_counter() - started,
@@ -109,9 +131,9 @@ def deflated_norm(op: JacobianOperator, rtol: float, confidence: float, seed: in
         right=near.right,
         values=near.value[..., None],
         residuals=near.residual[..., None],
-        rounding=op.rounding_known,
+        rounding=op.accuracy.guarantee,
     )
-    return m if bool(m.converged.all()) else _in_full(op.whole, m, rtol, confidence, seed, started, **given)
+    return m if bool(m.converged.all()) else _in_full(op.exact, m, rtol, confidence, seed, started, **given)
 
 
 @dataclass(frozen=True)
@@ -137,13 +159,13 @@ class _Near:
     products: int
 
     @classmethod
-    def of(cls, whole: JacobianOperator, y: Tensor, rtol: float) -> _Near:
+    def of(cls, op: Truncated, y: Tensor, rtol: float) -> _Near:
         """From steps of power iteration, until the residual is small enough.
 
         The last y is one whose product with JᵀJ is known, so that one step takes two products. These need not be exact:
         of |Jy| a tenth of rtol may be missing, of Jᵀu a quarter of the residual.
         """
-        batch, axes = whole.batch_shape, tuple(range(-len(whole.in_shape), 0))
+        batch, axes = op.batch_shape, tuple(range(-len(op.in_shape), 0))
 
         def length(x: Tensor) -> Tensor:
             return torch.linalg.vector_norm(x, dim=axes, dtype=torch.float64)
@@ -151,21 +173,21 @@ class _Near:
         def times(x: Tensor, number: Tensor) -> Tensor:
             return x * number.to(x).reshape(*batch, *[1] * len(axes))
 
-        residual, least = _OF_ROOT * rtol**0.5, whole.least.expand(batch)
+        residual = _OF_ROOT * rtol**0.5
         for step in range(1, _OWN_STEPS + 1):
             y = times(y, 1 / length(y))
-            u, lost = whole.matvec_within(y, rtol / 10 * least)
+            u, lost = op.matvec_within(y, rtol / 10 * op.lower)
             value = length(u)
             u = times(u, torch.where(value > 0, 1 / value, 0.0))
-            back, also_lost = whole.rmatvec_within(u, residual / 4 * least)
+            back, also_lost = op.rmatvec_within(u, residual / 4 * op.lower)
             apart = length(back - times(y, value)).cpu() + lost + also_lost
             if step == _OWN_STEPS or bool((apart <= residual * value.cpu()).all()):
                 break
             y = back
-        value, noise = value.cpu(), absolute_noise(whole).reshape(batch)
-        allowance = rounding_allowance(whole.dtype, 4, whole.blur)
-        lower, high = widened(value, allowance, noise + lost)
-        rounding = 2 * (noise + allowance * high)
+        value, error = value.cpu(), product_error(op.exact).reshape(batch)
+        allowance = rounding_allowance(op.dtype, 4, op.exact.accuracy.point)
+        lower, high = widened(value, allowance, error + lost)
+        rounding = 2 * (error + allowance * high)
         return cls(u, y, value, lower, high, apart, lost, rounding, allowance, 2 * step)
 
     def upper(self, b: Tensor) -> Tensor:
@@ -186,13 +208,13 @@ class _Near:
 
 
 def _in_full(
-    whole: JacobianOperator, m: Measurement, rtol: float, confidence: float, seed: int, started: float, **options: Any
+    exact: JacobianOperator, m: Measurement, rtol: float, confidence: float, seed: int, started: float, **options: Any
 ) -> Measurement:
-    """The same measurement, with the maps that are not certified measured again without leaving anything out."""
+    """The same measurement, with the open maps measured again by exact products."""
     open_maps = (~m.converged).reshape(-1).nonzero().flatten()
-    part = whole.subset(open_maps) if len(open_maps) < whole.batch_size else None
-    again = golub_kahan(whole if part is None else part, 1, rtol, confidence, seed, **options)
-    note = f"{len(open_maps)} of {whole.batch_size} maps were measured with all tiles: what is left out is too much"
+    part = exact.subset(open_maps) if len(open_maps) < exact.batch_size else None
+    again = golub_kahan(exact if part is None else part, 1, rtol, confidence, seed, **options)
+    note = f"{len(open_maps)} of {exact.batch_size} maps were measured with all tiles: what is left out is too much"
     fields: dict[str, Any] = {}
     for name in ("value", "lower", "upper", "converged", "left", "right", "values", "residuals"):
         old, new = getattr(m, name), getattr(again, name)

@@ -11,7 +11,6 @@ from howsmooth.bounds import castin2024, get
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import attention_block
 from howsmooth.papers.figure_style import finish, lines, median_bands, model_label, panels, reference_line
-from howsmooth.search.single_head import one_head
 
 RADIUS, _LENGTHS = 100.0, (27, 37, 47, 57, 67, 77, 87, 97)
 _CAUSAL = "random:gpt2[layers=7,width=768,heads=12,seed={seed}]"
@@ -33,7 +32,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     attention = attention_block(cell["model"], cell["layer"])
     attention = attention.in_dtype(torch.float64)
     one = hs.measure_heads(attention, torch.zeros(1, attention.in_features, dtype=torch.float64)).value
-    alone = [one_head(attention, head) for head in range(min(cell["heads"], attention.heads))]
+    alone = [attention.head(head) for head in range(min(cell["heads"], attention.heads))]
     eigenpairs = castin2024.real_eigenpairs(attention)
     rows = []
     for n in cell["lengths"]:

@@ -17,7 +17,6 @@ from howsmooth.attention import AttentionMap, Rotary, plain_map
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite
-from howsmooth.models.captured_sites import staged
 from howsmooth.rounding.number_formats import Format
 
 PARTS = ("key", "value")
@@ -70,7 +69,7 @@ class Cache:
                 "attention: use hs.jacobian(attention, x, wrt='keys') for its first order."
             )
         x = check_tensor(x, "x", dims=(2,))
-        query, key, value = (part[0].double() for part in staged(attention, x[None]))
+        query, key, value = (part[0].double() for part in attention.staged(x[None]))
         group = attention.heads // attention.kv_heads
         factor = torch.linalg.qr(attention.output_weight.double().mT).R.mT
         rotary = next((stage for stage in attention.key_stages if isinstance(stage, Rotary)), None)

@@ -23,7 +23,6 @@ from howsmooth.errors import InvalidInput
 from howsmooth.search.best_bound import not_passed, tightest_upper
 from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.sandwich_result import Cell, Sandwich, in_words, size_of
-from howsmooth.search.single_head import one_head
 from howsmooth.search.worst_case_search import worst_case
 from howsmooth.sets import Ball, InputSet, Neighbourhood, TokenSet, as_set
 
@@ -88,9 +87,7 @@ def sandwich(
             for done, (n, region) in enumerate(questions):
                 label = f"n = {n}, {in_words(region)}"
                 attention = map_of(f, n) or f
-                alone = (
-                    one_head(attention, head) if isinstance(attention, AttentionMap) and head is not None else attention
-                )
+                alone = attention.head(head) if isinstance(attention, AttentionMap) and head is not None else attention
 
                 def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:
                     if progress is not None:

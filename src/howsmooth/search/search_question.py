@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from howsmooth._util.validation import check_finite, check_tensor, memory
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.errors import InvalidInput
-from howsmooth.search.single_head import one_head
 from howsmooth.search.witness_files import plain_json
 from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
 
@@ -66,7 +65,7 @@ class Question:
         self.n = _length(self.over, self.given, n)
         self.f = map_of(f, self.n) or f
         if isinstance(self.f, AttentionMap):
-            self.f = self.f if head is None else one_head(self.f, head)
+            self.f = self.f if head is None else self.f.head(head)
             _check_map(self.f, self.over)
         elif head is not None:
             raise InvalidInput(f"head={head} needs an attention map with heads, got {type(self.f).__name__}.")
@@ -86,7 +85,7 @@ def largest_logit(f: object, x: Tensor) -> float:
     if not isinstance(f, AttentionMap):
         return 0.0
     with torch.no_grad():
-        query, key, _ = f.in_dtype(torch.float64)._heads(x.double()[None])
+        query, key, _ = f.in_dtype(torch.float64).staged(x.double()[None])
     return float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max())
 
 

@@ -211,7 +211,7 @@ class _Climb:
         self.best = [self.z.detach().clone(), self.log_mass.detach().clone()]
         self.highest = torch.full((starts,), -math.inf, dtype=torch.float64)
         self.term = _Masses(2 if ordered else None)
-        self.map.logit_biases = nn.ModuleList([self.term])
+        self.map = self.map.replace(logit_biases=[self.term])
         self.left = torch.randn(starts, 2 * atoms, self.map.out_features, generator=generator, dtype=torch.float64)
         self.optimizer = torch.optim.Adam([{"params": [self.z]}, {"params": [self.log_mass]}], maximize=True)
         self.left = self._follow(rounds=8)[0]
@@ -272,7 +272,7 @@ class _Climb:
 
 
 def _largest_logit(attention: AttentionMap, x: Tensor) -> float:
-    query, key, _ = attention._heads(x)
+    query, key, _ = attention.staged(x)
     most = float((query @ key.mT).abs().max())
     if not most <= _MOST_LOGIT:
         raise InvalidInput(f"logits as large as {most:.2g} drown the masses of atoms: choose a smaller radius.")

@@ -62,11 +62,11 @@ def composed(where: Setting, folded: bool = True) -> Tensor:
     if parts.derivative is not None:
         bound = bound * torch.as_tensor(parts.derivative.size()).max()
     if parts.gate is not None:
-        query, key, value = inner._heads(tokens)
+        query, key, value = inner.staged(tokens)
         output = (inner._weights(query, key) @ value)[0][:, parts.placement.outputs]  # (heads, n, v)
         moved = spectral((output * parts.gate.slope[0])[..., None] * parts.gate.weight[:, None]).amax(-1)
         bound = spectral(parts.gate.output) * (parts.gate.value[0].amax((-2, -1)) * bound + moved)
-    query, key, _ = inner._heads(tokens)
+    query, key, _ = inner.staged(tokens)
     logit = float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max().detach())
     width = max(attention.in_features, tokens.shape[-1])
     return bound * (1 + _MANY * torch.finfo(torch.float64).eps * width * (1 + logit))

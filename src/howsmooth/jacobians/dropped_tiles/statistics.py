@@ -37,8 +37,8 @@ _WEIGHTY = 1 / 16
 
 
 @torch.no_grad()
-def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> Mixing:
-    """As `Mixing.at`, with the sizes of all tiles that may be left out (`Mixing.without`)."""
+def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> tuple[Mixing, TileSizes]:
+    """As `Mixing.at`, with the sizes of all tiles that can be dropped."""
     mixing = Mixing.unevaluated(attention, point, dtype)
     sums = _TileSums(mixing, attention.output_weight)
     tiles: list[Tile] = []
@@ -50,7 +50,7 @@ def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memo
             band = [sums.scaled(*each) for each in zip(band, weights, factors, strict=True)]
             memory -= sum(tile.nbytes for tile in band)
         tiles += band
-    return replace(mixing.evaluated(tiles, sums.seen.output(), sums.seen.moments()), sizes=sums.tile_sizes())
+    return mixing.evaluated(tiles, sums.seen.output(), sums.seen.moments()), sums.tile_sizes()
 
 
 def sharp_moments(mixing: Mixing) -> Moments:

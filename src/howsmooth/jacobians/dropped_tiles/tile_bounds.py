@@ -34,11 +34,15 @@ vectors of trained heads live on a few tokens, so that a tenth of the tiles give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
+
+from howsmooth.jacobians.softmax_products import Mixing
+from howsmooth.jacobians.tiles import Tile
 
 _OF_SUMS = 1 + 1e-3
 """For the rounding of the sums, of positive numbers in single precision."""
@@ -53,15 +57,15 @@ _Parts = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """What was left out of every map: bounds in dq, dk and dv, ``(3, maps)``, and the share of all tiles."""
+class DroppedTiles:
+    """Bounds on the dropped part of every map in dq, dk and dv, ``(3, maps)``, and the share of all tiles."""
 
-    sizes: Tensor
+    bounds: Tensor
     share: float
 
-    def select(self, index: Tensor) -> LeftOut:
-        """That of some maps."""
-        return LeftOut(self.sizes[:, index], self.share)
+    def select(self, index: Tensor) -> DroppedTiles:
+        """The bounds of some maps."""
+        return DroppedTiles(self.bounds[:, index], self.share)
 
 
 def fine_side(n: int) -> int:
@@ -95,9 +99,9 @@ class TileSizes:
         counts = tuple(count for count, here in zip(self.counts, self.by_tile(kept), strict=True) if bool(here.any()))
         return TileSizes(places, self.sizes[:, kept], self.side, counts)
 
-    def least(self, norms: Tensor, budget: Tensor) -> Tensor:
-        """The tiles of every map, least first, that stay within its budget together; norms: N_q, N_k, N_v."""
-        gone = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
+    def smallest_within(self, norms: Tensor, budget: Tensor) -> Tensor:
+        """The smallest tiles of every map that stay within its budget together; norms: N_q, N_k, N_v."""
+        dropped = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
         for m, most in enumerate(budget.tolist()):
             here = (self.places[0] == m).nonzero().flatten()
             order = here[(norms[:, m, None] * self.sizes[:, here]).sum(0).argsort()]
@@ -106,30 +110,30 @@ class TileSizes:
                 middle = (low + high + 1) // 2
                 within = float((norms[:, m] * self._bounds(order[:middle], exact=False)).sum()) <= most
                 low, high = (middle, high) if within else (low, middle - 1)
-            gone[order[:low]] = True
-        return gone
+            dropped[order[:low]] = True
+        return dropped
 
-    def spared_forward(self, tangents: Sequence[Tensor], most: Tensor) -> tuple[Tensor, Tensor]:
-        """The tiles that the product with known dq, dk and dv W_O, ``(maps, n, ·)``, can do without.
+    def droppable_forward(self, tangents: Sequence[Tensor], most: Tensor) -> tuple[Tensor, Tensor]:
+        """The tiles that the product with known dq, dk and dv W_O, ``(maps, n, ·)``, does not need.
 
-        Every map loses at most ``most``, ``(maps,)``; what it does lose at most is the second answer.
+        The error of every map is at most ``most``, ``(maps,)``; the second value bounds it more sharply.
         """
         query, key, value = (self._blocks(t) for t in tangents)
 
         def parts(m: int, row: Tensor, column: Tensor, a: Tensor, b: Tensor, c: Tensor) -> _Parts:
             return [(a * query[m, row] + b * key[m, column] + c * value[m, column], row)]
 
-        return self._spared(parts, most)
+        return self._droppable(parts, most)
 
-    def spared_backward(self, cotangent: Tensor, norms: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """The tiles that the product with a known u, ``(maps, n, ·)``, can do without, likewise."""
+    def droppable_backward(self, cotangent: Tensor, norms: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """The tiles that the product with a known u, ``(maps, n, ·)``, does not need, likewise."""
         blocks = self._blocks(cotangent)
 
         def parts(m: int, row: Tensor, column: Tensor, *sizes: Tensor) -> _Parts:
             adds = [norm * size * blocks[m, row] for norm, size in zip(norms[:, m], sizes, strict=True)]
             return list(zip(adds, (row, column, column), strict=True))
 
-        return self._spared(parts, most)
+        return self._droppable(parts, most)
 
     def _blocks(self, tokens: Tensor) -> Tensor:
         """The lengths of the blocks of ``side`` tokens, ``(maps, blocks)``, float64 on the CPU."""
@@ -141,16 +145,16 @@ class TileSizes:
             .sqrt()
         )
 
-    def _spared(self, parts: Callable[..., _Parts], most: Tensor) -> tuple[Tensor, Tensor]:
-        gone = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
-        losses = torch.zeros_like(most)
+    def _droppable(self, parts: Callable[..., _Parts], most: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
+        errors = torch.zeros_like(most)
         side = int(self.places[1:].max()) + 1
         for m, budget in enumerate(most.tolist()):
             here = (self.places[0] == m).nonzero().flatten()
             adds = parts(m, *self.places[1:, here], *self.sizes[:, here])
             order = torch.stack([each for each, _ in adds]).sum(0).argsort()
 
-            def lost(count: int, adds: _Parts = adds, order: Tensor = order) -> float:
+            def error_of(count: int, adds: _Parts = adds, order: Tensor = order) -> float:
                 some = order[:count]
                 sums = (torch.zeros(side, dtype=torch.float64).index_add_(0, i[some], add[some]) for add, i in adds)
                 return _OF_SUMS * sum(float(torch.linalg.vector_norm(each)) for each in sums)
@@ -158,16 +162,37 @@ class TileSizes:
             low, high = 0, len(order)
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if lost(middle) <= budget else (low, middle - 1)
-            gone[here[order[:low]]] = True
-            losses[m] = lost(low)
-        return gone, losses
+                low, high = (middle, high) if error_of(middle) <= budget else (low, middle - 1)
+            dropped[here[order[:low]]] = True
+            errors[m] = error_of(low)
+        return dropped, errors
 
-    def left_out(self, gone: Tensor, maps: int) -> LeftOut:
+    def bounds_of(self, dropped: Tensor, maps: int) -> DroppedTiles:
         """The bounds for a set of tiles."""
-        index = gone.nonzero().flatten()
+        index = dropped.nonzero().flatten()
         parts = [self._bounds(index[self.places[0, index] == m], exact=True) for m in range(maps)]
-        return LeftOut(_OF_SUMS * torch.stack(parts, dim=1), len(index) / max(1, len(gone)))
+        return DroppedTiles(_OF_SUMS * torch.stack(parts, dim=1), len(index) / max(1, len(dropped)))
+
+    def without(self, mixing: Mixing, dropped: Tensor, memory: int = 0) -> Mixing:
+        """The map without some tiles; weights are copied as far as ``memory`` bytes allow, and stay views beyond it."""
+        tiles: list[Tile] = []
+        for tile, remains in zip(mixing.tiles, self.by_tile(~dropped), strict=True):
+            for first, last in runs(remains.tolist()):
+                left, right = (min(self.side * end, tile.cols.stop - tile.cols.start) for end in (first, last))
+                cols = slice(tile.cols.start + left, tile.cols.start + right)
+                part = replace(tile, cols=cols, weights=None, slopes=None)
+                weights = slopes = None
+                if tile.weights is not None and tile.slopes is not None:
+                    weights = tile.weights[..., left:right]
+                    slopes = weights if mixing.plain else tile.slopes[..., left:right]
+                memory -= part.size * mixing.query.element_size()
+                if memory >= 0:
+                    if weights is None or slopes is None:
+                        weights, slopes = mixing.weights_of(part)
+                    weights = weights.contiguous()
+                    slopes = weights if mixing.plain else slopes.contiguous()
+                tiles.append(replace(part, weights=weights, slopes=slopes))
+        return replace(mixing, tiles=tuple(tiles))
 
     def _bounds(self, index: Tensor, exact: bool) -> Tensor:
         """The three bounds of some tiles of one map."""
@@ -182,3 +207,17 @@ class TileSizes:
             matrix[:, rows, columns] = self.sizes[:, index]
             norms = torch.minimum(norms, torch.linalg.matrix_norm(matrix, 2))
         return torch.stack([most[0], norms[1], norms[2]])
+
+
+def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where what is there begins and ends, one run after the other.
+
+    >>> list(runs([True, True, False, True]))
+    [(0, 2), (3, 4)]
+    """
+    first = 0
+    for is_there, run in groupby(there):
+        last = first + len(list(run))
+        if is_there:
+            yield first, last
+        first = last

@@ -203,8 +203,10 @@ def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> tuple[Callab
     elif seen.mask is not None:
         mask = ~seen.mask if seen.mask.dtype == torch.bool else seen.mask
         terms.append(DenseBias(mask[item][:, keep][:, :, keep]))
-    plain = attention.attention if isinstance(attention, ComposedAttention) else attention
-    plain.logit_biases = nn.ModuleList(terms)
+    if isinstance(attention, ComposedAttention):
+        attention = attention.replace(attention=attention.attention.replace(logit_biases=terms))
+    else:
+        attention = attention.replace(logit_biases=terms)
     return attention, x[item][keep].detach()
 
 

@@ -205,8 +205,7 @@ class NormControlledAttention(DotProductAttention):
 
     def attached_map(self, mask: Mask, n: int | None) -> SelfAttention:
         attention_map = super().attached_map(mask, n)
-        attention_map.output_weight = attention_map.output_weight / 3
-        return attention_map
+        return attention_map.replace(output_weight=attention_map.output_weight / 3)
 
     def cap_(self) -> None:
         """Bring singular values above ``cap`` down to it, in place; those below stay as they are."""

@@ -100,8 +100,7 @@ class L2Attention(ProjectedAttention):
         query, value, output = (weight.flatten(0, 1) for weight in weights)
         output = output if factor is None else output * factor
         attention_map = L2SelfAttention(query, value, output.mT, heads=self.num_heads, key=self.key_weight, mask=mask)
-        attention_map.output_bias = None if bias is None else bias[:].to(query.dtype)
-        return attention_map
+        return attention_map.replace(output_bias=None if bias is None else bias[:].to(query.dtype))
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
         least = super().lipschitz_bound(n, radius, norm, mask)
