@@ -102,8 +102,7 @@ def capture(model: PreTrainedModel, inputs: Inputs, layers: Iterable[int] | None
         captured = {}
         for number, found in enumerate(find_attention(model, inputs, SelfAttention)):
             real = RealTokens.read_by(found.call.module, model, inputs)
-            attention: Any = found.attention
-            captured[number] = _compared(model, number, found.name, attention, found.x, found.output, found.call, real)
+            captured[number] = _compared(model, number, found, found.call, real)
         for layer in wanted or ():
             if layer not in captured:
                 raise no_such_layer(model, layer, len(captured))
@@ -131,8 +130,8 @@ def _capture_by_name(
         # Compared at once and freed: the weights of all layers together would not fit into memory.
         site = of_output[projection]
         x, call = entered.pop(site.block).hidden, calls.pop(site.owner, None)
-        attention = read_attention(model, site, real.positions)
-        captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real)
+        found = FoundAttention(site.path, read_attention(model, site, real.positions), x, x, output)
+        captured[site.layer] = _compared(model, site.layer, found, call, real)
         if not to_the_end and len(captured) == len(sites):
             raise _Captured
 
@@ -144,17 +143,11 @@ def _capture_by_name(
 
 
 def _compared(
-    model: PreTrainedModel,
-    layer: int,
-    name: str,
-    attention: AttentionMap | ComposedAttention,
-    x: Tensor,
-    output: Tensor,
-    call: AttentionCall | None,
-    real: RealTokens,
+    model: PreTrainedModel, layer: int, found: FoundAttention, call: AttentionCall | None, real: RealTokens
 ) -> CapturedSite:
     """The site, once the map reproduces the output and, where the interface was called, all intermediate tensors."""
-    x, output = (real.cut(tokens, name) for tokens in (x, output))
+    attention: Any = found.attention
+    x, output = (real.cut(tokens, found.name) for tokens in (found.x, found.output))
     with torch.no_grad():
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
@@ -165,8 +158,8 @@ def _compared(
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
             stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")
             errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
-    _refuse_difference(model, layer, name, errors)
-    return CapturedSite(layer, name, attention, x[0].detach(), error)
+    _refuse_difference(model, layer, found.name, errors)
+    return CapturedSite(layer, found.name, attention, x[0].detach(), error)
 
 
 def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Mapping[str, float]) -> None:

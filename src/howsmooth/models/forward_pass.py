@@ -72,13 +72,13 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     are written out. No other thread runs a model meanwhile.
     """
     with LOCK, evaluating(model), torch.no_grad(), ExitStack() as stack:
-        configs = list(_with_inner(model.config))
         # Some parts have configurations of their own (encoder and decoder of T5).
-        known = {id(config) for config in configs}
-        parts: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-        configs += [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
+        own: list[Any] = [
+            c for c in (getattr(module, "config", None) for module in model.modules()) if hasattr(c, "sub_configs")
+        ]
+        configs = {id(inner): inner for config in own for inner in _with_inner(config)}
         # Setting a configuration also sets those inside it, so these are changed before their whole and restored after.
-        for config in reversed(configs):
+        for config in reversed(configs.values()):
             settings: dict[str, Any] = {"_attn_implementation": implementation}
             if getattr(config, "_experts_implementation", None) not in (None, "eager"):
                 # Experts one by one, as they are defined: faster ways know no double precision.

@@ -79,10 +79,10 @@ def attention_inputs(
     limit = longest(model, tokenizer)
     if length is not None and len(ids) < length:
         raise InvalidInput(
-            f"the text has {len(ids)} tokens, but length={length} was asked: give more text or ask for less."
+            f"the text has {len(ids)} tokens, but length={length} was requested: give more text or ask for less."
         )
     if len(ids) > limit:
-        raise InvalidInput(f"{len(ids)} tokens were asked, but this {type(model).__name__} takes at most {limit}.")
+        raise InvalidInput(f"{len(ids)} tokens were requested, but this {type(model).__name__} takes at most {limit}.")
     tokens = [str(i) for i in ids] if tokenizer is None else token_names(tokenizer, ids)
     batch = torch.tensor([ids])
     calls = record_calls(model, sites, {"input_ids": batch})

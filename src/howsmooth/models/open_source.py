@@ -111,7 +111,7 @@ class OpenModel:
         """
         if length is not None and length > self.limit:
             raise InvalidInput(
-                f"windows of {length} tokens were asked, but {self.name} takes at most {self.limit}: ask for less."
+                f"windows of {length} tokens were requested, but {self.name} takes at most {self.limit}: ask for less."
             )
         if self.modality == "image":
             return [self._image(source, length, count)]

@@ -29,7 +29,7 @@ from howsmooth.models.checkpoint_files import (
     weight_files,
 )
 from howsmooth.models.named_models import NAMED
-from howsmooth.models.size_checks import check_counts, check_free_memory, check_size, read_model_config
+from howsmooth.models.size_checks import check_config, check_counts, check_free_memory, check_size
 from howsmooth.models.text_windows import without_panic
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
             if not name.endswith(".safetensors"):
                 (private / name).write_bytes(verified_content(config_file.parent / name, sums))
         source, config_file = str(private), private / "config.json"
-    read_model_config(config_file, len(checkpoint.tensors))
+    check_config(config_file, len(checkpoint.tensors))
     config = transformers.AutoConfig.from_pretrained(config_file.parent, trust_remote_code=False)
     method = getattr(config, "quantization_config", None)
     if method is not None:

@@ -84,9 +84,9 @@ def _frozen(norm: nn.Module) -> nn.Module:
     named = any("norm" in kind.__name__.lower() for kind in type(norm).__mro__)
     if not isinstance(norm, nn.Module) or not named:
         raise _refused(norm)
-    shape = getattr(norm, "normalized_shape", (1,))
-    if len(shape if isinstance(shape, tuple | list | torch.Size) else (shape,)) != 1:
-        raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {tuple(shape)}.")
+    shape = _normalized_shape(norm)
+    if len(shape) > 1:
+        raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {shape}.")
     gated = len(inspect.signature(norm.forward).parameters) != 1  # a gate scales its output
     if isinstance(norm, _NormBase | nn.GroupNorm) or gated:
         raise _refused(norm)
@@ -97,10 +97,13 @@ def _width(norm: nn.Module) -> int | None:
     for given in (getattr(norm, "weight", None), *norm.parameters(), *norm.buffers()):
         if isinstance(given, Tensor) and given.dim() == 1:
             return len(given)
-    shape = getattr(norm, "normalized_shape", None)
-    if shape is not None:
-        return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
-    return None
+    return next(iter(_normalized_shape(norm)), None)
+
+
+def _normalized_shape(norm: nn.Module) -> tuple[int, ...]:
+    """The axes of a normalisation of torch; empty where the module does not give them."""
+    shape: Any = getattr(norm, "normalized_shape", ())
+    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def _output(norm: nn.Module, probed: nn.Module, x: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ _GROUPS = (
 )
 
 
-def read_model_config(path: Path, tensors: int) -> dict[str, Any]:
-    """The content of config.json; its counts of layers and labels must agree with the number of tensors in the file.
+def check_config(path: Path, tensors: int) -> None:
+    """Refuse a config.json whose counts of layers and labels do not agree with the number of tensors in the file.
 
     Layers are Python objects and labels entries of a table: a thousand million of them would fill the memory before any
     weight is read.
@@ -41,7 +41,6 @@ def read_model_config(path: Path, tensors: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} is not a configuration: it must hold one JSON object.")
     check_counts(content, tensors, path.name)
-    return content
 
 
 def check_counts(content: dict[str, Any], tensors: int, name: str) -> None:

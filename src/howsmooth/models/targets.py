@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import LOCK, alone
-from howsmooth._util.validation import shown, validated
+from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, Composite, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
@@ -90,8 +90,6 @@ def target(
     """
     if window is None:
         raise InvalidInput("a target is measured at a window: cut one with open_model.windows(text, length).")
-    if not hasattr(window, "ids"):
-        raise InvalidInput(f"window must be one of open_model.windows(text, length), got {shown(window)}.")
     return Targets(open_model, window, mlps=what in _OF_MLPS).get(what, layer)
 
 

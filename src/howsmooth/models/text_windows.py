@@ -95,12 +95,12 @@ class Tokens:
         if starts < 1:
             raise InvalidInput(
                 f"the text has {len(self)} tokens with special ones, but windows of {length} "
-                "were asked: give more text or ask for less."
+                "were requested: give more text or ask for less."
             )
         if starts < count:
             raise InvalidInput(
-                f"the text has room for {starts} different window(s) of {length} tokens, but {count} were asked: give "
-                "more text or ask for fewer."
+                f"the text has room for {starts} different window(s) of {length} tokens, but {count} were requested: "
+                "give more text or ask for fewer."
             )
         return [self._window(start, inside) for start in spread_starts(len(self.ids), inside, count, seed)]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import relative_error
-from howsmooth.attention import Causal, CrossAttention, DenseBias, LogitBias, Rotary, SelfAttention
+from howsmooth.attention import Causal, ComposedAttention, CrossAttention, DenseBias, LogitBias, Rotary, SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_rotary, rotary_kinds
@@ -32,11 +32,11 @@ class FoundAttention(NamedTuple):
     """An attention found in one run: its path and map, the tokens of queries and keys, the output and the call."""
 
     name: str
-    attention: SelfAttention | CrossAttention
+    attention: SelfAttention | ComposedAttention | CrossAttention
     x: Tensor
     keys: Tensor
     output: Tensor
-    call: AttentionCall
+    call: Any = None  # AttentionCall, where the interface was called
 
 
 @dataclass(frozen=True)
