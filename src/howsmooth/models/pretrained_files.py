@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -337,13 +337,10 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
 
 def licence_in(folder: Path) -> str:
     """The licence in the header of a model card, or "not stated"."""
-    card = folder / "README.md"
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
-    for line in lines[1:] if lines[:1] == ["---"] else []:
-        if line == "---":
-            break
-        if line.startswith("license:"):
-            return line.removeprefix("license:").strip().strip("\"'")
+    from huggingface_hub import metadata_load
+
+    with suppress(Exception):  # no card, or one with a damaged header
+        return printable(str((metadata_load(folder / "README.md") or {})["license"]))
     return "not stated"
 
 
