@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evidence.rounded_caches_windows import Step, in_windows
 from howsmooth.models import OpenModel, Window
-from howsmooth.models.attention_interface import answering
+from howsmooth.models.attention_interface import attention_computed_by
 from howsmooth.rounding import Format
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.quantisation import Tensors
@@ -57,7 +57,9 @@ class Suffixes:
         try:
             for block, output in zip(self.blocks[:layer], self.outputs, strict=False):
                 block.forward = lambda *args, said=output, **options: said
-            with answering(self.reader.model, rounding(self.reader.rotaries, {(layer, part): choices}, layers)):
+            with attention_computed_by(
+                self.reader.model, rounding(self.reader.rotaries, {(layer, part): choices}, layers)
+            ):
                 outcome = self.reader.read(run_whole(self.reader))
         finally:
             for block in self.blocks[:layer]:

@@ -156,7 +156,7 @@ def test_map_with_one_wrong_part_is_refused(part: str, monkeypatch: pytest.Monke
         capture(TINY[kind].build(), TINY[kind].inputs(8))
 
 
-def test_socket_notices_what_the_output_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_shows_what_the_output_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries and keys scaled inversely give the same output; only the socket can tell them from the model's own."""
 
     def read(*args: Any) -> Any:
@@ -233,7 +233,7 @@ def other_model(kind: str, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-def test_unlisted_architectures_are_read_through_the_socket(kind: str) -> None:
+def test_unlisted_architectures_are_read_through_the_attention_interface(kind: str) -> None:
     """The map against the model's own attention module, differentiated densely by autograd."""
     model = other_model(kind, **OTHERS[kind])
     model.set_attn_implementation("eager")

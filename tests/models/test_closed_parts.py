@@ -185,7 +185,7 @@ def test_other_tokens_than_those_of_the_window_go_through_torch_func() -> None:
 
 
 def test_long_inputs_are_compared_by_their_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_parts, "MOST_COMPARED", 1)
+    monkeypatch.setattr(closed_parts, "MAX_COMPARED", 1)
     monkeypatch.setattr(closed_parts, "compare_derivative", lambda *given: pytest.fail("autograd was asked"))
     f, x = tiny_targets("llama").get("layer", 0)
     assert isinstance(hs.jacobian(f, x), ComposedJacobian)

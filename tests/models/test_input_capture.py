@@ -68,9 +68,9 @@ def test_dropout_is_off_and_the_model_stays_in_training() -> None:
 @pytest.mark.parametrize(
     ("text", "length", "layers", "message"),
     [
-        ("abc", 9, None, "the text has 5 tokens, but length=9 was asked"),
+        ("abc", 9, None, "the text has 5 tokens, but length=9 was requested"),
         ("abc", 0, None, "at least one token, got length=0"),
-        ("a" * 60, None, None, "62 tokens were asked, but this BertModel takes at most 40"),
+        ("a" * 60, None, None, "62 tokens were requested, but this BertModel takes at most 40"),
         ("abc", 3, [2], "layer 2 does not exist"),
         ([], None, None, "no tokens to run the model on"),
         (torch.ones(2, 3, dtype=torch.long), None, None, "pass one text at a time"),

@@ -136,7 +136,7 @@ def test_longest_input_runs_and_one_more_does_not_fit(name: str) -> None:
     assert opened.limit == 20
     [window] = opened.windows(TEXT, 20)
     assert opened.model(**opened.inputs(window)).last_hidden_state.shape == (1, 20, 32)
-    with pytest.raises(InvalidInput, match=r"windows of 21 tokens were asked, but .* takes at most 20"):
+    with pytest.raises(InvalidInput, match=r"windows of 21 tokens were requested, but .* takes at most 20"):
         opened.windows(TEXT, 21)
     if name not in ("llama",):  # rotary positions have no table that ends
         with pytest.raises((IndexError, RuntimeError)):
@@ -146,7 +146,7 @@ def test_longest_input_runs_and_one_more_does_not_fit(name: str) -> None:
 @pytest.mark.parametrize(
     ("length", "count", "message"),
     [
-        (100, 1, "the text has 75 tokens with special ones, but windows of 100 were asked: give more text"),
+        (100, 1, "the text has 75 tokens with special ones, but windows of 100 were requested: give more text"),
         (70, 9, "room for 6 different window"),
         (8, 0, "at least one window"),
         (0, 1, "has no room for text"),

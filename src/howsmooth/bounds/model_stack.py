@@ -14,7 +14,7 @@ from howsmooth.bounds.composition import Stack, Stage
 from howsmooth.bounds.layer_constants import activation, mlp, normalisation
 from howsmooth.bounds.question_setting import setting
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
-from howsmooth.models.forward_pass import listening
+from howsmooth.models.forward_pass import temporary_hooks
 from howsmooth.models.model_pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
 from howsmooth.sets import TokenSet
 
@@ -76,7 +76,7 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
 
     if x.is_floating_point():
         x = x.to(next(reading.model.parameters()).dtype)
-    with listening(norm.module.register_forward_pre_hook(partial(hear, norm.name)) for norm in reading.norms):
+    with temporary_hooks(norm.module.register_forward_pre_hook(partial(hear, norm.name)) for norm in reading.norms):
         for item in x if x.dim() == (3 if x.is_floating_point() else 2) else [x]:
             reading.run(item)
     return smallest

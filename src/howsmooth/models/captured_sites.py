@@ -1,4 +1,4 @@
-"""Every attention block of a model at a real input, as a map that has just reproduced the model's own output there."""
+"""Every attention block of a model at a real input, as a map that reproduces the model's own output there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from howsmooth.attention import AttentionMap, ComposedAttention, CrossAttention,
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_attention
-from howsmooth.models.forward_pass import Inputs, RealTokens, listening, recorded_calls, reference_mode, run_model
+from howsmooth.models.forward_pass import Inputs, RealTokens, recorded_calls, reference_mode, run_model, temporary_hooks
 from howsmooth.models.module_names import CONVENTIONS, AttentionSite, attention_site, attention_sites, no_such_layer
 from howsmooth.models.traced_attention import FoundAttention, find_attention
 
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class CapturedSite:
-    """An attention block and the input it really saw.
+    """An attention block and its input in one run of the model.
 
     Attributes:
         layer: counted from 0.
@@ -49,7 +49,7 @@ class CapturedSite:
 
 @dataclass(frozen=True)
 class CapturedCross:
-    """A block of cross-attention and what it really saw.
+    """A block of cross-attention and its inputs in one run of the model.
 
     Attributes:
         layer: counted from 0 among the blocks of cross-attention.
@@ -71,19 +71,19 @@ class CapturedCross:
 @validated
 @alone
 def capture(model: PreTrainedModel, inputs: Inputs, layers: Iterable[int] | None = None) -> list[CapturedSite]:
-    """Run the model once and return every attention block with the tokens it saw.
+    """Run the model once and return every attention block with its input.
 
-    Each map has reproduced the model at these tokens: queries, keys, values, weights and output agree to `TOLERANCE`.
-    Architectures in `MODEL_TYPES` are read by name; any other is read through transformers' attention socket, if its
-    queries, keys and values are linear in the tokens up to rotary positions. The model is left as it was.
+    Each map reproduces the model at these tokens: queries, keys, values, weights and output agree to `TOLERANCE`.
+    Architectures in `MODEL_TYPES` are read by name; any other is read through transformers' attention interface, if its
+    queries, keys and values are linear in the tokens up to rotary positions. The model is unchanged afterwards.
 
     Args:
         model: in float32 or float64.
         inputs: keyword arguments of the model for one text, image or sound; padding is cut off.
-        layers: which to keep; the model is not run beyond the last of them. None for all.
+        layers: the layers to capture; the model is not run beyond the last of them. None for all.
 
     Raises:
-        UnsupportedModel: a block computes something that the map does not.
+        UnsupportedModel: a block has a feature that the map lacks.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
@@ -101,16 +101,15 @@ def capture(model: PreTrainedModel, inputs: Inputs, layers: Iterable[int] | None
         captured = {}
         for number, found in enumerate(find_attention(model, inputs, SelfAttention)):
             real = RealTokens.read_by(found.call.module, model, inputs)
-            attention: Any = found.attention
-            captured[number] = _compared(model, number, found.name, attention, found.x, found.output, found.call, real)
+            captured[number] = _compared(model, number, found, found.call, real)
         for layer in wanted or ():
             if layer not in captured:
                 raise no_such_layer(model, layer, len(captured))
     return [captured[layer] for layer in (sorted(captured) if wanted is None else wanted)]
 
 
-class _Heard(Exception):
-    """Every layer asked for has been captured: what the model does above them is nobody's question."""
+class _Captured(Exception):
+    """All requested layers are captured, so that the layers above them need not run."""
 
 
 def _capture_by_name(
@@ -127,45 +126,39 @@ def _capture_by_name(
             calls[call.module] = call
 
     def on_output(projection: nn.Module, args: Any, output: Tensor) -> None:
-        # Compared at once and let go: the weights of all layers together would not fit into memory.
+        # Compared at once and freed: the weights of all layers together would not fit into memory.
         site = of_output[projection]
         x, call = entered.pop(site.block).hidden, calls.pop(site.owner, None)
-        attention = read_attention(model, site, real.positions)
-        captured[site.layer] = _compared(model, site.layer, site.path, attention, x, output, call, real)
+        found = FoundAttention(site.path, read_attention(model, site, real.positions), x, x, output)
+        captured[site.layer] = _compared(model, site.layer, found, call, real)
         if not to_the_end and len(captured) == len(sites):
-            raise _Heard
+            raise _Captured
 
     hooks = [projection.register_forward_hook(on_output) for projection in of_output]
     entries = recorded_calls(site.block for site in sites)
-    with entries as entered, listening(hooks), attention_calls(model, on_call), suppress(_Heard):
+    with entries as entered, temporary_hooks(hooks), attention_calls(model, on_call), suppress(_Captured):
         run_model(model, inputs)
     return captured
 
 
 def _compared(
-    model: PreTrainedModel,
-    layer: int,
-    name: str,
-    attention: AttentionMap | ComposedAttention,
-    x: Tensor,
-    output: Tensor,
-    call: AttentionCall | None,
-    real: RealTokens,
+    model: PreTrainedModel, layer: int, found: FoundAttention, call: AttentionCall | None, real: RealTokens
 ) -> CapturedSite:
-    """The site, once the map has reproduced the output and, where the socket was heard, every part on the way to it."""
-    x, output = (real.cut(tokens, name) for tokens in (x, output))
+    """The site, once the map reproduces the output and, where the interface was called, all intermediate tensors."""
+    attention: Any = found.attention
+    x, output = (real.cut(tokens, found.name) for tokens in (found.x, found.output))
     with torch.no_grad():
         error = relative_error(attention(x), output, attention.output_bias)
         errors = {"output": error}
         if call is not None:
             ours: tuple[Tensor, ...] = (*attention.staged(x), attention.weights(x))
-            theirs: tuple[Tensor, ...] = call.kept(real.keep)
-            if isinstance(attention, ComposedAttention):  # the order of the coordinates of queries and keys is its own
+            theirs: tuple[Tensor, ...] = call.real_tokens(real.keep)
+            if isinstance(attention, ComposedAttention):  # its queries and keys have another order of coordinates
                 ours, theirs = ((one[0] @ one[1].mT, *one[2:]) for one in (ours, theirs))
             stages = ("queries", "keys", "values", "weights") if len(ours) == 4 else ("logits", "values", "weights")
             errors |= dict(zip(stages, map(relative_error, ours, theirs), strict=True))
-    _refuse_difference(model, layer, name, errors)
-    return CapturedSite(layer, name, attention, x[0].detach(), error)
+    _refuse_difference(model, layer, found.name, errors)
+    return CapturedSite(layer, found.name, attention, x[0].detach(), error)
 
 
 def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Mapping[str, float]) -> None:
@@ -181,10 +174,10 @@ def _refuse_difference(model: PreTrainedModel, layer: int, name: str, errors: Ma
 @validated
 @alone
 def capture_cross(model: PreTrainedModel, inputs: Inputs) -> list[CapturedCross]:
-    """Run a model once and return every cross-attention with the tokens of decoder and encoder that it saw.
+    """Run a model once and return every cross-attention with the tokens of decoder and encoder that it received.
 
-    Blocks are found through transformers' attention socket, so that any architecture will do whose queries, keys and
-    values are linear in the tokens. Each map has reproduced the model's weights and output to `TOLERANCE`.
+    Blocks are found through transformers' attention interface, so that any architecture will do whose queries, keys and
+    values are linear in the tokens. Each map reproduces the model's weights and output to `TOLERANCE`.
 
     Args:
         model: with its encoder and decoder, in float32 or float64.
@@ -221,7 +214,7 @@ def _compared_cross(model: PreTrainedModel, layer: int, found: FoundAttention) -
 
 
 def check_request(model: PreTrainedModel, inputs: Inputs) -> None:
-    """Refuse what cannot be captured: no transformers model, half precision, several items at once."""
+    """Refuse models outside transformers, half precision and several items at once."""
     if getattr(getattr(model, "config", None), "model_type", None) is None:
         raise UnsupportedModel(
             f"{type(model).__name__} is not a transformers model: take the input of one of its modules with "
@@ -240,11 +233,11 @@ def check_request(model: PreTrainedModel, inputs: Inputs) -> None:
 @validated
 @alone
 def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Any submodule as a function of what it really received: ``hs.measure(*site(module, path, x))``.
+    """Any submodule as a function of its input in one run: ``hs.measure(*site(module, path, x))``.
 
-    The module runs once on the given arguments. The first tensor that the submodule was called with is x; whatever else
-    it received stays fixed, except arguments that were that same tensor (as in self-attention, ``f(x, x, x)``). A batch
-    of one is taken out of its batch. Of several calls the first counts.
+    The module runs once on the given arguments. The first tensor argument of the submodule is x; its other arguments
+    stay fixed, except those that are the same tensor (as in self-attention, ``f(x, x, x)``). A batch of one loses
+    its batch axis. Of several calls the first counts.
 
     >>> import torch, howsmooth as hs
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
@@ -260,18 +253,18 @@ def site(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> tuple[Calla
         raise InvalidInput(
             f"{type(module).__name__} has no module at {path!r}: give a dotted path that begins with one of {known}."
         ) from None
-    heard: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def hear(inner: nn.Module, args: Any, kwargs: Any) -> None:
-        heard.append((args, kwargs))
+    def record(inner: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
 
     # A transformers model must not fill a cache, to which every later call would add.
     mode: Any = reference_mode(module) if hasattr(module, "config") else torch.no_grad()  # type: ignore[arg-type]
-    with listening([inner.register_forward_pre_hook(hear, with_kwargs=True)]), mode:
+    with temporary_hooks([inner.register_forward_pre_hook(record, with_kwargs=True)]), mode:
         module(*args, **kwargs)
-    if not heard:
+    if not calls:
         raise InvalidInput(f"the module at {path!r} was not called when {type(module).__name__} ran: choose another.")
-    inner_args, inner_kwargs = heard[0]
+    inner_args, inner_kwargs = calls[0]
     given = (*inner_args, *inner_kwargs.values())
     x = next((a for a in given if isinstance(a, Tensor) and a.is_floating_point()), None)
     if x is None:

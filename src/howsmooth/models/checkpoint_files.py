@@ -29,26 +29,26 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What torch.compile, DataParallel, FSDP and activation checkpointing put into the names of what they wrap."""
+"""Parts of names that torch.compile, DataParallel, FSDP and activation checkpointing insert."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """Tensors by name, and what was done to the names."""
+    """Tensors by name, with notes on changes of their names."""
 
     tensors: dict[str, Tensor]
     notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        """How many numbers there are."""
+        """The number of elements of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
     def precision(self) -> str:
-        """The kinds of numbers the weights are stored in, the commonest first.
+        """The dtypes of the stored weights, the commonest first.
 
         >>> StoredTensors({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(1).half()}).precision
         'float32 and float16'
@@ -61,7 +61,7 @@ class StoredTensors:
         return " and ".join(sorted(counts, key=lambda name: -counts[name])) or "float32"
 
     def unwrapped(self) -> StoredTensors:
-        """The same tensors without the names of wrappers, anywhere in a name, said in a note.
+        """The same tensors without the names of wrappers, anywhere in a name, with a note about it.
 
         >>> StoredTensors({"module.h.0._orig_mod.weight": torch.zeros(1)}).unwrapped().tensors.keys()
         dict_keys(['h.0.weight'])
@@ -78,12 +78,12 @@ class StoredTensors:
                     "model itself, not what torch.compile or DataParallel made of it."
                 )
             tensors[plain] = tensor
-        said = " and ".join(f"{word!r}" for word in sorted(removed))
-        return StoredTensors(tensors, (*self.notes, f"{said} was taken out of the names of {len(tensors)} weights"))
+        words = " and ".join(f"{word!r}" for word in sorted(removed))
+        return StoredTensors(tensors, (*self.notes, f"{words} was taken out of the names of {len(tensors)} weights"))
 
 
 def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) -> StoredTensors:
-    """The tensors of all files; with ``sums``, what is used is the very content that had the given sha256."""
+    """The tensors of all files; with ``sums``, only content with the given sha256 is used."""
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -105,7 +105,7 @@ def read_checkpoint(files: list[Path], sums: Mapping[str, str] | None = None) ->
 
 
 def verified_content(path: Path, sums: Mapping[str, str]) -> bytes:
-    """The bytes of a file, when they are those expected; read once, so that they cannot change in between."""
+    """The bytes of a file with the expected sha256; read once, so that they cannot change in between."""
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != sums.get(path.name):
@@ -114,7 +114,7 @@ def verified_content(path: Path, sums: Mapping[str, str]) -> bytes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or those that the index names, each beside it."""
+    """The safetensors files of a folder: one file, or the files in its index, which lie beside it."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -137,7 +137,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files an index names: bare names of safetensors, so that it cannot lead to a pickle or out of its folder."""
+    """The files in an index: bare names of safetensors, so that it cannot lead to a pickle or out of its folder."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         shards = sorted(set(names))
@@ -155,7 +155,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
-    """Whole numbers in place of weights are quantised ones, and the scales to undo that are not known here."""
+    """Refuse integers in place of weights: they are quantised, and their scales are unknown here."""
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         weight = last == "weight" or (last == "bias" and f"{module}.weight" in tensors)
@@ -170,29 +170,29 @@ def _refuse_integers(tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """How the tensors of a file fit a model: names of the model that got none, names of the file that fit nowhere."""
+    """The fit of a file to a model: names without a tensor, tensors without a place, tensors of another shape."""
 
     missing: frozenset[str]
     unexpected: frozenset[str]
     mismatched: frozenset[str]
 
     def check(self, whole: nn.Module, measured: PreTrainedModel) -> tuple[str, ...]:
-        """Refuse weights that are not the model's; put zeros where nothing is measured; what is left to say.
+        """Refuse weights of another model, set missing unused weights to zero, and return notes for the reader.
 
         Args:
-            whole: the model that was loaded.
-            measured: the part of it that is kept.
+            whole: the loaded model.
+            measured: the part of it that is measured.
         """
         used = _used(whole, measured)
         lacking = sorted((self.missing | self.mismatched) & used)
         if lacking:
             absent, other = self.missing & used, self.mismatched & used
             causes = [f"{len(absent)} are missing"] * bool(absent) + [f"{len(other)} have another shape"] * bool(other)
-            lost = sorted(self.unexpected)
-            strangers = f", while {len(lost)} of the file fit nowhere, first {_listed(lost)}" if lost else ""
+            extra = sorted(self.unexpected)
+            beside = f", while {len(extra)} of the file fit nowhere, first {_listed(extra)}" if extra else ""
             raise InvalidInput(
                 f"the weights do not fit the model: of {len(used)} tensors {' and '.join(causes)}, first "
-                f"{_listed(lacking)}{strangers}: give the weights that belong to config.json."
+                f"{_listed(lacking)}{beside}: give the weights that belong to config.json."
             )
         denied = sorted(name for name in self.unexpected if _inside_a_layer(name, whole))
         if denied:
@@ -218,22 +218,22 @@ class WeightMatch:
 
 
 def _used(whole: nn.Module, measured: PreTrainedModel) -> set[str]:
-    """The names of the tensors that take part: those of the kept part without its pooler, which comes after it."""
+    """The names of the tensors in the measured part, without its pooler, which comes after it."""
     poolers = [module for path, module in measured.named_modules() if "pooler" in path.split(".")[-1]]
     after = {id(tensor) for pooler in poolers for _, tensor in _tensors(pooler)}
-    kept = {id(tensor) for _, tensor in _tensors(measured)} - after
-    return {name for name, tensor in _tensors(whole) if id(tensor) in kept}
+    used = {id(tensor) for _, tensor in _tensors(measured)} - after
+    return {name for name, tensor in _tensors(whole) if id(tensor) in used}
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and stored buffers by every name they have."""
+    """Parameters and stored buffers under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     saved = module.state_dict(keep_vars=True)
     yield from ((name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved)
 
 
 def _inside_a_layer(name: str, whole: nn.Module) -> bool:
-    """Whether a tensor belongs into a module of the model that computes with weights of its own, such as a linear one.
+    """Whether a tensor belongs to a module of the model that has weights of its own, such as a linear one.
 
     The file then describes another model: biases where config.json has none, an adapter, scales of quantised weights.
     """

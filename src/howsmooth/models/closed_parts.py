@@ -1,9 +1,9 @@
-"""Parts of a model as functions that know their own Jacobian.
+"""Parts of a model as functions with their own Jacobian.
 
-A `ModelPart` is called like the part of the model that it stands for, and runs the model's own modules. Its Jacobian is
-put together from closed forms (`howsmooth.jacobians.closed_maps`) that have reproduced, layer by layer, the model's own
-output and, at a random vector, its derivative by autograd: the output at every window, the derivative once for every
-layer and its weights. Where that fails the Jacobian is that of torch.func, and a note says why.
+A `ModelPart` runs the model's own modules. Its Jacobian is composed of closed forms
+(`howsmooth.jacobians.closed_maps`) that reproduce, layer by layer, the model's own output and, at a random vector, its
+derivative by autograd: the output at every window, the derivative once for every layer and its weights. Where that
+fails the Jacobian is that of torch.func, and a note gives the reason.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from howsmooth.models.captured_sites import TOLERANCE
 from howsmooth.models.layer_wiring import ClosedLayer, closed_layers, norm_stage, read_affine
 
 Function = Callable[[Tensor], Tensor]
-Heard = tuple[Function, Tensor, Tensor]
-"""A layer's own definition, the tokens it received from the model and what it made of them."""
+LayerRun = tuple[Function, Tensor, Tensor]
+"""A layer's own definition, its input in the model and its output."""
 _SAME_DERIVATIVE = 1e-4
 """Largest relative difference between Jᵀu in closed form and by autograd, in single precision."""
-MOST_COMPARED = 2**28
-"""Most weights of attention, over all heads, with which autograd is asked for a derivative to compare with: it keeps
-several arrays of that size. Longer inputs are compared by their output alone."""
+MAX_COMPARED = 2**28
+"""Maximum number of attention weights, over all heads, for a comparison with autograd, which stores several arrays of
+that size. Longer inputs are compared by their output alone."""
 
 
 class ModelPart:
@@ -42,7 +42,7 @@ class ModelPart:
 
     Attributes:
         function: the model's own modules, called as the model calls them.
-        closed: builds the map in closed form, or raises a `HowsmoothError` that says why there is none.
+        closed: builds the map in closed form, or raises a `HowsmoothError` with the reason why there is none.
     """
 
     def __init__(self, function: Function, x: Tensor, closed: Callable[[], ClosedMap]):
@@ -64,14 +64,14 @@ class ModelPart:
 
 
 class ClosedLayers:
-    """The layers of a model at one window in closed form, each compared with the model when first asked for."""
+    """The layers of a model at one window in closed form, each compared with the model at its first use."""
 
     def __init__(self, kind: str, modules: Sequence[nn.Module], attention: Callable[[int], AttentionMap]):
         self.kind, self.modules, self.attention = kind, modules, attention
         self._known: dict[int, ClosedLayer | str] = {}
 
     def get(self, index: int, function: Function, x: Tensor, output: Tensor) -> ClosedLayer:
-        """Layer ``index``, which gave out ``output`` at x; ``function`` is its own definition."""
+        """Layer ``index``, with the output ``output`` at x; ``function`` is its own definition."""
         if index not in self._known:
             try:
                 self._known[index] = self._compared(index, function, x, output, x, DEFAULT_MEMORY, bounded=False)[0]
@@ -83,30 +83,30 @@ class ClosedLayers:
         return known
 
     def linearize(
-        self, index: int, heard: Heard, x: Tensor, memory: int, bounded: bool
+        self, index: int, run: LayerRun, x: Tensor, memory: int, bounded: bool
     ) -> tuple[Tensor, JacobianOperator]:
-        """Layer ``index`` and its Jacobian at x; near the tokens it heard, the pass that compares it is this one."""
-        near = x.shape == heard[1].shape and relative_error(x, heard[1]) <= TOLERANCE
+        """Layer ``index`` and its Jacobian at x; near the recorded tokens this pass also compares it with the model."""
+        near = x.shape == run[1].shape and relative_error(x, run[1]) <= TOLERANCE
         if index not in self._known and near:
             try:
-                self._known[index], value, operator = self._compared(index, *heard, x, memory, bounded)
+                self._known[index], value, operator = self._compared(index, *run, x, memory, bounded)
             except HowsmoothError:
-                pass  # at the tokens themselves it may do, and if not, the reason is that which is found there
+                pass  # the comparison at the recorded tokens below decides, and gives the reason
             else:
                 return value, operator
-        return self.get(index, *heard).layer.linearize(x, memory, bounded)
+        return self.get(index, *run).layer.linearize(x, memory, bounded)
 
     def _compared(
         self, index: int, function: Function, tokens: Tensor, output: Tensor, x: Tensor, memory: int, bounded: bool
     ) -> tuple[ClosedLayer, Tensor, JacobianOperator]:
-        """Layer ``index`` with its value and Jacobian at x, compared with what the model made of its tokens."""
+        """Layer ``index`` with its value and Jacobian at x, compared with its output in the model."""
         attention = self.attention(index)
         worst = float("inf")
         for candidate in closed_layers(self.kind, self.modules[index], attention):
             value, operator = candidate.layer.linearize(x, memory, bounded)
             error = relative_error(value, output.reshape(value.shape))
             if error <= TOLERANCE:
-                if attention.heads * len(x) ** 2 <= MOST_COMPARED:
+                if attention.heads * len(x) ** 2 <= MAX_COMPARED:
                     self._compare_once(index, operator, function, tokens)
                 return candidate, value, operator
             worst = min(worst, error)
@@ -123,11 +123,11 @@ class ClosedLayers:
 
 
 _SAME_AS_AUTOGRAD: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""Layers whose derivative has been compared with autograd, each with the state in which it was."""
+"""Layers whose derivative has been compared with autograd, each with its state at that time."""
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """What changes when a layer is given other weights, other modules or another definition."""
+    """A value that changes when a layer gets other weights, other modules or another definition."""
     inside = list(module.modules())
     calls = [(id(each), type(each).forward, each.__dict__.get("forward")) for each in inside]
     return [*calls, *((id(weight), weight._version) for weight in module.parameters())]
@@ -138,15 +138,15 @@ class ComparedLayer(ClosedMap):
 
     attentions = 1
 
-    def __init__(self, layers: ClosedLayers, index: int, *heard: *Heard):
-        self.layers, self.index, self.heard = layers, index, heard
+    def __init__(self, layers: ClosedLayers, index: int, *run: *LayerRun):
+        self.layers, self.index, self.run = layers, index, run
 
     def linearize(self, x: Tensor, memory: int, bounded: bool = True) -> tuple[Tensor, JacobianOperator]:
-        return self.layers.linearize(self.index, self.heard, x, memory, bounded)
+        return self.layers.linearize(self.index, self.run, x, memory, bounded)
 
 
 def compare_derivative(name: str, operator: JacobianOperator, function: Function, x: Tensor) -> None:
-    """Refuse an operator whose Jᵀu, at a random u, is not what autograd makes of the function."""
+    """Refuse an operator whose Jᵀu, at a random u, differs from autograd of the function."""
     u = random_like(x.new_empty(operator.out_shape), seed=4)
     with exact_autograd(x.device):
         leaf = x.detach().clone().requires_grad_()
@@ -159,7 +159,7 @@ def compare_derivative(name: str, operator: JacobianOperator, function: Function
 
 
 def closed_tail(modules: Sequence[nn.Module]) -> list[ClosedMap]:
-    """The norms and linear maps of single tokens behind the last layer."""
-    kept = [module for module in modules if not isinstance(module, nn.Dropout | nn.Identity)]
-    stages = [norm_stage(m) if "norm" in type(m).__name__.lower() else read_affine(m) for m in kept]
+    """The norms and linear maps of single tokens behind the last layer, as one map or none."""
+    active = [module for module in modules if not isinstance(module, nn.Dropout | nn.Identity)]
+    stages = [norm_stage(m) if "norm" in type(m).__name__.lower() else read_affine(m) for m in active]
     return [Tokenwise(*stages)] if stages else []

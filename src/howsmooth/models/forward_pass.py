@@ -1,4 +1,4 @@
-"""Running a model as it is defined and listening to its modules, without leaving a trace in it."""
+"""Run a model as it is defined and record the calls of its modules; the model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 Inputs = Mapping[str, Tensor]
 """The keyword arguments of a model for one text, image or sound."""
 _DECODER = "decoder_"
-"""How the inputs of a decoder are named beside those of its encoder."""
+"""The prefix of a decoder's inputs, beside those of its encoder."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What an attention block was called with: the tokens it saw, ``(batch, n, d)``, and everything else."""
+    """The arguments of a module: its tokens, ``(batch, n, d)``, and all others."""
 
     hidden: Tensor
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Tokens come first, or under the name that transformers gives them."""
+        """The call with these arguments; tokens are the first, or named as in transformers."""
         if args:
             return cls(args[0], args[1:], kwargs)
         rest = dict(kwargs)
@@ -72,13 +72,13 @@ def reference_mode(model: PreTrainedModel, implementation: str = "eager") -> Ite
     are written out. No other thread runs a model meanwhile.
     """
     with LOCK, evaluating(model), torch.no_grad(), ExitStack() as stack:
-        configs = list(_with_inner(model.config))
         # Some parts have configurations of their own (encoder and decoder of T5).
-        known = {id(config) for config in configs}
-        parts: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-        configs += [c for number, c in parts.items() if number not in known and hasattr(c, "sub_configs")]
+        own: list[Any] = [
+            c for c in (getattr(module, "config", None) for module in model.modules()) if hasattr(c, "sub_configs")
+        ]
+        configs = {id(inner): inner for config in own for inner in _with_inner(config)}
         # Setting a configuration also sets those inside it, so these are changed before their whole and restored after.
-        for config in reversed(configs):
+        for config in reversed(configs.values()):
             settings: dict[str, Any] = {"_attn_implementation": implementation}
             if getattr(config, "_experts_implementation", None) not in (None, "eager"):
                 # Experts one by one, as they are defined: faster ways know no double precision.
@@ -98,7 +98,7 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def run_model(model: PreTrainedModel, inputs: Inputs) -> Any:
-    """The model's output on inputs that are brought to its device first."""
+    """The model's output on inputs, which are moved to its device."""
     _check_ids(model, inputs)
     try:
         return model(**{name: value.to(model.device) for name, value in inputs.items()})
@@ -115,11 +115,11 @@ def run_model(model: PreTrainedModel, inputs: Inputs) -> Any:
 
 
 def _check_ids(model: PreTrainedModel, inputs: Inputs) -> None:
-    """Refuse inputs that are no tensors, and token ids that the model has no word for."""
+    """Refuse inputs that are no tensors, and token ids outside the vocabulary."""
     for name, value in inputs.items():
         if not isinstance(value, Tensor) or value.dim() == 0 or not value.numel():
-            said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise InvalidInput(f"{name} of a model is a tensor that holds at least one item, got {said}.")
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InvalidInput(f"{name} of a model is a tensor that holds at least one item, got {given}.")
     ids = inputs.get("input_ids")
     if ids is None:
         return
@@ -133,8 +133,8 @@ def _check_ids(model: PreTrainedModel, inputs: Inputs) -> None:
 
 
 @contextmanager
-def listening(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks that are gone when the block ends."""
+def temporary_hooks(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are removed when the block ends."""
     with ExitStack() as stack:
         for handle in hooks:
             stack.callback(handle.remove)
@@ -149,13 +149,13 @@ def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Cal
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls[module] = Call.of(args, kwargs)
 
-    with listening(module.register_forward_pre_hook(record, with_kwargs=True) for module in modules):
+    with temporary_hooks(module.register_forward_pre_hook(record, with_kwargs=True) for module in modules):
         yield calls
 
 
 @alone
 def record_calls(model: PreTrainedModel, sites: Sequence[AttentionSite], inputs: Inputs) -> dict[int, Call]:
-    """Run the model once in `reference_mode` and keep what each attention block was called with, by layer."""
+    """Run the model once in `reference_mode` and return the call of each attention block, by layer."""
     with recorded_calls(site.block for site in sites) as calls, reference_mode(model):
         run_model(model, inputs)
     return {site.layer: calls[site.block] for site in sites}
@@ -163,7 +163,7 @@ def record_calls(model: PreTrainedModel, sites: Sequence[AttentionSite], inputs:
 
 @dataclass(frozen=True)
 class RealTokens:
-    """Which tokens of a single text are no padding, and where they stand.
+    """The tokens of a single text that are no padding, and their positions.
 
     Attributes:
         keep: ``(n,)`` booleans, or None when all tokens are real.
@@ -175,7 +175,7 @@ class RealTokens:
 
     @classmethod
     def of(cls, inputs: Inputs) -> RealTokens:
-        """What ``attention_mask`` and ``position_ids`` say."""
+        """The real tokens by ``attention_mask`` and ``position_ids``."""
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
         keep = None if mask is None or mask.dim() != 2 or bool(mask.bool().all()) else mask[0].bool()
         if keep is not None and not bool(keep.any()):
@@ -190,14 +190,14 @@ class RealTokens:
 
     @classmethod
     def read_by(cls, module: nn.Module, model: PreTrainedModel, inputs: Inputs) -> RealTokens:
-        """Of the text that a module of the model reads: a decoder beside an encoder has inputs of its own."""
+        """The real tokens of the text that a module reads: a decoder beside an encoder has inputs of its own."""
         if getattr(model.config, "is_encoder_decoder", False) and module in set(model.get_decoder().modules()):
             of_decoder = {name: value for name, value in inputs.items() if name.startswith(_DECODER)}
             return cls.of({name.removeprefix(_DECODER): value for name, value in of_decoder.items()})
         return cls.of(inputs)
 
     def cut(self, tokens: Tensor, name: str) -> Tensor:
-        """The real ones of tokens ``(1, n, d)`` that the module ``name`` reads or gives out."""
+        """The real ones of tokens ``(1, n, d)`` that the module ``name`` reads or returns."""
         if self.keep is None:
             return tokens
         if len(self.keep) != tokens.shape[1]:

@@ -1,7 +1,7 @@
-"""Models that somebody holds in memory: a transformers model, a pipeline, a compiled or an adapted one.
+"""Models in memory: a transformers model, a pipeline, a compiled or an adapted model.
 
-What is measured is a copy, in float32 and evaluation mode with eager attention, so that nothing of the caller's model
-changes: not its dtype, its hooks, its gradients or its device.
+A copy is measured, in float32 and evaluation mode with eager attention. The caller's model keeps its dtype, hooks,
+gradients and device.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ def model_in_memory(
     """A model in memory, ready to be measured.
 
     Args:
-        source: a model of transformers, one wrapped by `torch.compile` or PEFT (the copy has those adapters merged that
-            are switched on), or a pipeline, which brings its own tokenizer. One that a device_map has spread is
-            gathered on one device. Hooks are left out, and a note says so.
+        source: a model of transformers, one wrapped by `torch.compile` or PEFT (active adapters are merged into the
+            copy), or a pipeline, which brings its own tokenizer. A model on several devices (device_map) is gathered
+            on one. Hooks are dropped, with a note.
         tokenizer: the tokenizer, image processor or feature extractor; by default the one that transformers finds under
-            the name of the model. A model of text that has neither reads bytes as token ids, and a note says so.
+            the name of the model. A model of text without a tokenizer reads bytes as token ids, with a note.
         head: with its task head, for "logits".
-        device: where to measure; by default where the model is.
+        device: the device of the measurement; by default that of the model.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300))
-    >>> held = model_in_memory(model)
-    >>> held.name, held.precision, held.notes
+    >>> opened = model_in_memory(model)
+    >>> opened.name, opened.precision, opened.notes
     ('GPT2LMHeadModel in memory', 'float32', ('the model came without a tokenizer, ...',))
     """
-    if _of_transformers(source, "pipelines.base", "Pipeline"):
+    if _is_of_transformers(source, "pipelines.base", "Pipeline"):
         beside = [getattr(source, name, None) for name in ("tokenizer", "image_processor", "feature_extractor")]
         tokenizer = tokenizer or next((each for each in beside if each is not None), None)
         source = source.model
     if device is not None:
         check_device(device)
-    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     whole = getattr(source, "_orig_mod", source)
     if not isinstance(whole, nn.Module):
         raise InvalidInput(f"model must be a text or a model of transformers, got {shown(source)}.")
-    if hasattr(whole, "merge_and_unload") or _of_transformers(whole, *_MODEL):
-        whole, left_out = _plain(whole)
-    if not _of_transformers(whole, *_MODEL):
+    if hasattr(whole, "merge_and_unload") or _is_of_transformers(whole, *_MODEL):
+        whole, dropped = _plain(whole)
+    if not _is_of_transformers(whole, *_MODEL):
         raise UnsupportedModel(
             f"a model of transformers can be scanned, got {type(source).__name__}: of any other function, "
             "hs.measure takes one input at a time."
@@ -84,18 +84,18 @@ def model_in_memory(
     bytewise = (NO_TOKENIZER,) if tokenizer is None and model.main_input_name == "input_ids" else ()
     label = name or f"{type(whole).__name__} in memory"
     return describe_model(
-        label, model, tokenizer, precision, "not stated", notes=(*bytewise, *left_out), reads_bytes=bool(bytewise)
+        label, model, tokenizer, precision, "not stated", notes=(*bytewise, *dropped), reads_bytes=bool(bytewise)
     )
 
 
-def _of_transformers(value: object, module: str, name: str) -> bool:
-    """Whether a value is of a class of transformers: of none whose module nobody has loaded, which takes seconds."""
+def _is_of_transformers(value: object, module: str, name: str) -> bool:
+    """Whether a value is of a class of transformers; a module that is not loaded yet, which takes seconds, has none."""
     loaded = sys.modules.get(f"transformers.{module}")
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
 def _plain(model: Any) -> tuple[Any, tuple[str, ...]]:
-    """A copy without the hooks of others, with adapters merged into the weights, and what was left out."""
+    """A copy without foreign hooks and with adapters merged into the weights, and notes on dropped hooks."""
     try:
         twin: Any = copy.deepcopy(model)
     except RuntimeError as error:
@@ -104,7 +104,9 @@ def _plain(model: Any) -> tuple[Any, tuple[str, ...]]:
         raise InvalidInput(f"the model cannot be read where it is: {first_line(error)}.") from error
     if hasattr(twin, "merge_and_unload"):  # a model of PEFT
         twin = _merged(twin)
-    if getattr(twin, "hf_device_map", None) is not None:  # spread over devices: what moves tensors between them goes
+    if (
+        getattr(twin, "hf_device_map", None) is not None
+    ):  # on several devices: drop the hooks that move tensors between them
         need("accelerate", "a model with a device_map").hooks.remove_hook_from_submodules(twin)
     _uncompile(twin)
     foreign = sum(map(foreign_hooks, twin.modules()))
@@ -115,7 +117,7 @@ def _plain(model: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _uncompile(model: nn.Module) -> None:
-    """Put what `torch.compile` has wrapped inside the model back in its place; a forward of anybody else is refused."""
+    """Undo `torch.compile` inside the model; refuse any other forward that was set from outside."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(getattr(child, "_orig_mod", None), nn.Module):
@@ -130,10 +132,9 @@ def _uncompile(model: nn.Module) -> None:
 
 
 def _merged(model: Any) -> Any:
-    """A model of PEFT as a plain one: the adapters that are switched on go into its weights, in float32.
+    """A model of PEFT as a plain model: active adapters are merged into its weights, in float32.
 
-    PEFT merges adapters that are switched off too, and rounds the sum to the precision of the weights, which the model
-    itself never does.
+    PEFT itself also merges inactive adapters, and rounds the sum to the precision of the weights, unlike the model.
     """
     model = nn.Module.to(model, dtype=torch.float32)
     layers = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]

@@ -1,4 +1,4 @@
-"""The hidden states that attention really sees: one text through a model, one tensor per layer."""
+"""The hidden states that attention receives: one text through a model, one tensor per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What the attention of each layer received.
+    """The inputs of the attention of each layer.
 
     Attributes:
         tokens: the text as the model reads it, special tokens included.
@@ -50,14 +50,14 @@ def attention_inputs(
 ) -> AttentionInputs:
     """The input of every attention block on a window of text: after the layer's own normalisation, if it comes first.
 
-    Dropout is off, and the model is left as it was.
+    Dropout is off, and the model is unchanged afterwards.
 
     Args:
         model: a model that `from_transformers` can read.
         tokenizer: of that model; None when ``text`` is a list of token ids.
         text: the window begins at its first character; or token ids.
         length: number of tokens, special ones included; None for all of the text.
-        layers: which layers to keep; None for all.
+        layers: the layers to record; None for all.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
@@ -76,13 +76,13 @@ def attention_inputs(
     if length is not None and length < 1:
         raise InvalidInput(f"a window holds at least one token, got length={length}.")
     ids = _token_ids(tokenizer, text, length)
-    most = longest(model, tokenizer)
+    limit = longest(model, tokenizer)
     if length is not None and len(ids) < length:
         raise InvalidInput(
-            f"the text has {len(ids)} tokens, but length={length} was asked: give more text or ask for less."
+            f"the text has {len(ids)} tokens, but length={length} was requested: give more text or ask for less."
         )
-    if len(ids) > most:
-        raise InvalidInput(f"{len(ids)} tokens were asked, but this {type(model).__name__} takes at most {most}.")
+    if len(ids) > limit:
+        raise InvalidInput(f"{len(ids)} tokens were requested, but this {type(model).__name__} takes at most {limit}.")
     tokens = [str(i) for i in ids] if tokenizer is None else token_names(tokenizer, ids)
     batch = torch.tensor([ids])
     calls = record_calls(model, sites, {"input_ids": batch})

@@ -28,20 +28,20 @@ def alice() -> str:
     return (files("howsmooth.models") / "data" / "alice.txt").read_text(encoding="utf-8")
 
 
-def read_content(path: Path, most: int = LARGEST_FILE) -> bytes:
+def read_content(path: Path, limit: int = LARGEST_FILE) -> bytes:
     """The bytes of a plain file: no folder, no pipe or device that may never end, and none that is too large."""
     name = printable(str(path))
     try:
-        # Opened without waiting, so that a pipe nobody writes to is noticed too.
+        # Opened without waiting, so that a pipe without a writer is noticed too.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise InvalidInput(f"{name} is not a plain file but a pipe or device: give a file.")
-            if about.st_size > most:
+            if about.st_size > limit:
                 raise InvalidInput(
-                    f"{name} has {about.st_size / 2**20:.0f} MB, but at most {most // 2**20} are read: cut a part out."
+                    f"{name} has {about.st_size / 2**20:.0f} MB, but at most {limit // 2**20} are read: cut a part out."
                 )
-            return file.read(most)
+            return file.read(limit)
     except FileNotFoundError:
         raise InvalidInput(f"there is no file {name}: check the path.") from None
     except IsADirectoryError:
@@ -70,7 +70,7 @@ def read_text(path: Path) -> str:
 
 
 def file_named(source: str | Path | None) -> tuple[str | Path | None, tuple[str, ...]]:
-    """A string that names what exists on disk as its path, with a note that says so; anything else as it is.
+    """A string that names a file as its path, with a note about it; anything else unchanged.
 
     >>> file_named("Drink me")
     ('Drink me', ())
@@ -81,11 +81,11 @@ def file_named(source: str | Path | None) -> tuple[str | Path | None, tuple[str,
 
 
 def joined_texts(source: object, column: str | None = None) -> tuple[str, str]:
-    """The texts of a list, or of a column of a dataset, as one, with a name that says so.
+    """The texts of a list, or of a column of a dataset, joined into one, with a name for it.
 
     Args:
         source: strings, or rows with names, such as a dataset of Hugging Face.
-        column: which column of the rows; "text" unless it is said.
+        column: the column of the rows; "text" by default.
 
     >>> joined_texts(["Drink me", "Eat me"])
     ('2 given texts', 'Drink me\\n\\nEat me')
@@ -124,7 +124,7 @@ def _check_column(wanted: str, names: Iterable[object]) -> None:
 
 
 def read_input(source: str | Path | None, modality: str = "text") -> tuple[str, str | Path, str]:
-    """Name, content (of an image or sound its path) and sha256 of what a model of this modality reads.
+    """Name, content (of an image or sound its path) and sha256 of the input of a model of this modality.
 
     Args:
         source: a text, the path of a file (also as a string, where there is such a file), or None for Alice in

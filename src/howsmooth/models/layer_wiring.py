@@ -1,8 +1,8 @@
-"""How the layers of each kind of model put their normalisations, attention and MLP together, as maps in closed form.
+"""Layers of each model type as maps in closed form, composed of normalisations, attention and MLP.
 
-A table of names, like `howsmooth.models.module_names`: which modules normalise, which make up the MLP, and in which
-order the sums are taken. What is built from it is compared with the layer's own output, and its derivative with
-autograd, before anybody sees it (`howsmooth.models.closed_parts`).
+A table of names, like `howsmooth.models.module_names`, lists the normalisations, the modules of the MLP and the order
+of the sums. A composed layer is compared with the layer's own output, and its derivative with autograd, before use
+(`howsmooth.models.closed_parts`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Wiring:
 
     Attributes:
         norms: the normalisations of attention and of the MLP.
-        inner: the first linear map of the MLP; of a gated one the gate and what it opens, or both in one.
+        inner: the first linear map of the MLP; of a gated MLP the gate and the gated map, or both fused.
         act: the activation.
         outer: the last linear map of the MLP.
-        orders: where the norms stand: "before" (x + f(norm x), twice), "after" (norm(x + f(x)), twice) or "beside"
+        orders: positions of the norms: "before" (x + f(norm x), twice), "after" (norm(x + f(x)), twice) or "beside"
             (x + f(norm x) + g(norm x)); of several the first that reproduces the layer.
-        ends: what attention and MLP go through before they are added: norms (Gemma 2) or scales (DINOv2).
+        ends: the last modules of the two branches before the sum: norms (Gemma 2) or scales (DINOv2).
     """
 
     norms: tuple[str, str]
@@ -97,7 +97,7 @@ WIRINGS: dict[str, tuple[Wiring, ...]] = {
         ),
     ),
 }
-"""Model type → how its layers are wired; of several wirings the first whose modules are there."""
+"""Model type → wirings of its layers; of several the first whose modules exist counts."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Norm(TokenStage):
 
 
 def closed_layers(kind: str, layer: nn.Module, attention: AttentionMap) -> list[ClosedLayer]:
-    """A layer in every order that its wiring allows; `UnsupportedModel` when its modules are not those of the table."""
+    """A layer in every order that its wiring allows; `UnsupportedModel` when its modules differ from the table."""
     wirings = [wiring for wiring in WIRINGS.get(kind, ()) if _fits(wiring, layer)]
     if not wirings:
-        raise UnsupportedModel(f"how a {type(layer).__name__} puts its parts together is not in the table.")
+        raise UnsupportedModel(f"the parts of a {type(layer).__name__} and their order are not in the table.")
     wiring = wirings[0]
     mlp = _mlp(wiring, layer)
     first, second = (Tokenwise(norm_stage(layer.get_submodule(path))) for path in wiring.norms)
@@ -167,7 +167,7 @@ def _mlp(wiring: Wiring, layer: nn.Module) -> ClosedMap:
 
 
 def _end(layer: nn.Module, path: str | None) -> list[ClosedMap]:
-    """What a branch goes through before it is added."""
+    """The maps at the end of a branch, before the sum."""
     multiplier = getattr(layer, "residual_multiplier", None)  # Granite
     if multiplier is not None:
         return [Tokenwise(Diagonal(float(multiplier)))]

@@ -1,7 +1,7 @@
-"""A model larger than memory: one layer at a time is read from its files, and what passes between layers is on disk.
+"""A model larger than memory: one layer at a time is read from its files, and hidden states are stored on disk.
 
-The model is built without weights. Those of a layer are read from memory-mapped safetensors when they are needed, and
-let go after; embedding tables stay in their files, of which only the rows of the text's tokens are touched. So memory
+The model is built without weights. The weights of a layer are read from memory-mapped safetensors when they are needed
+and freed afterwards; embedding tables stay in their files, of which only the rows of the text's tokens are read. Memory
 holds one layer in float32, and the tokens of one layer.
 """
 
@@ -26,7 +26,7 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import CapturedSite, capture
 from howsmooth.models.checkpoint_files import weight_files
-from howsmooth.models.forward_pass import Inputs, changed, listening, reference_mode, run_model
+from howsmooth.models.forward_pass import Inputs, changed, reference_mode, run_model, temporary_hooks
 from howsmooth.models.module_names import attention_sites, no_such_layer
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class LayeredModel:
-    """A model folder of which one layer at a time is in memory.
+    """A model folder with one layer at a time in memory.
 
     Args:
         folder: with config.json and safetensors files, one or several with an index.
-        scratch: an existing folder for what passes between layers; n·d numbers for every layer.
+        scratch: an existing folder for hidden states: n·d numbers for every layer.
 
     >>> import tempfile
     >>> from transformers import LlamaConfig, LlamaModel
@@ -78,14 +78,14 @@ class LayeredModel:
 
     @alone
     def attention(self, layer: int) -> SelfAttention | ComposedAttention:
-        """The attention of a layer as its weights describe it, for bounds."""
+        """The attention of a layer by its weights, for bounds."""
         path = self._path(layer)
         with self._loaded(path):
             return read_attention(self.model, self._sites[layer])
 
     @alone
     def read(self, inputs: Inputs) -> None:
-        """Run the model on one text, layer by layer, and keep on disk what each layer receives."""
+        """Run the model on one text, layer by layer, and store the input of each layer on disk."""
         with self._streaming(), reference_mode(self.model):
             run_model(self.model, inputs)
         self._inputs = inputs
@@ -136,7 +136,7 @@ class LayeredModel:
         return tensor if dtype is None else _apart(tensor.shape, dtype).copy_(tensor)
 
     def _fill_rest(self) -> None:
-        """What no layer holds: norms and projections in memory, tables in their files, and what is computed."""
+        """Fill the modules outside the layers: weights in memory, tables in their files, computed buffers."""
         inside = {module for layer in self._layers.values() for module in layer.modules()}
         for path, module in list(self.model.named_modules()):
             if module in inside:
@@ -174,7 +174,7 @@ class LayeredModel:
 
     @contextmanager
     def _loaded(self, path: str) -> Iterator[nn.Module]:
-        """A layer with its weights, which it loses again."""
+        """A layer with its weights, which are freed when the block ends."""
         layer = self._layers[path]
         names = list(layer.state_dict())
         layer.load_state_dict({name: self._tensor(f"{path}.{name}") for name in names}, assign=True)
@@ -186,7 +186,7 @@ class LayeredModel:
 
     @contextmanager
     def _streaming(self) -> Iterator[None]:
-        """Every layer has its weights while it runs, and what it receives is written down."""
+        """Every layer has its weights while it runs, and its input is stored."""
         holding: dict[nn.Module, Any] = {}
 
         def enter(number: int, path: str) -> Any:
@@ -205,12 +205,12 @@ class LayeredModel:
         for number, (path, layer) in enumerate(self._layers.items()):
             hooks.append(layer.register_forward_pre_hook(enter(number, path), with_kwargs=True))
             hooks.append(layer.register_forward_hook(leave))
-        with listening(hooks):
+        with temporary_hooks(hooks):
             yield
 
     @contextmanager
     def _only(self, chosen: str, tokens: Tensor) -> Iterator[None]:
-        """One layer runs, on the given tokens; the others pass on what they receive."""
+        """One layer runs, on the given tokens; the others return their input."""
 
         def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return (tokens, *args[1:]), kwargs
@@ -220,17 +220,17 @@ class LayeredModel:
                 if path != chosen:
                     stack.enter_context(changed(layer, forward=_pass_on))
             hook = self._layers[chosen].register_forward_pre_hook(give, with_kwargs=True)
-            with listening([hook]), self._loaded(chosen):
+            with temporary_hooks([hook]), self._loaded(chosen):
                 yield
 
 
 class _Table(nn.Module):
-    """An embedding that stays in its file, in the precision it has there; only rows that are asked for are read."""
+    """An embedding that stays in its file, in its precision there; only requested rows are read."""
 
     def __init__(self, rows: Tensor):
         super().__init__()
         self.rows = rows
-        # A model is where its first weight is, and computes in its precision: not the layers, which are nowhere.
+        # transformers takes device and dtype of a model from its first weight; the layers are on the meta device.
         self.place = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def _pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _apart(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory that goes back to the system with its tensor: layer after layer would leave holes in that of malloc."""
+    """Memory that returns to the system with its tensor; malloc would be fragmented by layer after layer."""
     size = shape.numel() * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Images and sounds as models take them: an image file, or a .wav file cut into windows."""
+"""Images and sounds as inputs of models: an image file, or a .wav file cut into windows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATES = (1_000, 768_000)
 PIXELS = 2**26
 """Pixels of the largest image; a small file can unpack to any number."""
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Kinds of images that are read; pillow knows many more, some of them seldom looked after."""
+"""Image formats that are read; pillow has many more, some of them poorly maintained."""
 
 
 def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
@@ -44,7 +44,7 @@ def read_wav(path: str | Path, rate: int = RATE) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # chunks beside the sound, such as its title; ends that come too early
             own_rate, samples = wavfile.read(io.BytesIO(content))
-    except Exception as error:  # whatever a damaged header makes the reader stumble over
+    except Exception as error:  # any error that a damaged header causes in the reader
         raise _unreadable(path, ".wav", error, "convert the sound to uncompressed .wav") from error
     if not RATES[0] <= own_rate <= RATES[1] or samples.ndim not in (1, 2) or 0 in samples.shape[1:]:
         raise InvalidInput(
@@ -70,7 +70,7 @@ def _unreadable(path: str | Path, kind: str, error: Exception, advice: str) -> I
 
 
 def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str, Tensor]:
-    """What a speech model takes: the normalised wave (Wav2Vec2) or a log-mel spectrogram of fixed length (Whisper)."""
+    """The input of a speech model: a normalised wave (Wav2Vec2) or a log-mel spectrogram of fixed length (Whisper)."""
     import transformers
 
     size = {}
@@ -86,7 +86,7 @@ def audio_features(samples: np.ndarray, config: Any, processor: Any) -> dict[str
 
 
 def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
-    """The pixels of an image file as the model takes them, ``(1, channels, height, width)``."""
+    """The pixels of an image file as input of the model, ``(1, channels, height, width)``."""
     reader = need("PIL.Image", "an image")
     content = read_content(Path(path))
     try:
@@ -96,7 +96,7 @@ def image_pixels(path: str | Path, config: Any, processor: Any) -> Tensor:
                 if opened.width * opened.height > PIXELS:
                     raise ValueError(f"{opened.width} × {opened.height} pixels are too many")
                 image = opened.convert("RGB")
-    except Exception as error:  # whatever a damaged file makes the reader stumble over, a bomb of pixels included
+    except Exception as error:  # any error that a damaged file causes in the reader, a decompression bomb included
         raise _unreadable(path, "an image", error, "give a PNG or JPEG file") from error
     if processor is not None:
         return processor(image, return_tensors="pt")["pixel_values"].float()

@@ -1,7 +1,7 @@
-"""A model as pieces: normalisations, attention, MLPs and residuals that together compute what it computes.
+"""A model as a sequence of pieces: normalisations, attention, MLPs and residual branches.
 
-Read are torch's TransformerEncoder, and BERT- and GPT-2-like models of transformers. The pieces must reproduce the
-model's own output before they are handed out. Dropout is off, and the model is left as it was.
+Torch's TransformerEncoder and BERT- and GPT-2-like models of transformers can be read. The pieces must reproduce the
+model's own output before they are returned. Dropout is off, and the model is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import AttentionMap, SelfAttention, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.models.forward_pass import listening, use_eager_attention
+from howsmooth.models.forward_pass import temporary_hooks, use_eager_attention
 from howsmooth.models.layer_wiring import WIRINGS, read_affine
 from howsmooth.models.module_names import layer_modules
 
@@ -40,7 +40,7 @@ class NormPiece:
 
 @dataclass(frozen=True)
 class AttentionPiece:
-    """An attention map, and the normalisation whose output it sees; None where it sees the tokens as they come."""
+    """An attention map, and the normalisation before it, or None."""
 
     name: str
     map: AttentionMap
@@ -79,7 +79,7 @@ Piece = NormPiece | AttentionPiece | MLPPiece | ResidualPiece
 
 @dataclass(frozen=True)
 class Reading:
-    """A copy of a model, its pieces, and whose input is the input of the first piece."""
+    """A copy of a model, its pieces, and the module (entry) whose input is the input of the first piece."""
 
     model: Any
     pieces: tuple[Piece, ...]
@@ -102,13 +102,13 @@ class Reading:
             return self.model(**given, **no_cache).last_hidden_state[0]
 
     def check(self, width: int) -> None:
-        """Refuse the model when the pieces do not compute what it does."""
+        """Refuse the model when the pieces do not reproduce its output."""
         x = torch.randn(_PROBE_LENGTH, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x = x.to(next(self.model.parameters()))
         seen = [x]
         entries = [] if self.entry is None else [self.entry]  # transformers add positions to the embeddings first
         hooks = [entry.register_forward_pre_hook(lambda module, args: seen.append(args[0][0])) for entry in entries]
-        with listening(hooks), torch.no_grad():
+        with temporary_hooks(hooks), torch.no_grad():
             output = self.run(x)
             error = float((_run(self.pieces, seen[-1]) - output).norm() / output.norm())
         if not error <= _TOLERANCE:
@@ -120,7 +120,7 @@ class Reading:
 
 
 def read_pieces(model: nn.Module, *, causal: bool = False) -> Reading:
-    """The pieces of a model, or `UnsupportedModel` when it is not among those whose layers can be read.
+    """The pieces of a model, or `UnsupportedModel` when its layers cannot be read.
 
     Args:
         causal: whether a torch encoder is called with the causal mask.

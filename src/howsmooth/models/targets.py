@@ -1,9 +1,9 @@
-"""What can be measured in a model at a real input: an attention block, and the parts of the network around it.
+"""Targets of a measurement in a model: an attention block, and the parts of the network around it, at a real input.
 
-Every target is a function of tokens ``(n, d)`` and the tokens it really received. The model runs once on the window;
-what each of its layers was called with (masks, positions) is kept, and the functions call the same modules again with
-it. Each function has reproduced the model's own output at its tokens before it is handed out. Those of listed
-architectures know their Jacobian in closed form (`howsmooth.models.closed_parts`).
+Every target is a function of tokens ``(n, d)`` and its input in the model. The model runs once on the window; the
+arguments of each layer (masks, positions) are recorded, and the functions call the same modules with them. Each
+function reproduces the model's own output at its tokens before it is returned. Targets of listed architectures have
+their Jacobian in closed form (`howsmooth.models.closed_parts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import LOCK, alone
-from howsmooth._util.validation import shown, validated
+from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, Composite, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians import DEFAULT_MEMORY
@@ -29,12 +29,12 @@ from howsmooth.models.captured_sites import TOLERANCE, CapturedSite, capture
 from howsmooth.models.closed_parts import (
     ClosedLayers,
     ComparedLayer,
-    Heard,
+    LayerRun,
     ModelPart,
     closed_tail,
     compare_derivative,
 )
-from howsmooth.models.forward_pass import Call, RealTokens, listening, recorded_calls, reference_mode, run_model
+from howsmooth.models.forward_pass import Call, RealTokens, recorded_calls, reference_mode, run_model, temporary_hooks
 from howsmooth.models.layer_wiring import ClosedLayer
 from howsmooth.models.module_names import (
     CONVENTIONS,
@@ -51,7 +51,7 @@ from howsmooth.models.text_windows import Window
 Function = Callable[[Tensor], Tensor]
 
 TARGETS = ("attention", "residual", "mlp", "layer", "prefix", "model", "logits")
-"""What `target` knows, from the smallest part to the whole."""
+"""The targets, from the smallest part to the whole."""
 _OF_MLPS = ("mlp", "residual")
 
 _MLPS = (
@@ -62,14 +62,14 @@ _MLPS = (
     ("feed_forward",),  # Wav2Vec2
     ("layer.1.DenseReluDense",),  # T5
 )
-"""The modules that make up a layer's MLP, as paths inside the layer; the first that fits is taken, then checked."""
+"""The modules of a layer's MLP, as paths inside the layer; the first that fits is taken, then checked."""
 
 
 @validated
 def target(
     open_model: OpenModel, what: str, layer: int | None = None, window: Window | None = None
 ) -> tuple[AttentionMap | Composite | Function, Tensor]:
-    """A part of the model and the tokens it sees in a window, for `hs.measure`.
+    """A part of the model and its input at a window, for `hs.measure`.
 
     Args:
         open_model: from `open_model`.
@@ -90,16 +90,14 @@ def target(
     """
     if window is None:
         raise InvalidInput("a target is measured at a window: cut one with open_model.windows(text, length).")
-    if not hasattr(window, "ids"):
-        raise InvalidInput(f"window must be one of open_model.windows(text, length), got {shown(window)}.")
     return Targets(open_model, window, mlps=what in _OF_MLPS).get(what, layer)
 
 
 class Targets:
-    """All targets of one window; the model reads it when the first of them is asked for, or by `read`.
+    """All targets of one window; the model reads it at the first request, or by `read`.
 
     Args:
-        mlps: whether what goes into MLPs and comes out of them is kept, which "mlp" and "residual" need.
+        mlps: whether inputs and outputs of MLPs are recorded, which "mlp" and "residual" need.
 
     >>> from howsmooth.models import open_model
     >>> opened = open_model("random:bert[layers=2,width=16]")
@@ -121,25 +119,25 @@ class Targets:
         self._calls: dict[nn.Module, Call] = {}
         self._outputs: dict[nn.Module, Tensor] = {}
         self._tail: list[tuple[nn.Module, Tensor, Tensor]] = []
-        self._answer: Any = None
+        self._output: Any = None
         self._closed = ClosedLayers(self.model.config.model_type, self._layers, self._attention)
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """The number of layers of the model."""
         return len(self._layers)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The layers themselves."""
+        """The modules of the layers."""
         return list(self._layers)
 
     @property
     def sites(self) -> list[CapturedSite]:
-        """The attention blocks, captured when first asked for; the same run tells what the functions need."""
+        """The attention blocks, captured at the first request; the same run records the arguments of the functions."""
         with LOCK:
             if self._sites is None:
-                with self._hearing() if self._answer is None else nullcontext():
+                with self._recording() if self._output is None else nullcontext():
                     self._sites = capture(self.model, self.inputs)
             return self._sites
 
@@ -156,7 +154,7 @@ class Targets:
         return by_layer[layer]
 
     def read(self, maps: bool) -> None:
-        """Let the model read the window now, once for all targets: ``maps`` says whether attention is among them."""
+        """Run the model on the window now, once for all targets; ``maps``: attention is among them."""
         if maps:
             _ = self.sites
         else:
@@ -164,7 +162,7 @@ class Targets:
 
     @alone
     def get(self, what: str, layer: int | None = None) -> tuple[AttentionMap | Composite | Function, Tensor]:
-        """As `target`."""
+        """A target; see `target`."""
         if what not in TARGETS:
             raise InvalidInput(f"what is measured is one of {', '.join(TARGETS)}, got {what!r}.")
         if what in ("model", "logits"):
@@ -205,9 +203,9 @@ class Targets:
         return layers
 
     def _run(self) -> None:
-        """Let the model read the window, unless it has."""
-        if self._answer is None:
-            with self._hearing(), reference_mode(self.model):
+        """Run the model on the window, unless it has run."""
+        if self._output is None:
+            with self._recording(), reference_mode(self.model):
                 run_model(self.model, self.inputs)
 
     @cached_property
@@ -217,8 +215,8 @@ class Targets:
         return [module for module in models if self._layers[-1] in module.modules()]
 
     @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Keeps what the layers and their MLPs are called with and give out while the model runs."""
+    def _recording(self) -> Iterator[None]:
+        """Record inputs and outputs of the layers and their MLPs while the model runs."""
         modules = [*self._layers, *(module for mlp in self._mlps if mlp for module in mlp)]
         last = self._layers[-1]
 
@@ -226,7 +224,7 @@ class Targets:
             self._outputs[module] = first_tensor(output)
 
         def at_the_end(module: nn.Module, args: Any, output: Any) -> None:
-            self._answer = output
+            self._output = output
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if last in self._outputs and args and isinstance(output, Tensor) and isinstance(args[0], Tensor):
@@ -236,7 +234,10 @@ class Targets:
         inside = {module for layer in self._layers for module in layer.modules()}
         leaves = [m for m in self.model.modules() if m not in inside and not list(m.children())]
         hooks += [module.register_forward_hook(after) for module in leaves]
-        with listening([*hooks, self.model.register_forward_hook(at_the_end)]), recorded_calls(modules) as self._calls:
+        with (
+            temporary_hooks([*hooks, self.model.register_forward_hook(at_the_end)]),
+            recorded_calls(modules) as self._calls,
+        ):
             yield
 
     def _input(self, layer: int) -> Tensor:
@@ -256,7 +257,7 @@ class Targets:
         return function
 
     def _attention(self, layer: int) -> AttentionMap:
-        """The attention of a layer: as captured, or as its weights and settings describe it."""
+        """The attention of a layer: captured, or read from weights and settings."""
         if self._sites is not None:
             attention = self.site(layer).attention
         else:
@@ -270,19 +271,19 @@ class Targets:
         """The attention blocks by layer: one walk through the model for all of them."""
         return {site.layer: site for site in attention_sites(self.model)}
 
-    def _heard(self, layer: int) -> Heard:
-        """A layer's own definition, the tokens it received and what it made of them."""
+    def _layer_run(self, layer: int) -> LayerRun:
+        """A layer's own definition, its input and its output."""
         module = self._layers[layer]
         return self._chain([module]), self._input(layer), self._outputs[module]
 
     def _closed_layer(self, layer: int) -> ClosedLayer:
-        return self._closed.get(layer, *self._heard(layer))
+        return self._closed.get(layer, *self._layer_run(layer))
 
     def _closed_series(self, layers: range, tail: Sequence[nn.Module] = ()) -> ClosedMap:
         for layer in layers[1:]:
             if not _same(self._outputs[self._layers[layer - 1]], self._calls[self._layers[layer]].hidden):
                 raise UnsupportedModel(f"something happens between layers {layer - 1} and {layer}.")
-        compared = [ComparedLayer(self._closed, layer, *self._heard(layer)) for layer in layers]
+        compared = [ComparedLayer(self._closed, layer, *self._layer_run(layer)) for layer in layers]
         return Series(*compared, *closed_tail(tail))
 
     def _closed_residual(self, layer: int, function: Function) -> ClosedMap:
@@ -322,7 +323,7 @@ class Targets:
         return self._checked("mlp", self._chain(modules), x, self._outputs[modules[-1]], closed)
 
     def _residual(self, layer: int) -> Function:
-        """The layer up to its MLP: what the MLP receives where normalisation comes last, else the layer without MLP.
+        """The layer up to its MLP: the input of the MLP where normalisation comes last, else the layer without MLP.
 
         Where the layer ends in a normalisation (BERT), its MLP receives the normalised sum of tokens and attention.
         Where it ends in a sum (GPT-2, Llama), the sum without the MLP's term is the residual stream after attention,
@@ -334,14 +335,14 @@ class Targets:
 
         @alone
         def function(x: Tensor) -> Tensor:
-            heard: list[Tensor] = []
+            inputs: list[Tensor] = []
             if norm_last:
-                hook = mlp[0].register_forward_pre_hook(lambda module, args: heard.append(args[0]))
+                hook = mlp[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
             else:
                 hook = mlp[-1].register_forward_hook(lambda module, args, output: _silenced(output))
-            with listening([hook]):
+            with temporary_hooks([hook]):
                 output = run_layer(x)
-            return heard[0].reshape(x.shape) if norm_last else output
+            return inputs[0].reshape(x.shape) if norm_last else output
 
         return function
 
@@ -351,15 +352,15 @@ class Targets:
         outputs: list[Any] = []
         norms = [inner for inner in module.modules() if "norm" in type(inner).__name__.lower()]
         hooks = (norm.register_forward_hook(lambda norm, args, output: outputs.append(output)) for norm in norms)
-        with listening(hooks), torch.no_grad():
+        with temporary_hooks(hooks), torch.no_grad():
             call = self._calls[module]
             last = first_tensor(module(call.hidden, *call.args, **call.kwargs))
         return any(output is last for output in outputs)
 
     def _whole(self, what: str) -> tuple[Function, Tensor]:
-        """All layers and what follows them, found by following the tensor from the last layer to the answer."""
+        """All layers and the modules behind them, found by following the tensor from the last layer to the output."""
         hidden = next((self._outputs[body] for body in self._bodies if body in self._outputs), None)
-        wanted = hidden if what == "model" else self._answer.get("logits")
+        wanted = hidden if what == "model" else self._output.get("logits")
         if wanted is None and what == "model":
             raise UnsupportedModel(f"{type(self.model).__name__} does not call its body: open it with head=False.")
         if wanted is None:
@@ -389,7 +390,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _silenced(output: Any) -> Any:
-    """The output of an MLP with zeros for its tokens; what else it returns (the scores of a router) is kept."""
+    """The output of an MLP with zeros for its tokens; other outputs (the scores of a router) are unchanged."""
     if isinstance(output, tuple):
         return (_silenced(output[0]), *output[1:])
     return torch.zeros_like(output)

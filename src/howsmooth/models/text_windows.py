@@ -29,8 +29,8 @@ SPECIAL = 3
 """Token ids below this are special (padding, beginning, end); byte b of a text has the id b + 3."""
 _Result = TypeVar("_Result")
 _STDERR = 2
-_OURS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
-"""All that Python itself raises."""
+_PYTHON = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""The exceptions of Python itself."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Window:
     """One piece of input.
 
     Attributes:
-        ids: what the model reads: token ids ``(1, n)``; of an image its pixels, of a sound its samples or features.
+        ids: the input of the model: token ids ``(1, n)``; of an image its pixels, of a sound its samples or features.
         tokens: the n tokens in words, special ones included.
-        start: where the piece begins: the number of text tokens (or sound samples) before it.
+        start: the number of text tokens (or sound samples) before the piece.
     """
 
     ids: Tensor
@@ -80,7 +80,7 @@ class Tokens:
     def windows(self, length: int, count: int, seed: int | None) -> list[Window]:
         """``count`` different windows of ``length`` tokens, special ones included, in the order of the text.
 
-        They begin where `spread_starts` says: spread over the text, and at the same tokens for every length.
+        They begin at `spread_starts`: spread over the text, and at the same tokens for every length.
         """
         inside = length - len(self.before) - len(self.after)
         if inside < 1:
@@ -95,12 +95,12 @@ class Tokens:
         if starts < 1:
             raise InvalidInput(
                 f"the text has {len(self)} tokens with special ones, but windows of {length} "
-                "were asked: give more text or ask for less."
+                "were requested: give more text or ask for less."
             )
         if starts < count:
             raise InvalidInput(
-                f"the text has room for {starts} different window(s) of {length} tokens, but {count} were asked: give "
-                "more text or ask for fewer."
+                f"the text has room for {starts} different window(s) of {length} tokens, but {count} were requested: "
+                "give more text or ask for fewer."
             )
         return [self._window(start, inside) for start in spread_starts(len(self.ids), inside, count, seed)]
 
@@ -110,11 +110,11 @@ class Tokens:
 
 
 def spread_starts(total: int, inside: int, count: int, seed: int | None) -> list[int]:
-    """Where ``count`` different windows of ``inside`` tokens begin in a text of ``total``.
+    """The starts of ``count`` different windows of ``inside`` tokens in a text of ``total``.
 
-    The text is divided into ``count`` equal parts. The first window begins where the text does, and each other one at a
-    place of its part that ``seed`` draws, or where the part begins. Windows of several lengths so begin at the same
-    tokens, unless the text ends before.
+    The text is divided into ``count`` equal parts. The first window begins with the text, each other one at a random
+    place of its part (by ``seed``) or at its start. Windows of several lengths therefore begin at the same tokens,
+    unless the text is too short.
 
     >>> spread_starts(100, 8, 4, seed=None)
     [0, 25, 50, 75]
@@ -148,7 +148,7 @@ def words(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """The tokens that the tokenizer puts before and after a text."""
     plain = token_ids(tokenizer, "a", add_special_tokens=False)
     whole = token_ids(tokenizer, "a")
     for start in range(len(whole) - len(plain) + 1):
@@ -158,7 +158,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
 
 
 class Panic(InvalidInput):
-    """A library written in Rust gave up in the middle of its work."""
+    """A library written in Rust has panicked."""
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
@@ -178,11 +178,11 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 @alone
 def without_panic(call: Callable[[], _Result]) -> _Result:
-    """The value of a call; a panic in it is a `Panic`, and its report is not printed."""
-    with _kept_back() as report:
+    """The value of a call; a panic becomes a `Panic`, and its report is not printed."""
+    with _captured_stderr() as report:
         try:
             return call()
-        except _OURS:
+        except _PYTHON:
             raise
         except BaseException as panic:
             report.truncate(0)
@@ -197,13 +197,15 @@ def _read(call: Callable[[], _Result]) -> _Result:
     except Exception as error:
         if out_of_memory(error):
             raise
-        said = first_line(error, kind=True)
-        raise InvalidInput(f"the tokenizer cannot read this text ({said}): take another text or tokenizer.") from error
+        reason = first_line(error, kind=True)
+        raise InvalidInput(
+            f"the tokenizer cannot read this text ({reason}): take another text or tokenizer."
+        ) from error
 
 
 @contextmanager
-def _kept_back() -> Iterator[IO[bytes]]:
-    """A file that takes what is written on standard error meanwhile, by any language; its content is printed after."""
+def _captured_stderr() -> Iterator[IO[bytes]]:
+    """A file that collects standard error of the whole process; its content is printed when the block ends."""
     with tempfile.TemporaryFile(buffering=0) as report:
         try:
             usual = os.dup(_STDERR)
@@ -217,5 +219,5 @@ def _kept_back() -> Iterator[IO[bytes]]:
             os.dup2(usual, _STDERR)
             os.close(usual)
             report.seek(0)
-            while said := report.read(2**16):
-                os.write(_STDERR, said)
+            while content := report.read(2**16):
+                os.write(_STDERR, content)

@@ -1,9 +1,9 @@
-"""Attention of architectures without an entry in the table, found by following the tensors through the socket.
+"""Attention of architectures without an entry in the table, found by tracing tensors through the attention interface.
 
-All linear layers of the model are listened to. When the socket is called with q, k and v, the linear layers that ran
-since the last call are searched for the ones that made them, from one and the same input x; the next linear layer that
-receives the socket's answer is the output projection. Names play no part. What is accepted between a linear layer and q
-or k is a factor and the model's own rotary positions; everything else is refused.
+All linear layers of the model are recorded. When the interface is called with q, k and v, the linear layers since the
+last call are searched for those that made them, from one and the same input x; the next linear layer that receives the
+output of the call is the output projection. Names play no part. A factor and the model's own rotary positions may lie
+between a linear layer and q or k; everything else is refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import relative_error
-from howsmooth.attention import Causal, CrossAttention, DenseBias, LogitBias, Rotary, SelfAttention
+from howsmooth.attention import Causal, ComposedAttention, CrossAttention, DenseBias, LogitBias, Rotary, SelfAttention
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.attention_interface import AttentionCall, attention_calls
 from howsmooth.models.attention_reader import read_rotary, rotary_kinds
-from howsmooth.models.forward_pass import Inputs, RealTokens, listening, run_model
+from howsmooth.models.forward_pass import Inputs, RealTokens, run_model, temporary_hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,16 +32,16 @@ class FoundAttention(NamedTuple):
     """An attention found in one run: its path and map, the tokens of queries and keys, the output and the call."""
 
     name: str
-    attention: SelfAttention | CrossAttention
+    attention: SelfAttention | ComposedAttention | CrossAttention
     x: Tensor
     keys: Tensor
     output: Tensor
-    call: AttentionCall
+    call: Any = None  # AttentionCall, where the interface was called
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """Weight ``(out, d)`` and bias that made y out of x."""
+    """Weight ``(out, d)`` and bias with which x became y."""
 
     weight: Tensor
     bias: Tensor | None
@@ -88,7 +88,7 @@ def find_attention(
     from transformers.pytorch_utils import Conv1D
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
-    with listening(layer.register_forward_hook(on_linear) for layer in layers), attention_calls(model, on_call):
+    with temporary_hooks(layer.register_forward_hook(on_linear) for layer in layers), attention_calls(model, on_call):
         run_model(model, inputs)
         refuse_unprojected()
     found = [one for one in attentions if isinstance(one.attention, kind)]
@@ -105,7 +105,7 @@ def find_attention(
 def _rebuild(
     model: PreTrainedModel, name: str, call: AttentionCall, linears: list[_Linear], last: _Linear, real: RealTokens
 ) -> tuple[Tensor, Tensor, SelfAttention | CrossAttention]:
-    """The map behind one call of the socket and the tokens of its queries and keys, which may be of two sequences."""
+    """The map behind one call of the interface and the tokens of its queries and keys, which may be two sequences."""
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     value = _source(call.value, linears, None)
     for rotary in _rotations(model, call.module, real):
@@ -133,7 +133,7 @@ def _rebuild(
 
 
 def _rotations(model: PreTrainedModel, module: nn.Module, real: RealTokens) -> Iterator[Rotary | None]:
-    """What may turn queries and keys: nothing, or the model's own frequencies, with halves or neighbours as pairs."""
+    """Possible rotations of queries and keys: none, or by the model's own frequencies, of halves or neighbours."""
     yield None
     # With padding, all tokens are searched through first, at their own places 0, 1, 2, ….
     for kind in rotary_kinds(model):

@@ -26,10 +26,10 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.module_names import FILE_CONVENTIONS, Convention, find_blocks
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy")
-_DEEPEST = 32
+_MAX_DEPTH = 32
 
 
-# Beside the projections and known not to change the map: GPT-2's stored causal mask, and the norm after BERT's block.
+# Tensors beside the projections without effect on the map: GPT-2's stored causal mask, the norm after BERT's block.
 _HARMLESS = ("bias", "masked_bias", "output.LayerNorm.weight", "output.LayerNorm.bias")
 
 
@@ -72,10 +72,10 @@ def load_attention(
 
     Args:
         path: a ``.safetensors`` file, or a ``.pt``/``.pth`` file that holds nothing but tensors.
-        prefix: what the names of the block's tensors begin with, for example ``"h.0.attn."``; may be left out when the
-            file holds a single block.
+        prefix: the common prefix of the block's tensors, for example ``"h.0.attn."``; not needed for a file with a
+            single block.
         heads, kv_heads: numbers of heads, unless stored in the metadata of the file; kv_heads follows from the shapes.
-        mask, options: what the file does not hold; see `SelfAttention` (rotary, softcap, scale, …).
+        mask, options: as in `SelfAttention` (rotary, softcap, scale, …); a file does not hold them.
         dtype: convert the weights to it.
 
     >>> import tempfile, torch
@@ -100,8 +100,8 @@ def read_attention_weights(
 ) -> AttentionWeights:
     """The weights behind `load_attention`, for callers that need the head width before they can choose positions.
 
-    A file that shows something beside the projections which would change the map (normalised queries, extra keys, an
-    adapter) is refused; stored rotary frequencies are accepted when ``rotary`` says that the caller supplies them.
+    A file with tensors beside the projections that would change the map (normalised queries, extra keys, an adapter) is
+    refused; stored rotary frequencies are accepted with ``rotary``, when the caller supplies them.
     """
     path = Path(path)
     tensors, metadata = read_tensors(path)
@@ -131,7 +131,7 @@ def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
     """The tokens x, (n, d) or (batch, n, d), stored in a ``.safetensors``, ``.pt``, ``.pth`` or ``.npy`` file.
 
     Args:
-        name: which tensor, when the file holds several.
+        name: the tensor, when the file holds several.
     """
     path = Path(path)
     tensors, _ = read_tensors(path)
@@ -145,7 +145,7 @@ def load_tokens(path: str | Path, name: str | None = None) -> Tensor:
 
 
 def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """All tensors of a file by name, read when asked for where the format allows it, and its metadata.
+    """All tensors of a file by name, read on request where the format allows it, and its metadata.
 
     Nested dictionaries are joined by dots; a file that holds one bare tensor gives it the name "tensor".
     """
@@ -168,9 +168,9 @@ def read_tensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
             f"{path.name} is refused: it holds pickled Python objects, which can run code when loaded: store nothing "
             "but tensors (a state_dict), best as .safetensors."
         ) from error
-    except Exception as error:  # whatever a damaged file makes its reader stumble over
+    except Exception as error:  # any error that a damaged file causes in its reader
         raise InvalidInput(
-            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_said(error)})."
+            f"{path.name} cannot be read as {path.suffix}: it is damaged, or of another format ({_reason(error)})."
         ) from error
     tensors = {name: _plain(tensor, name, path) for name, tensor in _flat(stored, path)}
     return tensors, stored if isinstance(stored, dict) else {}
@@ -189,11 +189,11 @@ class _Lazy(UserDict[str, Tensor]):
         try:
             return self.file.get_tensor(name)
         except Exception as error:  # a dtype that torch lacks, a file cut short since it was opened
-            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_said(error)}).") from error
+            raise InvalidInput(f"{printable(name)[:100]!r} cannot be read ({_reason(error)}).") from error
 
 
 def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
-    """The tensors in nested dictionaries with their joined names; a dictionary that holds itself has no end."""
+    """The tensors in nested dictionaries with their joined names; cyclic dictionaries are refused."""
     tensors: list[tuple[str, Tensor]] = []
     waiting: list[tuple[str, object, int]] = [("", stored, 0)]
     while waiting:
@@ -201,9 +201,9 @@ def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
         if isinstance(entry, Tensor):
             tensors.append((name or "tensor", entry.detach()))
         elif isinstance(entry, Mapping):
-            if depth == _DEEPEST:
+            if depth == _MAX_DEPTH:
                 raise InvalidInput(
-                    f"{path.name} nests dictionaries more than {_DEEPEST} deep, or one holds itself: store a flat "
+                    f"{path.name} nests dictionaries more than {_MAX_DEPTH} deep, or one holds itself: store a flat "
                     "state_dict."
                 )
             inner = [(f"{name}.{key}" if name else str(key), value, depth + 1) for key, value in entry.items()]
@@ -212,7 +212,7 @@ def _flat(stored: object, path: Path) -> list[tuple[str, Tensor]]:
 
 
 def _plain(tensor: Tensor, name: str, path: Path) -> Tensor:
-    """The tensor, once it is known to be numbers in memory, all of them its own."""
+    """The tensor; refused unless it is dense and stores all of its numbers."""
     kinds = {"sparse": tensor.layout is not torch.strided, "nested": tensor.is_nested, "without data": tensor.is_meta}
     odd = [kind for kind, holds in kinds.items() if holds]
     if not odd and tensor.numel() * tensor.element_size() > max(tensor.untyped_storage().nbytes(), 1):
@@ -287,13 +287,13 @@ def _listed(tensors: Mapping[str, Any]) -> str:
     return f"the tensors {_few(tensors, 8)}" if tensors else "no tensors"
 
 
-def _few(names: Iterable[str], most: int) -> str:
-    """The first names, safe to show, and how many more there are."""
+def _few(names: Iterable[str], count: int) -> str:
+    """The first names, safe to show, and the number of the others."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" * (len(ordered) > most)
-    return ", ".join(repr(printable(name)[:100]) for name in ordered[:most]) + more
+    more = f" and {len(ordered) - count} more" * (len(ordered) > count)
+    return ", ".join(repr(printable(name)[:100]) for name in ordered[:count]) + more
 
 
-def _said(error: BaseException) -> str:
-    said = first_line(error, kind=True)
-    return said.split("weights_only")[0].rstrip(" `(,.:") if "weights_only" in said else said
+def _reason(error: BaseException) -> str:
+    reason = first_line(error, kind=True)
+    return reason.split("weights_only")[0].rstrip(" `(,.:") if "weights_only" in reason else reason

@@ -30,7 +30,7 @@ from howsmooth._util.torch_globals import exact_autograd
 from howsmooth._util.validation import check_one_of, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
-from howsmooth.models.forward_pass import Call, listening, reference_mode, run_model
+from howsmooth.models.forward_pass import Call, reference_mode, run_model, temporary_hooks
 from howsmooth.rounding.rounded_model import check_text_model, check_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -172,6 +172,6 @@ def _stream(model: Any, paths: list[str], inputs: dict[str, Tensor], given: list
     layers = [model.get_submodule(path) for path in paths]
     hooks = [one.register_forward_pre_hook(on_entry(layer), with_kwargs=True) for layer, one in enumerate(layers)]
     hooks += [one.register_forward_hook(on_exit(layer)) for layer, one in enumerate(layers)]
-    with listening(hooks), reference_mode(model):
+    with temporary_hooks(hooks), reference_mode(model):
         run_model(model, inputs)
     return [entered[0], *(left[layer] for layer in range(len(layers)))]

@@ -18,7 +18,7 @@ from howsmooth._util.validation import validated
 from howsmooth.attention import Rotary, plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
-from howsmooth.models.attention_interface import answering, eager_attention
+from howsmooth.models.attention_interface import attention_computed_by, eager_attention
 from howsmooth.models.captured_sites import check_request
 from howsmooth.models.forward_pass import run_model
 from howsmooth.rounding.kv_cache import PARTS, Cache, Choice, read_back
@@ -88,7 +88,7 @@ class RoundedModel:
     def outcome(self, assignment: Assignment | None = None) -> Tensor:
         """Log-probabilities of the next token, ``(n, words)``, or the embedding of unit length, in float64."""
         layers = Layers(len(self.rotaries))
-        with answering(self.model, rounding(self.rotaries, assignment or {}, layers)):
+        with attention_computed_by(self.model, rounding(self.rotaries, assignment or {}, layers)):
             outcome = self.read(run_whole(self))
         layers.check_all(self.model)
         return outcome

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import random_stream
 from howsmooth._util.validation import Count, Seed, validated
-from howsmooth.models.attention_interface import answering, eager_attention
+from howsmooth.models.attention_interface import attention_computed_by, eager_attention
 from howsmooth.rounding.kv_cache import PARTS, read_back
 from howsmooth.rounding.number_formats import Format
 from howsmooth.rounding.rounded_model import Layers, RoundedModel, run_whole
@@ -96,7 +96,7 @@ def sampled_scores(reader: RoundedModel, formats: Sequence[Format], samples: Cou
         probes.append(probe)
         return output + probe, weights
 
-    with answering(reader.model, attend), torch.enable_grad():
+    with attention_computed_by(reader.model, attend), torch.enable_grad():
         output = run_whole(reader)
         layers.check_all(reader.model)
         target = output.logits[0] if reader.causal else reader.read(output)
