@@ -103,12 +103,12 @@ def _maps(quantisation: Quantisation, index: int) -> dict[str, Any]:
     low, high = (float(above.quantile(0.02)), float(above.max())) if len(above) else (1.0, 1.0)
     figures = []
     for p, part in enumerate(PARTS):
-        values, title = damage[:, p].tolist(), f"{part}s in {name}"
+        title = f"{part}s in {name}"
 
-        def cell(layer: int, head: int, values: list[list[float]] = values, title: str = title) -> str:
-            return f"layer {layer}, head {head}, {title}: {quantisation.damage_name} {_short(values[layer][head])}"
+        def words(layer: int, head: int, value: float, title: str = title) -> str:
+            return f"layer {layer}, head {head}, {title}: {quantisation.damage_name} {_short(value)}"
 
-        figures.append(heat_map(values, title, cell, low, high))
+        figures.append(heat_map(damage[:, p].tolist(), title, words, low, high))
     return {"format": name, "figures": figures, "low": _short(low), "high": _short(high)}
 
 
