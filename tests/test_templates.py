@@ -5,23 +5,41 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
 
 from howsmooth._util.templates import render
-from howsmooth.reports.drawings import drawing, element
+from howsmooth.reports.drawings import Axis, Chart, heat_map
 
 NASTY = "</title></style></script><script>alert(1)</script><img src=x onerror=alert(2)>\" ' onload='x' & {{ 7 * 7 }}"
 TURNED = "a\u202eb\x1b"
 SECTION = {"name": ..., "headline": ..., "about": ...}
+CHART = Chart(Axis(1.0, 10.0, "x"), Axis(1.0, 10.0, "y"))
 VALUES: dict[str, dict[str, Any]] = {
+    "answer": {
+        "label": ...,
+        "scales": [SimpleNamespace(name=..., values=[1.0, 2.0], reference=[1.0], reference_middle=1.0, middle=1.5)],
+        "ticks": [1, 2],
+        "across": str,
+        "few_digits": lambda value, digits=3: str(value),
+    },
     "card": {"title": ..., "facts": [[..., ...]], "notes": [...]},
     "certificates": SECTION | {"chart": ..., "rows": [[...] * 6], "steps": ...},
+    "chart": {"chart": CHART, "label": ...}
+    | {
+        "marks": [
+            {"points": ..., "class": ...},
+            {"x": ..., "y": ..., "text": ...},
+            dict.fromkeys(("x", "y", "radius", "class", "opacity", "title"), ...),
+        ]
+    },
     "comparison": {"title": ..., "headline": ..., "picture": ..., "missing": ..., "names": [..., ...]}
     | {"rows": [(True, [..., ...]), (False, [..., ...])]},
     "frame": {"page": ..., "height": ...},
+    "heat_map": {"title": ..., "cells": [[{"colour": ..., "title": ...}] * 2]},
     "report": {
         "title": ...,
         "headlines": [dict.fromkeys(("sentence", "compared", "picture", "legend", "reason", "quiet"), ...)],
@@ -59,6 +77,8 @@ class Tags(HTMLParser):
 
 def filled(values: Any, text: str) -> Any:
     """The values with a text in place of the dots."""
+    if isinstance(values, SimpleNamespace):
+        return SimpleNamespace(**filled(vars(values), text))
     if isinstance(values, dict):
         return {name: filled(value, text) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -94,6 +114,11 @@ def test_a_missing_value_is_an_error() -> None:
 
 
 def test_hostile_text_in_a_drawing_stays_text() -> None:
-    drawn = drawing(1, 1, NASTY, [element("text", NASTY, title=NASTY, x=NASTY), NASTY])  # type: ignore[list-item]
-    assert [tag for tag, _ in Tags(drawn).found] == ["svg", "text", "title"]
-    assert Tags(drawn).texts.count(NASTY) >= 4
+    chart = Chart(Axis(1.0, 10.0, NASTY), Axis(1.0, 10.0, NASTY))
+    marks = [chart.line([(1.0, 2.0)], NASTY), chart.dot(1.0, 2.0, NASTY, 3, NASTY), chart.words(1.0, 2.0, NASTY)]
+    tags = Tags(chart.drawn(NASTY, marks))
+    assert {tag for tag, _ in tags.found} == {"svg", "line", "text", "polyline", "circle", "title"}
+    assert tags.texts.count(NASTY) == 7
+    cells = Tags(heat_map([[1.0, 2.0]], NASTY, lambda layer, head, value: NASTY, 1.0, 2.0))
+    assert {tag for tag, _ in cells.found} == {"svg", "text", "rect", "title"}
+    assert cells.texts.count(NASTY) == 4

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 import howsmooth as hs
 from evidence.scan_faults import make_model
 from howsmooth.cli import app
-from howsmooth.reports.comparison_page import comparison_figure, write_comparison
-from howsmooth.reports.figures.comparison_figure import series_figure
+from howsmooth.reports.comparison_page import comparison_figure, series_figure, write_comparison
 from howsmooth.scans import Change, Scan
 from howsmooth.scans.compare_scans import Place
 from tests.cli.command import Command
@@ -98,7 +97,7 @@ def test_a_folder_of_checkpoints_is_a_series_over_its_steps(checkpoints: tuple[P
     said = json.loads(answer.stdout)
     assert said["scans"] == ["checkpoint-90", "checkpoint-100", "checkpoint-1000"]
     assert said["rougher"] == ["layer 1, head 1"]
-    figure = series_figure(said["scans"], [("head", said["changes"][0]["values"])], title="run")
+    figure = series_figure(said["scans"], [("head", said["changes"][0]["values"])], "run")
     assert list(figure.axes[0].lines[0].get_xdata()) == [90, 100, 1000]
 
 

@@ -1,4 +1,4 @@
-"""Measured ≤ worst found ≤ certified, as a section of the report: every head against the radius."""
+"""The section of a report on certificates: measured ≤ worst found ≤ certified, every head against the radius."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from howsmooth.reports.sections import write_section
 
 
 def write_certificates(ladder: Ladder, path: Path, name: str, about: str) -> Path:
-    """Put the section into the report at a path, or write a page of its own when there is none.
+    """Add the section to the report at a path, or write a new page when there is none.
 
     Args:
-        name: of the map, which an earlier section about it gives way to. about: the input, in words.
+        name: of the map; an earlier section about it is replaced. about: the input, in words.
     """
     section = certificates_section(ladder, name, about)
     return write_section(section, path, kind="certificates", about=name, title=f"What is proved about {name}")
@@ -45,7 +45,7 @@ def certificates_section(ladder: Ladder, name: str, about: str) -> str:
 
 
 def _headline(ladder: Ladder) -> str:
-    """The largest radius in one sentence."""
+    """One sentence about the largest radius."""
     share, ratios = 100 * ladder.radii[-1] / ladder.norm, ladder.ratios[-1]
     return (
         f"Every token may move by {_short(ladder.radii[-1])} ({_short(share)} % of the mean token norm): no head gets "
@@ -65,19 +65,19 @@ def _rows(ladder: Ladder) -> list[list[str]]:
 
 def _chart(ladder: Ladder) -> Markup:
     shares = [100 * radius / ladder.norm for radius in ladder.radii]
-    kept = [head for head, value in enumerate(ladder.measured) if value > 0]
+    heads = [head for head, value in enumerate(ladder.measured) if value > 0]
     found, proved = (
-        [[row[head] / ladder.measured[head] for head in kept] for row in rows]
+        [[row[head] / ladder.measured[head] for head in heads] for row in rows]
         for rows in (ladder.worst, ladder.certified)
     )
     x = Axis.around(shares, "radius, in per cent of the mean token norm")
     chart = Chart(x, Axis.around([v for row in (*found, *proved) for v in row], "multiple of the value at the input"))
-    marks = [chart.dot(x.low, 1.0, f"{len(kept)} heads at the input", 3, class_="middle")] if kept else []
+    marks = [chart.dot(x.low, 1.0, f"{len(heads)} heads at the input", 3, class_="middle")] if heads else []
     for rows, class_, word in ((found, "accent", "worst found ≥"), (proved, "bound", "certified ≤")):
-        if kept:
+        if heads:
             marks.append(chart.line([(s, median(row)) for s, row in zip(shares, rows, strict=True)], "chosen"))
         for share, row in zip(shares, rows, strict=True):
-            for head, value in zip(kept, row, strict=True):
+            for head, value in zip(heads, row, strict=True):
                 title = f"head {head} within {_short(share)} %: {word} {_short(value)} times the value at the input"
                 marks.append(chart.dot(share, value, title, 3, class_=class_, opacity=0.7))
     return chart.drawn("Worst found and certified against the radius, every head", marks)

@@ -1,4 +1,4 @@
-"""The formats of figures, told before anything is drawn."""
+"""File formats of figures, checked before a figure is drawn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from howsmooth.errors import InvalidInput
 
 
 def check_formats(formats: Sequence[str]) -> list[str]:
-    """The formats as file endings, or a refusal before any work is done.
+    """The formats as file endings; raises `InvalidInput` for an unknown one.
 
     >>> check_formats(["pdf", ".png"])
     ['.pdf', '.png']
     """
-    wanted = ["." + kind.strip().lower().removeprefix(".") for kind in formats]
-    if wrong := [kind for kind in wanted if kind not in FORMATS]:
+    endings = ["." + kind.strip().lower().removeprefix(".") for kind in formats]
+    if wrong := [kind for kind in endings if kind not in FORMATS]:
         raise InvalidInput(f"{wrong[0]!r} is no format for figures: choose from {', '.join(FORMATS)}.")
-    return wanted
+    return endings

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any
 
 from markupsafe import Markup
 
-from howsmooth.reports.drawings import Axis, drawing, element
+from howsmooth._util.templates import render
+from howsmooth.reports.drawings import Axis
 from howsmooth.reports.findings import few_digits, main_kind, place_of, why
 from howsmooth.reports.scan_groups import KINDS, Group, Row
 
@@ -34,6 +34,16 @@ _PARTS = {
     "head": "an attention head",
 }
 """Kinds of maps, from the whole to the heads → words of a sentence about the median one."""
+
+_NAMES = {
+    "model": ("whole model", "whole models"),
+    "logits": ("model, logits", "models, logits"),
+    "layer": ("layer", "layers"),
+    "residual": ("residual block", "residual blocks"),
+    "attention": ("attention", "attention blocks"),
+    "head": ("head", "heads"),
+}
+"""Kinds of maps → names in the picture, of one map and of several."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,17 @@ class RelativeConditions:
     def middle(self) -> float:
         """The median."""
         return median(self.values)
+
+    @property
+    def reference_middle(self) -> float:
+        """The median of the reference."""
+        return median(self.reference)
+
+    @property
+    def name(self) -> str:
+        """The number of cells and their kind."""
+        one, several = _NAMES[self.kind]
+        return one if len(self.values) == 1 else f"{len(self.values)} {several}"
 
 
 def relative_conditions(group: Group) -> list[RelativeConditions]:
@@ -130,8 +151,8 @@ def compared(group: Group) -> str:
         return f"{plain} Scan with --reference random to see the same architecture before training."
     words = []
     for scale in with_reference:
-        reference, part = median(scale.reference), _PARTS[scale.kind].split(" (")[0]
-        words.append(f"{part} {_times(scale.middle / reference)} ({few_digits(reference, 2)} %)")
+        part, times = _PARTS[scale.kind].split(" (")[0], _times(scale.middle / scale.reference_middle)
+        words.append(f"{part} {times} ({few_digits(scale.reference_middle, 2)} %)")
     return f"Compared with the same architecture with random weights: {'; '.join(words)}. {plain}"
 
 
@@ -153,36 +174,15 @@ def picture(group: Group) -> Markup:
         return Markup()
     every = [value for scale in known for value in (*scale.values, *scale.reference)]
     axis = Axis(min([0.9, *every]) / 1.15, max([1.2, *every]) * 1.15, "")
-    left, right, top, step = 136.0, 440.0, 30.0, 38.0
-    bottom = top + step * len(known)
-
-    def across(value: float) -> float:
-        return left + axis.share(value) * (right - left)
-
-    marks = []
-    for tick in _ticks(axis):
-        x = f"{across(tick):.5g}"
-        marks.append(element("line", x1=x, x2=x, y1=top - 8, y2=bottom, class_="axis" if tick == 1 else "grid"))
-        marks.append(element("text", f"{tick:g} %", x=x, y=bottom + 18, text_anchor="middle"))
-    marks.append(element("text", "only scales", x=f"{across(1):.5g}", y=top - 14, text_anchor="middle", font_size=12))
-    for number, scale in enumerate(known):
-        y = top + step * (number + 0.5)
-        marks.append(element("text", _named(scale), x=left - 14, y=y + 4, text_anchor="end", class_="ink"))
-        if scale.reference:
-            x = f"{across(median(scale.reference)):.5g}"
-            title = f"random weights: median {few_digits(median(scale.reference))} %"
-            marks.append(element("line", title=title, x1=x, x2=x, y1=y - 13, y2=y + 13, class_="bound reference"))
-        for value in scale.values:
-            size, opacity = (3.5, 0.45) if len(scale.values) > 3 else (6, 1.0)
-            place: dict[str, Any] = {"cx": f"{across(value):.5g}", "cy": f"{y:.5g}", "r": size, "opacity": opacity}
-            marks.append(element("circle", title=f"{few_digits(value)} %", class_="dot", **place))
-        if len(scale.values) > 3:
-            x = f"{across(scale.middle):.5g}"
-            marks.append(element("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="axis middle-mark", stroke_width=2))
-        x = f"{across(scale.values[-1]) + 10:.5g}"
-        marks.append(element("text", f"{few_digits(scale.values[-1], 2)} %", x=x, y=y + 4, class_="accent"))
-    label = f"Relative condition of {', '.join(_named(scale) for scale in known)} of {group.label}"
-    return drawing(right + 60, bottom + 24, label, marks)
+    drawn = render(
+        "answer",
+        label=f"Relative condition of {', '.join(scale.name for scale in known)} of {group.label}",
+        scales=known,
+        ticks=_ticks(axis),
+        across=lambda value: f"{136 + axis.share(value) * 304:.5g}",
+        few_digits=few_digits,
+    )
+    return Markup(drawn)
 
 
 def legend(group: Group) -> str:
@@ -190,14 +190,6 @@ def legend(group: Group) -> str:
     beside = "; dashed: random weights" if any(scale.reference for scale in relative_conditions(group)) else ""
     axis = "By how much what leaves can change, at most, when what enters changes by 1 % (logarithmic)."
     return f"{axis} Dots: each one; upright mark: their median{beside}."
-
-
-def _named(scale: RelativeConditions) -> str:
-    word = {"model": "whole model", "logits": "model, logits", "attention": "attention"}.get(
-        scale.kind, KINDS.get(scale.kind, scale.kind)
-    )
-    many = {"head": "heads", "layer": "layers", "residual": "residual blocks", "attention": "attention blocks"}
-    return word if len(scale.values) == 1 else f"{len(scale.values)} {many.get(scale.kind, word)}"
 
 
 def _ticks(axis: Axis) -> Sequence[float]:

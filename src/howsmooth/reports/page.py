@@ -31,11 +31,11 @@ _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 @validated
 def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
-    """Write the report and say where it is.
+    """Write the report and return its path.
 
     Args:
         source: a store file, a `Scan`, or rows of one.
-        path: the file to write, ending in .html; its folder must be there.
+        path: the file to write, ending in .html, in a folder that exists.
         documentation: address of the documentation site, for links to the theory; by default the package's own.
 
     >>> import tempfile

@@ -1,4 +1,4 @@
-"""The numbers of a report, packed for the page: in columns and few digits, each rounded to the side where it holds."""
+"""The numbers of a report, packed for the page: in columns and few digits, ends and bounds rounded outwards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from howsmooth.reports.readable_tokens import readable
 from howsmooth.reports.scan_groups import KINDS, Group, Row
 
 _DIGITS = 5
-_ROOM_FOR_ENERGIES = 1_500_000
-"""Characters that the shares of tokens may take in one page."""
-_ROOM_FOR_TOKENS = 100_000
-"""Tokens of the text that one group may show."""
-_MOST_ROWS = 16_000
-"""Cells in one page; the headline, growth and counts are those of all."""
+_SHARE_CHARACTERS = 1_500_000
+"""Maximum number of characters for the shares of tokens in one page."""
+_TOKENS = 100_000
+"""Maximum number of tokens of the text that one group shows."""
+_ROWS = 16_000
+"""Maximum number of cells in one page; the headline, growth and counts are those of all cells."""
 _FIRST_HEADS = 20
-"""As many of the roughest heads have their shares before any other."""
+"""Number of the roughest heads whose shares come before all others."""
 _STEPS = 65535
 _NUMBERS: dict[str, str] = {
     "value": ROUND_HALF_EVEN,
@@ -38,30 +38,30 @@ _NUMBERS: dict[str, str] = {
 
 def group_data(scanned: Sequence[Group]) -> list[dict[str, Any]]:
     """One object per group, ready for JSON."""
-    shown = [shown_rows(group, _MOST_ROWS // len(scanned)) for group in scanned]
+    shown = [shown_rows(group, _ROWS // len(scanned)) for group in scanned]
     packed = [_pack(group, rows) for group, rows in zip(scanned, shown, strict=True)]
     for number, chosen in enumerate(_chosen_shares(scanned, shown)):
         several = getattr(scanned[number].energies, "several", None)
         shares = {key: scanned[number].energies[key] for key in chosen} if several is None else several(chosen)
-        packed[number]["energies"] = {"/".join(map(str, key)): pack_shares(share) for key, share in shares.items()}
+        packed[number]["energies"] = {_name(key): pack_shares(share) for key, share in shares.items()}
     return packed
 
 
-def shown_rows(group: Group, most: int) -> list[Row]:
-    """All rows, or of a large scan those that tell most: of every cell at every length its roughest windows first."""
-    if len(group.rows) <= most:
+def shown_rows(group: Group, count: int) -> list[Row]:
+    """All rows, or this many of a large scan: of every cell at every length the roughest windows first."""
+    if len(group.rows) <= count:
         return group.rows
     main, ranks = group.main_length(group.kinds[0]), group.ranks
     order = sorted(group.rows, key=lambda row: (ranks[id(row)], row["length"] != main, -row["value"]))
-    kept = {id(row) for row in order[:most]}
-    return [row for row in group.rows if id(row) in kept]
+    chosen = {id(row) for row in order[:count]}
+    return [row for row in group.rows if id(row) in chosen]
 
 
 def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> list[list[tuple[Any, ...]]]:
-    """Which shares of tokens have room in the page, for every group.
+    """Keys of the shares of tokens that fit into the page, for every group.
 
-    First those of the roughest heads at every length, then of all heads in their roughest window, long windows first,
-    and so on with the less rough ones; what does not fit leaves its room to what is shorter.
+    The roughest heads at every length come first, then all heads in their roughest window, long windows first, then
+    their other windows. Shares that do not fit are skipped, and shorter ones may still fit.
     """
     sets: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
     for at, rows in enumerate(shown):
@@ -71,7 +71,7 @@ def _chosen_shares(scanned: Sequence[Group], shown: Sequence[Sequence[Row]]) -> 
             sets.setdefault((ranks[id(row)], -row["length"], at), []).append((at, row))
     first = [rows[:_FIRST_HEADS] for key, rows in sorted(sets.items()) if key[0] == 0]
     rest = [rows[_FIRST_HEADS:] if key[0] == 0 else rows for key, rows in sorted(sets.items())]
-    room, chosen = _ROOM_FOR_ENERGIES, [list[tuple[Any, ...]]() for _ in scanned]
+    room, chosen = _SHARE_CHARACTERS, [list[tuple[Any, ...]]() for _ in scanned]
     for several in [*first, *rest]:
         size = sum(4 * -(-2 * row["length"] // 3) for _, row in several)  # characters of base64, two bytes a token
         if size <= room:
@@ -103,7 +103,6 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         for name in ("what", "layer", "head", "length", "window", "sink_token", "window_start", "confidence")
     }
     columns |= {name: [_digits(row.get(name), way) for row in rows] for name, way in _NUMBERS.items()}
-    laws = {cell: (fit.exponent, fit.error, fit.factor) for cell, fit in growths(group).items()}
     columns["converged"] = [row.get("converged") in (None, True, 1) for row in rows]
     return {
         "model": group.model,
@@ -117,40 +116,42 @@ def _pack(group: Group, rows: Sequence[Row]) -> dict[str, Any]:
         "columns": {name: _shortened(column) for name, column in columns.items()},
         "bounds": {name: [_digits(of_row.get(name), ROUND_CEILING) for of_row in bounds] for name in names},
         "growth": {
-            "/".join("" if word is None else str(word) for word in cell): [_digits(number) for number in law]
-            for cell, law in laws.items()
+            _name(cell): [_digits(number) for number in (fit.exponent, fit.error, fit.factor)]
+            for cell, fit in growths(group).items()
         },
-        "laws": {
-            "/".join("" if word is None else str(word) for word in cell): sentence
-            for cell, sentence in growth_sentences(group).items()
-        },
-        "tokens": {"/".join(map(str, key)): readable(tokens) for key, tokens in _tokens(group, rows).items()},
+        "laws": {_name(cell): sentence for cell, sentence in growth_sentences(group).items()},
+        "tokens": {_name(window): readable(tokens) for window, tokens in _tokens(group, rows).items()},
         "energies": {},
-        "methods": methods(group) + _left_out(group, rows),
+        "methods": methods(group) + _not_shown(group, rows),
     }
 
 
 def _tokens(group: Group, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[str]]:
-    """The tokens of the windows that are shown, those with most rows first, as many as have room."""
+    """The tokens of the shown windows, windows with most rows first, up to the maximum."""
     count = Counter((row["length"], row["window"]) for row in rows)
-    kept, room = {}, _ROOM_FOR_TOKENS
+    chosen, room = {}, _TOKENS
     for window, _ in count.most_common():
         tokens = group.tokens.get(window)
         if tokens is not None and len(tokens) <= room:
-            kept[window] = tokens
+            chosen[window] = tokens
             room -= len(tokens)
-    return {window: kept[window] for window in group.tokens if window in kept}
+    return {window: chosen[window] for window in group.tokens if window in chosen}
 
 
-def _left_out(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _not_shown(group: Group, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if len(rows) == len(group.rows):
         return []
-    said = f"{len(rows)} of {len(group.rows)}: of every cell at every length the roughest windows; the store has all"
-    return [("cells on this page", said)]
+    note = f"{len(rows)} of {len(group.rows)}: of every cell at every length the roughest windows; the store has all"
+    return [("cells on this page", note)]
+
+
+def _name(key: Sequence[Any]) -> str:
+    """A cell or a window as a key of JSON."""
+    return "/".join("" if part is None else str(part) for part in key)
 
 
 def _shortened(column: list[Any]) -> Any:
-    """A column that is the same everywhere is written once."""
+    """A constant column is written once."""
     first = column[0]
     return {"all": first} if all(entry == first for entry in column) else column
 

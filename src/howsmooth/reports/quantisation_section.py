@@ -1,4 +1,4 @@
-"""What may be rounded, as a section of the report: where it hurts, how well it is foreseen, and what bits buy.
+"""The section of a report on rounding: damage by head, predictions against actual changes, bits against damage.
 
 `howsmooth.reports.sections` puts it into a page.
 """
@@ -21,15 +21,15 @@ from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.quantisation import Quantisation
 
 _POINTS, _CELLS = 1500, 20_000
-"""Most points of a chart, and most cells of all maps together."""
+"""Maximum number of points of a chart, and of cells in all maps together."""
 _CLASS = {"key": "accent", "value": "middle"}
 
 
 def write_rounding(quantisation: Quantisation, path: Path, about: str) -> Path:
-    """Put the section into the report at a path, or write a page of its own when there is none.
+    """Add the section to the report at a path, or write a new page when there is none.
 
     Args:
-        about: how it was measured, in words: the text, windows, tokens and samples.
+        about: the measurement in words: the text, windows, tokens and samples.
     """
     return write_section(
         rounding_section(quantisation, about),
@@ -72,13 +72,13 @@ def rounding_section(quantisation: Quantisation, about: str) -> str:
 
 
 def _headline(quantisation: Quantisation) -> str:
-    """The coarsest format in one sentence."""
-    least = quantisation.formats[min(range(len(quantisation.formats)), key=lambda i: quantisation.bits[i])].name
-    key, value = (row for row in quantisation.totals() if row["format"] == least)
+    """One sentence about the coarsest format."""
+    _, coarsest = min(zip(quantisation.bits, quantisation.formats, strict=True), key=lambda pair: pair[0])
+    key, value = (row for row in quantisation.totals() if row["format"] == coarsest.name)
     harder, easier = (key, value) if key["kl"] >= value["kl"] else (value, key)
     unit = "nats per token" if quantisation.causal else "of the sentence embedding"
     return (
-        f"In {least}, rounding all {harder['what']}s costs a predicted {quantisation.damage_name} of "
+        f"In {coarsest.name}, rounding all {harder['what']}s costs a predicted {quantisation.damage_name} of "
         f"{_short(harder['kl'])} {unit}, all {easier['what']}s {_short(easier['kl'])}; the {harder['what']}s of layer "
         f"{harder['most_in']} suffer most."
     )
@@ -103,12 +103,12 @@ def _maps(quantisation: Quantisation, index: int) -> dict[str, Any]:
     low, high = (float(above.quantile(0.02)), float(above.max())) if len(above) else (1.0, 1.0)
     figures = []
     for p, part in enumerate(PARTS):
-        values, title = damage[:, p].tolist(), f"{part}s in {name}"
+        title = f"{part}s in {name}"
 
-        def cell(layer: int, head: int, values: list[list[float]] = values, title: str = title) -> str:
-            return f"layer {layer}, head {head}, {title}: {quantisation.damage_name} {_short(values[layer][head])}"
+        def words(layer: int, head: int, value: float, title: str = title) -> str:
+            return f"layer {layer}, head {head}, {title}: {quantisation.damage_name} {_short(value)}"
 
-        figures.append(heat_map(values, title, cell, low, high))
+        figures.append(heat_map(damage[:, p].tolist(), title, words, low, high))
     return {"format": name, "figures": figures, "low": _short(low), "high": _short(high)}
 
 

@@ -1,6 +1,6 @@
-"""Sections that other commands put into a page: a report that `howsmooth report` has written, or a page of their own.
+"""Sections that commands add to a page: to a report of `howsmooth report`, or to a page of their own.
 
-A section is text without a script. It takes the place of an earlier one about the same thing.
+A section is HTML without a script. It replaces an earlier section of its kind about the same map or model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MARK = "<!-- more sections -->"
 
 
 def write_section(section: str, path: Path, *, kind: str, about: str, title: str) -> Path:
-    """Put a section into the report at a path, or write a page of its own when there is none.
+    """Add a section to the report at a path, or write a new page when there is none.
 
     Args:
-        kind, about: which section it replaces: of this kind, about this. title: of a page of its own.
+        kind, about: kind and subject of the section, which replaces an earlier one. title: of a new page.
     """
     check_section_path(path)
     name = hashlib.sha256(about.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""A scan on one page of the terminal."""
+"""The summary of a scan on one page of the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from howsmooth.reports.findings import few_digits, group_headline, main_kind
 from howsmooth.reports.growth.laws import PowerLaw
 from howsmooth.reports.scan_groups import Cell, Group, Source, cell_of, groups
 
-_MOST = 8
+_ROUGHEST = 8
 
 
 @validated
@@ -41,7 +41,7 @@ def _of_group(group: Group) -> list[RenderableType]:
     parts: list[RenderableType] = [
         _shown(f"{group.label}{on}", "dim"),
         _shown(group_headline(group), "bold"),
-        _roughest(group, rows[:_MOST], fits),
+        _roughest(group, rows[:_ROUGHEST], fits),
     ]
     if any(row.get("value_share") is not None for row in rows):
         parts.append(Text("value / score: what goes through the values and the scores of σ, in its worst direction"))
@@ -55,14 +55,14 @@ def _of_group(group: Group) -> list[RenderableType]:
         parts.append(Text(missing, style="bold"))
     for measured, of in ((group, ""), (group.reference, " of the random weights")):
         if measured is not None and (missed := findings.not_converged(measured)):
-            said = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
-            parts.append(Text(said, style="bold"))
+            note = f"{missed} of {len(measured.rows)} cells{of} did not reach the accuracy asked for."
+            parts.append(Text(note, style="bold"))
     return [*parts, Text("")]
 
 
-def _shown(said: str, style: str = "") -> Text:
-    """Names in it come from elsewhere."""
-    return Text(printable(said), style)
+def _shown(text: str, style: str = "") -> Text:
+    """Text with names from files and models, safe to print."""
+    return Text(printable(text), style)
 
 
 def _roughest(group: Group, rows: list[dict], fits: Mapping[Cell, PowerLaw]) -> Table:

@@ -23,8 +23,9 @@ from howsmooth.reports.figures.style import axes, light_grid
 from howsmooth.sets import TokenSet
 
 _DECADES = 6
-"""Curves that end this far above the smallest upper bound are named, not drawn: they would flatten all others."""
-_MOST_MEASURED = 512
+"""Curves that end this far above the smallest upper bound are named, not drawn: they would flatten the others."""
+_MEASURED = 512
+"""Maximum number of random tokens that are measured."""
 _GAP = 0.045
 Label = tuple[str, tuple[float, float] | None, Any]
 _STYLES = {"upper": "-", "lower": "--", "measured": "o-"}
@@ -33,14 +34,14 @@ _WORDS = {"upper": "upper bound", "lower": "lower bound", "measured": "estimate"
 
 @dataclass(frozen=True)
 class Curve:
-    """A bound, or what was measured, at several n."""
+    """A bound, or measured values, at several n."""
 
     kind: str
     points: tuple[tuple[float, float], ...] = ()
 
     @property
     def end(self) -> tuple[float, float]:
-        """The point at the largest n; 0 at 0 where there is none."""
+        """The point at the largest n; (0, 0) without points."""
         return self.points[-1] if self.points else (0.0, 0.0)
 
 
@@ -56,9 +57,9 @@ def bounds_against_n(
     seed: int = 0,
     ax: Axes | None = None,
 ) -> Figure:
-    """Every 2-norm bound that applies and what is measured, against n, on logarithmic axes.
+    """Every 2-norm bound that applies, and measured values, against n, on logarithmic axes.
 
-    Measured are the first n tokens of x; without x, random tokens on the boundary of the set, up to 512 of them.
+    The first n tokens of x are measured; without x, random tokens on the boundary of the set, up to 512 of them.
 
     Args:
         lengths: the n; by default powers of two, up to the length of x or to 4096.
@@ -94,11 +95,11 @@ def bounds_against_n(
 
 
 def _lengths(lengths: Sequence[int] | None, x: Tensor | None) -> list[int]:
-    most = 4096 if x is None else len(x)
+    longest = 4096 if x is None else len(x)
     if lengths is None:
-        lengths = [*(2**power for power in range(1, 13) if 2**power < most), most]
+        lengths = [*(2**power for power in range(1, 13) if 2**power < longest), longest]
     rising = sorted(set(lengths))
-    if len(rising) < 2 or rising[0] < 1 or math.isinf(rising[-1]) or (x is not None and rising[-1] > most):
+    if len(rising) < 2 or rising[0] < 1 or math.isinf(rising[-1]) or (x is not None and rising[-1] > longest):
         raise InvalidInput(
             f"a picture needs at least two lengths, whole and not above those of the input, got {rising}."
         )
@@ -127,16 +128,15 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
-@validated
 def boundary_tokens(tokens: TokenSet, seed: int) -> Tensor:
-    """512 random tokens on the boundary of a set, of which the first n are measured."""
+    """512 random tokens on the boundary of a set."""
     generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(_MOST_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)
+    z = torch.randn(_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)
     return tokens.at(z / z.norm(dim=-1, keepdim=True))
 
 
 def _at_random(where: Setting, places: Sequence[int], seed: int) -> Curve:
-    """σ at random tokens on the boundary of the set; where they are too many to be quick, nothing."""
+    """σ at random tokens on the boundary of the set, at lengths up to their number."""
     assert where.tokens is not None
     x = boundary_tokens(where.tokens, seed)
     measured = {n: measurements_at(replace(where, x=x[:n]), [2], seed=seed)[2] for n in places if n <= len(x)}
@@ -195,7 +195,7 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _crossovers(where: Setting, n: int) -> list[float]:
-    """Where the mean-field form takes over from √n, head by head; nothing where it does not hold."""
+    """The n from which the mean-field form is below √n, head by head; empty where it does not hold."""
     where = replace(where, n=n)
     return [] if get("howsmooth.unified").refusal(where) else crossover(where.numbers(True)).tolist()
 

@@ -12,7 +12,7 @@ from howsmooth.reports.figures.style import ACCENT, BLUE, axes, light_grid, plai
 from howsmooth.reports.growth import Growth
 
 _SLOPES = {"$n^{1/4}$": 1 / 4, "$n^{1/2}$": 1 / 2}
-_MOST_TICKS = 9
+_TICKS = 9
 
 
 @validated
@@ -81,7 +81,7 @@ def _draw_plateau(ax: Axes, law: Growth, n: np.ndarray) -> None:
 def _dress(ax: Axes, law: Growth) -> None:
     ax.set_xscale("log")
     plain_decades(ax)
-    shown = law.lengths[:: -(-len(law.lengths) // _MOST_TICKS)]
+    shown = law.lengths[:: -(-len(law.lengths) // _TICKS)]
     ax.set_xticks(shown, labels=[f"{n:g}" for n in shown])
     ax.xaxis.set_minor_locator(NullLocator())
     light_grid(ax)

@@ -1,4 +1,4 @@
-"""The heads of a model, of a layer: as a map of colours, as bars."""
+"""Heads of a model as a map of colours, heads of a layer as bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from howsmooth._util.validation import check_tensor, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
-_MOST_LABELS = 40
+_LABELS = 40
 
 
 @validated
@@ -69,7 +69,7 @@ def head_bars(
     reach = np.where(np.isfinite(high), high - data, 0.0)
     ax.bar(range(len(data)), data, color=colours)
     ax.errorbar(range(len(data)), data, yerr=[data - low, reach], fmt="none", ecolor="black", capsize=3, linewidth=1)
-    ax.set_xticks(range(len(data)) if len(data) <= _MOST_LABELS else np.arange(0, len(data), len(data) // 20))
+    ax.set_xticks(range(len(data)) if len(data) <= _LABELS else np.arange(0, len(data), len(data) // 20))
     ax.set(xlabel="head", ylabel=f"{quantity}: estimate, and its bounds as a line", title=title)
     open_frame(ax)
     return figure

@@ -1,4 +1,4 @@
-"""What may be rounded in one picture: where it hurts, how well it is foreseen, and what bits buy."""
+"""Rounding in one picture: damage by head, predictions against actual changes, bits against damage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from howsmooth._util.validation import validated
 from howsmooth.reports.figures.style import literal, new_figure
 from howsmooth.rounding.allocation import frontier
 from howsmooth.rounding.kv_cache import PARTS
@@ -15,7 +14,6 @@ from howsmooth.rounding.quantisation import Quantisation
 _COLOURS = {"key": "#31688e", "value": "#b23c0c"}
 
 
-@validated
 def quantisation_figure(result: Quantisation) -> Figure:
     """Four panels: predicted damage through every head for keys and for values (fewest bits), first order and proved
     bound against the actual change of every head, and the frontier of bits against predicted damage.

@@ -12,21 +12,19 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import light_grid, new_figure
 from howsmooth.search.sandwich_result import Cell, in_words
 
-_MOST_CURVES = 10
-_MOST_TICKS = 8
+_CURVES, _TICKS = 10, 8
+"""Maximum number of curves in the legend, and of labelled ticks."""
 
 
-@validated
 def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     """Both ends on logarithmic axes, a shaded band between them: the constant lies in the band.
 
     The left panel is against n, with a band for each set; the right one against R or ε, with a band for each n. A panel
-    whose axis would have one point only is left out. Upper ends that overflow are not drawn.
+    whose axis would have a single point is omitted. Upper ends that overflow are not drawn.
 
     >>> import torch, howsmooth as hs
     >>> from howsmooth.search import sandwich
@@ -68,11 +66,11 @@ def _draw(ax: Axes, cells: Sequence[Cell], x_of: Callable[[Cell], Any], group: C
         at = [x_of(cell) for cell in bounded]
         ax.plot(at, highs, "-" if len(at) > 1 else "_", color=colour, linewidth=1.6)
         ax.fill_between(at, [cell.lower for cell in bounded], highs, color=colour, alpha=0.12, linewidth=0)
-        if number < _MOST_CURVES:
+        if number < _CURVES:
             legend.append(Patch(color=colour, label=name))
     ax.set(xscale="log", yscale="log")
     places = sorted({x_of(cell) for cell in cells})
-    if len(places) <= _MOST_TICKS:
+    if len(places) <= _TICKS:
         ax.set_xticks(places, labels=[f"{at:.4g}" for at in places])
         ax.xaxis.set_minor_locator(NullLocator())
     light_grid(ax)

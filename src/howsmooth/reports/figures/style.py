@@ -1,4 +1,4 @@
-"""One style for all pictures, and how they are written.
+"""The style of all pictures, and their files.
 
 No pyplot and no global state: figures are plain `matplotlib.figure.Figure` objects, saved with `save_figure`.
 """
@@ -15,10 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
-from howsmooth._util.common import FORMATS, check_figure_path, printable, write_whole
+from howsmooth._util.common import check_figure_path, printable, write_whole
 from howsmooth._util.validation import Count, check_number, validated
-
-__all__ = ["FORMATS", "axes", "check_figure_path", "literal", "new_figure", "save_figure"]
 
 ACCENT, BLUE, CRIMSON = "#b23c0c", "#31688e", "crimson"
 
@@ -55,9 +53,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_whole(path, drawn.getvalue())
 
 
-@validated
 def literal(text: str) -> str:
-    """A name from elsewhere as a label shows it: without controls, and dollars begin no formula.
+    """A name from a file or a model as a label: without control characters, and with dollars that begin no formula.
 
     >>> literal("a$b")
     'a\\\\$b'
@@ -66,7 +63,7 @@ def literal(text: str) -> str:
 
 
 def axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
-    """The axes that were given and their figure, or new ones of this size."""
+    """The given axes and their figure, or new ones of this size."""
     if ax is None:
         figure, (ax,) = new_figure(1, width, height)
         return figure, ax

@@ -1,4 +1,4 @@
-"""The tokens of an input: which moves which, and where the worst perturbation sits."""
+"""Tokens of an input: the influence of each on each, and their shares of the worst perturbation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import BLUE, CRIMSON, array, axes, open_frame
 
-_MOST_LABELS = 40
+_LABELS = 40
 _DECADES = 1e-3
 
 
@@ -73,19 +73,18 @@ def token_energies(
     return figure
 
 
-@validated
-def chosen_labels(weight: np.ndarray, most: int = _MOST_LABELS) -> list[int]:
-    """Positions to label: all when they fit, else up to most/2 of the heaviest, at least n/most apart.
+def chosen_labels(weight: np.ndarray, count: int = _LABELS) -> list[int]:
+    """Positions to label: all up to ``count``, else up to count/2 of the heaviest, at least n/count apart.
 
-    >>> chosen_labels(np.array([0.0, 9.0, 8.0, 0.0, 5.0, 1.0]), most=4)
+    >>> chosen_labels(np.array([0.0, 9.0, 8.0, 0.0, 5.0, 1.0]), count=4)
     [1, 4]
     """
     n = len(weight)
-    if n <= most:
+    if n <= count:
         return list(range(n))
-    gap, chosen = n / most, list[int]()
+    gap, chosen = n / count, list[int]()
     for position in np.argsort(-weight, kind="stable"):
-        if len(chosen) < most // 2 and all(abs(int(position) - other) >= gap for other in chosen):
+        if len(chosen) < count // 2 and all(abs(int(position) - other) >= gap for other in chosen):
             chosen.append(int(position))
     return sorted(chosen)
 

@@ -1,4 +1,4 @@
-r"""How fast values grow with the number of tokens: an exponent with its interval, a plateau, and which law.
+r"""Growth of values with the number of tokens: an exponent with its interval, a plateau, and the law that fits best.
 
 **Exponent.** α and c of value ≈ c·n^α by least squares of ln value on ln n through all points. That is the line through
 the geometric means of every length, each weighted by its number of inputs; with the same inputs at every length, α is
@@ -7,8 +7,7 @@ also the mean of the exponents of the single inputs.
 **Interval.** By bootstrap over inputs: see `howsmooth.reports.growth.bootstrap`. Values without spread have none; their
 interval comes from the regression, from how far the points are from the line, and says so.
 
-**Which law** is in `howsmooth.reports.growth.laws`. All of it speaks about the lengths that were measured, and no
-others.
+**Laws** are compared in `howsmooth.reports.growth.laws`. All statements are about the measured lengths and no others.
 """
 
 from __future__ import annotations
@@ -63,15 +62,15 @@ class Plateau:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Growth:
-    """How values grow with n; build it with `growth`.
+    """Growth of values with n; `growth` makes it.
 
     Attributes:
         law: the fitted power law, value ≈ c·n^α.
-        interval: of the exponent; None where two points leave no doubt that could be measured.
-        method: where the interval comes from, "bootstrap" or "regression"; None without one.
+        interval: of the exponent; None with two points, whose spread cannot be measured.
+        method: source of the interval, "bootstrap" or "regression"; None without one.
         confidence: of the intervals.
         laws: all laws compared, the likeliest first.
-        verdict: name of the one that the data single out, or None when they cannot tell.
+        verdict: name of the law that the data single out, or None.
         plateau: where growth ends, when that is the verdict.
         lengths, values: the data, sorted by length.
         paired: whether value k belongs to the same input at every length.
@@ -119,7 +118,7 @@ class Growth:
 
     @property
     def sentence(self) -> str:
-        """What the data say, in one sentence."""
+        """The finding in one sentence."""
         return _sentence(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ class Growth:
         plateau, laws = self.plateau, self.laws
         return {
             "exponent": self.exponent,
-            "interval": None if self.interval is None else list(self.interval),
+            "interval": self.interval and list(self.interval),
             "method": self.method,
             "confidence": self.confidence,
             "factor": self.factor,
@@ -141,7 +140,7 @@ class Growth:
         }
 
     def __repr__(self) -> str:
-        return f"n^{self.exponent:.2f}" + (_interval(self.interval, " ({0} … {1})") if self.interval else "")
+        return f"n^{self.exponent:.2f}" + (f" ({_ends(self, ' … ')})" if self.interval else "")
 
     def __str__(self) -> str:
         return self.sentence
@@ -161,7 +160,7 @@ def growth(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Growth:
-    """How values grow with the number of tokens.
+    """Fit the growth of values with the number of tokens.
 
     Args:
         values: one row of values per length, as an array ``(lengths, inputs)`` or arrays of different sizes; or one
@@ -209,8 +208,8 @@ def growth(
     laws = compare_laws(sample)
     verdict = _verdict(laws)
     plateau = _plateau(sample, means, confidence, min(map(len, rows)) - 1) if verdict == "plateau" else None
-    kept = tuple(np.exp(row) for row in rows)
-    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(by_length), kept, paired, draws)
+    data = tuple(np.exp(row) for row in rows)
+    return Growth(law, interval, method, confidence, laws, verdict, plateau, tuple(by_length), data, paired, draws)
 
 
 def _read(values: Any, lengths: Any) -> dict[float, Numbers]:
@@ -289,30 +288,30 @@ def _sentence(growth: Growth) -> str:
     first, last = growth.lengths[0], growth.lengths[-1]
     low, high = growth.interval or (growth.exponent, growth.exponent)
     way = "change" if low <= 0 <= high else "grow" if low > 0 else "fall"
-    said = f"Over n = {first:g} … {last:g} the values {way} like n^{growth.exponent:.2f} ({_doubt(growth)})"
+    trend = f"Over n = {first:g} … {last:g} the values {way} like n^{growth.exponent:.2f} ({_doubt(growth)})"
     standing = [_WORDS.get(law.name, law.name) for law in _standing(growth.laws)]
     if growth.plateau is not None:
         plateau, sure = growth.plateau, ""
         if plateau.interval is not None:
             sure = f" ({100 * growth.confidence:g} % interval {plateau.interval[0]:.0f} to {plateau.interval[1]:.0f})"
         return (
-            f"{said}, but a plateau describes them better, with strong evidence: growth like n^{plateau.exponent:.2f} "
+            f"{trend}, but a plateau describes them better, with strong evidence: growth like n^{plateau.exponent:.2f} "
             f"up to about n = {plateau.start:.0f}{sure}, and {rounded(plateau.level, digits=3)} beyond."
         )
     if growth.verdict == "power":
-        return f"{said}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
+        return f"{trend}; that describes them better than a constant, log n, n^1/4 and n^1/2, with strong evidence."
     if growth.verdict is not None:
         against = "with strong evidence against the others" if len(standing) == 1 else "with no need of a freer law"
-        return f"{said}; {standing[0]} describes them best of the laws compared, {against}."
+        return f"{trend}; {standing[0]} describes them best of the laws compared, {against}."
     if not standing:
-        return f"{said}; they are too few to compare laws."
-    return f"{said}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
+        return f"{trend}; they are too few to compare laws."
+    return f"{trend}; they cannot tell {', '.join(standing[:-1])} and {standing[-1]} apart."
 
 
 def _doubt(growth: Growth) -> str:
     if growth.interval is None:
         return "two values, so no interval"
-    sure = f"{100 * growth.confidence:g} % interval {_interval(growth.interval, '{0} to {1}')}"
+    sure = f"{100 * growth.confidence:g} % interval {_ends(growth, ' to ')}"
     if growth.method == "regression":
         few = "no spread of inputs" if all(len(row) == 1 for row in growth.values) else "a single input at some length"
         return f"{sure} from the regression: {few} to resample"
@@ -325,5 +324,5 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _interval(ends: tuple[float, float], form: str) -> str:
-    return form.format(*(f"{end:.2f}" for end in ends))
+def _ends(growth: Growth, between: str) -> str:
+    return between.join(f"{end:.2f}" for end in growth.interval or ())

@@ -52,7 +52,7 @@ class PowerLaw:
         exponent: α of value ≈ c·n^α.
         error: its standard error; None with fewer than three points, which a line fits whatever they are.
         factor: c.
-        points: how many there were.
+        points: their number.
     """
 
     exponent: float
@@ -69,7 +69,7 @@ class PowerLaw:
 
 
 def rounded_up(error: float) -> str:
-    """An error in two decimals, never smaller than it is; 0.00 is said of rounding alone.
+    """An error in two decimals, rounded up; 0.00 for rounding alone.
 
     >>> rounded_up(0.0041), rounded_up(0.02), rounded_up(1e-12)
     ('0.01', '0.02', '0.00')
@@ -160,14 +160,14 @@ def _better(one: Break, other: Break) -> Break:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What the likelihood of a law depends on.
+    """Data in the form on which the likelihood of a law depends.
 
     Attributes:
         x: ln n of every length, sorted.
         means: mean ln value at every length.
-        counts: how many values each mean has.
+        counts: number of values behind each mean.
         within: sum of squares of the values around their means.
-        points: how many independent numbers there are.
+        points: number of independent values.
     """
 
     x: np.ndarray
@@ -191,7 +191,7 @@ class Law:
 
     Attributes:
         name: of the table above.
-        parameters: how many, with the size of the errors.
+        parameters: their number, with the size of the errors.
         log_likelihood: the largest.
         bic: smaller is better.
         weight: e^{−BIC/2} divided by the sum over all laws: the odds of the laws if all were as likely before.
