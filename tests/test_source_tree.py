@@ -44,8 +44,6 @@ EXPLAINED = {
 """(module, package after it that it imports) → why."""
 
 SAME_NAME = {
-    "Batch": "windows of equal length that a scan runs together, and pieces of text that training learns from.",
-    "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
     "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
     "Checkpoint": "the tensors of somebody's model, and those of a run with its random state.",
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
@@ -54,16 +52,13 @@ SAME_NAME = {
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
     "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
-    "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Result": "of a run of training, and a type variable.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
-    "Settings": "of a scan and of a run of training.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
     "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
     "compare": "laws of growth by how well they fit, and scans by what has changed.",
     "evaluate": "a function at tokens, a model on a text, the norm at an input.",
-    "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
     "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like

@@ -81,9 +81,7 @@ class Result:
         path = Path(folder) / LEDGER
         if not path.is_file():
             if (path.parent / "result.json").exists():
-                raise InvalidInput(
-                    f"the run in {folder} was written by an earlier version: train it anew."
-                )
+                raise InvalidInput(f"the run in {folder} was written by an earlier version: train it anew.")
             return None
         try:
             with Ledger.reading(path) as ledger:
