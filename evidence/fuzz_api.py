@@ -142,7 +142,7 @@ def _scan(
 ) -> Any:
     """`howsmooth.scan` with the names of its options, which it takes as one dataclass."""
     options = {name: value for name, value in locals().items() if name != "settings"}
-    return hs.scan(**options, **settings)
+    return howsmooth.scan(**options, **settings)
 
 
 def _class_methods(kind: type) -> Iterator[str]:
