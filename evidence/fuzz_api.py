@@ -46,7 +46,17 @@ RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversio
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
 RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Comparison"}
-RESULTS |= {"Law", "Plateau", "PowerLaw", "Allocation", "Answers", "Noise", "Quantisation", "Scores", "Format"}
+RESULTS |= {
+    "Law",
+    "Plateau",
+    "PowerLaw",
+    "Allocation",
+    "OutputErrors",
+    "ActivationNoise",
+    "Quantisation",
+    "Scores",
+    "Format",
+}
 RESULTS |= {"RoundedModel", "Alarm"}
 RESULTS |= {"ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""

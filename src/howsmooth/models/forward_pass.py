@@ -78,11 +78,11 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_inner(inner)
 
 
-def run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
+def run(model: PreTrainedModel, inputs: Mapping[str, Tensor], **options: bool) -> Any:
     """The model's output on inputs that are brought to its device first."""
     _check_ids(model, inputs)
     try:
-        return model(**{name: value.to(model.device) for name, value in inputs.items()})
+        return model(**{name: value.to(model.device) for name, value in inputs.items()}, **options)
     except HowsmoothError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -18,7 +18,7 @@ from howsmooth._util.sqlite_files import MEMORY
 from howsmooth._util.validation import validated
 from howsmooth.scans.plan import ScanCell
 from howsmooth.scans.scan_store import Store
-from howsmooth.scans.store_reader import Row
+from howsmooth.scans.store_reader import StoreRow
 
 if TYPE_CHECKING:
     import pandas
@@ -90,7 +90,7 @@ class Scan:
         failures: what could not be measured, each with its reasons; only where workers measured.
     """
 
-    rows: list[Row]
+    rows: list[StoreRow]
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict, repr=False)
     energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -192,7 +192,7 @@ class Scan:
         rows = [[_said(row.get(name)) for name in names] for row in roughest]
         return grid(f"{len(self.rows)} cells, the roughest first", names, rows, ["scan.report('page.html') has all."])
 
-    def _flat(self) -> list[Row]:
+    def _flat(self) -> list[StoreRow]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
 
 
@@ -200,7 +200,7 @@ def _said(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _keys(row: Row, texts: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _keys(row: StoreRow, texts: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Under which names something of a scan is found: model and text, and the model alone where it has read one."""
     whole = (row["model"], row["text_sha256"])
     return [whole, whole[:1]] if texts[row["model"]] == 1 else [whole]

@@ -21,7 +21,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.scans.plan import ScanCell
 from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.schema import COLUMNS, STORE, VERSION, WITH_SHARDS, checksum, summed, tables
-from howsmooth.scans.store_reader import Reader, Row
+from howsmooth.scans.store_reader import StoreReader, StoreRow
 
 _KEY = ("model_sha256", "text_sha256")
 
@@ -39,7 +39,7 @@ class Identity:
     howsmooth: str
 
 
-class Store(Reader):
+class Store(StoreReader):
     """A store file, open for writing (`Store.writing`) or for reading (`Store.reading`); ":memory:" for none."""
 
     def __init__(self, path: Path | str, connection: sqlite3.Connection, version: int = VERSION):
@@ -156,18 +156,18 @@ class Store(Reader):
         about["tally"] ^= put_shard(self._db, scan, values)
         self._update(about)
 
-    def _scan(self, number: int) -> Row:
+    def _scan(self, number: int) -> StoreRow:
         return next(row for row in self._scans() if row["id"] == number)
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: StoreRow) -> None:
         update_scan(self._db, row | {"settings": row["written"]})
 
-    def _differences(self, wanted: Identity, kept: Row) -> list[str]:
+    def _differences(self, wanted: Identity, kept: StoreRow) -> list[str]:
         old = kept["settings"] | {"howsmooth": kept["howsmooth"]}
         new = json.loads(wanted.settings.to_json()) | {"howsmooth": wanted.howsmooth}
         return [f"{name} {old.get(name)}, not {new[name]}" for name in new if old.get(name) != new[name]]
 
-    def _check_same(self, wanted: Identity, kept: Row) -> None:
+    def _check_same(self, wanted: Identity, kept: StoreRow) -> None:
         differing = self._differences(wanted, kept)
         if differing:
             raise StoreError(
@@ -233,7 +233,7 @@ def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def update_scan(db: sqlite3.Connection, row: Row) -> None:
+def update_scan(db: sqlite3.Connection, row: StoreRow) -> None:
     """Write what a scan counts anew, with its checksum."""
     counted = "pending = :pending, cells = :cells, tally = :tally, checksum = :checksum"
     db.execute(f"UPDATE scans SET {counted} WHERE id = :id", summed("scans", row))
