@@ -19,10 +19,12 @@ import torch
 
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
-from howsmooth.engines import Load, Processes, hand_over
+from howsmooth.engines import Load, submit_all
+from howsmooth.engines.processes import Processes
 from howsmooth.models import open_model
-from howsmooth.scans import Cell, Settings, Store, merge, scan
-from howsmooth.scans.plan import Batch
+from howsmooth.scans import Store, merge, scan
+from howsmooth.scans.plan import CellBatch, ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.scan_store import Identity
 from howsmooth.scans.shards import Shard
 from howsmooth.scans.units import split
@@ -81,9 +83,9 @@ def two_against_one(asked: dict[str, Any], rounds: int, report: Callable[[str], 
 def overhead(units: int) -> float:
     """The share by which sleeping units take longer on two workers than their sleep."""
     with Processes(2, threads=1) as workers:
-        hand_over(workers, time.sleep, [0.0, 0.0], lambda *one: None, load=workers.load)  # started
+        submit_all(workers, time.sleep, [0.0, 0.0], lambda *one: None, load=workers.load)  # started
         items = [0.5] * units
-        taken = seconds_of(lambda: hand_over(workers, time.sleep, items, lambda *one: None, load=workers.load))
+        taken = seconds_of(lambda: submit_all(workers, time.sleep, items, lambda *one: None, load=workers.load))
     return taken / (0.5 * units / 2) - 1
 
 
@@ -96,31 +98,31 @@ def trivial(cells: int) -> tuple[float, int]:
         return time.perf_counter() - began, int(said)
 
 
-def measure_nothing(batches: tuple[Batch, ...]) -> list[tuple[Cell, dict[str, Any]]]:
+def measure_nothing(batches: tuple[CellBatch, ...]) -> list[tuple[ScanCell, dict[str, Any]]]:
     """Rows as large as real ones."""
     none = dict.fromkeys(
         ["relative", "proved", "value_path", "score_path", *("value_share", "sink", "sink_token", "entropy")]
     )
-    facts = {"confidence": 0.99, "converged": True, "bounds": "{}", "radius": 1.0, "dtype": "float32", "seconds": 0.0}
-    numbers = {"value": 1.0, "lower": 1.0, "upper": 1.0, "input_energy": str([1 / 128] * 128)} | none | facts
+    facts = {"confidence": 0.99, "converged": True, "bounds": {}, "radius": 1.0, "dtype": "float32", "seconds": 0.0}
+    numbers = {"value": 1.0, "lower": 1.0, "upper": 1.0, "input_energy": [1 / 128] * 128} | none | facts
     return [(cell, numbers) for batch in batches for cell in batch.cells()]
 
 
 def _trivial(cells: int, folder: Path) -> None:
     heads, layers = 10, 10
     plan = [
-        Batch("head", layer, tuple(range(heads)), 128, window)
+        CellBatch("head", layer, tuple(range(heads)), 128, window)
         for window in range(cells // (heads * layers))
         for layer in range(layers)
     ]
-    identity = Identity("none", "m" * 64, "float32", "none", "t" * 64, Settings(), "0")
+    identity = Identity("none", "m" * 64, "float32", "none", "t" * 64, ScanSettings(), "0")
     parts = [folder / "1.sqlite", folder / "2.sqlite"]
     for number, path in enumerate(parts, start=1):
         units = split(Shard(number, 2).part(plan), 2)
         with Store.writing(path) as store, ThreadPoolExecutor(2) as threads:
             scan_number = store.begin(identity)
             keep = lambda place, rows: store.add(scan_number, 0, ["token"] * 128, rows)  # noqa: B023, E731
-            hand_over(threads, measure_nothing, units, keep, load=Load(4))
+            submit_all(threads, measure_nothing, units, keep, load=Load(4))
     done = merge(parts, folder / "all.sqlite")
     assert done.cells == cells, done
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

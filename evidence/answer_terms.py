@@ -144,7 +144,7 @@ def _answers() -> Example:
     changes, predicted = (torch.stack(some).unflatten(0, (2, len(formats))) for some in (actual, first))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        found = modules["rounding.output_error"].answers_at(attention, x, formats)
+        found = modules["rounding.output_error"].output_errors_at(attention, x, formats)
         yield "change", agreement(found.actual, changes)
         yield "first order", agreement(found.predicted, predicted)
         yield "size", agreement(found.size, _mean(exact.norm(dim=-1)))

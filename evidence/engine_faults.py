@@ -21,9 +21,12 @@ from evidence.clusters import NODES, Nodes, ray_cluster, slurm_cluster
 from evidence.fault_cells import HEADS, TROUBLED, WINDOWS, Piece, measure_piece, node_wanted, order, revoke, value
 from evidence.scan_faults import contents
 from evidence.tables import table
-from howsmooth.engines import Engine, EngineError, hand_over, load_of, open_engine
+from howsmooth.engines import Engine, EngineError, open_engine, submit_all
+from howsmooth.engines.choice import load_of
 from howsmooth.errors import HowsmoothError
-from howsmooth.scans import Cell, Settings, Store
+from howsmooth.scans import Store
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.scan_store import Identity
 
 TITLE = "Every fault ten times on every engine"
@@ -72,14 +75,14 @@ def collect(folder: Path, out: Path, executor: Executor, pace: float, tell: Call
             _keep(store, number, pieces[place].window, values)
             tell(pieces[place].window)
 
-        failures = hand_over(
+        failures = submit_all(
             executor,
             measure_piece,
             pieces,
             keep,
             load=load_of(executor),
             limit=LIMIT,
-            again=lambda place, reason: said.append(f"tried again: {reason}"),
+            retry=lambda place, reason: said.append(f"tried again: {reason}"),
         )
         if failures:
             return tuple(f"window {pieces[one.place].window} given up: {one.reasons[-1]}" for one in failures)
@@ -238,7 +241,7 @@ def page(rows: list[Row], seconds: float) -> list[str]:
     """The page of the table."""
     return [
         f"{CELLS} cells in {WINDOWS} units are worked on by real engines on one machine, and kept in a store by the "
-        "code that scans use (`hand_over`, retries, limits and the store); only the numbers are made up, so that a "
+        "code that scans use (`submit_all`, retries, limits and the store); only the numbers are made up, so that a "
         "worker starts without torch and hundreds can be lost. SLURM has a scheduler and a daemon for each node; a "
         "node is lost when its daemon and all processes of its jobs are killed at once. Ray's nodes are daemons with "
         "workers of their own, beside a head. For processes, the machine is lost: driver and workers killed together.",
@@ -283,17 +286,17 @@ _WORDS = {
 
 
 def _identity() -> Identity:
-    return Identity("none", "m" * 64, "float32", "none", "t" * 64, Settings(windows=WINDOWS), "0")
+    return Identity("none", "m" * 64, "float32", "none", "t" * 64, ScanSettings(windows=WINDOWS), "0")
 
 
 def _keep(store: Store, number: int, window: int, values: list[float]) -> None:
     none = dict.fromkeys(
         ["proved", "value_path", "score_path", "value_share", "sink", "sink_token", "entropy", "relative"]
     )
-    facts = {"confidence": 0.99, "converged": True, "bounds": "{}", "radius": 1.0, "dtype": "float32", "seconds": 0.0}
-    energy = {"input_energy": str([1 / 128] * 128)}
-    rows: list[tuple[Cell, dict[str, Any]]] = [
-        (Cell("head", 0, head, 128, window), {"value": one, "lower": one, "upper": one} | energy | none | facts)
+    facts = {"confidence": 0.99, "converged": True, "bounds": {}, "radius": 1.0, "dtype": "float32", "seconds": 0.0}
+    energy = {"input_energy": [1 / 128] * 128}
+    rows: list[tuple[ScanCell, dict[str, Any]]] = [
+        (ScanCell("head", 0, head, 128, window), {"value": one, "lower": one, "upper": one} | energy | none | facts)
         for head, one in enumerate(values)
     ]
     store.add(number, window, ["token"] * 128, rows)

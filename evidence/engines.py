@@ -24,13 +24,14 @@ import torch
 from evidence.engine_faults import Place, places
 from evidence.scan_faults import TEXT, contents, make_model
 from evidence.tables import table
+from howsmooth._util.sqlite_files import MEMORY
 from howsmooth.engines import Engine, open_engine
-from howsmooth.scans import Scan, Settings, Store, merge, units
+from howsmooth.scans import Scan, Store, merge, units
 from howsmooth.scans import scan as run_scan
 from howsmooth.scans.cost import predict
+from howsmooth.scans.driver import ScanDriver
 from howsmooth.scans.prepare import prepare
-from howsmooth.scans.run import run
-from howsmooth.scans.scan_store import MEMORY
+from howsmooth.scans.scan_options import ScanOptions
 from howsmooth.scans.units import Unit, measure_unit
 
 TITLE = "The same scan by every engine, and what dies on the way"
@@ -169,13 +170,12 @@ def predicted(model: str, **asked: Any) -> tuple[int, float, float]:
 
     Processor time, because the machine that makes this page may have other things to do.
     """
-    settings = Settings(windows=asked.pop("windows"))
-    ready = prepare(model, None, asked.pop("lengths"), None, asked.pop("what"), settings)
-    expected = predict(ready.model, ready.plan, ready.cut, settings, clock=time.process_time)
+    ready = prepare(model, None, ScanOptions(**asked))
+    ready.at_hand.clear()
+    expected = predict(ready.model, ready.plan, ready.cut, ready.settings, clock=time.process_time)
     begun = time.process_time()
     with Store.writing(MEMORY) as store:
-        number = store.begin(ready.identity)
-        run(ready.model, ready.plan, ready.cut, {}, settings, store, number, lambda now: None)
+        ScanDriver(ready, ready.plan, store, store.begin(ready.identity), lambda progress: None).measure_here()
     return expected.cells, expected.seconds, time.process_time() - begun
 
 

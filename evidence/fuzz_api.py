@@ -44,9 +44,19 @@ RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWi
 RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
-RESULTS |= {"Progress", "Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
-RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Salvaged", "Merged", "Change", "Comparison"}
-RESULTS |= {"Law", "Plateau", "PowerLaw", "Allocation", "Answers", "Noise", "Quantisation", "Scores", "Format"}
+RESULTS |= {"Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
+RESULTS |= {"Bound", "Assumption", "Field", "Targets", "Comparison"}
+RESULTS |= {
+    "Law",
+    "Plateau",
+    "PowerLaw",
+    "Allocation",
+    "OutputErrors",
+    "ActivationNoise",
+    "Quantisation",
+    "Scores",
+    "Format",
+}
 RESULTS |= {"RoundedModel", "Alarm"}
 RESULTS |= {"ComposedJacobian", "CompositeJacobian", "CapturedCross"}
 """What functions return: their constructors are no doors, their class methods are."""
@@ -112,8 +122,37 @@ def targets() -> dict[str, Callable[..., Any]]:
             if inspect.isclass(thing):
                 found |= {f"{home}.{part}": getattr(thing, part) for part in _class_methods(thing)}
     found["bounds.get.call"] = _bound
+    found["scans.scan"] = _scan
     found["nn.AttentionLayer.lipschitz_bound"] = _layer_bound
     return dict(sorted(found.items()))
+
+
+def _scan(
+    model: Any,
+    text: Any = None,
+    *,
+    lengths: Any = None,
+    windows: Any = 1,
+    layers: Any = None,
+    what: Any = "head",
+    out: Any = None,
+    resume: Any = True,
+    tokenizer: Any = None,
+    device: Any = None,
+    dtype: Any = None,
+    device_map: Any = None,
+    column: Any = None,
+    reference: Any = None,
+    progress: Any = None,
+    executor: Any = None,
+    jobs: Any = None,
+    timeout: Any = 3600.0,
+    shard: Any = None,
+    **settings: Any,
+) -> Any:
+    """`howsmooth.scan` with the names of its options, which it takes as one dataclass."""
+    options = {name: value for name, value in locals().items() if name != "settings"}
+    return howsmooth.scan(**options, **settings)
 
 
 def _class_methods(kind: type) -> Iterator[str]:

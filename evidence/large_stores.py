@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from evidence.tables import table
-from howsmooth.scans import Cell, Settings, Store
+from howsmooth.scans import Store
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.scan_store import Identity
 
 TITLE = "How large may a scan be?"
@@ -42,7 +43,9 @@ class Size:
 
 def write_store(out: Path, size: Size, seed: int = 0) -> None:
     """A store with numbers that look like measured ones: σ grows with n, and shares of tokens sum to one."""
-    identity = Identity("large", "a" * 64, "float32", "novel.txt", "b" * 64, Settings(windows=size.windows), "0.1.0")
+    identity = Identity(
+        "large", "a" * 64, "float32", "novel.txt", "b" * 64, ScanSettings(windows=size.windows), "0.1.0"
+    )
     with Store.writing(out) as store:
         number = store.begin(identity)
         for length in map(int, size.lengths.split(",")):
@@ -54,7 +57,7 @@ def write_store(out: Path, size: Size, seed: int = 0) -> None:
                     for head in range(size.heads):
                         value = (1 + head / 8) * length ** (layer / size.layers) * draw.uniform(0.8, 1.25)
                         energy = shares.dirichlet(np.full(length, 0.1))
-                        found.append((Cell("head", layer, head, length, window), _numbers(value, energy, length)))
+                        found.append((ScanCell("head", layer, head, length, window), _numbers(value, energy, length)))
                 store.add(number, 1000 * window, tokens, found)
 
 
@@ -66,7 +69,7 @@ def _numbers(value: float, energy: np.ndarray, length: int) -> dict[str, object]
         "confidence": 0.99,
         "converged": True,
         "proved": 3.1 * value,
-        "bounds": json.dumps({name: (5 + place) * value for place, name in enumerate(BOUNDS)}),
+        "bounds": {name: (5 + place) * value for place, name in enumerate(BOUNDS)},
         "radius": 9.87654321,
         "relative": 1.5 * value,
         "value_path": 0.7 * value,
@@ -77,7 +80,7 @@ def _numbers(value: float, energy: np.ndarray, length: int) -> dict[str, object]
         "entropy": 1.25,
         "dtype": "float32",
         "seconds": 0.0123456789,
-        "input_energy": json.dumps([float(f"{share:.6g}") for share in energy]),
+        "input_energy": [float(f"{share:.6g}") for share in energy],
     }
 
 

@@ -12,9 +12,12 @@ import torch
 
 import howsmooth as hs
 from evidence.tables import table
-from howsmooth.engines import Load, Processes, State, hand_over
-from howsmooth.scans import Settings, makespan
+from howsmooth.engines import Load, submit_all
+from howsmooth.engines.dispatch import State
+from howsmooth.engines.processes import Processes
+from howsmooth.scans import makespan
 from howsmooth.scans.prepare import Prepared, prepare
+from howsmooth.scans.scan_options import ScanOptions
 from howsmooth.scans.units import Origin, Unit, measure_unit, open_for, split
 
 TITLE = "A queue of units, replayed"
@@ -74,7 +77,7 @@ class Run:
 
 def measured(model: str = MODEL, lengths: str = LENGTHS, windows: int = WINDOWS) -> Run:
     """A scan by two processes that have the model open."""
-    ready = prepare(model, None, lengths, None, "head", Settings(windows=windows))
+    ready = prepare(model, None, ScanOptions(lengths=lengths, windows=windows))
     units = _units(ready)
     seconds = [0.0] * len(units)
 
@@ -84,9 +87,9 @@ def measured(model: str = MODEL, lengths: str = LENGTHS, windows: int = WINDOWS)
 
     with Processes(WORKERS, threads=1) as workers:
         nothing = lambda place, rows: None  # noqa: E731
-        hand_over(workers, measure_unit, [units[0]] * WORKERS, nothing, load=Load(WORKERS), prepare=open_for)
+        submit_all(workers, measure_unit, [units[0]] * WORKERS, nothing, load=Load(WORKERS), prepare=open_for)
         began = time.perf_counter()
-        hand_over(workers, measure_unit, units, nothing, load=Load(WORKERS), prepare=open_for, tell=tell)
+        submit_all(workers, measure_unit, units, nothing, load=Load(WORKERS), prepare=open_for, tell=tell)
         wall = time.perf_counter() - began
     return Run(tuple((unit.batches[0].length, len(unit.batches)) for unit in units), tuple(seconds), wall)
 

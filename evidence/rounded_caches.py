@@ -21,17 +21,17 @@ from evidence.rounded_caches_direct import correlations, direct, direct_by_windo
 from evidence.rounded_caches_sinks import PICTURES, sink_damage, sink_picture, sink_table
 from evidence.rounded_caches_spending import SPENT, Spending, run_choices, spending_table
 from evidence.rounded_caches_windows import Step, in_windows, stored_window
+from evidence.rounding_baselines import RIVALS, joined, rivals
 from evidence.stories import stories15m
 from evidence.tables import table
 from howsmooth.models import CapturedSite, OpenModel, Window, open_model
 from howsmooth.rounding import Format, parse_format, parse_formats
-from howsmooth.rounding.activation_noise import Noise, rounding_noise
-from howsmooth.rounding.baselines import RIVALS, rivals
+from howsmooth.rounding.activation_noise import ActivationNoise, rounding_noise
 from howsmooth.rounding.kv_cache import PARTS
-from howsmooth.rounding.output_error import answers
+from howsmooth.rounding.output_error import output_errors
 from howsmooth.rounding.quantisation import Tensors
 from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import Scores, joined, sampled_scores
+from howsmooth.rounding.sensitivity import Scores, sampled_scores
 
 TITLE = "Rounded keys and values"
 FORMATS = (
@@ -69,7 +69,7 @@ def head_ratios(opened: OpenModel, windows: Sequence[Window], formats: Sequence[
     names = ("actual", "predicted", "proved")
 
     def of(reader: RoundedModel, window: Window) -> Tensors:
-        found = [answers(site, formats) for site in reader.sites]
+        found = [output_errors(site, formats) for site in reader.sites]
         return {name: torch.cat([getattr(one, name) for one in found], -1) for name in names}
 
     found = in_windows(opened, windows, "heads", [form.name for form in formats], of, tell)
@@ -172,7 +172,7 @@ def noise_table(opened: OpenModel, window: Window, dtype: str) -> tuple[str, lis
         return vars(rounding_noise(opened, window, dtype))
 
     numbers = stored_window(opened, window, "noise", dtype, find)
-    found = Noise(**numbers)
+    found = ActivationNoise(**numbers)
     rows = [
         [
             row["layer"],

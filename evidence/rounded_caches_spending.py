@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from evidence.rounded_caches_windows import Step, in_windows
+from evidence.rounding_baselines import by_sensitivity
 from evidence.tables import table
 from howsmooth.models import OpenModel, Window
 from howsmooth.rounding import parse_formats
-from howsmooth.rounding.allocation import Allocation, allocate, by_sensitivity, first_and_last, uniform
+from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, uniform
 from howsmooth.rounding.quantisation import Check, Tensors, checks, window_outcomes
 from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import Scores

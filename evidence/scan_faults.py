@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from evidence.tables import table
-from howsmooth.scans import Progress, Store, scan
+from howsmooth.scans import Store, scan
+from howsmooth.scans.scan_options import ScanProgress
 
 TITLE = "Does a scan survive being killed?"
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ def measure(folder: Path, out: Path, size: Size) -> None:
     assert not last_words, last_words
 
 
-def _scan(folder: Path, out: Path, size: Size, progress: Callable[[Progress], None]) -> None:
+def _scan(folder: Path, out: Path, size: Size, progress: Callable[[ScanProgress], None]) -> None:
     scan(
         str(folder),
         folder / TEXT,
@@ -201,7 +202,7 @@ def _main(folder: str, out: str, lengths: str, windows: str, what: str) -> int:
     """Run the scan, print what begins, and say in one line why it ended early."""
     from howsmooth.errors import HowsmoothError
 
-    def show(now: Progress) -> None:
+    def show(now: ScanProgress) -> None:
         print(now.label, flush=True)
         if now.work >= HELD:
             sys.stdin.read()

@@ -44,17 +44,14 @@ EXPLAINED = {
 """(module, package after it that it imports) → why."""
 
 SAME_NAME = {
-    "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
     "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
-    "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like
 what it runs."""

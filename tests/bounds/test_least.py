@@ -15,8 +15,8 @@ from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.nn import CosineAttention
 from howsmooth.nn.invertible.branches import AttentionBranch
-from howsmooth.scans.cell_values import head_numbers
-from howsmooth.scans.plan import Settings
+from howsmooth.scans.cell_values import head_values
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.search.best_bound import tightest_upper
 from howsmooth.sets import Ball, Everywhere
 
@@ -148,5 +148,5 @@ def test_what_does_not_apply_is_refused_before_it_is_evaluated() -> None:
     table = hs.bounds.table(attention, x=x)
     assert [row.name for row in table if row.kind == "upper"] == []
     assert "rounding" in table.refused["howsmooth.three_path"]
-    [numbers] = head_numbers(attention, x, Settings())  # type: ignore[arg-type]
+    [numbers] = head_values(attention, x, ScanSettings())  # type: ignore[arg-type]
     assert numbers["proved"] is None

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from howsmooth.engines import EngineError, Failure, Load, Processes, State, Unfit, hand_over
+from howsmooth.engines import EngineError, Load, submit_all
+from howsmooth.engines.dispatch import Failure, State
+from howsmooth.engines.processes import Processes
+from howsmooth.engines.worker import WorkerMisconfigured
 
 
 def twice(number: int) -> int:
@@ -42,7 +45,7 @@ class Inline(Executor):
 def test_every_item_is_answered_once(width: int, share: int) -> None:
     kept: list[tuple[int, int]] = []
     with ThreadPoolExecutor(2) as threads:
-        failures = hand_over(threads, twice, range(20), lambda *one: kept.append(one), load=Load(width, share))
+        failures = submit_all(threads, twice, range(20), lambda *one: kept.append(one), load=Load(width, share))
     assert sorted(kept) == [(place, 2 * place) for place in range(20)]
     assert failures == []
 
@@ -62,7 +65,7 @@ def test_no_more_than_the_width_are_with_the_executor() -> None:
         running -= 1
 
     with Counting(8) as threads:
-        hand_over(threads, twice, range(50), keep, load=Load(3))
+        submit_all(threads, twice, range(50), keep, load=Load(3))
     assert most == 3
 
 
@@ -70,8 +73,8 @@ def test_an_item_that_always_fails_is_tried_twice_and_reported_and_the_others_ar
     kept: dict[int, float] = {}
     again: list[tuple[int, str]] = []
     with ThreadPoolExecutor(2) as threads:
-        failures = hand_over(
-            threads, _inverse, [1, 0, 2], kept.__setitem__, load=Load(2), again=lambda *one: again.append(one)
+        failures = submit_all(
+            threads, _inverse, [1, 0, 2], kept.__setitem__, load=Load(2), retry=lambda *one: again.append(one)
         )
     assert kept == {0: 1.0, 2: 0.5}
     assert failures == [Failure(1, ("ZeroDivisionError: float division by zero",) * 2)]
@@ -86,8 +89,8 @@ def test_a_death_is_blamed_on_the_item_that_was_alone_with_the_worker() -> None:
     kept: dict[int, int] = {}
     engine = Inline(deadly=5)
     again: list[tuple[int, str]] = []
-    (failure,) = hand_over(
-        engine, twice, range(8), kept.__setitem__, load=Load(2, 8), limit=3.0, again=lambda *one: again.append(one)
+    (failure,) = submit_all(
+        engine, twice, range(8), kept.__setitem__, load=Load(2, 8), limit=3.0, retry=lambda *one: again.append(one)
     )
     assert [place for place, _ in again] == [0, 4, 4, 5]
     assert again[0][1].endswith("(BrokenExecutor: killed), with 7 more; in two halves")
@@ -99,13 +102,13 @@ def test_a_death_is_blamed_on_the_item_that_was_alone_with_the_worker() -> None:
 
 def test_a_worker_that_dies_once_costs_nothing() -> None:
     kept: dict[int, int] = {}
-    assert hand_over(Inline(deadly=1, deaths=1), twice, range(3), kept.__setitem__, load=Load(1)) == []
+    assert submit_all(Inline(deadly=1, deaths=1), twice, range(3), kept.__setitem__, load=Load(1)) == []
     assert kept == {0: 0, 1: 2, 2: 4}
 
 
 def test_progress_counts_what_is_done_running_and_waiting() -> None:
     told: list[State] = []
-    hand_over(Inline(), twice, range(4), lambda *one: None, load=Load(2), tell=told.append)
+    submit_all(Inline(), twice, range(4), lambda *one: None, load=Load(2), tell=told.append)
     assert [(now.done, now.running, now.waiting) for now in told] == [
         *((0, 0, 4), (1, 1, 2), (2, 0, 2), (3, 1, 0), (4, 0, 0))
     ]
@@ -123,7 +126,7 @@ def test_what_keeping_raises_cancels_what_waits() -> None:
         raise OSError("disk full")
 
     with Slow(1) as threads, pytest.raises(OSError, match="disk full"):
-        hand_over(threads, time.sleep, [0.0, 0.2, 0.2, 0.2], full, load=Load(4))
+        submit_all(threads, time.sleep, [0.0, 0.2, 0.2, 0.2], full, load=Load(4))
     assert futures[-1].cancelled()
 
 
@@ -131,15 +134,15 @@ def test_a_broken_executor_is_said_in_one_sentence() -> None:
     threads = ThreadPoolExecutor(1)
     threads.shutdown()
     with pytest.raises(EngineError, match=r"takes no more work .*: what was measured is kept"):
-        hand_over(threads, twice, [1], lambda *one: None, load=Load(1))
+        submit_all(threads, twice, [1], lambda *one: None, load=Load(1))
 
 
 def test_a_worker_that_is_unfit_stops_all() -> None:
     def unfit(item: int) -> int:
-        raise Unfit("the worker has another version: install the same there.")
+        raise WorkerMisconfigured("the worker has another version: install the same there.")
 
-    with ThreadPoolExecutor(1) as threads, pytest.raises(Unfit, match="another version"):
-        hand_over(threads, unfit, range(9), lambda *one: None, load=Load(1))
+    with ThreadPoolExecutor(1) as threads, pytest.raises(WorkerMisconfigured, match="another version"):
+        submit_all(threads, unfit, range(9), lambda *one: None, load=Load(1))
 
 
 @pytest.mark.slow
@@ -148,8 +151,8 @@ def test_a_process_that_is_killed_or_hangs_is_replaced_and_its_item_tried_again(
     again: dict[int, str] = {}
     with Processes(1, threads=1) as workers:
         items = [(number, tmp_path) for number in range(5)]
-        failures = hand_over(
-            workers, _troubled, items, kept.__setitem__, load=workers.load, limit=2.0, again=again.__setitem__
+        failures = submit_all(
+            workers, _troubled, items, kept.__setitem__, load=workers.load, limit=2.0, retry=again.__setitem__
         )
     assert failures == []
     assert kept == {place: place for place in range(5)}
@@ -172,8 +175,9 @@ def _troubled(item: tuple[int, Path]) -> int:
 def test_a_script_whose_work_is_not_under_main_is_told_so_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from howsmooth.engines import Load, Processes, hand_over\n"
-        "hand_over(Processes(2, threads=1), abs, range(50), print, load=Load(2))\n"
+        "from howsmooth.engines import Load, submit_all\n"
+        "from howsmooth.engines.processes import Processes\n"
+        "submit_all(Processes(2, threads=1), abs, range(50), print, load=Load(2))\n"
     )
     said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert said.returncode
@@ -192,7 +196,7 @@ def test_a_driver_that_is_killed_leaves_nothing_on_the_screen(tmp_path: Path) ->
     script = tmp_path / "driver.py"
     script.write_text(
         "import os, signal\n"
-        "from howsmooth.engines import Processes\n"
+        "from howsmooth.engines.processes import Processes\n"
         "if __name__ == '__main__':\n"
         "    pool = Processes(1, threads=1)\n"
         "    pool.submit(abs, -1).result()\n"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import howsmooth as hs
+from evidence.rounding_baselines import by_sensitivity, rivals
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.rounding import parse_format, parse_formats
-from howsmooth.rounding.allocation import allocate, by_sensitivity, first_and_last, uniform
-from howsmooth.rounding.baselines import rivals
+from howsmooth.rounding.allocation import allocate, first_and_last, uniform
 from howsmooth.rounding.kv_cache import Cache
 
 FORMATS, BITS = parse_formats("int2,int4,int8"), [2.25, 4.25, 8.25]

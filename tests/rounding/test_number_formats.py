@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import InvalidInput
-from howsmooth.rounding import FORMATS, parse_format, parse_formats
+from howsmooth.rounding.number_formats import NUMBER_FORMATS, parse_format, parse_formats
 
 
 def cache(heads: int = 2, n: int = 9, width: int = 32, seed: int = 0) -> Tensor:
@@ -102,7 +102,7 @@ def nearest_code(x: float, values: list[float]) -> float:
 def test_eight_bit_floats_equal_the_nearest_of_all_codes(name: str, values: list[float]) -> None:
     middles = [(a + b) / 2 for a, b in pairwise(values)]
     x = torch.tensor([*values, *middles, *torch.randn(200).mul(30).tolist(), 1e9, -1e9, -0.3])[None]
-    assert FORMATS[name].rounded(x)[0].tolist() == [nearest_code(v, values) for v in x[0].tolist()]
+    assert NUMBER_FORMATS[name].rounded(x)[0].tolist() == [nearest_code(v, values) for v in x[0].tolist()]
 
 
 def test_scaled_eight_bit_floats_use_their_whole_range() -> None:
@@ -110,16 +110,16 @@ def test_scaled_eight_bit_floats_use_their_whole_range() -> None:
     found = parse_format("fp8_e4m3[per=token]").rounded(x)
     largest = x.abs().amax(-1)
     assert torch.allclose(found.abs().amax(-1), largest, rtol=1e-6)
-    assert bool((FORMATS["fp8_e4m3"].rounded(x).abs().amax(-1) == 448).all())
+    assert bool((NUMBER_FORMATS["fp8_e4m3"].rounded(x).abs().amax(-1) == 448).all())
 
 
 def test_half_formats_equal_bit_patterns() -> None:
     x = torch.cat([torch.randn(500) * 10.0 ** torch.randint(-6, 5, (500,)), torch.tensor([7e4, -1e6])])[None]
     bits = x.numpy().view(np.uint32).astype(np.uint64)
     kept = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
-    assert np.array_equal(FORMATS["bf16"].rounded(x).numpy(), kept)
+    assert np.array_equal(NUMBER_FORMATS["bf16"].rounded(x).numpy(), kept)
     expected = np.clip(x.numpy(), -65504, 65504).astype(np.float16).astype(np.float32)
-    assert np.array_equal(FORMATS["fp16"].rounded(x).numpy(), expected)
+    assert np.array_equal(NUMBER_FORMATS["fp16"].rounded(x).numpy(), expected)
 
 
 FP4 = float_codes(2, 1, 1, set())
@@ -127,7 +127,7 @@ FP4 = float_codes(2, 1, 1, set())
 
 def test_mxfp4_equals_the_definition() -> None:
     x = torch.cat([cache(), torch.zeros(2, 1, 32), cache(seed=1) * 1e-3], dim=-2)
-    found = FORMATS["mxfp4"].rounded(x)
+    found = NUMBER_FORMATS["mxfp4"].rounded(x)
     for block, rounded in zip(x.reshape(-1, 32).tolist(), found.reshape(-1, 32).tolist(), strict=True):
         largest = max(abs(v) for v in block)
         scale = 2.0 ** (int(np.floor(np.log2(largest))) - 2) if largest else 0.0
@@ -136,7 +136,7 @@ def test_mxfp4_equals_the_definition() -> None:
 
 def test_nvfp4_equals_the_definition() -> None:
     x = cache()
-    found, codes = FORMATS["nvfp4"].rounded(x), float_codes(4, 3, 7, {127})
+    found, codes = NUMBER_FORMATS["nvfp4"].rounded(x), float_codes(4, 3, 7, {127})
     outer = np.float32(x.abs().max().item()) / np.float32(448 * 6)
     for block, rounded in zip(x.reshape(-1, 16).tolist(), found.reshape(-1, 16).tolist(), strict=True):
         largest = np.float32(max(abs(v) for v in block))
@@ -147,7 +147,7 @@ def test_nvfp4_equals_the_definition() -> None:
 
 def test_ties_of_fp4_go_to_even_codes() -> None:
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] + [0.0] * 24)[None]
-    assert FORMATS["mxfp4"].rounded(ties)[0, :8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert NUMBER_FORMATS["mxfp4"].rounded(ties)[0, :8].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("name", ["int4[first=2]", "int3[asymmetric,per=channel,first=3]", "nvfp4[first=1]"])
@@ -212,9 +212,9 @@ def test_nan_in_a_cache_is_refused() -> None:
     x = cache()
     x[1, 2, 3] = float("nan")
     with pytest.raises(InvalidInput, match="keys of layer 2 hold NaN or infinity"):
-        FORMATS["int8"].rounded(x, "keys of layer 2")
+        NUMBER_FORMATS["int8"].rounded(x, "keys of layer 2")
 
 
 def test_all_zeros_stay_zeros() -> None:
-    for form in FORMATS.values():
+    for form in NUMBER_FORMATS.values():
         assert not form.rounded(torch.zeros(1, 4, 32)).any()

@@ -14,7 +14,7 @@ from evidence.juries import ROUNDING
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.kv_cache import Cache, read_back
-from howsmooth.rounding.output_error import _Reach, answers_at
+from howsmooth.rounding.output_error import _Reach, output_errors_at
 
 FORMATS = "int8,int4,int3[asymmetric],int4[per=channel,group=4],fp8_e4m3,int4[group=4,first=2],int4[rotary=before],int2"
 
@@ -47,7 +47,7 @@ def rms(change: Tensor) -> Tensor:
 @pytest.mark.parametrize(("mask", "softcap"), [("causal", None), (None, None), ("causal", 2.0)])
 def test_actual_change_is_that_of_the_map_and_below_the_proved_bound(mask: str | None, softcap: float | None) -> None:
     f, x, formats = attention(mask, softcap), tokens(), parse_formats(FORMATS)
-    found, cache = answers_at(f, x, formats), Cache.at(f, x)
+    found, cache = output_errors_at(f, x, formats), Cache.at(f, x)
     exact = heads_with(f, x, None, None)
     for place, form in enumerate(formats):
         with_keys = heads_with(f, x, cache.rounded("key", form), None) - exact
@@ -61,7 +61,7 @@ def test_actual_change_is_that_of_the_map_and_below_the_proved_bound(mask: str |
 
 def test_first_order_is_the_derivative() -> None:
     f, x = attention(), tokens()
-    found = answers_at(f, x, parse_formats("int8,int4,int2"))
+    found = output_errors_at(f, x, parse_formats("int8,int4,int2"))
     off = (found.predicted / found.actual - 1).abs()
     assert torch.allclose(found.predicted[1], found.actual[1], rtol=1e-9)  # the output is linear in the values
     assert float(off[0, 0].max()) < 0.02 < float(off[0, 2].max())
@@ -119,7 +119,7 @@ def test_ascent_on_the_errors_of_keys_finds_no_violation(mask: str | None, form:
 def test_bounds_hold_for_values_that_are_all_the_same(mask: str | None, apart: float) -> None:
     """A text of one word: keys differ by their positions alone, the change is what float64 rounds, and no more."""
     f, x = attention(mask), tokens(40)
-    found = answers_at(f, x[:1] + apart * x, parse_formats(FORMATS))
+    found = output_errors_at(f, x[:1] + apart * x, parse_formats(FORMATS))
     assert bool((found.actual[0] > 0).any())
     assert bool((found.proved >= found.actual).all())
     assert float(found.proved[0].max()) < 1e-10 * float(found.size.max())
@@ -129,7 +129,7 @@ def test_bounds_stay_numbers_when_errors_are_beyond_the_range_of_exp() -> None:
     """Logits that move by thousands, where all values are zero: infinity times zero."""
     query, key, output = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     f = hs.SelfAttention(100 * query, 100 * key, torch.zeros_like(key), output, heads=2)
-    found = answers_at(f, 3 * torch.eye(8, dtype=torch.float64), parse_formats("int2,int3"))
+    found = output_errors_at(f, 3 * torch.eye(8, dtype=torch.float64), parse_formats("int2,int3"))
     assert torch.equal(found.proved, torch.zeros_like(found.proved))
 
 
@@ -147,7 +147,7 @@ def test_tanh_form_is_attained_by_two_tokens() -> None:
 def test_other_kinds_of_attention_are_refused() -> None:
     sigmoid = hs.SigmoidAttention(*torch.eye(4).repeat(4, 1, 1), heads=2)
     with pytest.raises(DoesNotApply, match="not for sigmoid attention"):
-        answers_at(sigmoid, torch.randn(3, 4), parse_formats("int8"))
+        output_errors_at(sigmoid, torch.randn(3, 4), parse_formats("int8"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from howsmooth._util.sqlite_files import StoreError
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.rounding import parse_formats, quantisation, rounded_model
-from howsmooth.rounding.output_error import answers
+from howsmooth.rounding.output_error import output_errors
 from howsmooth.rounding.quantisation import quantise
 from howsmooth.rounding.rounded_model import RoundedModel
 from howsmooth.rounding.sensitivity import sampled_scores
@@ -30,7 +30,7 @@ def test_rows_are_what_answers_and_scores_give() -> None:
 
     [window] = opened.windows(alice(), 12, 1, 0)
     reader = RoundedModel.of(opened.model, opened.inputs(window))
-    found = [answers(site, formats) for site in reader.sites]
+    found = [output_errors(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, 3, 0).by_head
     for row in rows:
         part, form = ("key", "value").index(row["what"]), ["int8", "int4", "int2"].index(row["format"])

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from evidence.rounding_baselines import joined
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import open_model
 from howsmooth.rounding import parse_format, parse_formats
 from howsmooth.rounding.kv_cache import PARTS, read_back
 from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import joined, sampled_scores
+from howsmooth.rounding.sensitivity import sampled_scores
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 

@@ -6,10 +6,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from howsmooth.scans.plan import Cell, Settings
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.scan_store import Identity, Store
 
-IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, Settings(), "0.1.0")
+IDENTITY = Identity("tiny", "m" * 64, "float32", "words.txt", "t" * 64, ScanSettings(), "0.1.0")
 OLDER = Path(__file__).parent / "data" / "older.sqlite"
 """Written by the version before checksums, with what it read back in a JSON file of the same name."""
 WITH_CHECKSUMS = OLDER.with_name("checksums.sqlite")
@@ -31,17 +32,17 @@ def numbers(value: float) -> dict[str, Any]:
         "upper": None,
         "confidence": 0.0,
         "converged": True,
-        "bounds": "{}",
+        "bounds": {},
         "radius": 1.0,
         "dtype": "float32",
         "seconds": 0.5,
-        "input_energy": "[0.25, 0.75]",
+        "input_energy": [0.25, 0.75],
         **rest,
     }
 
 
-def batch(*heads: int, window: int = 0, value: float = 2.0) -> list[tuple[Cell, dict[str, Any]]]:
-    return [(Cell("head", 0, head, 4, window), numbers(value + head)) for head in heads]
+def batch(*heads: int, window: int = 0, value: float = 2.0) -> list[tuple[ScanCell, dict[str, Any]]]:
+    return [(ScanCell("head", 0, head, 4, window), numbers(value + head)) for head in heads]
 
 
 def kept(path: Path, windows: int = 2) -> Path:

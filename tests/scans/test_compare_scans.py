@@ -13,8 +13,8 @@ import howsmooth as hs
 from evidence.scan_faults import make_model
 from howsmooth.cli import app
 from howsmooth.reports.comparison_page import comparison_figure, series_figure, write_comparison
-from howsmooth.scans import Change, Scan
-from howsmooth.scans.compare_scans import Place
+from howsmooth.scans import Scan
+from howsmooth.scans.compare_scans import Change, Place
 from tests.cli.command import Command
 
 WORDS = "to be or not to be, that is the question " * 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from howsmooth.scans.cost import CostLaw, in_words, makespan, predict
-from howsmooth.scans.plan import Settings
+from howsmooth.scans.cost import CostLaw, duration_text, makespan, predict
 from howsmooth.scans.prepare import prepare
+from howsmooth.scans.scan_options import ScanOptions
 
 
 @pytest.mark.parametrize("constants", [(1e-3, 2e-9, 3e-10), (0.0, 0.0, 1e-9), (5e-2, 0.0, 1e-10)])
@@ -33,7 +33,9 @@ def test_a_queue_ends_when_its_last_worker_does(units: list[float], workers: int
 
 def test_a_plan_is_predicted_from_a_clock_that_ticks_by_the_law() -> None:
     """With a clock that advances by one at every look, each read and each batch takes one: their number comes out."""
-    ready = prepare("random:bert[layers=2,width=16,heads=2]", None, [6, 8], None, "head,attention", Settings(windows=2))
+    ready = prepare(
+        "random:bert[layers=2,width=16,heads=2]", None, ScanOptions(lengths=[6, 8], what="head,attention", windows=2)
+    )
     ticks = iter(range(10**6))
     found = predict(ready.model, ready.plan, ready.cut, ready.settings, workers=1, clock=lambda: float(next(ticks)))
     assert found.cells == 2 * 2 * 2 * (2 + 1)
@@ -42,5 +44,5 @@ def test_a_plan_is_predicted_from_a_clock_that_ticks_by_the_law() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.0, "0 s"), (59, "59 s"), (90, "1.5 min"), (200_000, "2.3 days")])
-def test_times_are_said_in_words(seconds: float, said: str) -> None:
-    assert in_words(seconds) == said
+def test_times_are_said_duration_text(seconds: float, said: str) -> None:
+    assert duration_text(seconds) == said

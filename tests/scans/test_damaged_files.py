@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from howsmooth.scans import Scan, salvage
-from howsmooth.scans.scan_store import Store, StoreError
+from howsmooth.scans import Scan, Store, StoreError, salvage
 from howsmooth.scans.schema import VERSION
 from tests.scans.stores import IDENTITY, OLDER, TOKENS, WITH_CHECKSUMS, batch, change, kept
 

@@ -9,7 +9,7 @@ import torch
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.scans import Scan, run, scan
+from howsmooth.scans import Scan, driver, scan
 from howsmooth.scans.memory_checks import check_fits, fitting, free_bytes, least_bytes
 
 TINY = "random:bert[layers=2,width=16,heads=2]"
@@ -52,14 +52,14 @@ def test_a_scan_says_so_before_its_first_cell(tmp_path: Path, monkeypatch: pytes
 def test_running_out_keeps_the_cells_before_and_names_the_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    measured = run.measure_batch
+    measured = driver.measure_batch
 
     def fails(targets: object, batch: object, settings: object) -> object:
         if batch.length == 16:  # type: ignore[attr-defined]
             raise error
         return measured(targets, batch, settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run, "measure_batch", fails)
+    monkeypatch.setattr(driver, "measure_batch", fails)
     with pytest.raises(InvalidInput, match="n = 16 does not fit in memory: ask for shorter lengths"):
         scan(TINY, lengths="8,16", out=tmp_path / "s.sqlite")
     assert {row["length"] for row in Scan.open(tmp_path / "s.sqlite").rows} == {8}

@@ -12,9 +12,10 @@ import pytest
 
 from evidence.scan_faults import contents
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.scans import Settings, Store, StoreError, merge, salvage
+from howsmooth.scans import Store, StoreError, merge, salvage
 from howsmooth.scans import scan as run_scan
-from howsmooth.scans.plan import Batch
+from howsmooth.scans.plan import CellBatch
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.shards import Shard, note_shard, parse_shard, read_shards
 from tests.cli.command import Command
 from tests.scans.stores import IDENTITY, SHARDED, TOKENS, batch, change, kept, numbers
@@ -55,7 +56,7 @@ def test_four_shards_are_the_whole_scan(folder: Path, text: Path, tmp_path: Path
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
 def test_shards_of_a_plan_are_disjoint_and_complete(count: int) -> None:
-    plan = [Batch("head", layer, (0, 1), n, window) for n in (8, 16) for window in range(3) for layer in range(5)]
+    plan = [CellBatch("head", layer, (0, 1), n, window) for n in (8, 16) for window in range(3) for layer in range(5)]
     parts = [Shard(number, count).part(plan) for number in range(1, count + 1)]
     together = [one for part in parts for one in part]
     assert len(together) == len(set(together)) == len(plan)
@@ -97,7 +98,7 @@ def _refusals() -> dict[str, tuple[Any, str]]:
 
     return {
         "another number": (lambda tmp: two(tmp, value=2.5), "the head at layer 0, head 1, n = 4, window 0 has two"),
-        "other settings": (lambda tmp: two(tmp, settings=Settings(rtol=0.5)), "with another settings"),
+        "other settings": (lambda tmp: two(tmp, settings=ScanSettings(rtol=0.5)), "with another settings"),
         "another version": (lambda tmp: two(tmp, howsmooth="0.0.9"), "with another version of howsmooth"),
         "another precision": (lambda tmp: two(tmp, precision="4 bits"), "with another precision"),
         "the same store twice": (lambda tmp: [store(tmp / "1", 0)] * 2, r"/1 is given twice: name each store once"),

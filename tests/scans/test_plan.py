@@ -7,18 +7,19 @@ from itertools import product
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.plan import Cell, Settings, make_plan
+from howsmooth.scans.plan import ScanCell, make_plan
 from howsmooth.scans.scan_grammar import parse_what
+from howsmooth.scans.scan_options import ScanSettings
 
 
-def cells(what: str, lengths: tuple[int, ...] = (8,), windows: int = 1, **options: object) -> list[Cell]:
+def cells(what: str, lengths: tuple[int, ...] = (8,), windows: int = 1, **options: object) -> list[ScanCell]:
     return [c for b in make_plan(parse_what(what), lengths, windows, [3, 3], **options) for c in b.cells()]  # type: ignore[arg-type]
 
 
 def test_the_plan_is_the_product_of_layers_heads_lengths_and_windows() -> None:
     found = cells("head", (8, 16), windows=2)
     assert len(found) == len(set(found))
-    assert set(found) == {Cell("head", *place) for place in product((0, 1), (0, 1, 2), (8, 16), (0, 1))}
+    assert set(found) == {ScanCell("head", *place) for place in product((0, 1), (0, 1, 2), (8, 16), (0, 1))}
 
 
 def test_every_window_is_visited_once_so_that_one_forward_pass_serves_all_layers() -> None:
@@ -29,7 +30,7 @@ def test_every_window_is_visited_once_so_that_one_forward_pass_serves_all_layers
 
 def test_choices_in_brackets_win_over_those_for_all() -> None:
     found = cells("head[layers=1,heads=0,2],attention[lengths=4]", layers=(0,))
-    assert found == [Cell("attention", 0, None, 4, 0), Cell("head", 1, 0, 8, 0), Cell("head", 1, 2, 8, 0)]
+    assert found == [ScanCell("attention", 0, None, 4, 0), ScanCell("head", 1, 0, 8, 0), ScanCell("head", 1, 2, 8, 0)]
 
 
 def test_choices_of_the_same_kind_are_joined_without_repeating_a_cell() -> None:
@@ -38,7 +39,7 @@ def test_choices_of_the_same_kind_are_joined_without_repeating_a_cell() -> None:
 
 
 def test_the_whole_model_has_no_layer() -> None:
-    assert cells("model", layers=(1,)) == [Cell("model", None, None, 8, 0)]
+    assert cells("model", layers=(1,)) == [ScanCell("model", None, None, 8, 0)]
 
 
 @pytest.mark.parametrize(
@@ -64,5 +65,5 @@ def test_places_that_do_not_exist_are_refused(what: str, message: str) -> None:
 )
 def test_settings_without_an_answer_are_refused(settings: dict) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Settings(**settings)
+        ScanSettings(**settings)
     assert len(str(refused.value)) < 200

@@ -18,7 +18,8 @@ from transformers import BertModel
 
 from howsmooth.errors import InvalidInput
 from howsmooth.models.input_files import read_input
-from howsmooth.scans import Progress, Scan, StoreError, scan
+from howsmooth.scans import Scan, StoreError, scan
+from howsmooth.scans.scan_options import ScanProgress
 from howsmooth.testing import dense_jacobian
 
 FIELDS = [
@@ -234,7 +235,7 @@ def test_texts_and_stores_may_have_any_name_and_models_are_refused_by_it(
 
 
 def test_progress_counts_every_cell_and_ends_at_the_whole(folder: Path, text: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[ScanProgress] = []
     scan(str(folder), text, lengths="6,12", progress=seen.append)
     assert [now.cells for now in seen] == sorted(now.cells for now in seen)
     assert (seen[0].cells, seen[-1].cells, seen[-1].total) == (0, 16, 16)

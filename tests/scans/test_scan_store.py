@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.scans import Scan
-from howsmooth.scans.plan import Cell, Settings
-from howsmooth.scans.scan_store import Store, StoreError
+from howsmooth.scans import Scan, Store, StoreError
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from tests.scans.stores import BEFORE, IDENTITY, OLDER, TOKENS, batch, kept, numbers
 
 
@@ -29,14 +29,14 @@ def test_what_is_kept_is_read_back_bit_by_bit(path: Path) -> None:
     with Store.writing(path) as store:
         scan = store.begin(IDENTITY)
         store.add(scan, 7, TOKENS, batch(0, 1, value=1 / 3))
-        store.add(scan, 7, TOKENS, [(Cell("model", None, None, 4, 0), numbers(0.1))])
+        store.add(scan, 7, TOKENS, [(ScanCell("model", None, None, 4, 0), numbers(0.1))])
     with Store.reading(path) as store:
         store.check()
         rows, (window,) = store.rows(), store.windows()
         assert store.cells(scan) == {
-            Cell("head", 0, 0, 4, 0),
-            Cell("head", 0, 1, 4, 0),
-            Cell("model", None, None, 4, 0),
+            ScanCell("head", 0, 0, 4, 0),
+            ScanCell("head", 0, 1, 4, 0),
+            ScanCell("model", None, None, 4, 0),
         }
     assert [(row["what"], row["head"], row["value"]) for row in rows] == [
         ("model", None, 0.1),
@@ -53,15 +53,15 @@ def test_a_cell_that_is_there_is_never_written_again(path: Path) -> None:
         scan = store.begin(IDENTITY)
         store.add(scan, 0, TOKENS, batch(0))
         store.add(scan, 0, TOKENS, batch(0, 1, value=9.0))
-        store.add(scan, 0, TOKENS, [(Cell("model", None, None, 4, 0), numbers(1.0))])
-        store.add(scan, 0, TOKENS, [(Cell("model", None, None, 4, 0), numbers(5.0))])
+        store.add(scan, 0, TOKENS, [(ScanCell("model", None, None, 4, 0), numbers(1.0))])
+        store.add(scan, 0, TOKENS, [(ScanCell("model", None, None, 4, 0), numbers(5.0))])
         assert [row["value"] for row in store.rows()] == [1.0, 2.0, 10.0]
 
 
 def test_a_batch_that_fails_leaves_nothing_behind(path: Path) -> None:
     with Store.writing(path) as store:
         scan = store.begin(IDENTITY)
-        broken = [*batch(0), (Cell("head", 0, 1, 4, 0), numbers(1.0) | {"value": None})]
+        broken = [*batch(0), (ScanCell("head", 0, 1, 4, 0), numbers(1.0) | {"value": None})]
         with pytest.raises(sqlite3.IntegrityError):
             store.add(scan, 0, TOKENS, broken)
         assert store.rows() == []
@@ -75,7 +75,7 @@ def test_cells_of_another_window_never_join_those_of_the_window_kept(path: Path,
         store.add(scan, 7, TOKENS, batch(0))
         with pytest.raises(StoreError, match="window 0 of 4 tokens is another one"):
             store.add(scan, start, tokens, batch(1))
-        assert store.cells(scan) == {Cell("head", 0, 0, 4, 0)}
+        assert store.cells(scan) == {ScanCell("head", 0, 0, 4, 0)}
 
 
 def test_the_same_scan_is_taken_up_again_and_others_get_a_number_of_their_own(path: Path) -> None:
@@ -90,8 +90,8 @@ def test_the_same_scan_is_taken_up_again_and_others_get_a_number_of_their_own(pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"settings": Settings(rtol=1e-2)}, "rtol 0.001, not 0.01"),
-        ({"settings": Settings(windows=3)}, "windows 1, not 3"),
+        ({"settings": ScanSettings(rtol=1e-2)}, "rtol 0.001, not 0.01"),
+        ({"settings": ScanSettings(windows=3)}, "windows 1, not 3"),
         ({"howsmooth": "9.9"}, "howsmooth 0.1.0, not 9.9"),
     ],
 )
@@ -107,7 +107,7 @@ def test_measuring_anew_removes_the_old_cells_of_that_scan_alone(path: Path) -> 
         kept, old = store.begin(replace(IDENTITY, model_sha256="n" * 64)), store.begin(IDENTITY)
         for scan in (kept, old):
             store.add(scan, 0, TOKENS, batch(0, 1))
-        new = store.begin(replace(IDENTITY, settings=Settings(rtol=1e-2)), resume=False)
+        new = store.begin(replace(IDENTITY, settings=ScanSettings(rtol=1e-2)), resume=False)
         assert store.cells(new) == set()
         assert len(store.cells(kept)) == 2
         store.check()
@@ -239,16 +239,16 @@ def values(path: Path) -> list[float]:
 
 
 def test_measuring_anew_keeps_the_old_cells_until_the_new_ones_are_there(path: Path) -> None:
-    new = replace(IDENTITY, settings=Settings(rtol=1e-2))
+    new = replace(IDENTITY, settings=ScanSettings(rtol=1e-2))
     with Store.writing(path) as store:
         store.add(store.begin(IDENTITY), 0, TOKENS, batch(0, 1))
     with Store.writing(path) as store:
         store.add(store.begin(new, resume=False), 0, TOKENS, batch(0, value=5.0))
     assert values(path) == [2.0, 3.0]  # interrupted: nothing is lost
     with Store.writing(path) as store:
-        assert store.cells(store.begin(IDENTITY)) == {Cell("head", 0, 0, 4, 0), Cell("head", 0, 1, 4, 0)}
+        assert store.cells(store.begin(IDENTITY)) == {ScanCell("head", 0, 0, 4, 0), ScanCell("head", 0, 1, 4, 0)}
         number = store.begin(new, resume=False)
-        assert store.cells(number) == {Cell("head", 0, 0, 4, 0)}  # goes on where it was
+        assert store.cells(number) == {ScanCell("head", 0, 0, 4, 0)}  # goes on where it was
         store.add(number, 0, TOKENS, batch(1, value=5.0))
         store.finish(number)
         store.check()
@@ -285,7 +285,7 @@ def test_an_interruption_at_any_statement_leaves_whole_batches(tmp_path: Path, b
         done = False
         with suppress(KeyboardInterrupt), Store.writing(path) as store:
             store._db = Interrupting(store._db, k, before)  # type: ignore[assignment]
-            scan = store.begin(replace(IDENTITY, settings=Settings(rtol=0.1)), resume=False)
+            scan = store.begin(replace(IDENTITY, settings=ScanSettings(rtol=0.1)), resume=False)
             store.add(scan, 0, TOKENS, batch(0, 1, value=50.0))
             store.finish(scan)
             done = True

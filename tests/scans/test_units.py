@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from howsmooth.engines import Unfit
+from howsmooth.engines.worker import WorkerMisconfigured
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
-from howsmooth.scans import Progress, Scan, run, units
+from howsmooth.scans import Scan, run, units
 from howsmooth.scans import scan as run_scan
-from howsmooth.scans.plan import Batch, Settings
+from howsmooth.scans.plan import CellBatch
+from howsmooth.scans.scan_options import ScanProgress, ScanSettings
 from howsmooth.scans.units import Origin, Unit, measure_unit, split
 
 ASKED: dict[str, Any] = {"lengths": [6, 8], "windows": 2, "what": "head,attention"}
@@ -28,12 +29,15 @@ def rows(found: Scan) -> list[dict[str, Any]]:
     return [row | {"seconds": 0} for row in found.rows]
 
 
-def in_words(batches: tuple[Batch, ...]) -> str:
+def in_words(batches: tuple[CellBatch, ...]) -> str:
     return " ".join(f"{batch.what}{batch.layer}@{batch.length}.{batch.window}" for batch in batches)
 
 
 PLAN = [
-    Batch(what, layer, (0,), 8, window) for window in range(2) for layer in range(3) for what in ("attention", "head")
+    CellBatch(what, layer, (0,), 8, window)
+    for window in range(2)
+    for layer in range(3)
+    for what in ("attention", "head")
 ]
 
 
@@ -47,14 +51,14 @@ def test_units_hold_every_batch_once_and_keep_windows_and_layers_together(worker
 
 
 def test_many_windows_are_not_split() -> None:
-    plan = [Batch("head", layer, (0,), 8, window) for window in range(12) for layer in range(3)]
+    plan = [CellBatch("head", layer, (0,), 8, window) for window in range(12) for layer in range(3)]
     assert [len(unit) for unit in split(plan, 3)] == [3] * 12
 
 
 @pytest.mark.slow
 def test_any_executor_gives_the_rows_of_this_process(folder: Path, text: Path) -> None:
     here = run_scan(str(folder), text, **ASKED)
-    told: list[Progress] = []
+    told: list[ScanProgress] = []
     with ThreadPoolExecutor(2) as threads:
         there = run_scan(str(folder), text, **ASKED, executor=threads, progress=told.append)
     assert len(here) == CELLS
@@ -130,8 +134,8 @@ def test_a_worker_without_the_same_model_or_software_is_unfit(
     opened = open_model(str(folder))
     (window,) = opened.windows("w1 w2 w3 w4 w5 w6 w7", 6)
     origin = replace(Origin.of(opened), **change)
-    with pytest.raises(Unfit, match=said):
-        measure_unit(Unit(origin, window.ids.numpy(), (Batch("head", 0, (0,), 6, 0),), Settings()))
+    with pytest.raises(WorkerMisconfigured, match=said):
+        measure_unit(Unit(origin, window.ids.numpy(), (CellBatch("head", 0, (0,), 6, 0),), ScanSettings()))
 
 
 @pytest.mark.parametrize("jobs", [0, -1, 1.5, "2"])

@@ -15,17 +15,17 @@ from typing import ParamSpec, TypeVar
 from howsmooth._util.torch_globals import ONE_AT_A_TIME
 
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 LOCK = ONE_AT_A_TIME
 """The lock of forward-mode differentiation, which runs models too: two locks, taken in either order, may stop both."""
 
 
-def alone(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def alone(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
     """The function, run while no other thread is in a model."""
 
     @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         with LOCK:
             return function(*args, **kwargs)
 

@@ -77,13 +77,12 @@ def print_plan(model: str, out: Path, wanted: dict[str, Any], workers: Workers, 
     import torch
 
     from howsmooth.scans.cost import predict, sbatch_script
-    from howsmooth.scans.plan import Settings
     from howsmooth.scans.prepare import prepare
+    from howsmooth.scans.scan_options import ScanOptions
     from howsmooth.scans.shards import parse_shard
 
     asked = {name: value for name, value in wanted.items() if name not in ("reference", "device", "dtype")}
-    text, lengths, layers = (asked.pop(name, None) for name in ("text", "lengths", "layers"))
-    ready = prepare(model, text, lengths, layers, asked.pop("what", "head"), Settings(**asked))
+    ready = prepare(model, asked.pop("text", None), ScanOptions(**asked))
     plan = ready.plan if workers.shard is None else parse_shard(workers.shard).part(ready.plan)
     prediction = predict(ready.model, plan, ready.cut, ready.settings, workers.jobs or 1)
     flags = [word for name, value in wanted.items() for word in _flag(name, value)]

@@ -14,7 +14,7 @@ from howsmooth.cli.options import Device, RowsAsJson, command
 from howsmooth.errors import InvalidInput
 from howsmooth.models import alice, open_model
 from howsmooth.models.input_files import read_text
-from howsmooth.rounding.activation_noise import DTYPES, Noise, rounding_noise
+from howsmooth.rounding.activation_noise import DTYPES, ActivationNoise, rounding_noise
 from howsmooth.rounding.rounded_model import check_text_model
 
 
@@ -52,7 +52,7 @@ def noise(
         stdout().print(_table(measured_noise, f"{model} ({opened.precision}) in {dtype}, {length} tokens"))
 
 
-def _table(noise: Noise, title: str) -> Table:
+def _table(noise: ActivationNoise, title: str) -> Table:
     table = Table(title=title)
     for head in ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from"):
         table.add_column(head, justify="right")

@@ -3,10 +3,10 @@
 Work is a function of one item and a list of items; an executor is all that it is handed to.
 
 >>> from concurrent.futures import ThreadPoolExecutor
->>> from howsmooth.engines import Load, hand_over
+>>> from howsmooth.engines import Load, submit_all
 >>> answers = {}
 >>> with ThreadPoolExecutor(2) as threads:
-...     failures = hand_over(threads, abs, [-1, 2, "x"], answers.__setitem__, load=Load(2))
+...     failures = submit_all(threads, abs, [-1, 2, "x"], answers.__setitem__, load=Load(2))
 >>> sorted(answers.items())
 [(0, 1), (1, 2)]
 >>> [(failure.place, failure.reasons[-1]) for failure in failures]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth._util.validation import check_count, check_fields, check_one_of
-from howsmooth.engines.dispatch import EngineError, Item, Load, hand_over
+from howsmooth.engines.dispatch import EngineError, Item, Load, submit_all
 from howsmooth.engines.processes import Processes
 
 ENGINES = ("processes", "slurm", "ray")
@@ -88,7 +88,7 @@ def complete(
     keep: Callable[[str, Any], object],
     jobs: int | None = None,
 ) -> None:
-    """`hand_over` for work of which nothing may be missing: items by name, and an error at the end for what failed.
+    """`submit_all` for work of which nothing may be missing: items by name, and an error at the end for what failed.
 
     Raises:
         EngineError: it names the first, with its reason; the others are done by then.
@@ -97,7 +97,7 @@ def complete(
     with open_engine(engine) as executor:
         load = load_of(executor, jobs)
         collect = lambda index, got: keep(names[index], got)  # noqa: E731
-        failures = hand_over(executor, work, list(items.values()), collect, load=load)
+        failures = submit_all(executor, work, list(items.values()), collect, load=load)
     if failures:
         first = failures[0]
         raise EngineError(

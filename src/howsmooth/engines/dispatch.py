@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from howsmooth._util.common import first_line
-from howsmooth.engines.worker import Answer, Unfit, answer_all, here, nothing
+from howsmooth.engines.worker import Answer, WorkerMisconfigured, answer_all, here, nothing
 from howsmooth.errors import HowsmoothError
 
 Item = TypeVar("Item")
@@ -54,7 +54,7 @@ class State:
     seconds: float = 0.0
 
 
-def hand_over(
+def submit_all(
     executor: Executor,
     work: Callable[[Item], Any],
     items: Sequence[Item],
@@ -64,7 +64,7 @@ def hand_over(
     limit: float | None = None,
     prepare: Callable[[Item], object] = nothing,
     tell: Callable[[State], object] = lambda state: None,
-    again: Callable[[int, str], object] = lambda index, reason: None,
+    retry: Callable[[int, str], object] = lambda index, reason: None,
 ) -> list[Failure]:
     """Have every item worked on, and give back those that failed.
 
@@ -76,14 +76,14 @@ def hand_over(
         limit: seconds for one item; its worker is ended after that.
         prepare: called in the worker before an item, outside the limit: to open what stays open.
         tell: called whenever something has changed.
-        again: called with a place and a reason when an item is to be tried again.
+        retry: called with a place and a reason before an item is tried again.
 
     Raises:
         EngineError: the executor takes no more work.
-        Unfit: a worker that can answer nothing.
+        WorkerMisconfigured: a worker that can answer nothing.
         KeyboardInterrupt, and whatever ``keep`` raises: what has not begun is cancelled.
     """
-    return _Hands(executor, work, items, keep, load, limit, prepare, tell, again).run()
+    return _Hands(executor, work, items, keep, load, limit, prepare, tell, retry).run()
 
 
 class _Hands(Generic[Item]):
@@ -97,10 +97,10 @@ class _Hands(Generic[Item]):
         limit: float | None,
         prepare: Callable[[Item], object],
         tell: Callable[[State], object],
-        again: Callable[[int, str], object],
+        retry: Callable[[int, str], object],
     ):
         self.executor, self.work, self.items, self.keep, self.prepare = executor, work, items, keep, prepare
-        self.load, self.limit, self.tell, self.again = load, limit, tell, again
+        self.load, self.limit, self.tell, self.retry = load, limit, tell, retry
         self.waiting: deque[list[int]] = deque()
         self.running: dict[Future[list[Answer]], list[int]] = {}
         self.reasons: dict[int, list[str]] = {}
@@ -148,7 +148,7 @@ class _Hands(Generic[Item]):
             return
         for index, answer in zip(task, answers, strict=False):
             if answer.hopeless:
-                raise Unfit(answer.error)
+                raise WorkerMisconfigured(answer.error)
             if answer.error:
                 self._failed(index, answer.error)
             else:
@@ -160,7 +160,7 @@ class _Hands(Generic[Item]):
         limit = "" if self.limit is None else f", or did not end within {self.limit:g} s and was stopped"
         reason = f"its worker died{limit} ({first_line(error, kind=True)})"
         if len(task) > 1:
-            self.again(task[0], f"{reason}, with {len(task) - 1} more; in two halves")
+            self.retry(task[0], f"{reason}, with {len(task) - 1} more; in two halves")
             half = len(task) // 2
             self.waiting.extendleft([task[half:], task[:half]])
             return
@@ -171,7 +171,7 @@ class _Hands(Generic[Item]):
         reasons = self.reasons.setdefault(index, [])
         reasons.append(reason)
         if len(reasons) < ATTEMPTS:
-            self.again(index, reason)
+            self.retry(index, reason)
             self.waiting.append([index])
             return
         self.failures.append(Failure(index, tuple(reasons)))

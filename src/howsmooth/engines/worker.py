@@ -19,7 +19,7 @@ Home = tuple[str, int]
 """Machine and process of the driver."""
 
 
-class Unfit(InvalidInput):
+class WorkerMisconfigured(InvalidInput):
     """A worker that can answer nothing: another version, or no model. There is no use in asking it again."""
 
 
@@ -67,7 +67,7 @@ def answer_all(
             prepare(item)
             with _given_up_after(limit if here() != home else None):
                 answer = Answer(work(item))
-        except Unfit as error:
+        except WorkerMisconfigured as error:
             answer = Answer(error=str(error), hopeless=True)
         except Exception as error:
             answer = Answer(error=first_line(error, kind=not isinstance(error, InvalidInput)))

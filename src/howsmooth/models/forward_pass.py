@@ -97,11 +97,11 @@ def _with_inner(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_inner(inner)
 
 
-def run_model(model: PreTrainedModel, inputs: Inputs) -> Any:
+def run_model(model: PreTrainedModel, inputs: Inputs, **options: bool) -> Any:
     """The model's output on inputs, which are moved to its device."""
     _check_ids(model, inputs)
     try:
-        return model(**{name: value.to(model.device) for name, value in inputs.items()})
+        return model(**{name: value.to(model.device) for name, value in inputs.items()}, **options)
     except HowsmoothError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -14,7 +14,8 @@ import pandas
 
 from howsmooth._util.common import write_whole
 from howsmooth._util.ledger import Ledger
-from howsmooth.engines import Engine, complete
+from howsmooth.engines import Engine
+from howsmooth.engines.choice import complete
 from howsmooth.papers.experiment import Experiment, ExperimentOptions, Finding, Record
 from howsmooth.reports.figures import save_figure
 

@@ -17,7 +17,8 @@ from howsmooth._util.common import write_whole
 from howsmooth._util.templates import render
 from howsmooth.reports.figures.style import literal, new_figure, open_frame
 from howsmooth.reports.page import check_report_path
-from howsmooth.scans import Change, Comparison
+from howsmooth.scans import Comparison
+from howsmooth.scans.compare_scans import Change
 
 _LINES = ("o-", "s--", "^-.", "D:", "v-", "P--", "*-.", "X:")
 

@@ -1,4 +1,9 @@
-"""What may be rounded: formats of cached keys and values, what they do to a model, and which to choose.
+"""Rounding: number formats for cached keys and values, their effect on a model, and the best choice within a budget.
+
+Read in this order: `number_formats` and `number_codes` (the formats), `kv_cache` (keys and values), `output_error` (the
+proved effect on one attention block), `rounded_model` and `sensitivity` (the effect on the model), `allocation` (a
+format for every cache), `quantisation` (`quantise`, all of it together), `engine_exports` (the choice for an inference
+engine); `activation_noise` is about low precision of activations.
 
 >>> from howsmooth.rounding import quantise
 >>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", length=12, windows=1)
@@ -6,31 +11,21 @@
 True
 """
 
-from howsmooth.rounding.activation_noise import Noise, rounding_noise
-from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, uniform
-from howsmooth.rounding.number_formats import FORMATS, Format, parse_format, parse_formats
-from howsmooth.rounding.output_error import Answers, answers, answers_at
+from howsmooth.rounding.activation_noise import ActivationNoise, rounding_noise
+from howsmooth.rounding.allocation import Allocation, allocate
+from howsmooth.rounding.number_formats import Format, parse_format, parse_formats
+from howsmooth.rounding.output_error import output_errors_at
 from howsmooth.rounding.quantisation import Quantisation, quantise
-from howsmooth.rounding.rounded_model import RoundedModel
-from howsmooth.rounding.sensitivity import Scores, sampled_scores
 
 __all__ = [
-    "FORMATS",
+    "ActivationNoise",
     "Allocation",
-    "Answers",
     "Format",
-    "Noise",
     "Quantisation",
-    "RoundedModel",
-    "Scores",
     "allocate",
-    "answers",
-    "answers_at",
-    "first_and_last",
+    "output_errors_at",
     "parse_format",
     "parse_formats",
     "quantise",
     "rounding_noise",
-    "sampled_scores",
-    "uniform",
 ]

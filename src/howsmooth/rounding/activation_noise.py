@@ -31,14 +31,14 @@ from howsmooth._util.validation import check_one_of, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.models.forward_pass import Call, reference_mode, run_model, temporary_hooks
-from howsmooth.rounding.rounded_model import check_text_model, check_weights
+from howsmooth.rounding.rounded_model import check_finite_weights, check_text_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Noise:
+class ActivationNoise:
     """The noise behind every layer, all norms over the whole window, ``(layers,)``.
 
     Attributes:
@@ -71,7 +71,9 @@ class Noise:
 
 
 @validated
-def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progress: Step | None = None) -> Noise:
+def rounding_noise(
+    opened: OpenModel, window: Window, dtype: str = "bf16", progress: Step | None = None
+) -> ActivationNoise:
     """The growth of rounding noise in one window, predicted and actual.
 
     >>> from howsmooth.models import open_model
@@ -83,7 +85,7 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
     """
     check_one_of(dtype, DTYPES, "dtype")
     check_text_model(opened.model)
-    check_weights(opened.model)
+    check_finite_weights(opened.model)
     tell = progress or (lambda label: None)
     targets = Targets(opened, window)
     functions = [targets.get("layer", layer) for layer in range(targets.layers)]
@@ -106,7 +108,7 @@ def rounding_noise(opened: OpenModel, window: Window, dtype: str = "bf16", progr
             local = forced[layer + 1].double() - function(rounded).double()
         errors = torch.cat([_carried(function, x, errors.to(x.dtype)).double(), local[None]])
         rows.append(_row(exact[layer + 1].double(), free[layer + 1].double(), errors))
-    return Noise(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    return ActivationNoise(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 def _check_finite(name: str, dtype: str, free: list[Tensor], forced: list[Tensor]) -> None:

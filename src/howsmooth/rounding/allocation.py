@@ -139,24 +139,6 @@ def frontier(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], p
     return [allocate(damage, formats, bits, float(b)) for b in np.linspace(min(bits), max(bits), points)]
 
 
-def by_sensitivity(
-    sensitivity: Tensor, damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
-) -> Allocation:
-    """What the same knapsack chooses when the damage of a part is its sensitivity² times 4^(−bits).
-
-    Args:
-        sensitivity: of every layer and part, ``(layers, 2)``; a rival of the predicted damage.
-        damage: predicted, to be stated with the allocation.
-    """
-    low, high = float(sensitivity.min()), float(sensitivity.max())
-    scaled = sensitivity if low > 0 else (sensitivity - low) / (high - low or 1.0) + 0.01
-    sizes = torch.tensor([4.0**-form.bits for form in formats], dtype=torch.float64)
-    layers, parts, count, heads = damage.shape
-    guessed = scaled.double().square()[:, :, None, None] * sizes[:, None]
-    allocation = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
-    return assigned(damage, formats, bits, allocation.choice)
-
-
 def _checked(
     damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
 ) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """Formats of a cached key or value: how many bits, which number_codes, what shares a scale.
 
 A format is written ``int4``, ``int4[per=channel]``, ``int3[asymmetric,group=32]``, ``fp8_e4m3[per=token]``,
-``int4[first=4,rotary=before]``: a name of `FORMATS`, and what differs from its entry in brackets.
+``int4[first=4,rotary=before]``: a name of `NUMBER_FORMATS`, and what differs from its entry in brackets.
 
 Keys and values are ``(…, heads, n, width)``, as attention holds them. What shares a scale (``per``):
 
@@ -45,7 +45,7 @@ class Format:
     """How a cached number is stored.
 
     Attributes:
-        base: the name of the entry in `FORMATS`.
+        base: the name of the entry in `NUMBER_FORMATS`.
         bits: of a code, without scales.
         per: what shares a scale.
         group: how many numbers of it do; None for all.
@@ -71,7 +71,7 @@ class Format:
         >>> parse_format("int4[ per = channel, group=32 ]").name
         'int4[per=channel,group=32]'
         """
-        entry = FORMATS[self.base]
+        entry = NUMBER_FORMATS[self.base]
         said = [] if self.symmetric == entry.symmetric else ["symmetric" if self.symmetric else "asymmetric"]
         for option in ("per", "group", "first", "rotary"):
             value = getattr(self, option)
@@ -82,10 +82,10 @@ class Format:
     def bits_per_number(self, width: int, tokens: int, heads: int = 1) -> float:
         """Bits per cached number in a window, scales and exact tokens (16 bits each number) included.
 
-        >>> FORMATS["int4"].bits_per_number(width=64, tokens=128)
+        >>> NUMBER_FORMATS["int4"].bits_per_number(width=64, tokens=128)
         4.25
-        >>> FORMATS["nvfp4"].bits_per_number(width=64, tokens=128), FORMATS["mxfp4"].bits_per_number(64, 128)
-        (4.50390625, 4.25)
+        >>> [NUMBER_FORMATS[name].bits_per_number(width=64, tokens=128) for name in ("nvfp4", "mxfp4")]
+        [4.50390625, 4.25]
         """
         self.check(width)
         rounded = max(tokens - self.first, 0)
@@ -111,7 +111,7 @@ class Format:
     def rounded(self, x: Tensor, what: str = "these numbers") -> Tensor:
         """What is read back from a cache ``(…, heads, n, width)`` in this format, in the dtype of x.
 
-        >>> FORMATS["int2"].rounded(torch.tensor([[[1.0, 0.4, -0.6, 0.0]]]))
+        >>> NUMBER_FORMATS["int2"].rounded(torch.tensor([[[1.0, 0.4, -0.6, 0.0]]]))
         tensor([[[ 1.,  0., -1.,  0.]]])
         """
         self.check(x.shape[-1])
@@ -159,7 +159,7 @@ def _scaled(x: Tensor, scale: Tensor, nearest: Callable[[Tensor], Tensor]) -> Te
 
 _integer = partial(Format, kind="integer", per="token")
 _cast = partial(Format, kind="cast", per="none")
-FORMATS: dict[str, Format] = {
+NUMBER_FORMATS: dict[str, Format] = {
     entry.base: entry
     for entry in (
         *(_integer(f"int{bits}", bits) for bits in (8, 6, 4, 3, 2)),
@@ -184,13 +184,13 @@ def parse_format(text: str) -> Format:
     howsmooth.errors.InvalidInput: there is no format 'int5': choose from int8, int6, int4, ..., bf16, fp16, ...
     """
     match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[(.*)\])?\s*", text) if isinstance(text, str) else None
-    if match is None or match[1] not in FORMATS:
-        hint = did_you_mean(match[1], list(FORMATS)) if match else None
+    if match is None or match[1] not in NUMBER_FORMATS:
+        hint = did_you_mean(match[1], list(NUMBER_FORMATS)) if match else None
         raise InvalidInput(
-            f"there is no format {shown(text)}: choose from {', '.join(FORMATS)}, with brackets if you like, as in "
-            f"int4[asymmetric,per=channel,group=32,first=4,rotary=before]{hint or '.'}"
+            f"there is no format {shown(text)}: choose from {', '.join(NUMBER_FORMATS)}, with brackets if you like, as "
+            f"in int4[asymmetric,per=channel,group=32,first=4,rotary=before]{hint or '.'}"
         )
-    form = FORMATS[match[1]]
+    form = NUMBER_FORMATS[match[1]]
     for option in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
         form = _with_option(form, option, text)
     return form

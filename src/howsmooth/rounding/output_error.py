@@ -47,7 +47,7 @@ _ALLOWANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Answers:
+class OutputErrors:
     """Per part (key, value), format and head, ``(2, formats, heads)``: root mean squares over the tokens of a window.
 
     Attributes:
@@ -68,20 +68,20 @@ class Answers:
 
 @validated
 @torch.no_grad()
-def answers(site: CapturedSite, formats: Sequence[Format]) -> Answers:
+def output_errors(site: CapturedSite, formats: Sequence[Format]) -> OutputErrors:
     """The three answers for a captured attention block."""
-    return answers_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
+    return output_errors_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
 
 
 @validated
 @torch.no_grad()
-def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], layer: int = 0) -> Answers:
+def output_errors_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], layer: int = 0) -> OutputErrors:
     """The three answers for dot-product attention at tokens ``(n, d)``.
 
     >>> import howsmooth as hs
     >>> from howsmooth.rounding import parse_formats
     >>> x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    >>> changes = answers_at(hs.SelfAttention.random(8, heads=2, mask="causal"), x, parse_formats("int8,int4"))
+    >>> changes = output_errors_at(hs.SelfAttention.random(8, heads=2, mask="causal"), x, parse_formats("int8,int4"))
     >>> bool((changes.proved >= changes.actual).all()), tuple(changes.predicted.shape)
     (True, (2, 2, 2))
     """
@@ -112,7 +112,7 @@ def answers_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], la
             for name, bound in zip(("tanh", "path", "proved"), forms, strict=True):
                 rows[name].append(_mean(bound))
     shaped = {name: torch.stack(sizes).unflatten(0, (len(PARTS), len(formats))) for name, sizes in rows.items()}
-    return Answers(**shaped, size=_mean(torch.linalg.vector_norm(output, dim=-1)))
+    return OutputErrors(**shaped, size=_mean(torch.linalg.vector_norm(output, dim=-1)))
 
 
 def _mean(per_query: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ from howsmooth.models.open_source import Dtype
 from howsmooth.rounding.allocation import Allocation, Unit, allocate, check_budget, first_and_last, uniform
 from howsmooth.rounding.kv_cache import PARTS
 from howsmooth.rounding.number_formats import Format, parse_formats
-from howsmooth.rounding.output_error import answers
-from howsmooth.rounding.rounded_model import RoundedModel, check_text_model, check_weights
+from howsmooth.rounding.output_error import output_errors
+from howsmooth.rounding.rounded_model import RoundedModel, check_finite_weights, check_text_model
 from howsmooth.rounding.sensitivity import Scores, sampled_scores
 
 Choices = Mapping[str, Allocation | None]
 Tensors = dict[str, Tensor]
-ANSWERS = ("actual", "predicted", "tanh", "path", "proved")
+ERRORS = ("actual", "predicted", "tanh", "path", "proved")
 Step = Callable[[str], None]
 
 
@@ -78,7 +78,7 @@ class Quantisation:
         model, precision: names to show.
         causal: a language model, whose damage is KL; otherwise an encoder's, 1 − cosine.
         formats, bits: what was tried, and bits per cached number.
-        answers: name of the answer → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
+        errors: name → ``(layers, 2, formats, heads)``, root mean squares over tokens and windows.
         scores: of all windows.
         checks: allocations on other windows, the exact model first; empty without a budget.
     """
@@ -88,7 +88,7 @@ class Quantisation:
     causal: bool
     formats: tuple[Format, ...]
     bits: tuple[float, ...]
-    answers: dict[str, Tensor]
+    errors: dict[str, Tensor]
     scores: Scores
     checks: tuple[Check, ...] = ()
 
@@ -108,10 +108,10 @@ class Quantisation:
         rows = []
         for index, form in enumerate(self.formats):
             for part, name in enumerate(PARTS):
-                actual = self.answers["actual"][:, part, index]
+                actual = self.errors["actual"][:, part, index]
                 moved = actual > 0
                 ratios = {
-                    what: float((self.answers[what][:, part, index][moved] / actual[moved]).median())
+                    what: float((self.errors[what][:, part, index][moved] / actual[moved]).median())
                     if bool(moved.any())
                     else 1.0
                     for what in ("proved", "predicted")
@@ -140,10 +140,8 @@ class Quantisation:
                                 "what": PARTS[part],
                                 "format": self.formats[form].name,
                                 "bits": self.bits[form],
-                                **{
-                                    name: float(self.answers[name][index]) for name in ("actual", "predicted", "proved")
-                                },
-                                "size": float(self.answers["size"][layer, head]),
+                                **{name: float(self.errors[name][index]) for name in ("actual", "predicted", "proved")},
+                                "size": float(self.errors["size"][layer, head]),
                                 "kl": float(damage[index]),
                                 "kl_error": float(error[index]),
                             }
@@ -194,7 +192,7 @@ def quantise(
     chosen, tell = tuple(parse_formats(formats)), progress or step_bar(windows + tried) or (lambda label: None)
     opened = _opened(model, device, dtype)
     check_text_model(opened.model)
-    check_weights(opened.model)
+    check_finite_weights(opened.model)
     words = alice() if text is None else text
     learnt, held_out = _cut(opened, words, length, windows, tried, seed)
     run = {
@@ -211,7 +209,7 @@ def quantise(
         rounded = captures.captured(window)
         if budget is not None:  # before the work begins
             check_budget(budget, chosen, _bits(chosen, _sizes(rounded), length))
-        tell(f"window {index + 1} of {len(learnt)}: answers and scores")
+        tell(f"window {index + 1} of {len(learnt)}: errors and scores")
         return window_numbers(rounded, chosen, samples, seed + index)
 
     with Ledger.writing(out, run, resume) as ledger:
@@ -296,10 +294,10 @@ def _cut(
 
 
 def window_numbers(reader: RoundedModel, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
-    """Answers of every layer and scores of the model in one window."""
-    changes = [answers(site, formats) for site in reader.sites]
+    """OutputErrors of every layer and scores of the model in one window."""
+    changes = [output_errors(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, samples, seed)
-    stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ANSWERS, "size")}
+    stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ERRORS, "size")}
     return stacked | {"products": scores.products, "sizes": torch.tensor(_sizes(reader))}
 
 
@@ -317,7 +315,7 @@ def gathered(opened: OpenModel, formats: Sequence[Format], windows: Sequence[Ten
     """The windows of a run together."""
     sizes = windows[0]["sizes"].tolist()
     heads, kv_heads, causal, _ = sizes
-    means = {name: torch.stack([one[name] for one in windows]).square().mean(0).sqrt() for name in (*ANSWERS, "size")}
+    means = {name: torch.stack([one[name] for one in windows]).square().mean(0).sqrt() for name in (*ERRORS, "size")}
     products = torch.cat([one["products"] for one in windows])
     return Quantisation(
         opened.name,

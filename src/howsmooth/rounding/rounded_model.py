@@ -121,7 +121,7 @@ def check_text_model(model: PreTrainedModel) -> None:
         )
 
 
-def check_weights(model: PreTrainedModel) -> None:
+def check_finite_weights(model: PreTrainedModel) -> None:
     """Refuse a model with NaN or infinity in its weights, naming the first: its caches would hold them."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -130,13 +130,7 @@ def check_weights(model: PreTrainedModel) -> None:
 
 def run_whole(reader: RoundedModel) -> Any:
     """The output of the model on its text; an encoder gives its hidden states as well."""
-    config: Any = reader.model.config
-    before = config.output_hidden_states
-    config.output_hidden_states = not reader.causal
-    try:
-        return run_model(reader.model, reader.inputs)
-    finally:
-        config.output_hidden_states = before
+    return run_model(reader.model, reader.inputs, output_hidden_states=not reader.causal)
 
 
 class Layers:

@@ -112,11 +112,6 @@ def sampled_scores(reader: RoundedModel, formats: Sequence[Format], samples: Cou
     return Scores(torch.stack(products), reader.tokens, group)
 
 
-def joined(windows: Sequence[Scores]) -> Scores:
-    """The scores of several windows of one length as samples of one."""
-    return Scores(torch.cat([one.products for one in windows]), windows[0].tokens, windows[0].group)
-
-
 @torch.no_grad()
 def _changes(
     attention: Any,

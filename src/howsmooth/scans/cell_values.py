@@ -1,11 +1,10 @@
-"""The numbers of a cell: value and ends, what proves more, and why it is rough."""
+"""The values of a cell: the measured norm with its ends, proved bounds, and the paths that explain it."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from howsmooth.models import Targets
 from howsmooth.norms import Measurement
 from howsmooth.norms.explanation import explain
 from howsmooth.norms.local_constant import measure, measure_heads
-from howsmooth.scans.plan import Batch, Cell, Settings
+from howsmooth.scans.plan import CellBatch, ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 
-Numbers = dict[str, Any]
+CellValues = dict[str, Any]
 Reasons = dict[str, Tensor]
 PROVED = "howsmooth.three_path"
 """The bound that every attention map has at its input."""
@@ -31,12 +31,12 @@ COSTLY = ("howsmooth.local",)
 """Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
 
 
-def head_numbers(attention: AttentionMap | Composite, x: Tensor, settings: Settings) -> list[Numbers]:
+def head_values(attention: AttentionMap | Composite, x: Tensor, settings: ScanSettings) -> list[CellValues]:
     """The numbers of every head, measured together.
 
     >>> import howsmooth as hs
     >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    >>> rows = head_numbers(hs.SelfAttention.random(8, heads=2), x, Settings())
+    >>> rows = head_values(hs.SelfAttention.random(8, heads=2), x, ScanSettings())
     >>> [row["lower"] <= row["value"] <= row["upper"] <= 1.1 * row["proved"] for row in rows]
     [True, True]
     """
@@ -44,10 +44,10 @@ def head_numbers(attention: AttentionMap | Composite, x: Tensor, settings: Setti
     total, reasons = _measured(attention, x, settings, per_head=True)
     bounds = _bounds(attention, x, settings, per_head=True)
     seconds = (time.perf_counter() - begun) / attention.heads
-    return [_numbers(total, (head,), x, seconds, reasons, bounds[head]) for head in range(attention.heads)]
+    return [_values(total, (head,), x, seconds, reasons, bounds[head]) for head in range(attention.heads)]
 
 
-def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) -> Numbers:
+def map_values(f: Callable[[Tensor], Tensor], x: Tensor, settings: ScanSettings) -> CellValues:
     """The numbers of one map: an attention block with its bounds and paths, or any function with its value alone."""
     begun = time.perf_counter()
     if isinstance(f, AttentionMap | Composite):
@@ -55,10 +55,10 @@ def map_numbers(f: Callable[[Tensor], Tensor], x: Tensor, settings: Settings) ->
         (bounds,) = _bounds(f, x, settings, per_head=False)
     else:
         total, reasons, bounds = measure(f, x, **_solver(settings)), {}, {}
-    return _numbers(total, (), x, time.perf_counter() - begun, reasons, bounds)
+    return _values(total, (), x, time.perf_counter() - begun, reasons, bounds)
 
 
-def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tuple[Cell, Numbers]]:
+def measure_batch(targets: Targets, batch: CellBatch, settings: ScanSettings) -> list[tuple[ScanCell, CellValues]]:
     """The cells of a batch with their numbers.
 
     All heads of a layer are measured even if some are asked for: their random starts are drawn together, and a number
@@ -67,18 +67,18 @@ def measure_batch(targets: Targets, batch: Batch, settings: Settings) -> list[tu
     if batch.what == "head":
         assert batch.layer is not None
         site = targets.site(batch.layer)
-        of_heads = head_numbers(site.attention, site.x, settings)
+        of_heads = head_values(site.attention, site.x, settings)
         return [(cell, of_heads[cell.head]) for cell in batch.cells() if cell.head is not None]
-    numbers = map_numbers(*targets.get(batch.what, batch.layer), settings)
+    numbers = map_values(*targets.get(batch.what, batch.layer), settings)
     return [(cell, numbers) for cell in batch.cells()]
 
 
-def _solver(settings: Settings) -> dict[str, Any]:
+def _solver(settings: ScanSettings) -> dict[str, Any]:
     return {"rtol": settings.rtol, "seed": settings.seed, "confidence": settings.confidence}
 
 
 def _measured(
-    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+    attention: AttentionMap | Composite, x: Tensor, settings: ScanSettings, per_head: bool
 ) -> tuple[Measurement, Reasons]:
     """The measurement and, if asked for, what explains it; of a block, its strongest sink and mean entropy."""
     if not settings.explain:
@@ -93,7 +93,7 @@ def _measured(
 
 
 def _bounds(
-    attention: AttentionMap | Composite, x: Tensor, settings: Settings, per_head: bool
+    attention: AttentionMap | Composite, x: Tensor, settings: ScanSettings, per_head: bool
 ) -> list[dict[str, float]]:
     """Upper bounds on the 2-norm by name, for every head or for the block."""
     where = setting(attention, x=x)
@@ -106,9 +106,9 @@ def _bounds(
     return [{name: of_map[number] for name, of_map in values.items()} for number in range(count)]
 
 
-def _numbers(
+def _values(
     total: Measurement, index: tuple[int, ...], x: Tensor, seconds: float, reasons: Reasons, bounds: dict[str, float]
-) -> Numbers:
+) -> CellValues:
     """The columns of a store for the map at one index of a measurement."""
     others = {name: _finite(value) for name, value in bounds.items() if name not in (PROVED, PROVED_AROUND)}
     return {
@@ -119,7 +119,7 @@ def _numbers(
         "confidence": total.confidence,
         "converged": bool(total.converged[index]),
         "proved": _finite(bounds.get(PROVED, bounds.get(PROVED_AROUND, math.inf))),
-        "bounds": json.dumps(others),
+        "bounds": others,
         "radius": float(torch.linalg.vector_norm(x.double(), dim=-1).max()),
         **{name: reasons[name][index].item() if reasons else None for name in _REASONS},
         "dtype": str(total.dtype).removeprefix("torch."),
@@ -133,7 +133,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _energies(vector: Tensor) -> str:
-    """|v_j|² of every token in six digits, as JSON."""
-    energy: Sequence[float] = vector.double().square().sum(-1).tolist()
-    return json.dumps([float(f"{share:.6g}") for share in energy])
+def _energies(vector: Tensor) -> list[float]:
+    """|v_j|² of every token in six digits."""
+    return [float(f"{share:.6g}") for share in vector.double().square().sum(-1).tolist()]

@@ -17,7 +17,7 @@ from howsmooth._util.display import grid
 from howsmooth._util.validation import check_positive, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_result import Scan
-from howsmooth.scans.store_reader import Row
+from howsmooth.scans.store_reader import StoreRow
 
 _IN_NOTEBOOK = 20
 LIMIT = 2.0
@@ -202,7 +202,7 @@ def _log(ratio: float) -> float:
     return math.log(ratio) if 0 < ratio < math.inf else 0.0 if math.isnan(ratio) else math.inf
 
 
-def _change(place: Place, rows: Sequence[Row], length: int, window: int) -> Change:
+def _change(place: Place, rows: Sequence[StoreRow], length: int, window: int) -> Change:
     before, after = rows[0], rows[-1]
     upper = math.inf if after["upper"] is None else after["upper"]
     return Change(
@@ -228,7 +228,7 @@ def _counted(change: Change, cells: int) -> Change:
     return Change(**(vars(change) | {"cells": cells}))
 
 
-def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], Row]:
+def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], StoreRow]:
     keys = ("what", "layer", "head", "length", "window")
     rows = {tuple(row[key] for key in keys): row for row in scan.rows}
     if len(rows) < len(scan.rows):

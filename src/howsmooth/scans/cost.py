@@ -27,7 +27,8 @@ from howsmooth._util.validation import Count, check_numbers, validated
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.scans.cell_values import measure_batch
 from howsmooth.scans.memory_checks import least_bytes
-from howsmooth.scans.plan import Batch, Settings
+from howsmooth.scans.plan import CellBatch
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.units import split
 
 _LONGEST = 256
@@ -107,25 +108,25 @@ class Prediction:
         return max(self.longest, self.seconds / self.workers)
 
     def __str__(self) -> str:
-        with_all = f", {in_words(self.wall)} with {self.workers} workers" if self.workers > 1 else ""
+        with_all = f", {duration_text(self.wall)} with {self.workers} workers" if self.workers > 1 else ""
         return (
-            f"{self.cells} cells in {self.units} units; predicted {in_words(self.seconds)} of one worker{with_all}, "
-            f"{self.memory / 1e9:.2g} GB of memory each"
+            f"{self.cells} cells in {self.units} units; predicted {duration_text(self.seconds)} of one worker"
+            f"{with_all}, {self.memory / 1e9:.2g} GB of memory each"
         )
 
     def against(self, seconds: float) -> str:
         """The prediction beside what it took."""
         return (
-            f"predicted {in_words(self.seconds)}, took {in_words(seconds)} of workers' time "
+            f"predicted {duration_text(self.seconds)}, took {duration_text(seconds)} of workers' time "
             f"({100 * (self.seconds / max(seconds, 1e-9) - 1):+.0f} %)"
         )
 
 
 def predict(
     model: OpenModel,
-    plan: Sequence[Batch],
+    plan: Sequence[CellBatch],
     cut: dict[int, list[Window]],
-    settings: Settings,
+    settings: ScanSettings,
     workers: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Prediction:
@@ -142,9 +143,9 @@ def predict(
 
 def calibrated(
     model: OpenModel,
-    plan: Sequence[Batch],
+    plan: Sequence[CellBatch],
     cut: dict[int, list[Window]],
-    settings: Settings,
+    settings: ScanSettings,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, CostLaw]:
     """The law of every kind of map in a plan, and that of reading a window."""
@@ -187,9 +188,9 @@ def makespan(seconds: Sequence[float], workers: Count, start: float = 0.0) -> fl
     return float(max(free))
 
 
-def _samples(plan: Sequence[Batch]) -> list[Batch]:
+def _samples(plan: Sequence[CellBatch]) -> list[CellBatch]:
     """A few batches of every kind, from the first layer to the last."""
-    chosen: list[Batch] = []
+    chosen: list[CellBatch] = []
     for what in dict.fromkeys(batch.what for batch in plan):
         first = plan[0] if plan[0].what == what else next(batch for batch in plan if batch.what == what)
         same = [batch for batch in plan if (batch.what, batch.length, batch.window) == (what, first.length, 0)]
@@ -212,10 +213,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_words(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A time as one would say it.
 
-    >>> in_words(0.25), in_words(75), in_words(7300), in_words(400_000)
+    >>> duration_text(0.25), duration_text(75), duration_text(7300), duration_text(400_000)
     ('0.25 s', '1.2 min', '2 h', '4.6 days')
     """
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):

@@ -16,10 +16,10 @@ from howsmooth._util.sqlite_files import Connection, StoreError, one_file
 from howsmooth._util.validation import validated
 from howsmooth.scans.scan_store import put, put_shard, update_scan
 from howsmooth.scans.schema import COLUMNS, STORE, VERSION, WITH_SHARDS, has
-from howsmooth.scans.store_reader import Reader, Row, named
+from howsmooth.scans.store_reader import StoreReader, StoreRow, named
 
 _WIDEST_GAP = 1_000_000
-"""Row numbers tried one by one between two that can be read."""
+"""StoreRow numbers tried one by one between two that can be read."""
 _NAMED = 5
 _HEADER = {0: b"SQLite format 3\0", 16: b"\x10\x00", 20: b"\x00\x40\x20\x20", 44: b"\0\0\0\x04", 56: b"\0\0\0\x01"}
 """Bytes that are the same in every store: magic, page size, fractions of a page, format, UTF-8."""
@@ -125,9 +125,9 @@ class Pieces:
         self.db = db
         self.version = int(db.execute("PRAGMA user_version").fetchone()[0])
         self.dropped: list[str] = []
-        self._reader = Reader("the store", db, self.version)
+        self._reader = StoreReader("the store", db, self.version)
 
-    def rows(self, table: str) -> Iterator[Row]:
+    def rows(self, table: str) -> Iterator[StoreRow]:
         """Every row of a table that is what was written."""
         extra = ["input_energy"] if table == "cells" else []
         for number in self._numbers(table):
@@ -138,7 +138,7 @@ class Pieces:
             except StoreError:
                 self.dropped.append(self._words(table, number))
 
-    def _contents(self, values: tuple[Any, ...]) -> Row:
+    def _contents(self, values: tuple[Any, ...]) -> StoreRow:
         """The shares of tokens of a cell, or none where they are damaged alone."""
         row = dict(zip(COLUMNS["cells"], values, strict=False))
         self._reader.bounds(values, row["bounds"])
@@ -160,7 +160,7 @@ class Pieces:
             self.dropped.append("the note of which shard it is")
             return {}
 
-    def window(self, key: tuple[int, int, int]) -> Row | None:
+    def window(self, key: tuple[int, int, int]) -> StoreRow | None:
         """The window with a key, where it is whole."""
         where = "WHERE scan = ? AND length = ? AND window = ?"
         try:
@@ -205,7 +205,7 @@ class Pieces:
 def _copied(pieces: Pieces, new: sqlite3.Connection, into: Path) -> Salvaged:
     about = {row["id"]: row for row in pieces.rows("scans")}
     written = sum(row["cells"] for row in about.values()) if pieces.version and about else None
-    windows: dict[tuple[int, int, int], Row | None] = {}
+    windows: dict[tuple[int, int, int], StoreRow | None] = {}
     for row in about.values():
         row |= {"pending": row["pending"] or 0, "cells": 0, "tally": 0}
         put(new, "scans", row)

@@ -21,7 +21,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_store import Store, put, update_scan
 from howsmooth.scans.schema import COLUMNS, STORE
 from howsmooth.scans.shards import Shard, read_shards
-from howsmooth.scans.store_reader import Row, named
+from howsmooth.scans.store_reader import StoreRow, named
 
 _SAME = ("precision", "written", "howsmooth")
 """What scans of one model on one text must share to be one scan; ``written`` are the settings."""
@@ -93,7 +93,7 @@ class _Joined:
 
     def __init__(self, db: sqlite3.Connection):
         self.db = db
-        self.scans: dict[tuple[str, str], Row] = {}
+        self.scans: dict[tuple[str, str], StoreRow] = {}
         self.origin: dict[int, Path] = {}
         self.twice = 0
 
@@ -120,7 +120,7 @@ class _Joined:
         for row in self.scans.values():
             update_scan(self.db, row | {"settings": row["written"]})
 
-    def _number(self, path: Path, row: Row) -> int:
+    def _number(self, path: Path, row: StoreRow) -> int:
         """That of a scan in the new store."""
         key = (row["model_sha256"], row["text_sha256"])
         there = self.scans.get(key)
@@ -137,7 +137,7 @@ class _Joined:
                 )
         return int(there["id"])
 
-    def _window(self, path: Path, row: Row) -> None:
+    def _window(self, path: Path, row: StoreRow) -> None:
         if put(self.db, "windows", row) is None:
             query = "SELECT start, tokens FROM windows WHERE scan = :scan AND length = :length AND window = :window"
             if self.db.execute(query, row).fetchone() != (row["start"], row["tokens"]):
@@ -146,7 +146,7 @@ class _Joined:
                     "it: they were cut by different code and cannot be joined."
                 )
 
-    def _cell(self, path: Path, row: Row) -> None:
+    def _cell(self, path: Path, row: StoreRow) -> None:
         sum_ = put(self.db, "cells", row)
         if sum_ is not None:
             about = next(scan for scan in self.scans.values() if scan["id"] == row["scan"])
@@ -163,7 +163,7 @@ class _Joined:
                 f"{row[name]!r:.30} in {path}): join stores that agree."
             )
 
-    def _there(self, row: Row) -> dict[str, Any]:
+    def _there(self, row: StoreRow) -> dict[str, Any]:
         """The cell of the same place that is there."""
         names = [name for name in (*COLUMNS["cells"], "input_energy") if name != "energy_sum"]
         columns = ", ".join(f'"{name}"' for name in names)

@@ -1,53 +1,14 @@
-"""What a scan will measure: settings that decide every number, and batches of cells that are measured together."""
+"""The plan of a scan: batches of cells that are measured together."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
 
-from howsmooth._util.validation import Seed, check_fields, shown
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.scans.scan_grammar import Selection
 
-BoundsWanted = Literal["none", "proved", "cheap", "all"]
 _WITHOUT_LAYER = ("model", "logits")
-_MOST_WINDOWS = 10**6
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that decides the numbers of a scan beside model, text and cell.
-
-    Attributes:
-        rtol, confidence: as in `howsmooth.measure`.
-        seed: of the solver's start in every cell, and of the windows.
-        windows: how many windows of each length; it decides where they begin.
-        explain: also the value and score paths.
-        bounds: which bounds: "none", "proved" (the three-path bound alone), "cheap" or "all".
-    """
-
-    rtol: float = 1e-3
-    confidence: float = 0.99
-    seed: Seed = 0
-    windows: int = 1
-    explain: bool = True
-    bounds: BoundsWanted = "cheap"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 < self.rtol < 1:
-            raise InvalidInput(f"rtol is a relative accuracy between 0 and 1, got {self.rtol}.")
-        if not 0 <= self.confidence < 1:
-            raise InvalidInput(f"confidence is a probability below 1, got {self.confidence}.")
-        if not 1 <= self.windows <= _MOST_WINDOWS:
-            said = f"from 1 to {_MOST_WINDOWS} windows of each length, got {shown(self.windows)}"
-            raise InvalidInput(f"a scan needs at least one window and has {said}.")
-
-    def to_json(self) -> str:
-        """The same text for the same settings."""
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 OF_SOFTMAX = ("head", "attention")
@@ -55,7 +16,7 @@ OF_SOFTMAX = ("head", "attention")
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScanCell:
     """One number of a scan."""
 
     what: str
@@ -66,7 +27,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CellBatch:
     """Cells that are measured in one call: the heads of a layer, or one map by itself."""
 
     what: str
@@ -80,10 +41,10 @@ class Batch:
         """What it costs, roughly: products are made of the n × n weights and of n × d tokens."""
         return self.length * (self.length + 256.0)
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[ScanCell]:
         """The cells, head by head."""
         for head in self.heads:
-            yield Cell(self.what, self.layer, head, self.length, self.window)
+            yield ScanCell(self.what, self.layer, head, self.length, self.window)
 
 
 def make_plan(
@@ -93,7 +54,7 @@ def make_plan(
     heads: Sequence[int],
     layers: Sequence[int] | None = None,
     without: Mapping[int, str] | None = None,
-) -> list[Batch]:
+) -> list[CellBatch]:
     """Every batch of a scan, short inputs first; window by window, so that one forward pass serves all layers.
 
     Args:
@@ -113,7 +74,7 @@ def make_plan(
             for length in selection.lengths or lengths:
                 wanted.setdefault((length, selection.what, layer), set()).update(of_layer)
     batches = [
-        Batch(what, layer, tuple(sorted(chosen, key=_order)), length, window)
+        CellBatch(what, layer, tuple(sorted(chosen, key=_order)), length, window)
         for (length, what, layer), chosen in wanted.items()
         for window in range(windows)
     ]

@@ -10,9 +10,10 @@ from itertools import islice
 
 from howsmooth._util.validation import shown
 from howsmooth.errors import InvalidInput
+from howsmooth.models.targets import TARGETS
 
-WHATS = ("head", "attention", "residual", "mlp", "layer", "prefix", "model", "logits")
-"""What can be measured: every head, and the targets of `howsmooth.models.target`."""
+SCANNED = ("head", *TARGETS)
+"""The kinds of maps that a scan measures: every head, and the targets of `howsmooth.models.target`."""
 _PLURALS = {"heads": "head", "layers": "layer", "prefixes": "prefix", "mlps": "mlp", "block": "attention"}
 _PARAMETERS = ("layers", "heads", "lengths")
 _DOTS = ("…", "...")
@@ -118,10 +119,10 @@ def parse_what(text: str | Sequence[str]) -> tuple[Selection, ...]:
     for piece in map(str.strip, re.split(r",(?![^\[]*\])", whole)):
         match = re.fullmatch(r"([\w-]+)\s*(?:\[(.*)\])?", piece)
         name = _PLURALS.get(match[1], match[1]) if match else ""
-        if match is None or name not in WHATS:
+        if match is None or name not in SCANNED:
             raise InvalidInput(
-                f"{shown(piece)} cannot be measured: choose from {', '.join(WHATS)}, with a choice in brackets if you "
-                "like, for example head[layers=0-5,heads=3]."
+                f"{shown(piece)} cannot be measured: choose from {', '.join(SCANNED)}, with a choice in brackets if "
+                "you like, for example head[layers=0-5,heads=3]."
             )
         selections.append(Selection(name, **_choices(match[2] or "", piece)))
     return tuple(dict.fromkeys(selections))

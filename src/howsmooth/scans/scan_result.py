@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from howsmooth._util.common import spreadsheet_safe
 from howsmooth._util.display import LARGEST_FRAME, frame, grid
 from howsmooth._util.optional_deps import need
+from howsmooth._util.sqlite_files import MEMORY
 from howsmooth._util.validation import validated
-from howsmooth.scans.plan import Cell
-from howsmooth.scans.scan_store import MEMORY, Store
-from howsmooth.scans.store_reader import Row
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_store import Store
+from howsmooth.scans.store_reader import StoreRow
 
 if TYPE_CHECKING:
     import pandas
 
 _IN_NOTEBOOK = 20
-_CELL = tuple(each.name for each in fields(Cell))
+_CELL = tuple(each.name for each in fields(ScanCell))
 
 
 class Shares(Mapping[tuple[Any, ...], list[float]]):
@@ -89,7 +90,7 @@ class Scan:
         failures: what could not be measured, each with its reasons; only where workers measured.
     """
 
-    rows: list[Row]
+    rows: list[StoreRow]
     tokens: dict[tuple[Any, ...], list[str]] = field(default_factory=dict, repr=False)
     energies: Mapping[tuple[Any, ...], list[float]] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -105,13 +106,13 @@ class Scan:
 
     @classmethod
     @validated
-    def of(cls, store: Store, scan: int | None = None, asked: Collection[Cell] | None = None) -> Scan:
+    def of(cls, store: Store, scan: int | None = None, asked: Collection[ScanCell] | None = None) -> Scan:
         """The cells of an open store: all, those of one scan by its number, or of those the ones that are asked for."""
         in_memory = store.path == MEMORY
         lengths = None if asked is None else {cell.length for cell in asked}
         rows = store.rows(scan, lengths, energies=in_memory)
         if asked is not None:
-            rows = [row for row in rows if Cell(*(row[name] for name in _CELL)) in asked]
+            rows = [row for row in rows if ScanCell(*(row[name] for name in _CELL)) in asked]
         scans = store.scans(scan)
         texts = Counter(about["model"] for about in scans)
         numbers = {(about["model_sha256"], about["text_sha256"]): about["id"] for about in scans}
@@ -191,7 +192,7 @@ class Scan:
         rows = [[_said(row.get(name)) for name in names] for row in roughest]
         return grid(f"{len(self.rows)} cells, the roughest first", names, rows, ["scan.report('page.html') has all."])
 
-    def _flat(self) -> list[Row]:
+    def _flat(self) -> list[StoreRow]:
         return [row | {"bounds": json.dumps(row["bounds"])} for row in self.rows]
 
 
@@ -199,7 +200,7 @@ def _said(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _keys(row: Row, texts: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _keys(row: StoreRow, texts: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Under which names something of a scan is found: model and text, and the model alone where it has read one."""
     whole = (row["model"], row["text_sha256"])
     return [whole, whole[:1]] if texts[row["model"]] == 1 else [whole]

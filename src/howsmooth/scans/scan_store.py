@@ -18,11 +18,11 @@ from typing import Any
 
 from howsmooth._util.sqlite_files import MEMORY, StoreError, file_identity, write_ahead
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.plan import Cell, Settings
+from howsmooth.scans.plan import ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.schema import COLUMNS, STORE, VERSION, WITH_SHARDS, checksum, summed, tables
-from howsmooth.scans.store_reader import Reader, Row
+from howsmooth.scans.store_reader import StoreReader, StoreRow
 
-__all__ = ["MEMORY", "Identity", "Store", "StoreError"]
 _KEY = ("model_sha256", "text_sha256")
 
 
@@ -35,11 +35,11 @@ class Identity:
     precision: str
     text: str
     text_sha256: str
-    settings: Settings
+    settings: ScanSettings
     howsmooth: str
 
 
-class Store(Reader):
+class Store(StoreReader):
     """A store file, open for writing (`Store.writing`) or for reading (`Store.reading`); ":memory:" for none."""
 
     def __init__(self, path: Path | str, connection: sqlite3.Connection, version: int = VERSION):
@@ -111,18 +111,18 @@ class Store(Reader):
                 self._db.execute(f"DELETE FROM scans WHERE {where} AND id != :id", row)
                 self._update(row | {"pending": 0})
 
-    def cells(self, scan: int) -> set[Cell]:
+    def cells(self, scan: int) -> set[ScanCell]:
         """The cells of a scan that are there."""
         self._check_place()
         query = "SELECT what, layer, head, length, window FROM cells NOT INDEXED WHERE scan = ?"
         with STORE.explained(self.path):
-            return {Cell(*row) for row in self._db.execute(query, (scan,))}
+            return {ScanCell(*row) for row in self._db.execute(query, (scan,))}
 
     def add(
-        self, scan: int, start: int, tokens: Sequence[str], measured: Iterable[tuple[Cell, Mapping[str, Any]]]
+        self, scan: int, start: int, tokens: Sequence[str], measured: Iterable[tuple[ScanCell, Mapping[str, Any]]]
     ) -> None:
         """Keep a batch of cells of one window, all or none; cells that are there stay as they are."""
-        rows = [vars(cell) | dict(numbers) | {"scan": scan} for cell, numbers in measured]
+        rows = [vars(cell) | _in_json(values) | {"scan": scan} for cell, values in measured]
         if not rows:
             return
         key = {"scan": scan, "length": rows[0]["length"], "window": rows[0]["window"]}
@@ -156,18 +156,18 @@ class Store(Reader):
         about["tally"] ^= put_shard(self._db, scan, values)
         self._update(about)
 
-    def _scan(self, number: int) -> Row:
+    def _scan(self, number: int) -> StoreRow:
         return next(row for row in self._scans() if row["id"] == number)
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: StoreRow) -> None:
         update_scan(self._db, row | {"settings": row["written"]})
 
-    def _differences(self, wanted: Identity, kept: Row) -> list[str]:
+    def _differences(self, wanted: Identity, kept: StoreRow) -> list[str]:
         old = kept["settings"] | {"howsmooth": kept["howsmooth"]}
         new = json.loads(wanted.settings.to_json()) | {"howsmooth": wanted.howsmooth}
         return [f"{name} {old.get(name)}, not {new[name]}" for name in new if old.get(name) != new[name]]
 
-    def _check_same(self, wanted: Identity, kept: Row) -> None:
+    def _check_same(self, wanted: Identity, kept: StoreRow) -> None:
         differing = self._differences(wanted, kept)
         if differing:
             raise StoreError(
@@ -223,7 +223,17 @@ class Store(Reader):
         return STORE.transaction(self._db, self.path)
 
 
-def update_scan(db: sqlite3.Connection, row: Row) -> None:
+def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a cell as its row has them: bounds and shares of tokens in JSON."""
+    shares = values["input_energy"]
+    return {
+        **values,
+        "bounds": json.dumps(values["bounds"]),
+        "input_energy": None if shares is None else json.dumps(shares),
+    }
+
+
+def update_scan(db: sqlite3.Connection, row: StoreRow) -> None:
     """Write what a scan counts anew, with its checksum."""
     counted = "pending = :pending, cells = :cells, tally = :tally, checksum = :checksum"
     db.execute(f"UPDATE scans SET {counted} WHERE id = :id", summed("scans", row))

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from howsmooth._util.sqlite_files import StoreError
 from howsmooth._util.validation import shown
 from howsmooth.errors import InvalidInput
-from howsmooth.scans.plan import Batch
-from howsmooth.scans.scan_store import Store, StoreError
+from howsmooth.scans.plan import CellBatch
+from howsmooth.scans.scan_store import Store
 from howsmooth.scans.units import split
 
 _MOST = 1_000_000
@@ -48,10 +49,10 @@ class Shard:
         """What all parts of one scan have in common."""
         return replace(self, number=0, cells=0, there=0)
 
-    def part(self, plan: Sequence[Batch]) -> list[Batch]:
+    def part(self, plan: Sequence[CellBatch]) -> list[CellBatch]:
         """The batches of this shard.
 
-        >>> plan = [Batch("head", layer, (0,), 8, window) for window in range(3) for layer in range(4)]
+        >>> plan = [CellBatch("head", layer, (0,), 8, window) for window in range(3) for layer in range(4)]
         >>> parts = [Shard(number, 3).part(plan) for number in (1, 2, 3)]
         >>> sum(map(len, parts)), set(plan) == {batch for batches in parts for batch in batches}
         (12, True)
@@ -59,7 +60,7 @@ class Shard:
         units = split(plan, self.count)
         return [batch for unit in units[self.number - 1 :: self.count] for batch in unit]
 
-    def of(self, plan: Sequence[Batch], model_sha256: str, text_sha256: str) -> Shard:
+    def of(self, plan: Sequence[CellBatch], model_sha256: str, text_sha256: str) -> Shard:
         """This part of a scan, with what the store is to note of it."""
         said = hashlib.sha256(repr(list(plan)).encode()).hexdigest()
         cells = sum(len(batch.heads) for batch in self.part(plan))

@@ -14,7 +14,7 @@ from howsmooth._util.common import printable
 from howsmooth._util.sqlite_files import StoreError
 from howsmooth.scans.schema import COLUMNS, STORE, WITH_SHARDS, checksum, fault, has
 
-Row = dict[str, Any]
+StoreRow = dict[str, Any]
 _ORDER = (
     *("model", "model_sha256", "precision", "what", "layer", "head", "length", "window", "window_start", "text"),
     *("text_sha256", "value", "lower", "upper", "relative", "confidence", "converged", "proved", "bounds", "radius"),
@@ -26,7 +26,7 @@ _OF_SCAN = ("model", "model_sha256", "precision", "text", "text_sha256", "howsmo
 _PLACE = 'scan = ? AND what = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND "length" = ? AND "window" = ?'
 
 
-class Reader:
+class StoreReader:
     """What an open store holds.
 
     Args:
@@ -40,7 +40,7 @@ class Reader:
 
     def rows(
         self, scan: int | None = None, lengths: Collection[int] | None = None, *, energies: bool = True
-    ) -> list[Row]:
+    ) -> list[StoreRow]:
         """The cells of all scans or of one, of all lengths or of some, in the order of a table.
 
         ``bounds`` is a dictionary and ``input_energy`` a list; without ``energies``, which are most of a store, it is
@@ -86,7 +86,7 @@ class Reader:
         """How many cells there are."""
         return sum(row["cells"] or 0 for row in self._scans()) if self.version else len(list(self.verified("cells")))
 
-    def windows(self, scan: int | None = None) -> list[Row]:
+    def windows(self, scan: int | None = None) -> list[StoreRow]:
         """The windows of all scans or of one, with their tokens."""
         of = {row["id"]: row for row in self._chosen(scan)}
         rows = []
@@ -98,7 +98,7 @@ class Reader:
                 rows.append(row | where | {"tokens": list(map(str, self._parsed("windows", values, tokens, list)))})
         return rows
 
-    def scans(self, scan: int | None = None) -> list[Row]:
+    def scans(self, scan: int | None = None) -> list[StoreRow]:
         """What each scan, or one, is about: its number, model, text, their hashes, and its settings by name."""
         return [{name: row[name] for name in ("id", *_OF_SCAN, "settings")} for row in self._chosen(scan)]
 
@@ -164,11 +164,11 @@ class Reader:
                     raise self._damaged(table, values, wrong)
                 yield tuple(values)
 
-    def _chosen(self, scan: int | None) -> list[Row]:
+    def _chosen(self, scan: int | None) -> list[StoreRow]:
         """One scan, or all but those that are being measured anew."""
         return [row for row in self._scans() if (not row["pending"] if scan is None else row["id"] == scan)]
 
-    def _scans(self) -> list[Row]:
+    def _scans(self) -> list[StoreRow]:
         rows = []
         for values in self.verified("scans"):
             row = dict(zip(COLUMNS["scans"], values, strict=True))
@@ -231,7 +231,7 @@ def named(table: str, values: Sequence[Any]) -> str:
     return f"window {said[2]} of {said[1]} tokens of scan {said[0]}" if table == "windows" else f"scan {said[0]}"
 
 
-def _template(scan: Row) -> Row:
+def _template(scan: StoreRow) -> StoreRow:
     """A row with all its fields in their order, those of its scan filled in."""
     known = {name: scan[name] for name in _OF_SCAN} | {name: scan["settings"][name] for name in ("seed", "rtol")}
     return {name: known.get(name) for name in _ORDER}

@@ -7,23 +7,21 @@ keeps it, and so it does with what the model did in the last window.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 
 from howsmooth._util.common import first_line
-from howsmooth.engines import Failure, Load, State, Unfit, hand_over
+from howsmooth.engines.worker import WorkerMisconfigured
 from howsmooth.models import OpenModel, Targets, Window, open_model
-from howsmooth.scans.cell_values import Numbers, measure_batch
+from howsmooth.scans.cell_values import CellValues, measure_batch
 from howsmooth.scans.memory_checks import fitting
-from howsmooth.scans.plan import Batch, Cell, Settings
-from howsmooth.scans.scan_store import Store
+from howsmooth.scans.plan import OF_SOFTMAX, CellBatch, ScanCell
+from howsmooth.scans.scan_options import ScanSettings
 
 _SPLIT = 4
 """Units for every worker where windows are few: enough to share evenly, few enough that passes are not all repeated."""
@@ -53,8 +51,8 @@ class Unit:
 
     origin: Origin
     ids: np.ndarray
-    batches: tuple[Batch, ...]
-    settings: Settings
+    batches: tuple[CellBatch, ...]
+    settings: ScanSettings
 
     def __str__(self) -> str:
         """What is measured where, in words."""
@@ -70,11 +68,11 @@ class Unit:
         return sum(batch.work for batch in self.batches)
 
 
-def split(batches: Sequence[Batch], workers: int) -> list[tuple[Batch, ...]]:
+def split(batches: Sequence[CellBatch], workers: int) -> list[tuple[CellBatch, ...]]:
     """Batches in the order of a plan as units for some workers: whole windows, or parts of them where those are few.
 
-    >>> from howsmooth.scans.plan import Batch
-    >>> plan = [Batch("head", layer, (0, 1), 8, window) for window in range(2) for layer in range(8)]
+    >>> from howsmooth.scans.plan import CellBatch
+    >>> plan = [CellBatch("head", layer, (0, 1), 8, window) for window in range(2) for layer in range(8)]
     >>> [len(unit) for unit in split(plan, 1)], len(split(plan, 3))
     ([4, 4, 4, 4], 8)
     """
@@ -91,124 +89,75 @@ def split(batches: Sequence[Batch], workers: int) -> list[tuple[Batch, ...]]:
     return units
 
 
-def measure_unit(unit: Unit) -> list[tuple[Cell, Numbers]]:
-    """The cells of a unit with their numbers, in whatever process this runs."""
-    targets = _targets(unit)
-    with fitting(unit.batches[0].length):
-        return [row for batch in unit.batches for row in measure_batch(targets, batch, unit.settings)]
+class Worker:
+    """The state of a process that measures units: one open model, and the window that the model has read last."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Origin, OpenModel] | None = None
+        self._read: tuple[Origin, bytes, Targets] | None = None
+
+    def use(self, origin: Origin, model: OpenModel) -> None:
+        """Replace the open model."""
+        self._open, self._read = (origin, model), None
+
+    def model(self, origin: Origin) -> OpenModel:
+        """The model of an origin, opened unless it is open."""
+        if self._open is None or self._open[0] != origin:
+            self.use(origin, _opened(origin))
+        assert self._open is not None
+        return self._open[1]
+
+    def measure(self, unit: Unit) -> list[tuple[ScanCell, CellValues]]:
+        """The cells of a unit with their values."""
+        targets = self._targets(unit)
+        with fitting(unit.batches[0].length):
+            return [row for batch in unit.batches for row in measure_batch(targets, batch, unit.settings)]
+
+    def _targets(self, unit: Unit) -> Targets:
+        key, read = (unit.origin, unit.ids.tobytes()), self._read
+        if read is not None and read[:2] == key:
+            return read[2]
+        model = self.model(unit.origin)
+        with fitting(unit.batches[0].length):
+            self._read = None
+            targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
+            targets.read(maps=any(batch.what in OF_SOFTMAX for batch in unit.batches))
+        self._read = (*key, targets)
+        return targets
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of units: those without numbers and those tried again, each with its reasons, and the seconds
-    that workers spent."""
-
-    failures: tuple[str, ...]
-    again: tuple[str, ...]
-    seconds: float
+WORKER = Worker()
+"""The worker of this process; units reach it by functions, which every engine can pickle by name."""
 
 
-def run_units(
-    executor: Executor,
-    model: OpenModel,
-    plan: Sequence[Batch],
-    cut: dict[int, list[Window]],
-    settings: Settings,
-    store: Store,
-    number: int,
-    progress: Callable[[int, int, float, str], object],
-    load: Load,
-    limit: float | None = None,
-    work: Callable[[Unit], Any] | None = None,
-) -> Outcome:
-    """Measure every batch of which a cell is missing on an executor; this process alone writes what comes back."""
-    asked = {cell for batch in plan for cell in batch.cells()}
-    kept = asked & store.cells(number)
-    missing = [batch for batch in plan if not kept.issuperset(batch.cells())]
-    origin = Origin.of(model)
-    units = [
-        Unit(origin, _array(cut[batches[0].length][batches[0].window]), batches, settings)
-        for batches in split(missing, load.width)
-    ]
-    all_work = sum(unit.work for unit in units) or 1.0
-    state = {"cells": len(kept), "work": 0.0, "seconds": 0.0}
-    again: list[str] = []
-
-    def keep(index: int, rows: list[tuple[Cell, Numbers]]) -> None:
-        unit = units[index]
-        window = cut[unit.batches[0].length][unit.batches[0].window]
-        store.add(number, window.start, window.tokens, rows)
-        state["cells"] += len({cell for cell, _ in rows} - kept)
-
-    def tell(now: State) -> None:
-        if now.place is not None:
-            state["work"] += units[now.place].work
-            state["seconds"] += now.seconds
-        label = f"{now.done} of {len(units)} units done, {now.running} running"
-        progress(int(state["cells"]), len(asked), min(1.0, state["work"] / all_work), label)
-
-    _remember(origin, model)
-    failures: list[Failure] = hand_over(
-        executor,
-        work or measure_unit,
-        units,
-        keep,
-        load=load,
-        limit=limit,
-        prepare=open_for,
-        tell=tell,
-        again=lambda index, reason: again.append(f"{units[index]}: {reason}"),
-    )
-    said = (f"{units[one.place]}: {' — then: '.join(dict.fromkeys(one.reasons))}" for one in failures)
-    return Outcome(tuple(said), tuple(again), state["seconds"])
-
-
-_models: dict[Origin, OpenModel] = {}
-_read: dict[tuple[Origin, bytes], Targets] = {}
-"""What this process has open: one model, and what it did in one window."""
-
-
-def _remember(origin: Origin, model: OpenModel) -> None:
-    _models.clear()
-    _read.clear()
-    _models[origin] = model
+def measure_unit(unit: Unit) -> list[tuple[ScanCell, CellValues]]:
+    """The cells of a unit with their values, in whatever process this runs."""
+    return WORKER.measure(unit)
 
 
 def open_for(unit: Unit) -> OpenModel:
     """The model of a unit, opened unless it is open."""
-    return _models.get(unit.origin) or _opened(unit.origin)
-
-
-def _targets(unit: Unit) -> Targets:
-    key = (unit.origin, unit.ids.tobytes())
-    targets = _read.get(key)
-    if targets is None:
-        model = open_for(unit)
-        with fitting(unit.batches[0].length):
-            _read.clear()
-            targets = Targets(model, Window(torch.from_numpy(unit.ids.copy()), [], 0))
-            targets.read(maps=any(batch.what in ("head", "attention") for batch in unit.batches))
-        _read[key] = targets
-    return targets
+    return WORKER.model(unit.origin)
 
 
 def _opened(origin: Origin) -> OpenModel:
     where = f"the worker on {platform.node()}"
     if _software() != origin.software:
-        raise Unfit(f"{where} has {_software()}, but the driver {origin.software}: install the same versions there.")
+        raise WorkerMisconfigured(
+            f"{where} has {_software()}, but the driver {origin.software}: install the same versions there."
+        )
     try:
         model = open_model(origin.model, head=origin.head, device=origin.device, dtype=origin.dtype)
     except Exception as error:
-        raise Unfit(
+        raise WorkerMisconfigured(
             f"{where} cannot open {origin.model} on {origin.device} ({first_line(error)}): give it the same files; a "
             "model in memory is measured by threads or in this process."
         ) from error
     if model.sha256 != origin.sha256:
-        raise Unfit(
+        raise WorkerMisconfigured(
             f"{where} finds another model under {origin.model} (sha256 {model.sha256[:12]}…, not "
             f"{origin.sha256[:12]}…): give it the same files, or a model that can be opened by its name."
         )
-    _remember(origin, model)
     return model
 
 
@@ -216,7 +165,8 @@ def _software() -> str:
     return f"howsmooth {version('howsmooth')} with torch {torch.__version__}"
 
 
-def _array(window: Window) -> np.ndarray:
+def window_ids(window: Window) -> np.ndarray:
+    """The tokens of a window as an array."""
     return window.ids.detach().cpu().numpy()
 
 

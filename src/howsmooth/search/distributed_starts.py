@@ -8,7 +8,8 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 
-from howsmooth.engines import Engine, EngineError, hand_over, load_of, open_engine
+from howsmooth.engines import Engine, EngineError, open_engine, submit_all
+from howsmooth.engines.choice import load_of
 from howsmooth.search.multi_start import Search
 from howsmooth.search.search_question import Question
 from howsmooth.search.start_inputs import Start
@@ -39,7 +40,7 @@ def best_of_all(
         load = load_of(executor)
         rounds = -(-len(starts) // load.width)
         alone = _alone(asked, None if asked.seconds is None else asked.seconds / rounds)
-        failures = hand_over(executor, climb, [(alone, start) for start in starts], keep, load=load)
+        failures = submit_all(executor, climb, [(alone, start) for start in starts], keep, load=load)
         interrupted = False
     if not witnesses:
         if interrupted:

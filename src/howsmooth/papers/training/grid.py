@@ -18,7 +18,8 @@ from typing import Any
 
 from howsmooth._util.common import Busy, spreadsheet_safe, write_whole
 from howsmooth._util.validation import Device, check_device, check_fields, validated
-from howsmooth.engines import Engine, complete
+from howsmooth.engines import Engine
+from howsmooth.engines.choice import complete
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.corpus import Corpus
 from howsmooth.papers.training.loop import Progress, train

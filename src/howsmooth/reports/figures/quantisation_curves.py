@@ -40,7 +40,7 @@ def quantisation_figure(result: Quantisation) -> Figure:
 def _draw_changes(ax: Axes, result: Quantisation) -> None:
     for column, kind in enumerate(PARTS):
         actual, first, proved = (
-            result.answers[name][:, column].flatten().numpy() for name in ("actual", "predicted", "proved")
+            result.errors[name][:, column].flatten().numpy() for name in ("actual", "predicted", "proved")
         )
         ax.loglog(actual, proved, ".", color=_COLOURS[kind], alpha=0.25, label=f"{kind}s, proved (upper bound)")
         ax.loglog(actual, first, "x", color=_COLOURS[kind], markersize=3, label=f"{kind}s, first order")

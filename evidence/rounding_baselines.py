@@ -22,9 +22,11 @@ from howsmooth.attention import plain_map
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.norms import operator_norm
+from howsmooth.rounding.allocation import Allocation, allocate, assigned
 from howsmooth.rounding.kv_cache import PARTS, Cache
 from howsmooth.rounding.number_formats import Format
-from howsmooth.rounding.output_error import answers
+from howsmooth.rounding.output_error import output_errors
+from howsmooth.rounding.sensitivity import Scores
 
 RIVALS = ("entropy", "norm", "local error", "change", "sigma", "gain", "ends")
 
@@ -48,11 +50,34 @@ def rivals(sites: Sequence[CapturedSite], form: Format) -> dict[str, Tensor]:
     return stacked | {"ends": ends[:, None].expand(-1, 2).clone()}
 
 
+def by_sensitivity(
+    sensitivity: Tensor, damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float
+) -> Allocation:
+    """The choice of the same knapsack when the damage of a part is its sensitivity² times 4^(−bits).
+
+    Args:
+        sensitivity: of every layer and part, ``(layers, 2)``; a rival of the predicted damage.
+        damage: predicted, to be stated with the allocation.
+    """
+    low, high = float(sensitivity.min()), float(sensitivity.max())
+    scaled = sensitivity if low > 0 else (sensitivity - low) / (high - low or 1.0) + 0.01
+    sizes = torch.tensor([4.0**-form.bits for form in formats], dtype=torch.float64)
+    layers, parts, count, heads = damage.shape
+    guessed = scaled.double().square()[:, :, None, None] * sizes[:, None]
+    allocation = allocate(guessed.expand(layers, parts, count, heads), formats, bits, budget)
+    return assigned(damage, formats, bits, allocation.choice)
+
+
+def joined(windows: Sequence[Scores]) -> Scores:
+    """The scores of several windows of one length as samples of one."""
+    return Scores(torch.cat([one.products for one in windows]), windows[0].tokens, windows[0].group)
+
+
 def _of_site(site: CapturedSite, form: Format) -> dict[str, Tensor]:
     cache = Cache.of(site)
     weights = cache.weights(cache.key)
     entropy = torch.special.entr(weights).sum(-1).mean()
-    here = answers(site, [form])
+    here = output_errors(site, [form])
     change = torch.linalg.vector_norm(here.actual[:, 0], dim=-1)
     gains = [_gains(site, cache, part, form) for part in PARTS]
     return {
