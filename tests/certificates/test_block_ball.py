@@ -12,7 +12,7 @@ import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 
@@ -186,7 +186,7 @@ def test_a_block_of_heads_that_share_nothing_moves_less_far_than_heads_that_only
     alone = torch.cat([ball.change() for ball in balls])
     together = BlockBall(attention, balls).change()
     assert together <= 2 * float(alone.amax())
-    assert norm_together(attention, alone.tolist()) == pytest.approx(3 * float(alone.amax()), rel=1e-6)
+    assert norm_of_head_sum(attention, alone.tolist()) == pytest.approx(3 * float(alone.amax()), rel=1e-6)
 
 
 def test_what_is_not_done_is_not_announced() -> None:

@@ -29,19 +29,19 @@ from howsmooth.errors import DoesNotApply
 _RAISED = 1 + gamma(2**14)
 
 
-def curved_bound(at: PathsAt, moves: Tensor) -> Tensor:
+def nonlinear_bound(at: PathsAt, moves: Tensor) -> Tensor:
     """The bound of the module for every head, ``(heads,)``.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
-    >>> near, far = (float(curved_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
+    >>> near, far = (float(nonlinear_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
     >>> bool(hs.measure(head, x).lower < near < far)
     True
     """
-    return CurvedBall(at, moves.double()).bound()
+    return NonlinearBall(at, moves.double()).bound()
 
 
-class CurvedBall:
+class NonlinearBall:
     """The ingredients of the module for all heads.
 
     Attributes:

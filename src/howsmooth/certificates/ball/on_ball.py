@@ -23,8 +23,8 @@ from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.nonlinear_ball import curved_bound
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 
@@ -40,10 +40,10 @@ def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] |
 
 def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
     """The least of the proofs on the ball for every head, ``(heads,)``, and which; ``here`` are upper ends at x."""
-    if _is_curved(at.map):
-        return curved_bound(at, moves), ["curved paths"] * at.map.heads
+    if _is_nonlinear(at.map):
+        return nonlinear_bound(at, moves), ["curved paths"] * at.map.heads
     balls = head_balls(at, moves)
-    return _least(balls, _changes(balls), at, here)
+    return _minimum(balls, _changes(balls), at, here)
 
 
 def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
@@ -52,14 +52,14 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
         return enclose_heads_around(at, moves)[0]
     here = enclose_heads(at)
     block = enclose_block(at, here)
-    if _is_curved(at.map):
+    if _is_nonlinear(at.map):
         heads, together = enclose_heads_around(at, moves, here), torch.inf
     else:
         balls = head_balls(at, moves)
         changes = _changes(balls)
-        heads = _enclosures(here, *_least(balls, changes, at, _uppers(here)))
+        heads = _enclosures(here, *_minimum(balls, changes, at, _uppers(here)))
         together = (block.upper + _block_change(balls, changes, at)) * (1 + gamma(2))
-    apart = norm_together(at.map, [head.upper for head in heads])
+    apart = norm_of_head_sum(at.map, [head.upper for head in heads])
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
     return Enclosure(
@@ -67,7 +67,7 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
     )
 
 
-def _least(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
+def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
     """The least of the three proofs for every head, and which."""
     where = _setting(at, balls[0].eps)
     candidates = {
@@ -92,7 +92,7 @@ def _uppers(here: Sequence[Enclosure]) -> Tensor:
 def _block_change(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt) -> float:
     """‖J − J⁰‖ of the whole map on the ball."""
     attention, x = at.map, at.x
-    by_heads = norm_together(attention, changes.tolist())
+    by_heads = norm_of_head_sum(attention, changes.tolist())
     if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
         return by_heads
     with torch.no_grad():
@@ -114,7 +114,7 @@ def _setting(at: HeadsAt, eps: float) -> Setting:
     return Setting(at.map, len(at.x), None, at.x, eps)
 
 
-def _is_curved(attention: AttentionMap) -> bool:
+def _is_nonlinear(attention: AttentionMap) -> bool:
     """Whether queries, keys or values are not linear, logits capped, or weights no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
     linear = all(isinstance(stage, Scale | Rotary) for stage in stages)

@@ -39,7 +39,7 @@ MAPS = {
 _UNBIASED = ("query", "key", "value")
 
 
-class Affine(nn.Module):
+class AffineLayer(nn.Module):
     """x ↦ Wx + b, with W a matrix or, for a norm, the gain after the mean is taken off: (I − 11ᵀ/d) then diag."""
 
     weight: Tensor
@@ -92,7 +92,7 @@ class PatchTransformer(nn.Module):
             if missing:
                 raise UnsupportedModel(f"{missing[0]} is missing: certify reads vision transformers of one layer.")
             known |= {weight, bias}
-            self.add_module(name, Affine(tensors[weight], tensors.get(bias)))
+            self.add_module(name, AffineLayer(tensors[weight], tensors.get(bias)))
         extra = sorted(set(tensors) - known)
         if extra or not {"cls_token", "pos_embedding"} <= set(tensors):
             what = f"{extra[0]} has no certificate" if extra else "cls_token or pos_embedding is missing"
@@ -133,9 +133,9 @@ class PatchTransformer(nn.Module):
             deviation=float(said_norm[2]) if deviation is None and said_norm else deviation or 1.0,
         )
 
-    def _map(self, name: str) -> Affine:
+    def _map(self, name: str) -> AffineLayer:
         affine = getattr(self, name)
-        assert isinstance(affine, Affine)
+        assert isinstance(affine, AffineLayer)
         return affine
 
     @property

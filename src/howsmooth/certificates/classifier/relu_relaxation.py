@@ -20,7 +20,7 @@ _LEAST = 0.5
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenBounds:
     """What is known of the hidden values on a ball.
 
     Attributes:
@@ -41,7 +41,7 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Guess:
+class HiddenMoments:
     """Mean and mean square of every hidden value over the moves that hurt most: what a bound should be tight for.
 
     The expected gap of :math:`z + (z-m)^2/(4m)` over them is least for m² = the mean square.
@@ -50,13 +50,13 @@ class Guess:
     mean: Tensor
     square: Tensor
 
-    def towards(self, mean: Tensor, square: Tensor, share: float) -> Guess:
+    def towards(self, mean: Tensor, square: Tensor, share: float) -> HiddenMoments:
         """The mixture with further moves."""
-        return Guess(self.mean + share * (mean - self.mean), self.square + share * (square - self.square))
+        return HiddenMoments(self.mean + share * (mean - self.mean), self.square + share * (square - self.square))
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class ReluRelaxation:
     r"""Σ b_k relu(z_k) ≥ constant + coefficients·z + slopes·(hδ) + Σ squares_k (h_kδ)², on the ball.
 
     Attributes:
@@ -70,7 +70,7 @@ class Relaxed:
     squares: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, hidden: Hidden, lines: Tensor, near: Guess | None) -> Relaxed:
+    def of(cls, weights: Tensor, hidden: HiddenBounds, lines: Tensor, near: HiddenMoments | None) -> ReluRelaxation:
         """The bound for coefficients b.
 
         Args:

@@ -19,7 +19,7 @@ from howsmooth.attention.stages import Chain
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.ball.weight_boxes import largest_mean
-from howsmooth.certificates.network.affine_form import Stream, block_diagonal, gauge, length, spectral_ceiling
+from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, gauge, length, spectral_ceiling
 from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder, moved_by
 
 
@@ -115,11 +115,11 @@ class _Heads:
         return out, [one.unflatten(-1, slope.shape[2:]) for one in (logits, dq, dk, dv)]
 
 
-def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRemainder]:
-    """Through an attention map: the stream with a source for the remainders of its heads."""
-    n, heads, output = len(stream.value), _Heads.of(attention, stream.value), attention.output_weight
-    slopes, gauges, along = [], [], stream.value
-    for number, slope in enumerate(stream.slopes):
+def attend(form: AffineForm, attention: AttentionMap) -> tuple[AffineForm, AttentionRemainder]:
+    """Through an attention map: the form with a source for the remainders of its heads."""
+    n, heads, output = len(form.value), _Heads.of(attention, form.value), attention.output_weight
+    slopes, gauges, along = [], [], form.value
+    for number, slope in enumerate(form.slopes):
         out, (logits, *tokens) = heads.moves(slope)
         slopes.append(torch.einsum("hvp,hivc->ipc", output, out).unflatten(-1, slope.shape[2:]))
         gauges.append([length(logits), *(spectral_ceiling(one.movedim(3, 2)) for one in tokens)])
@@ -133,15 +133,15 @@ def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRe
     off = sums * (1 + far[0] * far[1])
     # Moves of tokens by one number in all move outputs by at most this: values by ‖P‖ ≤ √n, logits by two terms.
     steep = n**0.5 * (norms[2] + 2 * far[2] * (norms[0] * far[1] + norms[1] * far[0]))
-    noise = steep * (stream.drift + sums * stream.size)
+    noise = steep * (form.rounding + sums * form.size)
     noise = torch.cat([noise[:1] + 4 * n**0.5 * off * far[2], noise[1:]])
     logit_rows, *token_rows = (list(rows) for rows in zip(*gauges, strict=True))
-    query, key, values = (gauge(rows, norm * stream.drift) for rows, norm in zip(token_rows, norms, strict=True))
+    query, key, values = (gauge(rows, norm * form.rounding) for rows, norm in zip(token_rows, norms, strict=True))
     left = AttentionRemainder(
         heads.scores,
         heads.weights,
         length(value[:, None] - mixed[:, :, None]) * (1 + ROUNDED) + off * far[2],
-        gauge(logit_rows, 2 * (norms[0] * far[1] + norms[1] * far[0]) * stream.drift),
+        gauge(logit_rows, 2 * (norms[0] * far[1] + norms[1] * far[0]) * form.rounding),
         query,
         key,
         values,
@@ -149,4 +149,4 @@ def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRe
         noise,
         off,
     )
-    return stream.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left
+    return form.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left

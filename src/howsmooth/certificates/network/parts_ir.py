@@ -140,14 +140,14 @@ class LinearPart:
 
 
 @dataclass(frozen=True)
-class DividePart:
+class NormalisationPart:
     """x ↦ x/(|x|²/d + ε)^½ on every token."""
 
     eps: float
 
 
 @dataclass(frozen=True)
-class BendPart:
+class ActivationPart:
     """An activation, by name, on every number."""
 
     activation: str
@@ -174,7 +174,7 @@ class PoolPart:
     pool: str
 
 
-Part = LinearPart | DividePart | BendPart | AttentionPart | ResidualPart | PoolPart
+Part = LinearPart | NormalisationPart | ActivationPart | AttentionPart | ResidualPart | PoolPart
 _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, Residual, SelfAttend, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention),
     *(nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.RMSNorm, CentredNorm, nn.ReLU, nn.GELU, nn.SiLU),
@@ -264,13 +264,13 @@ class _Reader:
             case nn.TransformerEncoderLayer():
                 return self._encoder_layer(module, name)
             case nn.ReLU():
-                return (BendPart("relu"),)
+                return (ActivationPart("relu"),)
             case nn.SiLU():
-                return (BendPart("silu"),)
+                return (ActivationPart("silu"),)
             case nn.GELU():
                 if module.approximate != "none":
                     raise UnsupportedModel(f"{name}, GELU by its {module.approximate} formula, has no certificate.")
-                return (BendPart("gelu"),)
+                return (ActivationPart("gelu"),)
         return self._attention(module, name)
 
     def _in_turn(self, modules: nn.Module, name: str) -> tuple[Part, ...]:
@@ -297,11 +297,11 @@ class _Reader:
             return ResidualPart((*first, *attend)), ResidualPart((*second, *mlp))
         return ResidualPart(attend), *first, ResidualPart(mlp), *second
 
-    def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> BendPart:
+    def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> ActivationPart:
         act = layer.activation
         found = self.read(act, f"{name}.activation") if isinstance(act, nn.Module) else ()
-        bend = found[0] if len(found) == 1 else BendPart(_FUNCTIONS.get(act, ""))
-        if not isinstance(bend, BendPart) or not bend.activation:
+        bend = found[0] if len(found) == 1 else ActivationPart(_FUNCTIONS.get(act, ""))
+        if not isinstance(bend, ActivationPart) or not bend.activation:
             raise UnsupportedModel(f"{name}: its activation has no certificate, only ReLU, GELU and SiLU have.")
         if _FUSED.get(layer.activation_relu_or_gelu, bend.activation) != bend.activation:
             raise UnsupportedModel(
@@ -328,11 +328,11 @@ class _Reader:
         shift = _double(getattr(module, "bias", None))
         if isinstance(module, nn.RMSNorm):
             eps = rms_eps(self.dtype if weight is None else weight.dtype) if module.eps is None else module.eps
-            return DividePart(eps), LinearPart(gain[:, None] * eye, shift)
+            return NormalisationPart(eps), LinearPart(gain[:, None] * eye, shift)
         centre = eye - 1 / d
         if isinstance(module, CentredNorm):
             return (LinearPart(gain[:, None] * centre, shift),)
-        return LinearPart(centre, None), DividePart(module.eps), LinearPart(gain[:, None] * eye, shift)
+        return LinearPart(centre, None), NormalisationPart(module.eps), LinearPart(gain[:, None] * eye, shift)
 
 
 def rms_eps(dtype: torch.dtype) -> float:

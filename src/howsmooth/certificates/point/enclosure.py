@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import three_path_of
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.block_gram import StackedHeads
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
@@ -135,7 +135,7 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
-    upper, lower = norm_together(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
+    upper, lower = norm_of_head_sum(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
     return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
 
 
