@@ -188,7 +188,7 @@ def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> 
 def certify_patches(
     network: Classifier, tokens: Tensor, label: int, norm: float = 2, start: float | None = None
 ) -> Robustness:
-    """The certificate of a folded network, which many images share."""
+    """The certificate of an image by a folded network."""
     check_one_of(norm, NORMS, "norm")
     start = perf_counter() if start is None else start
     classes = len(network.direct)

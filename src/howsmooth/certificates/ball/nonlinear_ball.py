@@ -30,7 +30,7 @@ _RAISED = 1 + gamma(2**14)
 
 
 def nonlinear_bound(at: PathsAt, moves: Tensor) -> Tensor:
-    """The bound of the module for every head, ``(heads,)``.
+    """The bound of every head, ``(heads,)``.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
@@ -42,11 +42,11 @@ def nonlinear_bound(at: PathsAt, moves: Tensor) -> Tensor:
 
 
 class NonlinearBall:
-    """The ingredients of the module for all heads.
+    """All heads on a ball.
 
     Attributes:
         query, key, value: the token-wise maps. weights: ends of P and largest slopes on the ball.
-        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: what a query feels of it, and a key of each query.
+        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: M^qᵀ_i of it, and M^kᵀ_j q_i.
     """
 
     def __init__(self, at: PathsAt, moves: Tensor):
@@ -69,7 +69,7 @@ class NonlinearBall:
         self.weights = _Weights.of(scores, moved, plain, cap, softmax)
 
     def logit_moves(self) -> Tensor:
-        """δ of the module, ``(heads, n, n)``."""
+        """δ_ij ≥ the moves of the logits, ``(heads, n, n)``."""
         query, key, moves = self.query, self.key, self.moves
         long, size = self.apart.norm(dim=-1), query.value.norm(dim=-1)[..., None]
         moved = moves[:, None] * (self.pull.norm(dim=-1) + query.bent[..., None] * long)

@@ -20,7 +20,7 @@ _POWERS = (0.0, 0.25, 0.5)
 
 
 def norm_of_head_sum(attention: AttentionMap, norms: Sequence[float]) -> float:
-    """A bound on the norm of the sum of maps, one of a norm per head, that write where the heads write.
+    """A bound on the norm of a sum of maps of given norms, one per head, with the heads' output spaces.
 
     >>> import howsmooth as hs
     >>> w = torch.eye(4, dtype=torch.float64)  # two heads, each with its own half of the output

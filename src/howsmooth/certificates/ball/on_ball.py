@@ -39,7 +39,7 @@ def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] |
 
 
 def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
-    """The least of the proofs on the ball for every head, ``(heads,)``, and which; ``here`` are upper ends at x."""
+    """The smallest proved bound of every head on the ball, ``(heads,)``, and its method; ``here`` are ends at x."""
     if _is_nonlinear(at.map):
         return nonlinear_bound(at, moves), ["curved paths"] * at.map.heads
     balls = head_balls(at, moves)
@@ -47,7 +47,7 @@ def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[s
 
 
 def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
-    """The whole map likewise: its own value at x plus the changes of all heads, or the heads on the ball, if less."""
+    """The whole map: its value at x plus the change of all heads, or the sum of the heads if that is smaller."""
     if at.map.heads == 1:
         return enclose_heads_around(at, moves)[0]
     here = enclose_heads(at)
@@ -68,7 +68,7 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
 
 
 def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
-    """The least of the three proofs for every head, and which."""
+    """The minimum of the three bounds of every head, and its method."""
     where = _setting(at, balls[0].eps)
     candidates = {
         "from the input": here + changes,
@@ -80,7 +80,7 @@ def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tens
 
 
 def _enclosures(here: Sequence[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
-    """The ends on the ball; the lower ones are those at the input."""
+    """The ends on the ball; the lower ends are those at the input."""
     ends = zip(here, uppers.tolist(), methods, strict=True)
     return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
 
@@ -115,14 +115,14 @@ def _setting(at: HeadsAt, eps: float) -> Setting:
 
 
 def _is_nonlinear(attention: AttentionMap) -> bool:
-    """Whether queries, keys or values are not linear, logits capped, or weights no distributions."""
+    """Whether queries, keys or values are nonlinear, logits are capped, or weights are no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
     linear = all(isinstance(stage, Scale | Rotary) for stage in stages)
     return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 
 def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
-    """How far every token may move, ``(n,)``: all by the radius, or only those named.
+    """The radius of every token's ball, ``(n,)``: equal for all tokens, or zero for all but the named ones.
 
     >>> move_radii(3, 0.5, [1])
     tensor([0.0000, 0.5000, 0.0000], dtype=torch.float64)

@@ -42,7 +42,7 @@ class PooledAttention:
     fixed: int
 
     def at(self, tokens: Tensor) -> Expansion:
-        """Everything about the input ``(n, d)`` that does not depend on the functional."""
+        """The expansion at an input ``(n, d)``, for all functionals."""
         still = tokens.new_zeros(self.fixed, tokens.shape[-1])
         rows = torch.cat([still, tokens])
         weights = torch.softmax(self.key_offsets + self.keys @ rows.mT, dim=-1)
@@ -188,7 +188,7 @@ class Functionals:
         return out.flatten(1)
 
     def third_derivative(self, radii: Tensor) -> Tensor:
-        r"""At least :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
+        r"""An upper bound on :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
 
         Write σ = \|κ\|x and α = bx + cy with x, y orthogonal parts of a unit vector, b and c from the split of
         :math:`U^\top a`. With V and T from `Expansion.spread` and t = x − Ex:
@@ -214,7 +214,7 @@ class Functionals:
         return (mixed + size**3 * fourth * deviation).sum(-1)
 
     def remainder(self, radius: float) -> Tensor:
-        r"""At least \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
+        r"""An upper bound on \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
 
         :math:`\int_0^1 \tfrac12(1-s)^2 |g'''(p + sδ)|ds`, with the bound of `third_derivative` on the ball of radius
         sr, which grows with s, at the end of each of sixteen pieces.

@@ -117,20 +117,20 @@ class PatchTransformer(nn.Module):
     def open(
         cls, path: str | Path, heads: int | None = None, mean: float | None = None, deviation: float | None = None
     ) -> PatchTransformer:
-        """The network in a safetensors file; what is not given is read from the words in its metadata."""
+        """The network in a safetensors file; missing arguments are read from its metadata."""
         lazy, metadata = read_tensors(Path(path))
         tensors, words = {name: lazy[name] for name in lazy}, " ".join(map(str, metadata.values()))
-        said_heads = re.search(r"(\d+) heads", words)
-        said_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
-        if heads is None and said_heads is None:
+        known_heads = re.search(r"(\d+) heads", words)
+        known_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
+        if heads is None and known_heads is None:
             raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
-        if (mean is None or deviation is None) and said_norm is None:
+        if (mean is None or deviation is None) and known_norm is None:
             raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
         return cls(
             tensors,
-            heads=int(said_heads[1]) if heads is None and said_heads else heads or 1,
-            mean=float(said_norm[1]) if mean is None and said_norm else mean or 0.0,
-            deviation=float(said_norm[2]) if deviation is None and said_norm else deviation or 1.0,
+            heads=int(known_heads[1]) if heads is None and known_heads else heads or 1,
+            mean=float(known_norm[1]) if mean is None and known_norm else mean or 0.0,
+            deviation=float(known_norm[2]) if deviation is None and known_norm else deviation or 1.0,
         )
 
     def _map(self, name: str) -> AffineLayer:

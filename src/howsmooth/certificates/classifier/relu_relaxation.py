@@ -21,7 +21,7 @@ _LEAST = 0.5
 
 @dataclass(frozen=True)
 class HiddenBounds:
-    """What is known of the hidden values on a ball.
+    """Bounds on the hidden values on a ball.
 
     Attributes:
         start: z⁰ ``(k,)``. slope: h ``(k, N)``. lower, upper: l, u of z. rest: ρ. reach: r|h|.
@@ -36,13 +36,13 @@ class HiddenBounds:
 
     @property
     def unstable(self) -> Tensor:
-        """Which may be of either sign."""
+        """Whether a value may have either sign."""
         return (self.lower < 0) & (self.upper > 0)
 
 
 @dataclass(frozen=True)
 class HiddenMoments:
-    """Mean and mean square of every hidden value over the moves that hurt most: what a bound should be tight for.
+    """Mean and mean square of every hidden value over the worst moves, where a bound should be tight.
 
     The expected gap of :math:`z + (z-m)^2/(4m)` over them is least for m² = the mean square.
     """
@@ -60,7 +60,7 @@ class ReluRelaxation:
     r"""Σ b_k relu(z_k) ≥ constant + coefficients·z + slopes·(hδ) + Σ squares_k (h_kδ)², on the ball.
 
     Attributes:
-        constant: what does not depend on δ.
+        constant: the term without δ.
         coefficients: of z, ``(k,)``. slopes, squares: of h·δ, ``(k,)``; squares ≤ 0.
     """
 

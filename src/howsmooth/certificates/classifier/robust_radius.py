@@ -53,7 +53,7 @@ class Classifier:
         )
 
     def noise(self, tokens: Tensor, radius: float) -> float:
-        """What rounding may have done to a margin or a hidden value on the ball; see the module."""
+        """≥ the rounding error of a margin or a hidden value on the ball."""
         pool = self.pool
         reach = torch.cat([tokens.new_zeros(pool.fixed, tokens.shape[-1]), tokens.abs() + radius])
         logits, rows = _largest(reach, pool.keys, pool.key_offsets, pool.values, pool.value_offsets)
@@ -73,7 +73,7 @@ class Classifier:
 def _largest(
     reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """At least every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
+    """≥ every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
     logits = keys.abs() @ reach.mT + key_offsets.abs()
     return logits.amax(-1), (reach @ values.abs().mT + value_offsets.abs()).amax(1)
 
@@ -113,7 +113,7 @@ class BallMargins:
         return radius * self.tokens.numel() ** 0.5 if self.norm == torch.inf else radius
 
     def dual(self, gradients: Tensor) -> Tensor:
-        """The dual norm along the last axis: how much a unit move gains."""
+        """The dual norm along the last axis: the largest gain of a unit move."""
         return torch.linalg.vector_norm(gradients, ord={2: 2, 1: torch.inf, torch.inf: 1}[self.norm], dim=-1)
 
     def margins(self) -> Tensor:
@@ -163,7 +163,7 @@ class BallMargins:
         return float(value) + bound - float(margin.remainder(far)) - self.noise(far), move, swing
 
     def _steepest(self, gradient: Tensor) -> Tensor:
-        """The unit move, in the ball's own norm, along which a gradient gains most."""
+        """The unit move, in the ball's own norm, with the largest gain along a gradient."""
         if self.norm == torch.inf:
             return gradient.sign()
         return torch.nn.functional.one_hot(gradient.abs().argmax(), len(gradient)) * gradient.sign()

@@ -36,7 +36,7 @@ class AffineForm:
 
     @classmethod
     def moving(cls, x: Tensor, tokens: Sequence[int], together: bool = False) -> AffineForm:
-        """Tokens of which some move, each in a ball of its own or all in one."""
+        """The input, of which some tokens move, each in a ball of its own or all in one."""
         n, d = x.shape
         slopes = x.new_zeros(n, d, len(tokens), d)
         for block, token in enumerate(tokens):
@@ -48,7 +48,7 @@ class AffineForm:
 
     @property
     def size(self) -> Tensor:
-        """Gauge of the Frobenius norm of values and slopes: what roundings are relative to."""
+        """Gauge of the Frobenius norm of values and slopes, the scale of rounding errors."""
         return torch.cat(
             [
                 self.value.norm()[None],
@@ -75,7 +75,7 @@ class AffineForm:
         return AffineForm(self.value.mean(0)[None], tuple(slope.mean(0)[None] for slope in self.slopes), rounding)
 
     def plus(self, branch: AffineForm) -> AffineForm:
-        """The sum with a branch that began here: it knows all sources of this form, and more."""
+        """The sum with a branch that starts from this form, and has all of its sources first."""
         slopes = [*self.slopes, *(torch.zeros_like(slope) for slope in branch.slopes[len(self.slopes) :])]
         rounding = (
             torch.cat([self.rounding, branch.rounding.new_zeros(len(branch.rounding) - len(self.rounding))])
@@ -88,10 +88,10 @@ class AffineForm:
     def after(
         self, value: Tensor, slopes: Sequence[Tensor], source: Tensor, rounded: Tensor | float = 0.0
     ) -> AffineForm:
-        """What comes out of a part that is not linear, with the source of its remainder, which takes the rounding in.
+        """The form behind a nonlinear part, with the source of its remainder, which includes earlier rounding errors.
 
         Args:
-            rounded: times values and slopes, what rounding did behind the remainder.
+            rounded: relative rounding error of values and slopes behind the remainder.
         """
         made = AffineForm(value, (*slopes, source), torch.zeros_like(self.rounding))
         return AffineForm(value, made.slopes, rounded * made.size)
@@ -126,7 +126,7 @@ def block_diagonal(block: Tensor, n: int) -> Tensor:
 
 
 def spectral_ceiling(matrices: Tensor) -> Tensor:
-    r"""At least the spectral norms of matrices ``(…, p, q)``, within k^{1/128} of them, k = min(p, q).
+    r"""Upper bounds on the spectral norms of matrices ``(…, p, q)``, within k^{1/128} of them, k = min(p, q).
 
     :math:`\|A\| \le (\mathrm{tr}\,G^{64})^{1/128}`, :math:`G = AA^\top`, by six squarings of G/tr G. One squaring is
     off by at most :math:`γ_k` times the square of a Frobenius norm ≤ 1, while the trace of the result is at least 1/k;

@@ -25,13 +25,13 @@ from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder,
 
 @dataclass(frozen=True)
 class AttentionRemainder(Remainder):
-    """Of all heads, each a group; see the module.
+    """The remainder of all heads, each a group.
 
     Attributes:
         scores, weights: ``(heads, n, n)``. apart: |v_j − o_i|.
         logits: gauge of the moves of logits, ``(heads, n, n, ·)``. query, key, value: of tokens ``(heads, n, ·)``.
         along: slopes of the logits in the input's own moves, ``(heads, n, n, m, b)``.
-        noise: gauge of what rounding does to the output; off: to a logit.
+        noise: gauge of the rounding error of the output; off: bound on that of a logit.
     """
 
     scores: Tensor
@@ -59,7 +59,7 @@ class AttentionRemainder(Remainder):
         return -upper, upper
 
     def _second_order(self, reach: Tensor, moved: Tensor, change: Tensor, high: Tensor, low: Tensor) -> Tensor:
-        """The integral of the module, ``(heads, n)``."""
+        """≥ the integral over the second derivative, ``(heads, n)``."""
         shift = (change * self.apart).sum(-1, keepdim=True)
         mean = largest_mean(moved, low, high)[..., None]
         centred = 0.5 * largest_mean((self.apart + shift) * (moved + mean).square(), low, high)
@@ -69,7 +69,7 @@ class AttentionRemainder(Remainder):
         return torch.minimum(torch.minimum(centred, 0.5 * farthest * square), plain)
 
     def _square(self, reach: Tensor, moved: Tensor, high: Tensor) -> Tensor:
-        """At least E u² under every row below P̂: what moves along one δ is not at its end in all logits at once."""
+        """≥ E u² under every row below P̂: moves along one δ are not extreme in all logits at once."""
         moves = reach[1 : 1 + self.along.shape[-2]]
         straight = spectral_ceiling((high.clamp_min(1e-300).sqrt()[..., None, None] * self.along).movedim(3, 2)) @ moves
         rest = (moved - (1 - ROUNDED) * (length(self.along) @ moves)).clamp_min(0.0)
@@ -116,7 +116,7 @@ class _Heads:
 
 
 def attend(form: AffineForm, attention: AttentionMap) -> tuple[AffineForm, AttentionRemainder]:
-    """Through an attention map: the form with a source for the remainders of its heads."""
+    """The form behind an attention map, with a source for the remainders of its heads."""
     n, heads, output = len(form.value), _Heads.of(attention, form.value), attention.output_weight
     slopes, gauges, along = [], [], form.value
     for number, slope in enumerate(form.slopes):

@@ -38,7 +38,7 @@ _FINENESS = 1e-3
 _FARTHEST, _FAR = 4.0, 10.0
 """The largest radius tried, in units of margin over gradient, and in norms of the input plus one."""
 LARGEST = 2**29
-"""Most numbers that are held at once: 4 GB."""
+"""Maximum number of entries in memory at once: 4 GB."""
 
 
 class LinearisedNetwork:
@@ -86,7 +86,7 @@ class LinearisedNetwork:
 
     @torch.no_grad()
     def rounding(self) -> Tensor:
-        """How far logits computed in float64 may be from those in exact arithmetic, at most, ``(classes,)``.
+        """Bounds on the rounding errors of the logits in float64, ``(classes,)``.
 
         It is the share of rounding in `margins`, for single logits: the bound on their moves when nothing moves.
         """
@@ -94,7 +94,7 @@ class LinearisedNetwork:
         return self._decrease([slope[0] for slope in self.form.slopes], moves, norm=2)
 
     def _decrease(self, adjoints: Sequence[Tensor], moves: Tensor, norm: float) -> Tensor:
-        """By how much numbers can fall whose derivatives are given for every source, ``(numbers, m, b)`` each."""
+        """≥ the decrease of numbers with given derivatives for every source, ``(numbers, m, b)`` each."""
         inner = self.form.slopes[0].shape[-1] ** 0.5 if norm == torch.inf else 1.0
         reach = torch.cat([moves.new_ones(1), inner * moves])
         dual = {2: 2, 1: torch.inf, torch.inf: 1}[norm]
@@ -163,7 +163,7 @@ def certified_margins(
 
 
 def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
-    """Refuse, before anything is computed, what would take more than `LARGEST` numbers."""
+    """Refuse, before anything is computed, a network that would take more than `LARGEST` numbers."""
     needed = _cost(parts, n, d, moving * d)[0]
     if needed > LARGEST:
         raise InvalidInput(
@@ -173,7 +173,7 @@ def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
 
 
 def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int, int]:
-    """The most numbers held on the way, the width and the columns of all slopes at the end."""
+    """The maximum number of entries in memory, the width and the columns of all slopes at the end."""
     most = n * d * columns
     for part in parts:
         match part:

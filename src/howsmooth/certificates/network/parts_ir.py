@@ -55,7 +55,7 @@ class SelfAttend(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """What every token reads from the others."""
+        """Self-attention of the tokens."""
         if isinstance(self.layer, nn.MultiheadAttention):
             return self.layer(x, x, x, need_weights=False)[0]
         return first_tensor(self.layer(x))
@@ -207,16 +207,16 @@ def check_unchanged(module: nn.Module, base: type, name: str) -> None:
 
 
 def check_attention_unchanged(module: nn.Module, name: str) -> None:
-    """Refuse an attention layer or map that was changed after its class said what it computes, or inside.
+    """Refuse an attention layer or map whose formula, or that of a module inside it, was overridden.
 
-    A class of somebody else's that defines ``attention_map`` or ``attached_map`` says so itself. Masks are free: they
-    are asked for what they add to the logits.
+    A foreign class that defines ``attention_map`` or ``attached_map`` answers for its formula. Masks may be of any
+    class: certificates read the terms that they add to the logits.
     """
     base = known_base(module)
     mro = type(module).__mro__
-    says_itself = any({"attention_map", "attached_map"} & vars(cls).keys() for cls in mro[: mro.index(base)])
-    check_unchanged(module, type(module) if says_itself else base, name)
-    if says_itself:
+    defines_map = any({"attention_map", "attached_map"} & vars(cls).keys() for cls in mro[: mro.index(base)])
+    check_unchanged(module, type(module) if defines_map else base, name)
+    if defines_map:
         return
     for inner_name, inner in module.named_modules():
         if inner is module or "parametrizations" in inner_name or isinstance(inner, LogitBias):
@@ -336,7 +336,7 @@ class _Reader:
 
 
 def rms_eps(dtype: torch.dtype) -> float:
-    """The epsilon of a `torch.nn.RMSNorm` that was given none: that of the dtype it computes in, at least float32.
+    """The default epsilon of a `torch.nn.RMSNorm`: that of the dtype it computes in, or of float32 if that is smaller.
 
     >>> rms_eps(torch.float16) == torch.finfo(torch.float32).eps
     True
@@ -345,7 +345,7 @@ def rms_eps(dtype: torch.dtype) -> float:
 
 
 def _attached(module: nn.Module, attention: AttentionMap, n: int) -> AttentionMap:
-    """The map of a layer on weights that autograd still follows, where it is asked to; a snapshot elsewhere."""
+    """The map of a layer on weights that autograd tracks, while gradients are enabled; a snapshot elsewhere."""
     if not torch.is_grad_enabled():
         return attention
     if isinstance(module, nn.MultiheadAttention):

@@ -50,7 +50,7 @@ _VALUE_TOLERANCE, _SLOPE_TOLERANCE = 1e-9, 1e-6
 _NOTHING = 1e-12
 """Outputs of a network below this may be rounding alone."""
 _NEAR, _FAR = 1e-3, 10.0
-"""Least and largest distance of the second point, in norms of the input plus one."""
+"""Minimum and maximum distance of the second point, in norms of the input plus one."""
 
 
 def evaluate_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
@@ -78,20 +78,20 @@ def evaluate_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Torch's random numbers as they were when the block ends, and no autocast inside it.
+    """Restore torch's random state when the block ends, and switch autocast off inside it.
 
-    Weights may be drawn while they are read. What is read and what is compared with it share one block, so that they
-    are not drawn alike.
+    Weights may be drawn while they are read. Reading and comparison share one block, so that they draw different
+    numbers.
     """
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         yield
 
 
 def double_copy(module: M) -> M:
-    """A copy of a module in float64, in its own mode: what a certificate is about.
+    """A copy of a module in float64, in its own mode, for which a certificate holds.
 
-    The numbers that it holds are taken as they are; what it computes from them, weights included, is not rounded to
-    its own dtype. The epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
+    Stored numbers are exact; numbers computed from them, weights included, are not rounded to the module's dtype. The
+    epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
     """
     held = (value for inner in module.modules() for value in (*inner._buffers.values(), *vars(inner).values()))
     computed = {id(value): value.detach().clone() for value in held if isinstance(value, Tensor) and not value.is_leaf}
@@ -114,11 +114,11 @@ def double_copy(module: M) -> M:
 def check_network(
     double: SequenceClassifier, x: Tensor, parts: Sequence[Part], logits: Tensor, rounding: Tensor, reach: float
 ) -> None:
-    """Refuse a network whose parts compute something else than it does.
+    """Refuse a network whose parts compute another function than the network itself.
 
     Args:
         double: the network `double_copy`. x: tokens ``(n, d)`` or their numbers ``(n,)``. logits: of the parts at x.
-        rounding: bounds on what rounding may have done to them. reach: how far from x the certificate goes.
+        rounding: bounds on their rounding errors. reach: radius of the certificate.
     """
     vectors = double.embed(x)
     there = _near(vectors, reach)
@@ -136,7 +136,7 @@ def check_network(
 @preserved_random_state()
 @torch.no_grad()
 def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
-    """The attention map that a layer or map offers, refused when it computes something else."""
+    """The attention map of a layer or map, refused when it computes another function."""
     check_attention_unchanged(f, "f")
     if isinstance(f, AttentionMap):
         return f
@@ -152,7 +152,7 @@ def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
 @preserved_random_state()
 @torch.no_grad()
 def read_folded(network: PatchTransformer, image: Tensor) -> Classifier:
-    """The folded form of a vision transformer, refused when the network computes something else at an image."""
+    """The folded form of a vision transformer, refused when the network computes another function at an image."""
     check_unchanged(network, PatchTransformer, "the network")
     for name in MAPS:
         inner = getattr(network, name)
@@ -184,7 +184,7 @@ def _check_near(
     most: float,
     sentence: Callable[[], str],
 ) -> float:
-    """Refuse, with a sentence, a map whose value or derivative at x differs from what was read; how far they may."""
+    """Refuse a map whose value or derivative at x differs from that of its parts; return the tolerance."""
     (mine, my_slope), (value, slope) = (_with_slope(f, x) for f in (own, read))
     if not bool(value.isfinite().all()):
         raise UnsupportedModel(
@@ -238,7 +238,7 @@ def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _difference(network: SequenceClassifier, vectors: Tensor) -> str:
-    """A sentence that names the part that differs most from what was read of it, relative to its output."""
+    """A sentence that names the part with the largest relative difference from the network."""
     x, worst = network.placed(vectors), (0.0, "", "")
     layers = network.layers._modules if isinstance(network.layers, nn.Sequential) else {"": network.layers}
     for name, layer in (*((f"layers.{key}", layer) for key, layer in layers.items()), ("classes", network.classes)):

@@ -22,7 +22,7 @@ ROUNDED = gamma(2**12)
 
 
 class Remainder(ABC):
-    """What a part adds to the error of a form."""
+    """The remainder of one nonlinear part of a network."""
 
     @abstractmethod
     def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,12 +35,13 @@ class Remainder(ABC):
 
 
 def moved_by(rows: Tensor, reach: Tensor) -> Tensor:
+    """The bounds that gauges give for a reach of all sources."""
     return (rows @ reach[: rows.shape[-1]]) * (1 + ROUNDED)
 
 
 @dataclass(frozen=True)
 class NormalisationRemainder(Remainder):
-    """Of z/N; see the module."""
+    """The remainder of z/N."""
 
     start: Tensor
     rows: Tensor
@@ -57,7 +58,7 @@ class NormalisationRemainder(Remainder):
 
 
 def normalise(form: AffineForm, eps: float) -> tuple[AffineForm, NormalisationRemainder]:
-    """Through z ↦ z/N: the form with a source for the remainder."""
+    """The form behind z ↦ z/N, with a source for the remainder."""
     z, d = form.value, form.value.shape[-1]
     size = (z.square().mean(-1, keepdim=True) + eps).sqrt()
     value = z / size
@@ -74,11 +75,11 @@ def normalise(form: AffineForm, eps: float) -> tuple[AffineForm, NormalisationRe
 
 @dataclass(frozen=True)
 class ActivationRemainder(Remainder):
-    """Of an activation; see the module.
+    """The remainder of an activation.
 
     Attributes:
         start: z⁰ ``(n, h)``. rows: gauge of its moves. noise: of rounding. along: slopes in the input's own moves.
-        others: gauge of the moves of tokens by all else.
+        others: gauge of the moves of tokens by all other sources.
     """
 
     activation: str
@@ -117,7 +118,7 @@ class ActivationRemainder(Remainder):
 
 
 def activate(form: AffineForm, activation: str) -> tuple[AffineForm, ActivationRemainder]:
-    """Through an activation: the form with a source for the remainder."""
+    """The form behind an activation, with a source for the remainder."""
     z = form.value
     if activation == "relu":
         value, slope = torch.relu(z), (z > 0).to(z.dtype)

@@ -68,7 +68,7 @@ class HeadBlocks:
         )
 
     def times(self, factor: float) -> HeadBlocks:
-        """Those of J times a power of two, which rounds nothing."""
+        """The blocks of J times a power of two, without rounding."""
         scaled = {name: getattr(self, name) * factor for name in ("value", "apart", "own", "off", "size")}
         return replace(self, **scaled)
 
@@ -158,7 +158,7 @@ def _blocks(group: Paths, one: int) -> HeadBlocks:
 
 
 def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
-    """≥ ‖J − Ĵ‖ before the output matrix; see the module."""
+    """≥ ‖J − Ĵ‖ before the output matrix."""
     radii = group.radii
     cloud = about_means(group, group.value, radii.value)
     grown_p, grown_s = (torch.expm1(r[one])[:, None] for r in (radii.weights, radii.slopes))
