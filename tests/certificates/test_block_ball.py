@@ -107,7 +107,7 @@ def block(seed: int) -> tuple[hs.AttentionMap, Tensor, float]:
 
 def rebuilt(ball: BlockBall) -> Tensor:
     """The Jacobian at the input from the vectors of all heads, ``(n·d_out, n·d)``."""
-    weights, n = ball._stacked(lambda one: one.group.weights), ball.n
+    weights, n = ball._joined("group.weights"), ball.n
     push = ball._pushes.expand(n, -1, -1, -1)
     values = ball._value_maps.rows[0].mT / ball.eps @ ball.value_bases.mT
     blocks = torch.einsum("hij,hde->idje", weights, values)

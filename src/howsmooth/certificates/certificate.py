@@ -36,16 +36,7 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain numbers and strings."""
-        return {
-            "lower": self.lower.tolist(),
-            "upper": self.upper.tolist(),
-            "methods": list(self.methods),
-            "radius": self.radius,
-            "ball": self.ball,
-            "per_head": self.per_head,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
+        return _plain(self)
 
 
 @dataclass(frozen=True)
@@ -67,11 +58,11 @@ class Robustness:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain numbers and strings."""
-        return {
-            "label": self.label,
-            "predicted": self.predicted,
-            "radius": self.radius,
-            "limiting": self.limiting,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
+        return _plain(self)
+
+
+def _plain(result: Certificate | Robustness) -> dict[str, Any]:
+    """The fields of a result, tensors and tuples as lists."""
+    fields = vars(result)
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    return fields | lists | {name: value.tolist() for name, value in fields.items() if isinstance(value, Tensor)}

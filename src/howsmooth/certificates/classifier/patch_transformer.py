@@ -9,7 +9,7 @@ everything up to the softmax is affine in the pixels; `PatchTransformer.folded` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -80,11 +80,8 @@ class PatchTransformer(nn.Module):
     @validated
     def __init__(self, tensors: Mapping[str, Tensor], heads: int, mean: float = 0.0, deviation: float = 1.0):
         super().__init__()
-        self.heads, self.mean, self.deviation = (
-            check_count(heads, "heads"),
-            mean,
-            check_positive(deviation, "deviation"),
-        )
+        self.heads, self.mean = check_count(heads, "heads"), mean
+        self.deviation = check_positive(deviation, "deviation")
         known = {"cls_token", "pos_embedding"}
         for name, prefix in MAPS.items():
             weight, bias = f"{prefix}.weight", f"{prefix}.bias"
@@ -167,9 +164,12 @@ class PatchTransformer(nn.Module):
 
     def folded(self) -> Classifier:
         """The same network with everything affine multiplied out, in float64."""
-        exact, sizes = _Fold.of(self, absolute=False), _Fold.of(self, absolute=True)
+        exact, sizes = _Fold(self, Tensor.double), _Fold(self, lambda tensor: tensor.double().abs())
+        pool = PooledAttention(
+            exact.keys, exact.key_offsets, exact.values, exact.value_offsets, exact.constant, fixed=1
+        )
         return Classifier(
-            exact.pool(),
+            pool,
             exact.direct,
             exact.direct_offset,
             exact.hidden,
@@ -182,12 +182,7 @@ class PatchTransformer(nn.Module):
 class _Fold:
     """The products of `PatchTransformer.folded`, or the same with absolute values in every factor."""
 
-    @classmethod
-    def of(cls, net: PatchTransformer, absolute: bool) -> _Fold:
-        return cls(net, (lambda t: t.double().abs()) if absolute else Tensor.double)
-
-    def __init__(self, net: PatchTransformer, read: object):
-        assert callable(read)
+    def __init__(self, net: PatchTransformer, read: Callable[[Tensor], Tensor]):
         maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in MAPS}
         (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
         centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
@@ -214,6 +209,3 @@ class _Fold:
         self.direct = classes @ g3
         self.direct_offset = self.direct @ down_offset + classes @ s3 + class_offset
         self.out = self.direct @ down
-
-    def pool(self) -> PooledAttention:
-        return PooledAttention(self.keys, self.key_offsets, self.values, self.value_offsets, self.constant, fixed=1)

@@ -179,7 +179,7 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, Residual, SelfAttend, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention),
     *(nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.RMSNorm, CentredNorm, nn.ReLU, nn.GELU, nn.SiLU),
 )
-_FUNCTIONS = {nn.functional.relu: "relu", nn.functional.gelu: "gelu", nn.functional.silu: "silu"}
+ACTIVATIONS = {"relu": nn.functional.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 _FUSED = {1: "relu", 2: "gelu"}
 """The activation that torch's encoder layers run when gradients are off, by their own number for it."""
 
@@ -300,7 +300,11 @@ class _Reader:
     def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> ActivationPart:
         act = layer.activation
         found = self.read(act, f"{name}.activation") if isinstance(act, nn.Module) else ()
-        bend = found[0] if len(found) == 1 else ActivationPart(_FUNCTIONS.get(act, ""))
+        bend = (
+            found[0]
+            if len(found) == 1
+            else ActivationPart(next((name for name in ACTIVATIONS if ACTIVATIONS[name] is act), ""))
+        )
         if not isinstance(bend, ActivationPart) or not bend.activation:
             raise UnsupportedModel(f"{name}: its activation has no certificate, only ReLU, GELU and SiLU have.")
         if _FUSED.get(layer.activation_relu_or_gelu, bend.activation) != bend.activation:

@@ -24,6 +24,7 @@ from howsmooth.attention import AttentionMap, as_attention
 from howsmooth.certificates.classifier.patch_transformer import MAPS, AffineLayer, PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import Classifier
 from howsmooth.certificates.network.parts_ir import (
+    ACTIVATIONS,
     ActivationPart,
     AttentionPart,
     LinearPart,
@@ -40,11 +41,6 @@ from howsmooth.certificates.network.parts_ir import (
 from howsmooth.errors import HowsmoothError, UnsupportedModel
 
 M = TypeVar("M", bound=nn.Module)
-_BEND: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "silu": nn.functional.silu,
-}
 _VALUE_TOLERANCE, _SLOPE_TOLERANCE = 1e-9, 1e-6
 """Largest difference that counts as rounding, relative to outputs plus derivative times input, and to derivatives."""
 _NOTHING = 1e-12
@@ -66,7 +62,7 @@ def evaluate_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
             case NormalisationPart(eps):
                 x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
             case ActivationPart(activation):
-                x = _BEND[activation](x)
+                x = ACTIVATIONS[activation](x)
             case AttentionPart(attention):
                 x = attention(x)
             case ResidualPart(branch):
