@@ -132,9 +132,8 @@ class _Feature:
 
     def back(self, vectors: Tensor, axis: int) -> Tensor:
         """Mᵀu, up to a rotation, for u ``(heads, i, j, k)`` and the derivative at token i (axis 1) or j (axis 2)."""
-        order = (2, 0, 1, 3) if axis == 1 else (1, 0, 2, 3)
-        undo = (1, 2, 0, 3) if axis == 1 else (1, 0, 2, 3)
-        return self.chain.vjp(vectors.permute(order)).permute(undo) @ self.root.mT[:, None]
+        other = 3 - axis
+        return self.chain.vjp(vectors.movedim(other, 0)).movedim(0, other) @ self.root.mT[:, None]
 
     def through(self, output: Tensor) -> Tensor:
         """‖W M_j‖, ``(heads, n)``, for W = ``output``ᵀ."""

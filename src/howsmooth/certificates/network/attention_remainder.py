@@ -8,16 +8,16 @@ Proof: docs/theory/certificates-network.md, section "The remainder of attention"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Chain
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, gauge, length, spectral_ceiling
 from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder, moved_by
@@ -80,27 +80,19 @@ class AttentionRemainder(Remainder):
 class _Heads:
     """Queries, keys and values ``(heads, n, k)``, their derivatives in every token ``(heads, n, k, d)``, weights."""
 
-    projected: tuple[Tensor, Tensor, Tensor]
-    maps: tuple[Tensor, Tensor, Tensor]
+    projected: Sequence[Tensor]
+    maps: Sequence[Tensor]
     scores: Tensor
     weights: Tensor
 
     @classmethod
     def of(cls, attention: AttentionMap, x: Tensor) -> _Heads:
-        n, heads = len(x), attention.heads
-        before = attention.project(x[None])
-        staged = [Chain.through(*pair) for pair in zip(attention.stages(*before[:2]), before, strict=True)]
-        query, key, value = (after[0] for after, _ in staged)
-        attention.terms.check(n, heads, 1)
-        scores = attention.terms.added_to(query @ key.mT, Maps.every(1, heads, n, query[None]))
-        maps = []
-        for weight, (_, chain) in zip(
-            (attention.query_weight, attention.key_weight, attention.value_weight), staged, strict=True
-        ):
-            every = weight.repeat_interleave(heads // len(weight), 0).permute(2, 0, 1)  # a move along each coordinate
-            maps.append(chain.jvp(every[:, :, None].expand(-1, -1, n, -1)).permute(1, 2, 3, 0))
-        weights = torch.nan_to_num(torch.softmax(scores, -1))
-        return cls((query, key, value), (maps[0], maps[1], maps[2]), scores, weights)
+        at, maps = PathsAt(attention, x), []
+        matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
+        for weight, (_, chain) in zip(matrices, at.staged, strict=True):
+            every = weight.repeat_interleave(attention.heads // len(weight), 0).permute(2, 0, 1)  # every coordinate
+            maps.append(chain.jvp(every[:, :, None].expand(-1, -1, len(x), -1)).permute(1, 2, 3, 0))
+        return cls([vectors for vectors, _ in at.staged], maps, *at.weights()[:2])
 
     def moves(self, slope: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Moves of outputs ``(heads, n, v, m, b)``; of logits ``(heads, n, n, m, b)``, queries, keys and values."""

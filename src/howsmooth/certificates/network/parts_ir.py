@@ -5,11 +5,12 @@ SiLU), normalisations (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, `CentredNorm`),
 with an attention map), residuals (`Residual`), sequences of them and torch's encoders. A module is read at each of
 its occurrences by the formula of its class; a subclass that overrides the formula and a module with hooks are refused
 by name (`howsmooth.attention.module_changes`). `howsmooth.certificates.network.read_check` compares parts and
-network."""
+network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -179,7 +180,11 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, Residual, SelfAttend, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention),
     *(nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.RMSNorm, CentredNorm, nn.ReLU, nn.GELU, nn.SiLU),
 )
-ACTIVATIONS = {"relu": nn.functional.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+}
 _FUSED = {1: "relu", 2: "gelu"}
 """The activation that torch's encoder layers run when gradients are off, by their own number for it."""
 
@@ -300,11 +305,8 @@ class _Reader:
     def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> ActivationPart:
         act = layer.activation
         found = self.read(act, f"{name}.activation") if isinstance(act, nn.Module) else ()
-        bend = (
-            found[0]
-            if len(found) == 1
-            else ActivationPart(next((name for name in ACTIVATIONS if ACTIVATIONS[name] is act), ""))
-        )
+        names = [activation for activation, function in ACTIVATIONS.items() if function is act]
+        bend = found[0] if len(found) == 1 else ActivationPart("".join(names))
         if not isinstance(bend, ActivationPart) or not bend.activation:
             raise UnsupportedModel(f"{name}: its activation has no certificate, only ReLU, GELU and SiLU have.")
         if _FUSED.get(layer.activation_relu_or_gelu, bend.activation) != bend.activation:
