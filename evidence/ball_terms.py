@@ -111,10 +111,6 @@ class Proof:
         """Which tokens are taken together, all from the first on."""
         return (torch.arange(self.case.n) >= first).double().expand(len(self.case.query), 1, -1)
 
-    def parts(self, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kept, ball = self.kept(first), self.ball
-        return ball.weight_change * kept, ball.upper_weights * kept, ball.group.weights * kept, kept
-
 
 @dataclass(frozen=True)
 class Term:
@@ -286,10 +282,10 @@ HEAD = {
     ),
     "directed change": Term(_towards, lambda m: (still_keys(m) @ directions(m.case).mT).abs()),
     "path of the keys": Term(
-        lambda p: p.ball.key_path_change(*p.parts(0)), lambda m: pairs(outer(moved_keys(m), m.here.felt))
+        lambda p: p.ball.key_path_change(p.kept(0)), lambda m: pairs(outer(moved_keys(m), m.here.felt))
     ),
     "path of the keys but the first": Term(
-        lambda p: p.ball.key_path_change(*p.parts(1)), lambda m: pairs(outer(moved_keys(m), m.here.felt), 1)
+        lambda p: p.ball.key_path_change(p.kept(1)), lambda m: pairs(outer(moved_keys(m), m.here.felt), 1)
     ),
     "path of the keys, values still": Term(
         lambda p: p.ball.key_path_change_by_steps(p.kept(0)), lambda m: pairs(outer(still_keys(m), m.here.felt))
@@ -298,7 +294,7 @@ HEAD = {
         lambda p: p.ball.key_path_change_by_steps(p.kept(1)), lambda m: pairs(outer(still_keys(m), m.here.felt), 1)
     ),
     "move of the means": Term(
-        lambda p: p.ball.mean_term_norm(p.ball.weight_change, p.ball.group.weights),
+        lambda p: p.ball.mean_term_norm(p.kept(0)),
         lambda m: pairs(outer(m.new[..., None] * mean_move(m.shift, m, m.here.value)[..., None, :], m.here.felt)),
     ),
     "values and keys": Term(lambda p: p.ball.value_and_key_change(p.kept(0)), lambda m: pairs(m.value_and_key_change)),

@@ -14,7 +14,7 @@ from evidence.interval_bounds import interval_radius
 from evidence.sentences import NORMS, Sentences, accuracy, sentences, train
 from evidence.tables import table
 from howsmooth.certificates import SequenceClassifier
-from howsmooth.certificates.network.margins import Linearised
+from howsmooth.certificates.network.margins import LinearisedNetwork
 from howsmooth.certificates.network.parts_ir import read_network
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
 
@@ -51,7 +51,7 @@ def word(net: SequenceClassifier, x: Tensor, label: int, token: int, steps: int 
     """One word, by its vector among those of its sentence."""
     parts, here = read_network(net, len(x)), net.placed(x)
     start = process_time()
-    radius = Linearised(parts, here, [token]).radius(label)[0]
+    radius = LinearisedNetwork(parts, here, [token]).radius(label)[0]
     seconds = process_time() - start
     place = nn.functional.one_hot(torch.tensor(token), len(x)).double()
 

@@ -83,7 +83,7 @@ class Ball:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        ball = modules["certificates.ball.nonlinear_ball"].CurvedBall(PathsAt(self.attention, self.x), self.moves)
+        ball = modules["certificates.ball.nonlinear_ball"].NonlinearBall(PathsAt(self.attention, self.x), self.moves)
         for name in NAMES:
             feature = getattr(ball, name)
             yield f"derivative of the {name}", feature.first

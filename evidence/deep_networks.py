@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.certificates import CentredNorm, Residual, SequenceClassifier
-from howsmooth.certificates.network.margins import Linearised
+from howsmooth.certificates.network.margins import LinearisedNetwork
 from howsmooth.certificates.network.parts_ir import (
+    ActivationPart,
     AttentionPart,
-    BendPart,
-    DividePart,
     LinearPart,
+    NormalisationPart,
     Part,
     PoolPart,
     ResidualPart,
@@ -90,7 +90,7 @@ def draw_network(seed: int) -> Case:
 def attacked(case: Case, starts: int = 2, steps: int = 20) -> Attacked:
     """Attacks on the class inside and outside the radius of one token, and on the bounds of all margins inside."""
     token = case.label % len(case.x)
-    lines = Linearised(read_network(case.network, len(case.x)), case.network.placed(case.x), [token])
+    lines = LinearisedNetwork(read_network(case.network, len(case.x)), case.network.placed(case.x), [token])
     radius = lines.radius(case.label)[0]
     bounds = lines.margins(case.label, torch.full((1,), radius, dtype=torch.float64))
 
@@ -110,7 +110,7 @@ def left_over(case: Case, draws: int = 16, share: float = 1.0) -> float:
     """By how much true remainders pass their bounds at random moves on a sphere of one token; at most 0 when sound."""
     token, radius = case.label % len(case.x), share * 0.2
     parts, start = read_network(case.network, len(case.x)), case.network.placed(case.x)
-    lines = Linearised(parts, start, [token])
+    lines = LinearisedNetwork(parts, start, [token])
     reach, worst = torch.tensor([1.0, radius], dtype=torch.float64), -torch.inf
     ends = []
     for left in lines.remainders:
@@ -143,7 +143,7 @@ def true_remainders(parts: tuple[Part, ...], start: Tensor, there: Tensor) -> li
                 case ResidualPart(branch):
                     left, right = through(branch, here, there)
                     here, there = here + left, there + right
-                case AttentionPart() | DividePart() | BendPart():
+                case AttentionPart() | NormalisationPart() | ActivationPart():
                     f = _function(part)
                     value, slope = torch.autograd.functional.jvp(f, here, there - here)
                     found.append(f(there) - value - slope)
@@ -166,9 +166,9 @@ def forward(parts: tuple[Part, ...], x: Tensor) -> Tensor:
 def _function(part: Part) -> Callable[[Tensor], Tensor]:
     """The map whose remainder a source holds: heads before they are put together."""
     match part:
-        case DividePart(eps):
+        case NormalisationPart(eps):
             return lambda z: z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
-        case BendPart(activation):
+        case ActivationPart(activation):
             return {"relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}[activation]
         case AttentionPart(attention):
 

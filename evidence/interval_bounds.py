@@ -12,10 +12,10 @@ from howsmooth.attention.masks import Maps
 from howsmooth.attention.stages import Chain
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.certificates.network.parts_ir import (
+    ActivationPart,
     AttentionPart,
-    BendPart,
-    DividePart,
     LinearPart,
+    NormalisationPart,
     Part,
     PoolPart,
     ResidualPart,
@@ -61,9 +61,9 @@ def through(parts: Sequence[Part], box: Interval) -> Interval:
             case ResidualPart(branch):
                 inner = through(branch, (centre, width))
                 centre, width = centre + inner[0], width + inner[1]
-            case BendPart(activation):
+            case ActivationPart(activation):
                 centre, width = _bend(activation, centre, width)
-            case DividePart(eps):
+            case NormalisationPart(eps):
                 centre, width = _divide(centre, width, eps)
             case AttentionPart(attention):
                 centre, width = _attend(attention, centre, width)

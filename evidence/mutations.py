@@ -81,7 +81,7 @@ _BINDING = {("certificates.ball.block_ball", "row_by_row", "`-best` without its 
 """What is no choice there."""
 _SECOND = "second order in the moves, or an alternative that is not the least"
 WHY = {
-    ("certificates.network.taylor_remainders", "bend"): "rounding",
+    ("certificates.network.taylor_remainders", "activate"): "rounding",
     ("certificates.network.taylor_remainders", "numbers", "noise"): "rounding",
     (
         "certificates.network.taylor_remainders",
@@ -90,11 +90,11 @@ WHY = {
     ): "slopes of an activation differ by 1.26 at most, and no remainder attains it",
     ("certificates.network.attention_remainder", "attend"): "rounding",
     ("certificates.network.attention_remainder", "numbers"): "rounding",
-    ("certificates.network.margins", "_lost"): "rounding",
+    ("certificates.network.margins", "_decrease"): "rounding",
     ("certificates.ball.nonlinear_ball", "logit_moves"): "rounding",
     ("certificates.ball.nonlinear_ball", "of"): "rounding",
     ("certificates.classifier.cls_token", "remainder"): "the last of the pieces weigh a five-hundredth",
-    ("certificates.classifier.cls_token", "third"): "variances between those that examples attain",
+    ("certificates.classifier.cls_token", "third_derivative"): "variances between those that examples attain",
     (
         "certificates.classifier.relu_relaxation",
         "_parabola",

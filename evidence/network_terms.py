@@ -20,10 +20,10 @@ from evidence.juries import Example, Modules, agreement, largest
 from evidence.moved_heads import Case, apart, drawn
 from howsmooth.certificates import SequenceClassifier
 from howsmooth.certificates.network.parts_ir import (
+    ActivationPart,
     AttentionPart,
-    BendPart,
-    DividePart,
     LinearPart,
+    NormalisationPart,
     Part,
     PoolPart,
     ResidualPart,
@@ -71,8 +71,8 @@ class Ball:
         return Example(label, self._proved, self._truths())
 
     def _proved(self, modules: Modules) -> Iterator[tuple[str, Tensor]]:
-        lines = modules["certificates.network.margins"].Linearised(self.parts, self.x, range(len(self.x)))
-        stream, reach = lines.stream, torch.cat([self.moves.new_ones(1), self.moves])
+        lines = modules["certificates.network.margins"].LinearisedNetwork(self.parts, self.x, range(len(self.x)))
+        form, reach = lines.form, torch.cat([self.moves.new_ones(1), self.moves])
         for number, left in enumerate(lines.remainders):
             lower, upper = left.numbers(reach)
             lengths = left.lengths(reach)
@@ -80,11 +80,11 @@ class Ball:
             yield f"remainder {number}, downwards", -lower
             yield f"remainder {number}, length", lengths
             reach = torch.cat([reach, lengths])
-        yield "value", agreement(stream.value, forward(self.parts, self.x))
+        yield "value", agreement(form.value, forward(self.parts, self.x))
         sources = [self.moved() - self.x, *self.remainders]
-        line = stream.value + sum(
+        line = form.value + sum(
             torch.einsum("ndmb,rmb->rnd", slope, source.flatten(1).unflatten(1, slope.shape[2:]))
-            for slope, source in zip(stream.slopes, sources, strict=True)
+            for slope, source in zip(form.slopes, sources, strict=True)
         )
         yield "line and remainders", agreement(line, forward(self.parts, self.moved()))
         if self.classed:
@@ -99,7 +99,7 @@ class Ball:
             up, down = (apart[..., 0], -apart[..., 0]) if count is None else (apart.norm(dim=-1),) * 2
             found[f"remainder {number}, upwards"], found[f"remainder {number}, downwards"] = largest(up), largest(down)
             found[f"remainder {number}, length"] = largest(true.norm(dim=-1))
-            if isinstance(_bent(self.parts)[number], DividePart):  # one length for all numbers
+            if isinstance(_bent(self.parts)[number], NormalisationPart):  # one length for all numbers
                 for way in ("upwards", "downwards"):
                     found[f"remainder {number}, {way}"] = largest(true.norm(dim=-1, keepdim=True))
         here = forward(self.parts, self.x)
@@ -116,12 +116,14 @@ class Ball:
 def _bent(parts: Sequence[Part]) -> list[Part]:
     """Parts that are not linear, in the order in which they act."""
     inner = [_bent(part.branch) if hasattr(part, "branch") else [part] for part in parts]
-    return [part for some in inner for part in some if isinstance(part, AttentionPart | BendPart | DividePart)]
+    return [
+        part for some in inner for part in some if isinstance(part, AttentionPart | ActivationPart | NormalisationPart)
+    ]
 
 
 def _groups(part: Part) -> int | None:
     """Into how many norms a bound takes the numbers of a part together; None where each has its own."""
-    return part.map.heads if isinstance(part, AttentionPart) else 1 if isinstance(part, DividePart) else None
+    return part.map.heads if isinstance(part, AttentionPart) else 1 if isinstance(part, NormalisationPart) else None
 
 
 def _double(*numbers: object) -> Tensor:
@@ -164,7 +166,7 @@ def _behind_a_kink(share: float, gap: float, move: float, beside: bool = False) 
     With ``beside`` the ReLU is a branch, so that the line knows half of it.
     """
     case = _one_row((1 - share, share), ((0.0,), (gap,)), (0.0, gap), (move / gap, 0.0, 0.0))
-    kink = ResidualPart((BendPart("relu"),)) if beside else BendPart("relu")
+    kink = ResidualPart((ActivationPart("relu"),)) if beside else ActivationPart("relu")
     return Ball((kink, AttentionPart(case.attention.in_dtype(torch.float64))), case.x, case.moves)
 
 
@@ -193,40 +195,40 @@ MARGIN = LinearPart(_double([-1.0], [0.0]), _double(1.0, 0.0))
 """The margin of the first class falls with a number."""
 WIDE = LinearPart(_double([1.0, 0.5], [0.0, 1.0], [-1.0, 1.0]), _double(0.1, -0.2, 0.0))
 SINGLE = {
-    "division, tight across": _tokens(DividePart(1e-12), x=[[1.0, 0.0]], move=0.01),
-    "division, tight along": _tokens(DividePart(1.0), x=[[0.5**0.5]], move=0.01),
-    "division, far": _tokens(DividePart(1e-3), x=[[1.0, 0.0, 0.0]], move=0.5),
-    "division through zero": _tokens(DividePart(1.0), x=[[0.05]], move=2.0),
+    "division, tight across": _tokens(NormalisationPart(1e-12), x=[[1.0, 0.0]], move=0.01),
+    "division, tight along": _tokens(NormalisationPart(1.0), x=[[0.5**0.5]], move=0.01),
+    "division, far": _tokens(NormalisationPart(1e-3), x=[[1.0, 0.0, 0.0]], move=0.5),
+    "division through zero": _tokens(NormalisationPart(1.0), x=[[0.05]], move=2.0),
     **{
-        f"{name} at {start:g} by {move:g}": _tokens(BendPart(name), x=[[start]], move=move)
+        f"{name} at {start:g} by {move:g}": _tokens(ActivationPart(name), x=[[start]], move=move)
         for name in ("relu", "gelu", "silu")
         for start, move in ((0.0, 0.01), (0.5, 0.6), (-0.5, 0.6), (2.5, 0.01), (-3.0, 0.5), (1.0, 3.0))
     },
     **{
-        f"{name} at {start:g} by {move:g}": _tokens(BendPart(name), x=[[start]], move=move)
+        f"{name} at {start:g} by {move:g}": _tokens(ActivationPart(name), x=[[start]], move=move)
         for name, start, move in (
             ("gelu", 0.0, 1.4), ("gelu", 1.9, 0.3), ("gelu", 2.8, 1.2),
             ("silu", 0.0, 2.4), ("silu", 3.2, 0.7), ("silu", 5.0, 2.2),
         )
     },
-    "activations of two numbers": _tokens(BendPart("gelu"), x=[[0.0, 0.0]], move=0.01),
-    "activations of a wide map": _tokens(WIDE, BendPart("relu"), x=[[0.1, -0.1]], move=0.4),
+    "activations of two numbers": _tokens(ActivationPart("gelu"), x=[[0.0, 0.0]], move=0.01),
+    "activations of a wide map": _tokens(WIDE, ActivationPart("relu"), x=[[0.1, -0.1]], move=0.4),
     "one activation behind another": _tokens(
-        BendPart("gelu"), WIDE, BendPart("silu"), LinearPart(torch.ones(2, 3).double(), None), BendPart("gelu"),
-        x=[[0.0, 0.1]], move=0.3,
+        ActivationPart("gelu"), WIDE, ActivationPart("silu"), LinearPart(torch.ones(2, 3).double(), None),
+        ActivationPart("gelu"), x=[[0.0, 0.1]], move=0.3,
     ),
-    "division behind a kink": _tokens(BendPart("relu"), DividePart(0.1), x=[[0.0, 0.5]], move=0.2),
-    "a kink behind a kink": _tokens(BendPart("relu"), LinearPart(_double([-1.0, 2.0]), _double(-0.1)), BendPart("relu"),
-                                    x=[[0.0, 0.0]], move=0.2),
+    "division behind a kink": _tokens(ActivationPart("relu"), NormalisationPart(0.1), x=[[0.0, 0.5]], move=0.2),
+    "a kink behind a kink": _tokens(ActivationPart("relu"), LinearPart(_double([-1.0, 2.0]), _double(-0.1)),
+                                    ActivationPart("relu"), x=[[0.0, 0.0]], move=0.2),
     "a kink behind a kink beside a number that cannot switch": _tokens(
-        BendPart("relu"), LinearPart(torch.eye(2).double(), _double(0.0, 5.0)), BendPart("relu"),
+        ActivationPart("relu"), LinearPart(torch.eye(2).double(), _double(0.0, 5.0)), ActivationPart("relu"),
         x=[[0.0, 0.0]], move=0.2,
     ),
-    "a margin that rises": _tokens(BendPart("gelu"), PoolPart("mean"), LinearPart(-MARGIN.weight, None), x=[[2.5]],
-                                   move=0.3, classed=True),
-    "corner of a cube": _tokens(SPREAD, BendPart("gelu"), PoolPart("mean"), MARGIN, x=[[0.0] * 16], move=0.1,
+    "a margin that rises": _tokens(ActivationPart("gelu"), PoolPart("mean"), LinearPart(-MARGIN.weight, None),
+                                   x=[[2.5]], move=0.3, classed=True),
+    "corner of a cube": _tokens(SPREAD, ActivationPart("gelu"), PoolPart("mean"), MARGIN, x=[[0.0] * 16], move=0.1,
                                 classed=True),
-    "edge of a cross": _tokens(LinearPart(_double([3.0, 1.0]), None), BendPart("silu"), PoolPart("first"), MARGIN,
+    "edge of a cross": _tokens(LinearPart(_double([3.0, 1.0]), None), ActivationPart("silu"), PoolPart("first"), MARGIN,
                                x=[[0.0, 0.0]], move=0.05, classed=True),
 }  # fmt: skip
 """Parts by themselves, and one behind another."""
@@ -264,8 +266,8 @@ def _radii() -> Example:
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
         deep, zeros = modules["certificates.network.margins"], torch.zeros(3, 4, dtype=torch.float64)
-        flat = deep.Linearised(read_network(line, 3), zeros, [0])
-        bent = deep.Linearised(read_network(kink, 1), zeros[:1, :1], [0])
+        flat = deep.LinearisedNetwork(read_network(line, 3), zeros, [0])
+        bent = deep.LinearisedNetwork(read_network(kink, 1), zeros[:1, :1], [0])
         found = [*(flat.radius(0, norm)[0] for norm in NORMS), bent.radius(0)[0], flat.radius(1)[0]]
         yield "inverse radius", 1 / _double(*found).clamp_min(1e-9)
         yield "margins, tokens together", 1 - deep.certified_margins(line, zeros, 0, 0.05)

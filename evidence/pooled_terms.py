@@ -99,7 +99,7 @@ class Pool:
         yield "value", agreement(found.value, self.value(self.tokens)[None])
         yield "gradient", agreement(found.gradient[0] @ self.directions.flatten(1).mT, self.rates[1])
         some = self.directions[:20].flatten(1)
-        bends = torch.stack([found.bend(move[None])[0] @ move for move in some])
+        bends = torch.stack([found.hessian_product(move[None])[0] @ move for move in some])
         yield "second derivative", agreement(bends, self.rates[2][:20])
         yield "growth", point.growth(radii).exp()
         variance, reach = point.spread(radii)
@@ -107,7 +107,7 @@ class Pool:
         yield "reach", reach
         least, most = found.curvature
         yield "curvature", torch.cat([-least, most])
-        yield "third derivative", found.third(radii)[0]
+        yield "third derivative", found.third_derivative(radii)[0]
         yield "remainder", found.remainder(self.radius)
 
     def _truths(self) -> dict[str, Tensor]:
@@ -240,13 +240,13 @@ class Box:
 
         def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
             module = modules["certificates.classifier.relu_relaxation"]
-            hidden = module.Hidden(
+            hidden = module.HiddenBounds(
                 *(_double(number) for number in (self.start,)), torch.ones(1, 1).double(),
                 *(_double(number) for number in (self.lower, self.upper, self.rest, float(moves.max()))),
             )  # fmt: skip
             for line in (0.0, 0.4, 1.0):
-                guess = None if self.size is None else module.Guess(_double(self.start), _double(self.size**2))
-                found = module.Relaxed.of(_double(self.weight), hidden, _double(line), guess)
+                guess = None if self.size is None else module.HiddenMoments(_double(self.start), _double(self.size**2))
+                found = module.ReluRelaxation.of(_double(self.weight), hidden, _double(line), guess)
                 value = found.constant + found.coefficients * z + found.slopes * moves + found.squares * moves.square()
                 yield f"line {line:g}", top - value
 

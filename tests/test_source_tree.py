@@ -49,7 +49,6 @@ SAME_NAME = {
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
 }

@@ -12,7 +12,7 @@ import howsmooth as hs
 from evidence.certificates import draw
 from howsmooth.certificates.ball import block_ball, on_ball
 from howsmooth.certificates.ball.block_ball import BlockBall, Side, expected_change_seconds, over_keys, row_by_row
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import top_bounds
 
@@ -107,7 +107,7 @@ def block(seed: int) -> tuple[hs.AttentionMap, Tensor, float]:
 
 def rebuilt(ball: BlockBall) -> Tensor:
     """The Jacobian at the input from the vectors of all heads, ``(n·d_out, n·d)``."""
-    weights, n = ball._stacked(lambda one: one.group.weights), ball.n
+    weights, n = ball._joined("group.weights"), ball.n
     push = ball._pushes.expand(n, -1, -1, -1)
     values = ball._value_maps.rows[0].mT / ball.eps @ ball.value_bases.mT
     blocks = torch.einsum("hij,hde->idje", weights, values)
@@ -186,7 +186,7 @@ def test_a_block_of_heads_that_share_nothing_moves_less_far_than_heads_that_only
     alone = torch.cat([ball.change() for ball in balls])
     together = BlockBall(attention, balls).change()
     assert together <= 2 * float(alone.amax())
-    assert norm_together(attention, alone.tolist()) == pytest.approx(3 * float(alone.amax()), rel=1e-6)
+    assert norm_of_head_sum(attention, alone.tolist()) == pytest.approx(3 * float(alone.amax()), rel=1e-6)
 
 
 def test_what_is_not_done_is_not_announced() -> None:

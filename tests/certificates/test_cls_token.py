@@ -42,7 +42,7 @@ def test_gradient_and_curvature_equal_autograd(seed: int) -> None:
     hessian = torch.autograd.functional.hessian(g, tokens.flatten())
     torch.testing.assert_close(found.value[0], g(tokens.flatten()))
     torch.testing.assert_close(found.gradient[0], gradient)
-    torch.testing.assert_close(found.bend(move)[0], hessian @ move[0])
+    torch.testing.assert_close(found.hessian_product(move)[0], hessian @ move[0])
     spectrum = torch.linalg.eigvalsh(hessian)
     least, most = (float(end) for end in found.curvature)
     assert least <= spectrum[0] < spectrum[-1] <= most
@@ -75,7 +75,7 @@ def worst_share(steep: float, radius: float, seeds: range, lead: float = 0.0) ->
             for _ in range(40):
                 delta = (radius * delta / delta.norm()).requires_grad_()
                 rest = a @ pooled(tokens + delta.reshape(N, D)) - start - slope @ delta
-                rest = sign * (rest - 0.5 * (found.bend(delta[None])[0] @ delta))
+                rest = sign * (rest - 0.5 * (found.hessian_product(delta[None])[0] @ delta))
                 worst = max(worst, float(rest.detach()) / bound)
                 (step,) = torch.autograd.grad(rest, delta)
                 delta = delta.detach() + radius * step / step.norm()
@@ -89,14 +89,14 @@ def test_no_move_leaves_more_than_the_remainder(steep: float, radius: float) -> 
 
 
 def test_a_remainder_without_its_fourth_cumulant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Functionals.third
+    full = Functionals.third_derivative
 
     def without_values(self: Functionals, radii: Tensor) -> Tensor:
         self._deviation, self._range = 0 * self._deviation, 0 * self._range
         self.pulled = 1e-3 * self.pulled
         return full(self, radii)
 
-    monkeypatch.setattr(Functionals, "third", without_values)
+    monkeypatch.setattr(Functionals, "third_derivative", without_values)
     assert worst_share(2.0, 0.3, range(4)) > 1
 
 

@@ -15,9 +15,9 @@ from howsmooth.certificates import CentredNorm, Residual, SelfAttend, SequenceCl
 from howsmooth.certificates.network import margins as deep
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.certificates.network.attention_remainder import AttentionRemainder
-from howsmooth.certificates.network.margins import Linearised
-from howsmooth.certificates.network.parts_ir import BendPart, LinearPart, Part, PoolPart, read_network
-from howsmooth.certificates.network.taylor_remainders import BendRemainder, DivisionRemainder
+from howsmooth.certificates.network.margins import LinearisedNetwork
+from howsmooth.certificates.network.parts_ir import ActivationPart, LinearPart, Part, PoolPart, read_network
+from howsmooth.certificates.network.taylor_remainders import ActivationRemainder, NormalisationRemainder
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 
@@ -25,10 +25,10 @@ from howsmooth.errors import InvalidInput, UnsupportedModel
 def test_values_and_slopes_are_those_of_the_network(seed: int) -> None:
     case = draw_network(seed)
     n = len(case.x)
-    lines = Linearised(read_network(case.network, n), case.network.placed(case.x), range(n))
+    lines = LinearisedNetwork(read_network(case.network, n), case.network.placed(case.x), range(n))
     torch.testing.assert_close(lines.logits, case.network(case.x), rtol=1e-12, atol=1e-12)
     jacobian = torch.autograd.functional.jacobian(case.network, case.x)
-    torch.testing.assert_close(lines.stream.slopes[0][0], jacobian, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(lines.form.slopes[0][0], jacobian, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_every_remainder_stays_within_its_bound() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AttentionRemainder, BendRemainder, DivisionRemainder])
+@pytest.mark.parametrize("kind", [AttentionRemainder, ActivationRemainder, NormalisationRemainder])
 def test_a_remainder_taken_as_nothing_is_caught(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Unstable neurons taken as stable, a second derivative dropped."""
     broken(monkeypatch, kind, lambda _, lower, upper: (0 * lower, 0 * upper))
@@ -116,7 +116,7 @@ def test_standard_encoders_are_read() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, activation="gelu", norm_first=True, batch_first=True)
     net = SequenceClassifier([layer], nn.Linear(8, 3), pool="first").double().eval()
     x = torch.randn(5, 8, dtype=torch.float64)
-    lines = Linearised(read_network(net, 5), x, [0])
+    lines = LinearisedNetwork(read_network(net, 5), x, [0])
     torch.testing.assert_close(lines.logits, net(x[None])[0], rtol=1e-9, atol=1e-9)
     assert hs.certify(net, x, int(net(x[None]).argmax()), tokens=[0]).radius > 0
 
@@ -199,12 +199,12 @@ def exact_margin(parts: Sequence[Part], x: Tensor) -> Fraction:
         match part:
             case LinearPart(weight, _):
                 token = [sum(Fraction(w) * t for w, t in zip(row, token, strict=True)) for row in weight.tolist()]
-            case BendPart("relu"):
+            case ActivationPart("relu"):
                 token = [max(number, Fraction(0)) for number in token]
     return token[0] - token[1]
 
 
-@pytest.mark.parametrize("activation", [(), (BendPart("relu"),)])
+@pytest.mark.parametrize("activation", [(), (ActivationPart("relu"),)])
 def test_margins_at_an_input_are_below_the_exact_ones_where_rounding_is_large(activation: tuple[Part, ...]) -> None:
     """Large numbers that cancel in the first layer: the margin as computed is off, above the exact one as often as not.
 
@@ -217,7 +217,7 @@ def test_margins_at_an_input_are_below_the_exact_ones_where_rounding_is_large(ac
         first[:, 2] = -(first[:, :2] @ x[0, :2]) / x[0, 2] + 1e-6  # sums of 10⁶ that leave about one
         last = torch.randn(2, 3, generator=generator).double()
         parts = (LinearPart(first, None), *activation, LinearPart(last, None), PoolPart("first"))
-        lines = Linearised(parts, x, [0])
+        lines = LinearisedNetwork(parts, x, [0])
         bound, exact = lines.margins(0, torch.zeros(1, dtype=torch.float64))[1], exact_margin(parts, x)
         assert Fraction(float(bound)) <= exact
         off.append(Fraction(float(lines.logits[0] - lines.logits[1])) - exact)

@@ -63,7 +63,7 @@ def test_half_of_the_hadamard_form_is_caught() -> None:
             "",
             network_terms.SINGLE["division, tight across"],
         ),
-        ("certificates.network.margins", "_lost", "`0.5` → `0.25`", "", network_terms.SINGLE["corner of a cube"]),
+        ("certificates.network.margins", "_decrease", "`0.5` → `0.25`", "", network_terms.SINGLE["corner of a cube"]),
         (
             "certificates.network.attention_remainder",
             "_second_order",

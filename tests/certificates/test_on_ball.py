@@ -17,7 +17,7 @@ from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.three_paths import PathsAt, paths
 from howsmooth.certificates.ball import on_ball
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.nonlinear_ball import CurvedBall, curved_bound
+from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall, nonlinear_bound
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.errors import DoesNotApply
 
@@ -131,7 +131,7 @@ def test_maps_without_a_proof_are_refused() -> None:
     attention = hs.SelfAttention.random(4)
     attention.query_stages.append(Squared())
     with pytest.raises(DoesNotApply, match="no bound around an input is proved for Squared"):
-        curved_bound(PathsAt(attention, torch.ones(3, 4)), torch.full((3,), 0.1))
+        nonlinear_bound(PathsAt(attention, torch.ones(3, 4)), torch.full((3,), 0.1))
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def curved_weights_left(kind: str, share: float) -> float:
     worst = -torch.inf
     for seed in range(4):
         attention, x, _ = draw_curved(kind, seed)
-        ball = CurvedBall(PathsAt(attention, x), torch.full((len(x),), share * 0.2, dtype=torch.float64))
+        ball = NonlinearBall(PathsAt(attention, x), torch.full((len(x),), share * 0.2, dtype=torch.float64))
         for aim in range(len(x)):
             here = x.clone().requires_grad_()
             (slope,) = torch.autograd.grad(attention.weights(here)[0, -1, aim], here)

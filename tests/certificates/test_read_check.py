@@ -14,7 +14,7 @@ from evidence.deep_networks import draw_network
 from evidence.read_networks import Counting
 from howsmooth.certificates import PatchTransformer, Residual, SelfAttend, SequenceClassifier, certified_margins
 from howsmooth.certificates.network.parts_ir import read_network
-from howsmooth.certificates.network.read_check import in_double, run_parts
+from howsmooth.certificates.network.read_check import double_copy, evaluate_parts
 from howsmooth.errors import UnsupportedModel
 from tests.certificates.test_robust_radius import networks
 
@@ -49,7 +49,7 @@ def certified(net: SequenceClassifier) -> float:
 def test_parts_compute_what_the_network_does(seed: int) -> None:
     case = draw_network(seed)
     parts = read_network(case.network, len(case.x))
-    torch.testing.assert_close(run_parts(parts, case.network.placed(case.x))[0], case.network(case.x))
+    torch.testing.assert_close(evaluate_parts(parts, case.network.placed(case.x))[0], case.network(case.x))
 
 
 @pytest.mark.parametrize("factor", [2.0, 1 + 1e-7])
@@ -173,7 +173,7 @@ def test_weights_that_autograd_follows_into_a_map_keep_their_gradients() -> None
 def test_a_copy_in_double_keeps_what_torch_takes_from_the_dtype() -> None:
     norm = nn.RMSNorm(4).half()
     x = torch.full((4,), 1e-3, dtype=torch.float16)
-    torch.testing.assert_close(in_double(norm)(x.double()).half(), norm(x), rtol=2e-3, atol=0)
+    torch.testing.assert_close(double_copy(norm)(x.double()).half(), norm(x), rtol=2e-3, atol=0)
 
 
 class Louder(nn.MultiheadAttention):
@@ -246,7 +246,7 @@ def test_a_vision_transformer_that_is_something_else_has_no_certificate(monkeypa
     ((net, image, label),) = networks(1)
     assert hs.certify(net, image, label).radius > 0
     handle = net.up.register_forward_hook(lambda module, args, output: -output)  # type: ignore[union-attr]
-    with pytest.raises(UnsupportedModel, match="up, a Affine with forward hooks"):
+    with pytest.raises(UnsupportedModel, match="up, a AffineLayer with forward hooks"):
         hs.certify(net, image, label)
     handle.remove()
     plain = PatchTransformer.forward

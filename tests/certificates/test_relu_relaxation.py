@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from howsmooth.certificates.classifier.relu_relaxation import Guess, Hidden, Relaxed
+from howsmooth.certificates.classifier.relu_relaxation import HiddenBounds, HiddenMoments, ReluRelaxation
 
 
-def hidden(lower: float, upper: float, rest: float = 0.0) -> Hidden:
+def hidden(lower: float, upper: float, rest: float = 0.0) -> HiddenBounds:
     """One hidden value z = z⁰ + δ + R over |δ| ≤ r, with z in [lower, upper]."""
 
     def one(x: float) -> torch.Tensor:
         return torch.tensor([x], dtype=torch.float64)
 
     start, reach = (lower + upper) / 2, (upper - lower) / 2 - rest
-    return Hidden(one(start), one(1.0)[None], one(lower), one(upper), one(rest), one(reach))
+    return HiddenBounds(one(start), one(1.0)[None], one(lower), one(upper), one(rest), one(reach))
 
 
 def relaxed_value(
-    weight: float, box: Hidden, line: float, size: float | None, move: torch.Tensor, rest: torch.Tensor
+    weight: float, box: HiddenBounds, line: float, size: float | None, move: torch.Tensor, rest: torch.Tensor
 ) -> torch.Tensor:
-    found = Relaxed.of(
+    found = ReluRelaxation.of(
         torch.tensor([weight], dtype=torch.float64),
         box,
         torch.tensor([line], dtype=torch.float64),
-        None if size is None else Guess(box.start, torch.full_like(box.start, size**2)),
+        None if size is None else HiddenMoments(box.start, torch.full_like(box.start, size**2)),
     )
     z = box.start + move + rest
     return found.constant + found.coefficients * z + found.slopes * move + found.squares * move.square()
@@ -54,7 +54,7 @@ def test_the_parabola_leaves_less_than_half_the_gap_of_the_chord() -> None:
 
 def test_a_neuron_wrongly_taken_as_stable_is_caught() -> None:
     box = hidden(-1.0, 1.0)
-    wrong = Hidden(box.start, box.slope, torch.zeros_like(box.lower), box.upper, box.rest, box.reach)
+    wrong = HiddenBounds(box.start, box.slope, torch.zeros_like(box.lower), box.upper, box.rest, box.reach)
     moves = torch.linspace(-1, 1, 21, dtype=torch.float64)
     found = relaxed_value(1.0, wrong, 0.0, None, moves, torch.zeros(1, dtype=torch.float64))
     assert bool((found <= torch.relu(moves) + 1e-12).all())  # relu(z) ≥ z: harmless from below …
@@ -73,4 +73,4 @@ def test_bending_pays_in_the_middle_only() -> None:
     box, weight = hidden(-1.0, 1.0, rest=0.1), torch.tensor([-1.0], dtype=torch.float64)
     for near, bent in ((0.0, True), (1.0, False)):
         at = torch.full((1,), near, dtype=torch.float64)
-        assert bool(Relaxed.of(weight, box, weight, Guess(at, at.square())).squares != 0) == bent
+        assert bool(ReluRelaxation.of(weight, box, weight, HiddenMoments(at, at.square())).squares != 0) == bent

@@ -12,8 +12,8 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.certificates import network
 from howsmooth.certificates.classifier.cls_token import Functionals
-from howsmooth.certificates.classifier.relu_relaxation import Hidden
-from howsmooth.certificates.classifier.robust_radius import Neighbourhood
+from howsmooth.certificates.classifier.relu_relaxation import HiddenBounds
+from howsmooth.certificates.classifier.robust_radius import BallMargins
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.search.attacks import margins, minimal_norm_attack, projected_attack
 
@@ -167,12 +167,12 @@ def test_a_dropped_remainder_and_curvature_are_caught(monkeypatch: pytest.Monkey
 
 
 def test_unstable_neurons_taken_as_stable_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Neighbourhood._hidden
+    real = BallMargins._hidden
 
-    def stable(self: Neighbourhood, radius: float) -> Hidden:
+    def stable(self: BallMargins, radius: float) -> HiddenBounds:
         box = real(self, radius)
         on = box.start > 0
-        return Hidden(
+        return HiddenBounds(
             box.start,
             box.slope,
             torch.where(on, box.lower.clamp_min(0.0), box.lower),
@@ -181,7 +181,7 @@ def test_unstable_neurons_taken_as_stable_are_caught(monkeypatch: pytest.MonkeyP
             box.reach,
         )
 
-    monkeypatch.setattr(Neighbourhood, "_hidden", stable)
+    monkeypatch.setattr(BallMargins, "_hidden", stable)
     net, image = linear(kink=True), torch.zeros(4, 4, dtype=torch.float64)
     assert hs.certify(net, image, 0).radius > 0.61
 

@@ -192,7 +192,7 @@ class PathsAt:
         attention.terms.check(n, attention.heads, batch)
         self.projected = [vectors.flatten(0, 1) for vectors in attention.project(self.tokens)]
         self.stages = attention.stages(self.projected[0], self.projected[1])
-        self._behind = [Chain.through(*each) for each in zip(self.stages, self.projected, strict=True)]
+        self.staged = [Chain.through(*each) for each in zip(self.stages, self.projected, strict=True)]
         self._maps = Maps.every(batch, attention.heads, n, self.projected[0])
 
     @property
@@ -211,7 +211,7 @@ class PathsAt:
         return self._evaluate(slice(None))
 
     def _evaluate(self, span: slice) -> _Weights:
-        query, key = (at[span] for at, _ in self._behind[:2])
+        query, key = (at[span] for at, _ in self.staged[:2])
         dots, scores, weights, slopes = _weights(self.attention, query, key, self._maps.select(span))
         with torch.no_grad():
             logits = logit_radius(_some(self._traced[0], span), _some(self._traced[1], span), dots, scores)
@@ -233,7 +233,7 @@ class PathsAt:
         factors = [_per_map(weight.mT, len(self.projected[0]), batch, reduced).mT for weight in weights_in]
         lost = [_factoring(attention.in_features, factor.shape[-2], reduced) for factor in factors]
         query, key, value = map(
-            _Vectors.behind_stages, self.stages, self._behind, self.projected, factors, self._traced, lost
+            _Vectors.behind_stages, self.stages, self.staged, self.projected, factors, self._traced, lost
         )
         softmax = self._softmax
         shiftable = softmax and attention.softcap is None

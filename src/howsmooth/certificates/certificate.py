@@ -13,11 +13,11 @@ class Certificate:
     """A proved enclosure of ‖J‖₂ of every map at an input, or over a ball around it.
 
     Attributes:
-        lower: no larger than the largest ‖J‖₂ on the set (at the input itself). upper: no smaller than any.
+        lower: ≤ the maximum of ‖J‖₂ over the set (proved at the input itself). upper: ≥ that maximum.
             Both hold in exact arithmetic: rounding is accounted for.
-        methods: which proof gave the upper end of each map.
+        methods: the proof of the upper end of each map.
         radius: of the ball; 0 at the input. ball: "token" (every token moves by at most the radius) or "frobenius".
-        per_head: whether the maps are the heads. seconds: time taken. notes: what else to know.
+        per_head: whether the maps are the heads. seconds: time taken. notes: further remarks.
     """
 
     lower: Tensor
@@ -35,17 +35,8 @@ class Certificate:
         return self.upper / self.lower
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and words."""
-        return {
-            "lower": self.lower.tolist(),
-            "upper": self.upper.tolist(),
-            "methods": list(self.methods),
-            "radius": self.radius,
-            "ball": self.ball,
-            "per_head": self.per_head,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
+        """All fields as plain numbers and strings."""
+        return _plain(self)
 
 
 @dataclass(frozen=True)
@@ -53,9 +44,9 @@ class Robustness:
     """A radius within which a network's class is proved not to change.
 
     Attributes:
-        label: the class. predicted: the class of the network; the radius is 0 where it is another.
-        radius: proved, in the norm asked for. limiting: the class that stops it from growing, None without one.
-        seconds: time taken. notes: what else to know.
+        label: the class. predicted: the network's class; the radius is 0 where it differs from the label.
+        radius: proved, in the requested norm. limiting: the class that limits it, None without one.
+        seconds: time taken. notes: further remarks.
     """
 
     label: int
@@ -66,12 +57,12 @@ class Robustness:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and words."""
-        return {
-            "label": self.label,
-            "predicted": self.predicted,
-            "radius": self.radius,
-            "limiting": self.limiting,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
+        """All fields as plain numbers and strings."""
+        return _plain(self)
+
+
+def _plain(result: Certificate | Robustness) -> dict[str, Any]:
+    """The fields of a result, tensors and tuples as lists."""
+    fields = vars(result)
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    return fields | lists | {name: value.tolist() for name, value in fields.items() if isinstance(value, Tensor)}

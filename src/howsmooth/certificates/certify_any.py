@@ -23,14 +23,20 @@ from howsmooth.attention import AttentionMap
 from howsmooth.certificates.ball.on_ball import enclose_block_around, enclose_heads_around, move_radii
 from howsmooth.certificates.certificate import Certificate, Robustness
 from howsmooth.certificates.classifier.patch_transformer import PatchTransformer
-from howsmooth.certificates.classifier.robust_radius import Classifier, Neighbourhood
-from howsmooth.certificates.network.margins import Linearised, check_cost
+from howsmooth.certificates.classifier.robust_radius import BallMargins, Classifier
+from howsmooth.certificates.network.margins import LinearisedNetwork, check_cost
 from howsmooth.certificates.network.parts_ir import (
     SequenceClassifier,
     read_network,
     unchanged_attention,
 )
-from howsmooth.certificates.network.read_check import check_network, in_double, left_alone, read_folded, read_map
+from howsmooth.certificates.network.read_check import (
+    check_network,
+    double_copy,
+    preserved_random_state,
+    read_folded,
+    read_map,
+)
 from howsmooth.certificates.point.enclosure import enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput, UnsupportedModel
@@ -182,7 +188,7 @@ def _robustness(f: object, x: Tensor, label: int, norm: float, start: float) -> 
 def certify_patches(
     network: Classifier, tokens: Tensor, label: int, norm: float = 2, start: float | None = None
 ) -> Robustness:
-    """The certificate of a folded network, which many images share."""
+    """The certificate of an image by a folded network."""
     check_one_of(norm, NORMS, "norm")
     start = perf_counter() if start is None else start
     classes = len(network.direct)
@@ -194,11 +200,11 @@ def certify_patches(
     if predicted != label:
         notes = (f"the class of this image is {predicted}, not {label}: no radius keeps it",)
         return Robustness(label, predicted, 0.0, predicted, perf_counter() - start, notes)
-    radius, limiting = Neighbourhood(network, tokens, label, norm).radius()
+    radius, limiting = BallMargins(network, tokens, label, norm).radius()
     return Robustness(label, predicted, radius, limiting, perf_counter() - start)
 
 
-@left_alone()
+@preserved_random_state()
 def certify_sequence(
     network: SequenceClassifier,
     x: Tensor,
@@ -214,13 +220,13 @@ def certify_sequence(
     check_one_of(ball, BALLS, "ball")
     if x.dim() != 1 + x.is_floating_point():
         raise InvalidInput(f"tokens (n, d) or their numbers (n,) are certified, got shape {tuple(x.shape)}.")
-    double = in_double(network)
+    double = double_copy(network)
     at = x.double() if x.is_floating_point() else x
     hidden = double.placed(double.embed(at))
     moved = _moving_tokens(len(hidden), tokens)
     parts = read_network(double, len(hidden))
     check_cost(parts, hidden.shape[0], hidden.shape[1], len(moved))
-    lines = Linearised(parts, hidden, moved, together=ball == "frobenius")
+    lines = LinearisedNetwork(parts, hidden, moved, together=ball == "frobenius")
     classes, predicted = len(lines.logits), int(lines.logits.argmax())
     if label >= classes:
         raise InvalidInput(f"label is one of {classes} classes, 0 to {classes - 1}, got {label}.")

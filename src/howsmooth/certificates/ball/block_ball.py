@@ -8,9 +8,10 @@ Proof: docs/theory/certificates-ball.md, section "Heads together".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -144,17 +145,14 @@ class BlockBall:
         self.query_bases, self.key_bases, self.value_bases = (
             _bases(weight.double().mT, attention.heads) for weight in weights
         )
-        self.upper_weights, self.score = (
-            self._stacked(lambda ball: ball.upper_weights),
-            self._stacked(lambda ball: ball.score),
-        )
+        self.upper_weights, self.score = self._joined("upper_weights"), self._joined("score")
         self.n = self.upper_weights.shape[-1]
 
     def change(self) -> float:
         """‖J − J⁰‖ on the ball."""
         if any(ball.group.value_map.shape[1] > 1 for ball in self.balls):
             return torch.inf
-        by_weight = self._stacked(lambda ball: ball.group.weights).sum((0, 1)).argsort(descending=True)
+        by_weight = self._joined("group.weights").sum((0, 1)).argsort(descending=True)
         sinks = by_weight[: min(_SINKS, self.n - 1)]
         columns, queries, found = [self.one_token_change(int(j)) for j in sinks], self.query_change(), []
         for count in range(len(columns) + 1):
@@ -166,8 +164,13 @@ class BlockBall:
         bound = float(torch.stack(found).amin()) * max(ball.group.allowance for ball in self.balls)
         return bound if bound == bound else torch.inf
 
-    def _stacked(self, part: Callable[[HeadBall], Tensor]) -> Tensor:
-        return torch.cat([part(ball) for ball in self.balls])
+    def _joined(self, name: str) -> Tensor:
+        """An attribute of the balls, for all heads."""
+        return torch.cat([attrgetter(name)(ball) for ball in self.balls])
+
+    def _sum_over_keys(self, left: Side, right: Side, queries: int = 1) -> float:
+        """The largest of `over_keys`."""
+        return float(over_keys(left, right, queries).amax())
 
     @cached_property
     def _steps(self) -> list[PerturbationStep]:
@@ -181,7 +184,7 @@ class BlockBall:
     @cached_property
     def _centred_values(self) -> Tensor:
         """u_ij, ``(n, heads, n, d_out)``."""
-        return self._in_output(self._stacked(HeadBall.centred_values))
+        return self._in_output(torch.cat([ball.centred_values() for ball in self.balls]))
 
     def _in_output(self, vectors: Tensor) -> Tensor:
         """Vectors of the heads ``(heads, n, n, m)`` in the output, ``(n, heads, n, d_out)``."""
@@ -190,36 +193,35 @@ class BlockBall:
     @cached_property
     def _centred_keys(self) -> Tensor:
         """b_ij, ``(n, heads, n, d)``."""
-        return (self._stacked(HeadBall.centred_keys) @ self.query_bases.mT[:, None]).transpose(0, 1).contiguous()
+        keys = torch.cat([ball.centred_keys() for ball in self.balls])
+        return (keys @ self.query_bases.mT[:, None]).transpose(0, 1).contiguous()
 
     @cached_property
     def _pushes(self) -> Tensor:
         """t_ij, ``(n or 1, n, heads, d)``: key, query, head."""
-
-        def felt(ball: HeadBall) -> Tensor:
-            push, maps = ball.group.push, ball.group.push_map
-            return push[:, :, None] if maps is None else torch.einsum("hik,hjkr->hijr", push, maps)
-
-        return (self._stacked(felt) @ self.key_bases.mT[:, None]).permute(2, 1, 0, 3).contiguous()
+        pairs = [(ball.group.push, ball.group.push_map) for ball in self.balls]
+        felt = [
+            push[:, :, None] if maps is None else torch.einsum("hik,hjkr->hijr", push, maps) for push, maps in pairs
+        ]
+        return (torch.cat(felt) @ self.key_bases.mT[:, None]).permute(2, 1, 0, 3).contiguous()
 
     def _value_side(self, loads: Tensor, apart: Tensor | None = None) -> Side:
         """u_ij, or other vectors, under loads ``(heads, n, n)``."""
-        off = self._stacked(lambda ball: ball.value_radius) * loads.sum(-1).sqrt()
+        off = self._joined("value_radius") * loads.sum(-1).sqrt()
         apart = self._centred_values if apart is None else apart
         return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * apart, off.mT)
 
     def _key_side(self, loads: Tensor) -> Side:
         """b_ij under loads."""
-        off = self._stacked(lambda ball: ball.key_radius) * loads.sum(-1).sqrt()
+        off = self._joined("key_radius") * loads.sum(-1).sqrt()
         return Side(loads.transpose(0, 1).contiguous().sqrt()[..., None] * self._centred_keys, off.mT)
 
     def _push_side(self, loads: Tensor, keys: Tensor) -> Side:
         """t_ij of some keys under loads, for every query and head."""
         roots = loads.sqrt()[..., keys].permute(2, 1, 0).contiguous()
         push = self._pushes if len(self._pushes) == 1 else self._pushes[keys]
-        radius = self._stacked(lambda ball: push_radii(ball.group).expand_as(ball.upper_weights))[..., keys].permute(
-            2, 1, 0
-        )
+        radii = torch.cat([push_radii(ball.group).expand_as(ball.upper_weights) for ball in self.balls])
+        radius = radii[..., keys].permute(2, 1, 0)
         return Side((roots[..., None] * push).flatten(1, 2)[:, :, None], (roots * radius).flatten(1))
 
     def _push_side_by_head(self, loads: Tensor, keys: Tensor) -> Side:
@@ -228,12 +230,16 @@ class BlockBall:
         rows = felt.rows.view(len(keys), self.n, -1, felt.rows.shape[-1]).transpose(1, 2).contiguous()
         return Side(rows, felt.error.view(len(keys), self.n, -1).square().sum(1).sqrt())
 
+    @property
+    def _value_map(self) -> tuple[Tensor, Tensor]:
+        """V of every head and a bound on its rounding error."""
+        return self._joined("group.value_map")[:, 0], self._joined("group.radii.value_map").amax(-1)
+
     @cached_property
     def _value_maps(self) -> Side:
         """εV, one row for all queries."""
-        maps = self._stacked(lambda ball: ball.group.value_map[:, 0])
-        off = self._stacked(lambda ball: ball.group.radii.value_map.amax(-1))
-        return Side(self.eps * (maps.mT @ self.output_bases.mT)[None], self.eps * off[None])
+        maps, error = self._value_map
+        return Side(self.eps * (maps.mT @ self.output_bases.mT)[None], self.eps * error[None])
 
     def _projector_side(self, bases: Tensor, sizes: Tensor) -> Side:
         """Projectors times sizes ``(b, heads)``."""
@@ -254,18 +260,18 @@ class BlockBall:
     def other_tokens_change(self, keys: Tensor) -> float:
         """≥ the change of the value and key paths for inputs of some tokens."""
         kept = torch.zeros(self.n, dtype=torch.float64).index_fill(0, keys, 1.0)
-        bound = self._value_sum_norm(self._stacked(lambda ball: ball.weight_matrix_change(kept)))
+        bound = self._value_sum_norm(torch.cat([ball.weight_matrix_change(kept) for ball in self.balls]))
         for step in self._steps:
             left, right = self._value_side(step.loads), self._push_side(step.mixture, keys)
-            bound = bound + 2 * float(over_keys(left, right, self.n).amax())
-        bound = bound + float(over_keys(self._value_maps, self._push_side_by_head(self.upper_weights, keys), 1).amax())
+            bound = bound + 2 * self._sum_over_keys(left, right, self.n)
+        bound = bound + self._sum_over_keys(self._value_maps, self._push_side_by_head(self.upper_weights, keys))
         return bound + self.query_move_change(keys)
 
     def query_move_change(self, keys: Tensor) -> float:
         """≥ the change of the key path by the queries' move."""
         loads, sizes = self.upper_weights[..., keys], self.eps * self.score
         moved = self._projector_side(self.key_bases, loads.sum(1).sqrt().mT * sizes)
-        bound = float(over_keys(self._value_maps, moved, 1).amax())
+        bound = self._sum_over_keys(self._value_maps, moved)
         still = self._value_side(self.upper_weights)
         alone = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
         if float(alone.amax()) == 0:  # no query moves
@@ -278,45 +284,42 @@ class BlockBall:
 
     def _value_sum_norm(self, sizes: Tensor) -> float:
         """‖Σ_h M_h ⊗ V_h‖ for matrices M_h of these norms."""
-        maps, lost = (
-            self._stacked(lambda ball: ball.group.value_map[:, 0]),
-            self._stacked(lambda ball: ball.group.radii.value_map.amax(-1)),
-        )
+        maps, error = self._value_map
         u, s, v = torch.linalg.svd(maps, full_matrices=False)
         roots = (s * sizes[:, None]).sqrt()
         left = Side((roots[..., None] * u.mT @ self.output_bases.mT)[None], torch.zeros_like(sizes)[None])
         right = Side((roots[..., None] * v @ self.value_bases.mT)[None], torch.zeros_like(sizes)[None])
-        off = lost + gamma(64 * maps.shape[-1] * maps.shape[-2]) * s.sum(-1)  # of the decomposition
-        return float(row_by_row(left, right)) + float((sizes * off).sum())
+        error = error + gamma(64 * maps.shape[-1] * maps.shape[-2]) * s.sum(-1)  # of the decomposition
+        return float(row_by_row(left, right)) + float((sizes * error).sum())
 
     def one_token_change(self, key: int) -> float:
         """≥ the change of the value and key paths for inputs of one token."""
         at = torch.tensor([key])
         directed = [ball.directed_change(key) for ball in self.balls]
         along, others = torch.cat([first for first, _ in directed]), [second for _, second in directed]
-        most = self._stacked(lambda ball: ball.weight_variances[0][..., key])
-        bound = self._value_sum_norm(self._stacked(lambda ball: ball.weight_change)[..., key].norm(dim=-1))
-        bound = bound + self._key_term(self._along_values(key, along), torch.ones_like(most), at)
+        variances = torch.cat([ball.weight_variances[0][..., key] for ball in self.balls])
+        bound = self._value_sum_norm(self._joined("weight_change")[..., key].norm(dim=-1))
+        bound = bound + self._key_term(self._along_values(key, along), torch.ones_like(variances), at)
         loads, size = (torch.cat([getattr(o, name) for o in others]) for name in ("loads", "size"))
         apart = torch.cat([ball.centred_values(o.centres) for ball, o in zip(self.balls, others, strict=True)])
         bound = bound + self._key_term(self._value_side(loads, self._in_output(apart)), size, at)
-        moved = self._push_side_by_head(self._loads_of_key(2 * most, at), at)
-        bound = bound + float(over_keys(self._value_maps, moved, 1))
+        moved = self._push_side_by_head(self._loads_of_key(2 * variances, at), at)
+        bound = bound + self._sum_over_keys(self._value_maps, moved)
         known, unknown = (torch.cat(part) for part in zip(*(ball.query_move_terms for ball in self.balls), strict=True))
         asked = self._projector_side(self.key_bases.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double())
-        bound = bound + float(over_keys(self._along_values(key, known[..., key]), asked, self.n))
+        bound = bound + self._sum_over_keys(self._along_values(key, known[..., key]), asked, self.n)
         loose = unknown[..., key].norm(dim=-1)[None]
         written = self._projector_side(self.output_bases, torch.ones_like(loose))
-        return bound + float(over_keys(written, self._projector_side(self.key_bases, loose), 1))
+        return bound + self._sum_over_keys(written, self._projector_side(self.key_bases, loose))
 
     def _along_values(self, key: int, sizes: Tensor) -> Side:
         """u_ij of one token j times sizes ``(heads, n)``."""
-        off = sizes * self._stacked(lambda ball: ball.value_radius)
+        off = sizes * self._joined("value_radius")
         return Side(sizes.mT[..., None, None] * self._centred_values[:, :, key, None], off.mT)
 
     def _key_term(self, left: Side, sizes: Tensor, at: Tensor) -> float:
         """≥ the norm of a sum of these vectors times t_ij of one token times sizes ``(heads, n)``."""
-        return float(over_keys(left, self._push_side(self._loads_of_key(sizes, at), at), self.n))
+        return self._sum_over_keys(left, self._push_side(self._loads_of_key(sizes, at), at), self.n)
 
     def _loads_of_key(self, sizes: Tensor, at: Tensor) -> Tensor:
         """Squares of sizes ``(heads, n)`` as the loads of one key."""

@@ -24,7 +24,7 @@ from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.norms.local_constant import measure_heads
 
 _RTOL = 1e-6
-"""To which singular vectors are found: their error enters the slope, not the value."""
+"""Tolerance of the singular vectors: their error enters the derivative, not the value."""
 
 
 @validated
@@ -38,7 +38,7 @@ def certified_constants(
 
     Args:
         attention: an attention map. x: tokens ``(n, d)``; computed in float64.
-        radius: how far every token may move. tokens: those that move, all when None.
+        radius: of the ball of every token. tokens: the moving tokens, all when None.
 
     >>> import howsmooth as hs
     >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).double().requires_grad_()

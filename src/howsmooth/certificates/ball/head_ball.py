@@ -273,10 +273,9 @@ class HeadBall(PerturbedHeads):
 
     def value_and_key_change(self, mask: Tensor) -> Tensor:
         """≥ the change of the value and key paths for inputs of these tokens, ``(g, 1, n) → (g,)``."""
-        d, high = self.weight_change * mask, self.upper_weights * mask
-        norm = self.weight_matrix_change(mask)
-        queries = self.score * self.eps * root((high * self.value_deviation.square()[..., None]).sum(-2).amax(-1))
-        return norm * self.value + self.key_path_change(d, high, self.group.weights * mask, mask) + queries
+        loads = self.upper_weights * mask * self.value_deviation.square()[..., None]
+        queries = self.score * self.eps * root(loads.sum(-2).amax(-1))
+        return self.weight_matrix_change(mask) * self.value + self.key_path_change(mask) + queries
 
     @cached_property
     def block_changes(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,8 +340,9 @@ class HeadBall(PerturbedHeads):
         steps = torch.stack([step.factor * self.key_moment(step.mixture).sqrt() for step in self.steps]).sum(0)
         return eps * (value * self.key_deviation + self.fixed_value_deviation * score) + torch.minimum(apart, 2 * steps)
 
-    def key_path_change(self, d: Tensor, high: Tensor, here: Tensor, mask: Tensor) -> Tensor:
-        """≥ the change of the key path, queries fixed, ``(g,)``."""
+    def key_path_change(self, mask: Tensor) -> Tensor:
+        """≥ the change of the key path for inputs of these tokens, queries fixed, ``(g, 1, n) → (g,)``."""
+        d, high = self.weight_change * mask, self.upper_weights * mask
         weighted = [nonnegative_norm(d * self.value_distances * self.push_lengths)]
         near = _positive(self.value_distances).rsqrt()
         for keys in (*self._key_weight_choices(d), torch.ones_like(d)):
@@ -351,7 +351,7 @@ class HeadBall(PerturbedHeads):
                 weighted.append(self.key_norms(d * loads).amax(-1))
         values = self.value[:, None] * self.eps
         moved = self.key_norms(high * values[..., None] ** 2).amax(-1)
-        apart = moved + self.mean_term_norm(d, here)
+        apart = moved + self.mean_term_norm(mask)
         together = self.key_norms(high * (values + self.value_mean_shift)[..., None] ** 2).amax(-1)
         plain = torch.stack(weighted).amin(0) + torch.minimum(apart, together)
         return torch.minimum(plain, moved + self.key_path_change_by_steps(mask))
@@ -361,17 +361,21 @@ class HeadBall(PerturbedHeads):
         steps = (self.key_norms(step.mixture * mask * (2 * step.factor)[..., None] ** 2) for step in self.steps)
         return torch.stack([step.amax(-1) for step in steps]).sum(0)
 
-    def mean_term_norm(self, d: Tensor, here: Tensor) -> Tensor:
-        """≥ ‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖, ``(g,)``."""
+    def mean_term_norm(self, mask: Tensor) -> Tensor:
+        """≥ ‖Y ↦ [Δo_i Σ_j P_ij t_ij·y_j]_i‖ for inputs of these tokens, ``(g, 1, n) → (g,)``."""
         group, mean_shift = self.group, self.value_mean_shift[..., None]
         if group.push_map is not None:
             return torch.full_like(self.value, torch.inf)
-        weights, push = here * mean_shift, group.push
+        weights, push = group.weights * mask * mean_shift, group.push
         trace = (weights.square().sum(-1) * self.push_lengths[..., 0].square()).sum(-1)  # from above, for its rounding
         gram = (weights @ weights.mT) * (push @ push.mT)
         top = largest_eigenvalues(gram) + gamma(16 * sum(push.shape[1:])) * trace
         off = torch.expm1(group.radii.weights)[..., None] * self.push_lengths + push_radii(group)
-        return root(top) + nonnegative_norm(weights * off) + nonnegative_norm(d * mean_shift * self.push_lengths)
+        return (
+            root(top)
+            + nonnegative_norm(weights * off)
+            + nonnegative_norm(self.weight_change * mask * mean_shift * self.push_lengths)
+        )
 
     def key_path_norm(self) -> Tensor:
         """≥ the norm of the key path on the ball, ``(g,)``."""

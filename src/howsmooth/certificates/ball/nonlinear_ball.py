@@ -29,24 +29,24 @@ from howsmooth.errors import DoesNotApply
 _RAISED = 1 + gamma(2**14)
 
 
-def curved_bound(at: PathsAt, moves: Tensor) -> Tensor:
-    """The bound of the module for every head, ``(heads,)``.
+def nonlinear_bound(at: PathsAt, moves: Tensor) -> Tensor:
+    """The bound of every head, ``(heads,)``.
 
     >>> import howsmooth as hs
     >>> head, x = hs.SelfAttention.random(4, softcap=2.0).in_dtype(torch.float64), torch.eye(3, 4).double()
-    >>> near, far = (float(curved_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
+    >>> near, far = (float(nonlinear_bound(PathsAt(head, x), torch.full((3,), eps))) for eps in (0.1, 0.2))
     >>> bool(hs.measure(head, x).lower < near < far)
     True
     """
-    return CurvedBall(at, moves.double()).bound()
+    return NonlinearBall(at, moves.double()).bound()
 
 
-class CurvedBall:
-    """The ingredients of the module for all heads.
+class NonlinearBall:
+    """All heads on a ball.
 
     Attributes:
         query, key, value: the token-wise maps. weights: ends of P and largest slopes on the ball.
-        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: what a query feels of it, and a key of each query.
+        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: M^qᵀ_i of it, and M^kᵀ_j q_i.
     """
 
     def __init__(self, at: PathsAt, moves: Tensor):
@@ -69,7 +69,7 @@ class CurvedBall:
         self.weights = _Weights.of(scores, moved, plain, cap, softmax)
 
     def logit_moves(self) -> Tensor:
-        """δ of the module, ``(heads, n, n)``."""
+        """δ_ij ≥ the moves of the logits, ``(heads, n, n)``."""
         query, key, moves = self.query, self.key, self.moves
         long, size = self.apart.norm(dim=-1), query.value.norm(dim=-1)[..., None]
         moved = moves[:, None] * (self.pull.norm(dim=-1) + query.bent[..., None] * long)
@@ -132,9 +132,8 @@ class _Feature:
 
     def back(self, vectors: Tensor, axis: int) -> Tensor:
         """Mᵀu, up to a rotation, for u ``(heads, i, j, k)`` and the derivative at token i (axis 1) or j (axis 2)."""
-        order = (2, 0, 1, 3) if axis == 1 else (1, 0, 2, 3)
-        undo = (1, 2, 0, 3) if axis == 1 else (1, 0, 2, 3)
-        return self.chain.vjp(vectors.permute(order)).permute(undo) @ self.root.mT[:, None]
+        other = 3 - axis
+        return self.chain.vjp(vectors.movedim(other, 0)).movedim(0, other) @ self.root.mT[:, None]
 
     def through(self, output: Tensor) -> Tensor:
         """‖W M_j‖, ``(heads, n)``, for W = ``output``ᵀ."""

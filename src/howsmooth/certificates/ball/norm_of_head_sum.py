@@ -19,12 +19,12 @@ _POWERS = (0.0, 0.25, 0.5)
 """a_h = s_h to one of these powers."""
 
 
-def norm_together(attention: AttentionMap, norms: Sequence[float]) -> float:
-    """A bound on the norm of the sum of maps, one of a norm per head, that write where the heads write.
+def norm_of_head_sum(attention: AttentionMap, norms: Sequence[float]) -> float:
+    """A bound on the norm of a sum of maps of given norms, one per head, with the heads' output spaces.
 
     >>> import howsmooth as hs
     >>> w = torch.eye(4, dtype=torch.float64)  # two heads, each with its own half of the output
-    >>> round(norm_together(hs.SelfAttention(w, w, w, w, heads=2), [3.0, 4.0]), 9)
+    >>> round(norm_of_head_sum(hs.SelfAttention(w, w, w, w, heads=2), [3.0, 4.0]), 9)
     5.0
     """
     sizes = torch.tensor(norms, dtype=torch.float64)

@@ -23,8 +23,8 @@ from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
-from howsmooth.certificates.ball.nonlinear_ball import curved_bound
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 
@@ -39,27 +39,27 @@ def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] |
 
 
 def upper_ends(at: HeadsAt, moves: Tensor, here: Tensor) -> tuple[Tensor, list[str]]:
-    """The least of the proofs on the ball for every head, ``(heads,)``, and which; ``here`` are upper ends at x."""
-    if _is_curved(at.map):
-        return curved_bound(at, moves), ["curved paths"] * at.map.heads
+    """The smallest proved bound of every head on the ball, ``(heads,)``, and its method; ``here`` are ends at x."""
+    if _is_nonlinear(at.map):
+        return nonlinear_bound(at, moves), ["curved paths"] * at.map.heads
     balls = head_balls(at, moves)
-    return _least(balls, _changes(balls), at, here)
+    return _minimum(balls, _changes(balls), at, here)
 
 
 def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
-    """The whole map likewise: its own value at x plus the changes of all heads, or the heads on the ball, if less."""
+    """The whole map: its value at x plus the change of all heads, or the sum of the heads if that is smaller."""
     if at.map.heads == 1:
         return enclose_heads_around(at, moves)[0]
     here = enclose_heads(at)
     block = enclose_block(at, here)
-    if _is_curved(at.map):
+    if _is_nonlinear(at.map):
         heads, together = enclose_heads_around(at, moves, here), torch.inf
     else:
         balls = head_balls(at, moves)
         changes = _changes(balls)
-        heads = _enclosures(here, *_least(balls, changes, at, _uppers(here)))
+        heads = _enclosures(here, *_minimum(balls, changes, at, _uppers(here)))
         together = (block.upper + _block_change(balls, changes, at)) * (1 + gamma(2))
-    apart = norm_together(at.map, [head.upper for head in heads])
+    apart = norm_of_head_sum(at.map, [head.upper for head in heads])
     if together <= apart:
         return Enclosure(block.lower, together, "from the input")
     return Enclosure(
@@ -67,8 +67,8 @@ def enclose_block_around(at: HeadsAt, moves: Tensor) -> Enclosure:
     )
 
 
-def _least(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
-    """The least of the three proofs for every head, and which."""
+def _minimum(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor) -> tuple[Tensor, list[str]]:
+    """The minimum of the three bounds of every head, and its method."""
     where = _setting(at, balls[0].eps)
     candidates = {
         "from the input": here + changes,
@@ -80,7 +80,7 @@ def _least(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt, here: Tensor
 
 
 def _enclosures(here: Sequence[Enclosure], uppers: Tensor, methods: list[str]) -> list[Enclosure]:
-    """The ends on the ball; the lower ones are those at the input."""
+    """The ends on the ball; the lower ends are those at the input."""
     ends = zip(here, uppers.tolist(), methods, strict=True)
     return [Enclosure(head.lower, max(upper, head.upper), method) for head, upper, method in ends]
 
@@ -92,7 +92,7 @@ def _uppers(here: Sequence[Enclosure]) -> Tensor:
 def _block_change(balls: Sequence[HeadBall], changes: Tensor, at: HeadsAt) -> float:
     """‖J − J⁰‖ of the whole map on the ball."""
     attention, x = at.map, at.x
-    by_heads = norm_together(attention, changes.tolist())
+    by_heads = norm_of_head_sum(attention, changes.tolist())
     if attention.heads * len(x) ** 2 * max(x.shape[-1], attention.out_features) > LIMIT:
         return by_heads
     with torch.no_grad():
@@ -114,15 +114,15 @@ def _setting(at: HeadsAt, eps: float) -> Setting:
     return Setting(at.map, len(at.x), None, at.x, eps)
 
 
-def _is_curved(attention: AttentionMap) -> bool:
-    """Whether queries, keys or values are not linear, logits capped, or weights no distributions."""
+def _is_nonlinear(attention: AttentionMap) -> bool:
+    """Whether queries, keys or values are nonlinear, logits are capped, or weights are no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
     linear = all(isinstance(stage, Scale | Rotary) for stage in stages)
     return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 
 def move_radii(n: int, radius: float, tokens: Sequence[int] | None) -> Tensor:
-    """How far every token may move, ``(n,)``: all by the radius, or only those named.
+    """The radius of every token's ball, ``(n,)``: equal for all tokens, or zero for all but the named ones.
 
     >>> move_radii(3, 0.5, [1])
     tensor([0.0000, 0.5000, 0.0000], dtype=torch.float64)

@@ -47,7 +47,7 @@ class Ladder:
 
 
 def ladder_radii(x: Tensor, largest: float = 0.0) -> tuple[float, ...]:
-    """The radii of a ladder up to the largest, which is one per cent of the mean token norm when it is 0."""
+    """Radii up to the largest, which defaults to one per cent of the mean token norm."""
     most = largest or 0.01 * float(x.norm(dim=-1).mean())
     return tuple(share * most for share in SHARES)
 
@@ -60,7 +60,7 @@ def ladder(
     steps: int = 20,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Ladder:
-    """The ladder of every head, tokens moving by at most the radius each.
+    """Every head on balls in which each token moves by at most the radius.
 
     >>> import torch, howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2).in_dtype(torch.float64)

@@ -9,9 +9,10 @@ from howsmooth.bounds.point_error import gamma
 
 
 def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """max Σ_j p_j·number_j over low ≤ p ≤ high, Σp = 1, along the last axis: what is free goes to the largest first.
+    """max Σ_j p_j·number_j over low ≤ p ≤ high, Σp = 1, along the last axis.
 
-    What is free, 1 − Σ low, is known to within a few roundings of 1, which is much of it where one weight is nearly 1.
+    The free mass 1 − Σ low goes to the largest numbers first. It is known to within a few roundings of 1, a large
+    relative error where one weight is nearly 1.
 
     >>> n, none, most = torch.tensor([1.0, 5.0, 3.0]), torch.zeros(3), torch.tensor([1.0, 0.25, 0.5])
     >>> float(largest_mean(n, none, most))  # ¼·5 + ½·3 + ¼·1

@@ -2,7 +2,7 @@
 
 Every logit and value is affine in the tokens: o(p) = c + Σ_h Σ_j P_hj (U_h p_j + u_hj), P_h = softmax_j(κ_h·p_j +
 s_hj). The derivatives of a functional a·o along a line are joint cumulants under P: the gradient and the second
-derivative σᵀMσ + 2αᵀDσ are exact at the input, the third is bounded on the whole ball (`Functionals.third`).
+derivative σᵀMσ + 2αᵀDσ are exact at the input, the third is bounded on the whole ball (`Functionals.third_derivative`).
 
 Proof: docs/theory/certificates-classifier.md.
 """
@@ -42,7 +42,7 @@ class PooledAttention:
     fixed: int
 
     def at(self, tokens: Tensor) -> Expansion:
-        """Everything about the input ``(n, d)`` that does not depend on the functional."""
+        """The expansion at an input ``(n, d)``, for all functionals."""
         still = tokens.new_zeros(self.fixed, tokens.shape[-1])
         rows = torch.cat([still, tokens])
         weights = torch.softmax(self.key_offsets + self.keys @ rows.mT, dim=-1)
@@ -172,7 +172,7 @@ class Functionals:
         least, most = (eigenvalues[..., 0] - margin).clamp_max(0.0), (eigenvalues[..., -1] + margin).clamp_min(0.0)
         return least.sum(-1), most.sum(-1)
 
-    def bend(self, moves: Tensor) -> Tensor:
+    def hessian_product(self, moves: Tensor) -> Tensor:
         """The second derivative of every functional applied to a move of its own, ``(g, n·d)``."""
         keys = self.point.pool.keys
         moves = moves.unflatten(-1, (-1, keys.shape[-1]))
@@ -187,8 +187,8 @@ class Functionals:
         out = torch.einsum("ghj,hd->gjd", on_keys, keys) + torch.einsum("ghj,ghd->gjd", covariance(sigma), self.pulled)
         return out.flatten(1)
 
-    def third(self, radii: Tensor) -> Tensor:
-        r"""At least :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
+    def third_derivative(self, radii: Tensor) -> Tensor:
+        r"""An upper bound on :math:`|g'''|` for every unit direction and every point of balls ``(b, 1)``, ``(g, b)``.
 
         Write σ = \|κ\|x and α = bx + cy with x, y orthogonal parts of a unit vector, b and c from the split of
         :math:`U^\top a`. With V and T from `Expansion.spread` and t = x − Ex:
@@ -214,11 +214,11 @@ class Functionals:
         return (mixed + size**3 * fourth * deviation).sum(-1)
 
     def remainder(self, radius: float) -> Tensor:
-        r"""At least \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
+        r"""An upper bound on \|g(p+δ) − g − ∇g·δ − ½δᵀ∇²gδ\| for all \|δ\| ≤ r, ``(g,)``.
 
-        :math:`\int_0^1 \tfrac12(1-s)^2 |g'''(p + sδ)|ds`, with the bound of `third` on the ball of radius sr, which
-        grows with s, taken at the end of each of sixteen pieces.
+        :math:`\int_0^1 \tfrac12(1-s)^2 |g'''(p + sδ)|ds`, with the bound of `third_derivative` on the ball of radius
+        sr, which grows with s, at the end of each of sixteen pieces.
         """
         ends = torch.arange(_PIECES + 1, dtype=torch.float64) / _PIECES
         left = (1 - ends) ** 3 / 6
-        return radius**3 * (self.third(radius * ends[1:, None]) * (left[:-1] - left[1:])).sum(-1)
+        return radius**3 * (self.third_derivative(radius * ends[1:, None]) * (left[:-1] - left[1:])).sum(-1)

@@ -9,7 +9,7 @@ everything up to the softmax is affine in the pixels; `PatchTransformer.folded` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ MAPS = {
 _UNBIASED = ("query", "key", "value")
 
 
-class Affine(nn.Module):
+class AffineLayer(nn.Module):
     """x ↦ Wx + b, with W a matrix or, for a norm, the gain after the mean is taken off: (I − 11ᵀ/d) then diag."""
 
     weight: Tensor
@@ -80,11 +80,8 @@ class PatchTransformer(nn.Module):
     @validated
     def __init__(self, tensors: Mapping[str, Tensor], heads: int, mean: float = 0.0, deviation: float = 1.0):
         super().__init__()
-        self.heads, self.mean, self.deviation = (
-            check_count(heads, "heads"),
-            mean,
-            check_positive(deviation, "deviation"),
-        )
+        self.heads, self.mean = check_count(heads, "heads"), mean
+        self.deviation = check_positive(deviation, "deviation")
         known = {"cls_token", "pos_embedding"}
         for name, prefix in MAPS.items():
             weight, bias = f"{prefix}.weight", f"{prefix}.bias"
@@ -92,7 +89,7 @@ class PatchTransformer(nn.Module):
             if missing:
                 raise UnsupportedModel(f"{missing[0]} is missing: certify reads vision transformers of one layer.")
             known |= {weight, bias}
-            self.add_module(name, Affine(tensors[weight], tensors.get(bias)))
+            self.add_module(name, AffineLayer(tensors[weight], tensors.get(bias)))
         extra = sorted(set(tensors) - known)
         if extra or not {"cls_token", "pos_embedding"} <= set(tensors):
             what = f"{extra[0]} has no certificate" if extra else "cls_token or pos_embedding is missing"
@@ -117,25 +114,25 @@ class PatchTransformer(nn.Module):
     def open(
         cls, path: str | Path, heads: int | None = None, mean: float | None = None, deviation: float | None = None
     ) -> PatchTransformer:
-        """The network in a safetensors file; what is not given is read from the words in its metadata."""
+        """The network in a safetensors file; missing arguments are read from its metadata."""
         lazy, metadata = read_tensors(Path(path))
         tensors, words = {name: lazy[name] for name in lazy}, " ".join(map(str, metadata.values()))
-        said_heads = re.search(r"(\d+) heads", words)
-        said_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
-        if heads is None and said_heads is None:
+        known_heads = re.search(r"(\d+) heads", words)
+        known_norm = re.search(r"mean (\d*\.?\d+) and std (\d*\.?\d+)", words)
+        if heads is None and known_heads is None:
             raise InvalidInput(f"{path} does not say how many heads it has: pass heads.")
-        if (mean is None or deviation is None) and said_norm is None:
+        if (mean is None or deviation is None) and known_norm is None:
             raise InvalidInput(f"{path} does not say how pixels are normalised: pass mean and deviation.")
         return cls(
             tensors,
-            heads=int(said_heads[1]) if heads is None and said_heads else heads or 1,
-            mean=float(said_norm[1]) if mean is None and said_norm else mean or 0.0,
-            deviation=float(said_norm[2]) if deviation is None and said_norm else deviation or 1.0,
+            heads=int(known_heads[1]) if heads is None and known_heads else heads or 1,
+            mean=float(known_norm[1]) if mean is None and known_norm else mean or 0.0,
+            deviation=float(known_norm[2]) if deviation is None and known_norm else deviation or 1.0,
         )
 
-    def _map(self, name: str) -> Affine:
+    def _map(self, name: str) -> AffineLayer:
         affine = getattr(self, name)
-        assert isinstance(affine, Affine)
+        assert isinstance(affine, AffineLayer)
         return affine
 
     @property
@@ -167,9 +164,12 @@ class PatchTransformer(nn.Module):
 
     def folded(self) -> Classifier:
         """The same network with everything affine multiplied out, in float64."""
-        exact, sizes = _Fold.of(self, absolute=False), _Fold.of(self, absolute=True)
+        exact, sizes = _Fold(self, Tensor.double), _Fold(self, lambda tensor: tensor.double().abs())
+        pool = PooledAttention(
+            exact.keys, exact.key_offsets, exact.values, exact.value_offsets, exact.constant, fixed=1
+        )
         return Classifier(
-            exact.pool(),
+            pool,
             exact.direct,
             exact.direct_offset,
             exact.hidden,
@@ -182,12 +182,7 @@ class PatchTransformer(nn.Module):
 class _Fold:
     """The products of `PatchTransformer.folded`, or the same with absolute values in every factor."""
 
-    @classmethod
-    def of(cls, net: PatchTransformer, absolute: bool) -> _Fold:
-        return cls(net, (lambda t: t.double().abs()) if absolute else Tensor.double)
-
-    def __init__(self, net: PatchTransformer, read: object):
-        assert callable(read)
+    def __init__(self, net: PatchTransformer, read: Callable[[Tensor], Tensor]):
         maps = {name: (read(net._map(name).matrix()), read(net._map(name).bias)) for name in MAPS}
         (patch, patch_offset), (norm, norm_offset) = maps["patch"], maps["first_norm"]
         centre = read(torch.full((patch.shape[1],), -net.mean / net.deviation, dtype=torch.float64))
@@ -214,6 +209,3 @@ class _Fold:
         self.direct = classes @ g3
         self.direct_offset = self.direct @ down_offset + classes @ s3 + class_offset
         self.out = self.direct @ down
-
-    def pool(self) -> PooledAttention:
-        return PooledAttention(self.keys, self.key_offsets, self.values, self.value_offsets, self.constant, fixed=1)

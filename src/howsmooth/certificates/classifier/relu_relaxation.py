@@ -20,8 +20,8 @@ _LEAST = 0.5
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What is known of the hidden values on a ball.
+class HiddenBounds:
+    """Bounds on the hidden values on a ball.
 
     Attributes:
         start: z⁰ ``(k,)``. slope: h ``(k, N)``. lower, upper: l, u of z. rest: ρ. reach: r|h|.
@@ -36,13 +36,13 @@ class Hidden:
 
     @property
     def unstable(self) -> Tensor:
-        """Which may be of either sign."""
+        """Whether a value may have either sign."""
         return (self.lower < 0) & (self.upper > 0)
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Mean and mean square of every hidden value over the moves that hurt most: what a bound should be tight for.
+class HiddenMoments:
+    """Mean and mean square of every hidden value over the worst moves, where a bound should be tight.
 
     The expected gap of :math:`z + (z-m)^2/(4m)` over them is least for m² = the mean square.
     """
@@ -50,17 +50,17 @@ class Guess:
     mean: Tensor
     square: Tensor
 
-    def towards(self, mean: Tensor, square: Tensor, share: float) -> Guess:
+    def towards(self, mean: Tensor, square: Tensor, share: float) -> HiddenMoments:
         """The mixture with further moves."""
-        return Guess(self.mean + share * (mean - self.mean), self.square + share * (square - self.square))
+        return HiddenMoments(self.mean + share * (mean - self.mean), self.square + share * (square - self.square))
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class ReluRelaxation:
     r"""Σ b_k relu(z_k) ≥ constant + coefficients·z + slopes·(hδ) + Σ squares_k (h_kδ)², on the ball.
 
     Attributes:
-        constant: what does not depend on δ.
+        constant: the term without δ.
         coefficients: of z, ``(k,)``. slopes, squares: of h·δ, ``(k,)``; squares ≤ 0.
     """
 
@@ -70,7 +70,7 @@ class Relaxed:
     squares: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, hidden: Hidden, lines: Tensor, near: Guess | None) -> Relaxed:
+    def of(cls, weights: Tensor, hidden: HiddenBounds, lines: Tensor, near: HiddenMoments | None) -> ReluRelaxation:
         """The bound for coefficients b.
 
         Args:

@@ -1,8 +1,8 @@
 """The largest ball on which a class is proved constant, for attention pooled at one token and a ReLU network behind it.
 
-logits(p) = E o(p) + e + F relu(G o(p) + g) with o of `PooledAttention`. Hidden values get intervals from their second
-order expansion and the bound on their third derivative, the ReLUs of a margin are relaxed, and the remaining functional
-plus quadratic is bounded on the ball.
+logits(p) = E o(p) + e + F relu(G o(p) + g) with o of `PooledAttention`. Hidden values get intervals from their
+second order expansion and the bound on their third derivative, the ReLUs of a margin are relaxed, and the remaining
+functional plus quadratic is bounded on the ball.
 
 Proof, with rounding: docs/theory/certificates-classifier.md, section "The certified radius".
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.classifier.cls_token import Functionals, PooledAttention
-from howsmooth.certificates.classifier.relu_relaxation import Guess, Hidden, Relaxed
+from howsmooth.certificates.classifier.relu_relaxation import HiddenBounds, HiddenMoments, ReluRelaxation
 from howsmooth.certificates.classifier.trust_region import ball_minimum, form_minimum
 
 _ROUNDS = 5
@@ -53,7 +53,7 @@ class Classifier:
         )
 
     def noise(self, tokens: Tensor, radius: float) -> float:
-        """What rounding may have done to a margin or a hidden value on the ball; see the module."""
+        """≥ the rounding error of a margin or a hidden value on the ball."""
         pool = self.pool
         reach = torch.cat([tokens.new_zeros(pool.fixed, tokens.shape[-1]), tokens.abs() + radius])
         logits, rows = _largest(reach, pool.keys, pool.key_offsets, pool.values, pool.value_offsets)
@@ -73,12 +73,12 @@ class Classifier:
 def _largest(
     reach: Tensor, keys: Tensor, key_offsets: Tensor, values: Tensor, value_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """At least every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
+    """≥ every |logit|, ``(heads,)``, and every |coordinate| of a row, ``(heads, m)``, for |tokens| ≤ reach."""
     logits = keys.abs() @ reach.mT + key_offsets.abs()
     return logits.amax(-1), (reach @ values.abs().mT + value_offsets.abs()).amax(1)
 
 
-class Neighbourhood:
+class BallMargins:
     """An input, its class, and lower bounds on its margins on balls around it, in the 2-, 1- or ∞-norm.
 
     A ball of radius r in the 1-norm lies in the Euclidean one of the same radius, in the ∞-norm in that of radius r√N:
@@ -90,12 +90,12 @@ class Neighbourhood:
         self.point = classifier.pool.at(tokens)
         self.neurons = self.point.functionals(classifier.hidden)
         size = self.neurons.gradient.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-        self._bends = self.neurons.bend(self.neurons.gradient / size)
+        self._bends = self.neurons.hessian_product(self.neurons.gradient / size)
         self.hidden = lru_cache(maxsize=None)(self._hidden)
         self.noise = lru_cache(maxsize=None)(partial(classifier.noise, tokens))
-        self._played: dict[int, tuple[Tensor, Guess]] = {}
+        self._played: dict[int, tuple[Tensor, HiddenMoments]] = {}
 
-    def _hidden(self, radius: float) -> Hidden:
+    def _hidden(self, radius: float) -> HiddenBounds:
         """Intervals of all hidden values on the ball."""
         neurons, (least, most) = self.neurons, self.neurons.curvature
         start, far = neurons.value + self.classifier.hidden_offset, self.euclidean(radius)
@@ -106,14 +106,14 @@ class Neighbourhood:
         lower = start + torch.maximum(down, -reach + bent * least) - rest
         upper = start - torch.maximum(up, -reach - bent * most) + rest
         bowed = bent * torch.maximum(most, -least) + rest
-        return Hidden(start, neurons.gradient, lower - noise, upper + noise, bowed + noise, reach)
+        return HiddenBounds(start, neurons.gradient, lower - noise, upper + noise, bowed + noise, reach)
 
     def euclidean(self, radius: float) -> float:
         """The radius of a Euclidean ball around the ball."""
         return radius * self.tokens.numel() ** 0.5 if self.norm == torch.inf else radius
 
     def dual(self, gradients: Tensor) -> Tensor:
-        """The dual norm along the last axis: how much a unit move gains."""
+        """The dual norm along the last axis: the largest gain of a unit move."""
         return torch.linalg.vector_norm(gradients, ord={2: 2, 1: torch.inf, torch.inf: 1}[self.norm], dim=-1)
 
     def margins(self) -> Tensor:
@@ -125,11 +125,11 @@ class Neighbourhood:
         """A lower bound on the margin to another class on the whole ball."""
         net, hidden = self.classifier, self.hidden(radius)
         weights = net.out[self.label] - net.out[other]
-        start = (hidden.start > 0).double(), Guess(hidden.start, hidden.upper.square())
+        start = (hidden.start > 0).double(), HiddenMoments(hidden.start, hidden.upper.square())
         lines, guess = self._played.get(other, start)
         best = -float("inf")
         for step in range(rounds):
-            relaxed = Relaxed.of(weights, hidden, lines, guess if self.norm == 2 else None)
+            relaxed = ReluRelaxation.of(weights, hidden, lines, guess if self.norm == 2 else None)
             bound, move, swing = self._relaxed_lower(other, relaxed, radius)
             best = max(best, bound)
             if best > 0:
@@ -140,7 +140,7 @@ class Neighbourhood:
             self._played[other] = lines, guess
         return best
 
-    def _relaxed_lower(self, other: int, relaxed: Relaxed, radius: float) -> tuple[float, Tensor, Tensor]:
+    def _relaxed_lower(self, other: int, relaxed: ReluRelaxation, radius: float) -> tuple[float, Tensor, Tensor]:
         net = self.classifier
         direction = net.direct[self.label] - net.direct[other] + relaxed.coefficients @ net.hidden
         margin = self.point.functionals(direction[None])
@@ -163,7 +163,7 @@ class Neighbourhood:
         return float(value) + bound - float(margin.remainder(far)) - self.noise(far), move, swing
 
     def _steepest(self, gradient: Tensor) -> Tensor:
-        """The unit move, in the ball's own norm, along which a gradient gains most."""
+        """The unit move, in the ball's own norm, with the largest gain along a gradient."""
         if self.norm == torch.inf:
             return gradient.sign()
         return torch.nn.functional.one_hot(gradient.abs().argmax(), len(gradient)) * gradient.sign()
@@ -208,7 +208,7 @@ def _nystrom(margin: Functionals, gradient: Tensor) -> tuple[float, Tensor, Tens
     """−μ ≤ the spectrum of a functional's curvature Q, with v and 1/τ such that Q ⪰ −μI + vvᵀ/τ, along a gradient."""
     least = float(margin.curvature[0][0])
     unit = gradient / gradient.norm().clamp_min(1e-300)
-    v = margin.bend(unit[None])[0] - least * unit
+    v = margin.hessian_product(unit[None])[0] - least * unit
     stiffness = float(unit @ v)
     usable = stiffness > 1e-12 * float(v.norm())
     return least, v[:, None], gradient.new_tensor([1 / stiffness if usable else 0.0])

@@ -22,33 +22,33 @@ _SQUARINGS = 6
 
 
 @dataclass(frozen=True)
-class Stream:
+class AffineForm:
     """Tokens of a network around an input.
 
     Attributes:
         value: x⁰ ``(n, d)``. slopes: A for every source, ``(n, d, m, b)``: m blocks of b numbers.
-        drift: gauge of ‖ν‖, ``(1 + blocks,)``.
+        rounding: gauge of ‖ν‖, ``(1 + blocks,)``.
     """
 
     value: Tensor
     slopes: tuple[Tensor, ...]
-    drift: Tensor
+    rounding: Tensor
 
     @classmethod
-    def moving(cls, x: Tensor, tokens: Sequence[int], together: bool = False) -> Stream:
-        """Tokens of which some move, each in a ball of its own or all in one."""
+    def moving(cls, x: Tensor, tokens: Sequence[int], together: bool = False) -> AffineForm:
+        """The input, of which some tokens move, each in a ball of its own or all in one."""
         n, d = x.shape
         slopes = x.new_zeros(n, d, len(tokens), d)
         for block, token in enumerate(tokens):
             slopes[token, :, block] = torch.eye(d, dtype=x.dtype)
         slopes = slopes.reshape(n, d, 1, -1) if together else slopes
-        drift = x.new_zeros(1 + slopes.shape[2])
-        drift[0] = gamma(4) * float(x.detach().norm())  # the sum of embeddings and positions
-        return cls(x, (slopes,), drift)
+        rounding = x.new_zeros(1 + slopes.shape[2])
+        rounding[0] = gamma(4) * float(x.detach().norm())  # the sum of embeddings and positions
+        return cls(x, (slopes,), rounding)
 
     @property
     def size(self) -> Tensor:
-        """Gauge of the Frobenius norm of values and slopes: what roundings are relative to."""
+        """Gauge of the Frobenius norm of values and slopes, the scale of rounding errors."""
         return torch.cat(
             [
                 self.value.norm()[None],
@@ -56,56 +56,61 @@ class Stream:
             ]
         )
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Stream:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> AffineForm:
         """x ↦ Wx + b of every token."""
         value = self.value @ weight.mT
         norm, lost = weight.norm(), gamma(weight.shape[1] + 8)
-        drift = norm * (self.drift + lost * self.size)
+        rounding = norm * (self.rounding + lost * self.size)
         if bias is not None:
             value = value + bias
-            drift = torch.cat([drift[:1] + lost * len(value) ** 0.5 * bias.norm(), drift[1:]])
+            rounding = torch.cat([rounding[:1] + lost * len(value) ** 0.5 * bias.norm(), rounding[1:]])
         slopes = tuple(torch.einsum("pd,ndmb->npmb", weight, slope) for slope in self.slopes)
-        return Stream(value, slopes, drift)
+        return AffineForm(value, slopes, rounding)
 
-    def pool(self, how: str) -> Stream:
+    def pool(self, how: str) -> AffineForm:
         """The mean of all tokens, or the first."""
         if how == "first":
-            return Stream(self.value[:1], tuple(slope[:1] for slope in self.slopes), self.drift)
-        drift = self.drift + gamma(len(self.value) + 4) * self.size
-        return Stream(self.value.mean(0)[None], tuple(slope.mean(0)[None] for slope in self.slopes), drift)
+            return AffineForm(self.value[:1], tuple(slope[:1] for slope in self.slopes), self.rounding)
+        rounding = self.rounding + gamma(len(self.value) + 4) * self.size
+        return AffineForm(self.value.mean(0)[None], tuple(slope.mean(0)[None] for slope in self.slopes), rounding)
 
-    def plus(self, branch: Stream) -> Stream:
-        """The sum with a branch that began here: it knows all sources of this stream, and more."""
+    def plus(self, branch: AffineForm) -> AffineForm:
+        """The sum with a branch that starts from this form, and has all of its sources first."""
         slopes = [*self.slopes, *(torch.zeros_like(slope) for slope in branch.slopes[len(self.slopes) :])]
-        drift = torch.cat([self.drift, branch.drift.new_zeros(len(branch.drift) - len(self.drift))]) + branch.drift
+        rounding = (
+            torch.cat([self.rounding, branch.rounding.new_zeros(len(branch.rounding) - len(self.rounding))])
+            + branch.rounding
+        )
         value = self.value + branch.value
-        total = Stream(value, tuple(a + b for a, b in zip(slopes, branch.slopes, strict=True)), drift)
-        return Stream(value, total.slopes, drift + gamma(4) * (total.size + branch.size))
+        total = AffineForm(value, tuple(a + b for a, b in zip(slopes, branch.slopes, strict=True)), rounding)
+        return AffineForm(value, total.slopes, rounding + gamma(4) * (total.size + branch.size))
 
-    def after(self, value: Tensor, slopes: Sequence[Tensor], source: Tensor, rounded: Tensor | float = 0.0) -> Stream:
-        """What comes out of a part that is not linear, with the source of its remainder, which takes the drift in.
+    def after(
+        self, value: Tensor, slopes: Sequence[Tensor], source: Tensor, rounded: Tensor | float = 0.0
+    ) -> AffineForm:
+        """The form behind a nonlinear part, with the source of its remainder, which includes earlier rounding errors.
 
         Args:
-            rounded: times values and slopes, what rounding did behind the remainder.
+            rounded: relative rounding error of values and slopes behind the remainder.
         """
-        made = Stream(value, (*slopes, source), torch.zeros_like(self.drift))
-        return Stream(value, made.slopes, rounded * made.size)
+        made = AffineForm(value, (*slopes, source), torch.zeros_like(self.rounding))
+        return AffineForm(value, made.slopes, rounded * made.size)
 
     def token_gauge(self, skipped: int = 0) -> Tensor:
         """Rows that bound the moves of single tokens, ``(n, 1 + blocks)``, without the first sources."""
         without = [torch.zeros_like(slope[:, 0, :, 0]) for slope in self.slopes[:skipped]]
         with_ = [spectral_ceiling(slope.movedim(2, 1)) for slope in self.slopes[skipped:]]
-        return gauge([*without, *with_], self.drift)
+        return gauge([*without, *with_], self.rounding)
 
     def number_gauge(self) -> Tensor:
         """Rows that bound the moves of single numbers, ``(n, d, 1 + blocks)``."""
-        return gauge([length(slope) for slope in self.slopes], self.drift)
+        return gauge([length(slope) for slope in self.slopes], self.rounding)
 
 
-def gauge(norms: Sequence[Tensor], drift: Tensor) -> Tensor:
-    """Norms per source ``(…, m)`` and a drift that is added to all of them, as rows of a gauge."""
+def gauge(norms: Sequence[Tensor], rounding: Tensor) -> Tensor:
+    """Norms per source ``(…, m)`` and a rounding that is added to all of them, as rows of a gauge."""
     rows = torch.cat([torch.zeros_like(norms[0][..., :1]), *norms], -1)
-    return rows * (1 + gamma(2**10)) + drift
+    return rows * (1 + gamma(2**10)) + rounding
 
 
 def length(vectors: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ def block_diagonal(block: Tensor, n: int) -> Tensor:
 
 
 def spectral_ceiling(matrices: Tensor) -> Tensor:
-    r"""At least the spectral norms of matrices ``(…, p, q)``, within k^{1/128} of them, k = min(p, q).
+    r"""Upper bounds on the spectral norms of matrices ``(…, p, q)``, within k^{1/128} of them, k = min(p, q).
 
     :math:`\|A\| \le (\mathrm{tr}\,G^{64})^{1/128}`, :math:`G = AA^\top`, by six squarings of G/tr G. One squaring is
     off by at most :math:`γ_k` times the square of a Frobenius norm ≤ 1, while the trace of the result is at least 1/k;

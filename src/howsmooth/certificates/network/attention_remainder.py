@@ -8,30 +8,30 @@ Proof: docs/theory/certificates-network.md, section "The remainder of attention"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Chain
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.point_error import gamma
+from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_boxes import largest_mean
-from howsmooth.certificates.network.affine_form import Stream, block_diagonal, gauge, length, spectral_ceiling
+from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, gauge, length, spectral_ceiling
 from howsmooth.certificates.network.taylor_remainders import ROUNDED, Remainder, moved_by
 
 
 @dataclass(frozen=True)
 class AttentionRemainder(Remainder):
-    """Of all heads, each a group; see the module.
+    """The remainder of all heads, each a group.
 
     Attributes:
         scores, weights: ``(heads, n, n)``. apart: |v_j − o_i|.
         logits: gauge of the moves of logits, ``(heads, n, n, ·)``. query, key, value: of tokens ``(heads, n, ·)``.
         along: slopes of the logits in the input's own moves, ``(heads, n, n, m, b)``.
-        noise: gauge of what rounding does to the output; off: to a logit.
+        noise: gauge of the rounding error of the output; off: bound on that of a logit.
     """
 
     scores: Tensor
@@ -59,7 +59,7 @@ class AttentionRemainder(Remainder):
         return -upper, upper
 
     def _second_order(self, reach: Tensor, moved: Tensor, change: Tensor, high: Tensor, low: Tensor) -> Tensor:
-        """The integral of the module, ``(heads, n)``."""
+        """≥ the integral over the second derivative, ``(heads, n)``."""
         shift = (change * self.apart).sum(-1, keepdim=True)
         mean = largest_mean(moved, low, high)[..., None]
         centred = 0.5 * largest_mean((self.apart + shift) * (moved + mean).square(), low, high)
@@ -69,7 +69,7 @@ class AttentionRemainder(Remainder):
         return torch.minimum(torch.minimum(centred, 0.5 * farthest * square), plain)
 
     def _square(self, reach: Tensor, moved: Tensor, high: Tensor) -> Tensor:
-        """At least E u² under every row below P̂: what moves along one δ is not at its end in all logits at once."""
+        """≥ E u² under every row below P̂: moves along one δ are not extreme in all logits at once."""
         moves = reach[1 : 1 + self.along.shape[-2]]
         straight = spectral_ceiling((high.clamp_min(1e-300).sqrt()[..., None, None] * self.along).movedim(3, 2)) @ moves
         rest = (moved - (1 - ROUNDED) * (length(self.along) @ moves)).clamp_min(0.0)
@@ -80,27 +80,19 @@ class AttentionRemainder(Remainder):
 class _Heads:
     """Queries, keys and values ``(heads, n, k)``, their derivatives in every token ``(heads, n, k, d)``, weights."""
 
-    projected: tuple[Tensor, Tensor, Tensor]
-    maps: tuple[Tensor, Tensor, Tensor]
+    projected: Sequence[Tensor]
+    maps: Sequence[Tensor]
     scores: Tensor
     weights: Tensor
 
     @classmethod
     def of(cls, attention: AttentionMap, x: Tensor) -> _Heads:
-        n, heads = len(x), attention.heads
-        before = attention.project(x[None])
-        staged = [Chain.through(*pair) for pair in zip(attention.stages(*before[:2]), before, strict=True)]
-        query, key, value = (after[0] for after, _ in staged)
-        attention.terms.check(n, heads, 1)
-        scores = attention.terms.added_to(query @ key.mT, Maps.every(1, heads, n, query[None]))
-        maps = []
-        for weight, (_, chain) in zip(
-            (attention.query_weight, attention.key_weight, attention.value_weight), staged, strict=True
-        ):
-            every = weight.repeat_interleave(heads // len(weight), 0).permute(2, 0, 1)  # a move along each coordinate
-            maps.append(chain.jvp(every[:, :, None].expand(-1, -1, n, -1)).permute(1, 2, 3, 0))
-        weights = torch.nan_to_num(torch.softmax(scores, -1))
-        return cls((query, key, value), (maps[0], maps[1], maps[2]), scores, weights)
+        at, maps = PathsAt(attention, x), []
+        matrices = (attention.query_weight, attention.key_weight, attention.value_weight)
+        for weight, (_, chain) in zip(matrices, at.staged, strict=True):
+            every = weight.repeat_interleave(attention.heads // len(weight), 0).permute(2, 0, 1)  # every coordinate
+            maps.append(chain.jvp(every[:, :, None].expand(-1, -1, len(x), -1)).permute(1, 2, 3, 0))
+        return cls([vectors for vectors, _ in at.staged], maps, *at.weights()[:2])
 
     def moves(self, slope: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Moves of outputs ``(heads, n, v, m, b)``; of logits ``(heads, n, n, m, b)``, queries, keys and values."""
@@ -115,11 +107,11 @@ class _Heads:
         return out, [one.unflatten(-1, slope.shape[2:]) for one in (logits, dq, dk, dv)]
 
 
-def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRemainder]:
-    """Through an attention map: the stream with a source for the remainders of its heads."""
-    n, heads, output = len(stream.value), _Heads.of(attention, stream.value), attention.output_weight
-    slopes, gauges, along = [], [], stream.value
-    for number, slope in enumerate(stream.slopes):
+def attend(form: AffineForm, attention: AttentionMap) -> tuple[AffineForm, AttentionRemainder]:
+    """The form behind an attention map, with a source for the remainders of its heads."""
+    n, heads, output = len(form.value), _Heads.of(attention, form.value), attention.output_weight
+    slopes, gauges, along = [], [], form.value
+    for number, slope in enumerate(form.slopes):
         out, (logits, *tokens) = heads.moves(slope)
         slopes.append(torch.einsum("hvp,hivc->ipc", output, out).unflatten(-1, slope.shape[2:]))
         gauges.append([length(logits), *(spectral_ceiling(one.movedim(3, 2)) for one in tokens)])
@@ -133,15 +125,15 @@ def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRe
     off = sums * (1 + far[0] * far[1])
     # Moves of tokens by one number in all move outputs by at most this: values by ‖P‖ ≤ √n, logits by two terms.
     steep = n**0.5 * (norms[2] + 2 * far[2] * (norms[0] * far[1] + norms[1] * far[0]))
-    noise = steep * (stream.drift + sums * stream.size)
+    noise = steep * (form.rounding + sums * form.size)
     noise = torch.cat([noise[:1] + 4 * n**0.5 * off * far[2], noise[1:]])
     logit_rows, *token_rows = (list(rows) for rows in zip(*gauges, strict=True))
-    query, key, values = (gauge(rows, norm * stream.drift) for rows, norm in zip(token_rows, norms, strict=True))
+    query, key, values = (gauge(rows, norm * form.rounding) for rows, norm in zip(token_rows, norms, strict=True))
     left = AttentionRemainder(
         heads.scores,
         heads.weights,
         length(value[:, None] - mixed[:, :, None]) * (1 + ROUNDED) + off * far[2],
-        gauge(logit_rows, 2 * (norms[0] * far[1] + norms[1] * far[0]) * stream.drift),
+        gauge(logit_rows, 2 * (norms[0] * far[1] + norms[1] * far[0]) * form.rounding),
         query,
         key,
         values,
@@ -149,4 +141,4 @@ def attend(stream: Stream, attention: AttentionMap) -> tuple[Stream, AttentionRe
         noise,
         off,
     )
-    return stream.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left
+    return form.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left

@@ -16,21 +16,21 @@ from torch import Tensor
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, validated
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.network.affine_form import Stream, length
+from howsmooth.certificates.network.affine_form import AffineForm, length
 from howsmooth.certificates.network.attention_remainder import attend
 from howsmooth.certificates.network.parts_ir import (
+    ActivationPart,
     AttentionPart,
-    BendPart,
-    DividePart,
     LinearPart,
+    NormalisationPart,
     Part,
     PoolPart,
     ResidualPart,
     SequenceClassifier,
     read_network,
 )
-from howsmooth.certificates.network.read_check import check_network, in_double, left_alone
-from howsmooth.certificates.network.taylor_remainders import Remainder, bend, divide
+from howsmooth.certificates.network.read_check import check_network, double_copy, preserved_random_state
+from howsmooth.certificates.network.taylor_remainders import Remainder, activate, normalise
 from howsmooth.errors import InvalidInput
 
 _STEPS = 40
@@ -38,10 +38,10 @@ _FINENESS = 1e-3
 _FARTHEST, _FAR = 4.0, 10.0
 """The largest radius tried, in units of margin over gradient, and in norms of the input plus one."""
 LARGEST = 2**29
-"""Most numbers that are held at once: 4 GB."""
+"""Maximum number of entries in memory at once: 4 GB."""
 
 
-class Linearised:
+class LinearisedNetwork:
     """A network around an input of which some tokens move.
 
     Args:
@@ -52,50 +52,50 @@ class Linearised:
     def __init__(self, parts: Sequence[Part], x: Tensor, tokens: Sequence[int], together: bool = False):
         self.remainders: list[Remainder] = []
         self.size = float(x.detach().norm())
-        self.stream = self._through(parts, Stream.moving(x.double(), tokens, together))
-        self.logits = self.stream.value[0]
+        self.form = self._through(parts, AffineForm.moving(x.double(), tokens, together))
+        self.logits = self.form.value[0]
 
-    def _through(self, parts: Sequence[Part], stream: Stream) -> Stream:
+    def _through(self, parts: Sequence[Part], form: AffineForm) -> AffineForm:
         left: Remainder
         for part in parts:
             match part:
                 case LinearPart(weight, bias):
-                    stream = stream.linear(weight, bias)
+                    form = form.linear(weight, bias)
                 case PoolPart(pool):
-                    stream = stream.pool(pool)
+                    form = form.pool(pool)
                 case ResidualPart(branch):
-                    stream = stream.plus(self._through(branch, stream))
-                case DividePart(eps):
-                    stream, left = divide(stream, eps)
+                    form = form.plus(self._through(branch, form))
+                case NormalisationPart(eps):
+                    form, left = normalise(form, eps)
                     self.remainders.append(left)
-                case BendPart(activation):
-                    stream, left = bend(stream, activation)
+                case ActivationPart(activation):
+                    form, left = activate(form, activation)
                     self.remainders.append(left)
                 case AttentionPart(attention):
-                    stream, left = attend(stream, attention)
+                    form, left = attend(form, attention)
                     self.remainders.append(left)
-        return stream
+        return form
 
     def margins(self, label: int, moves: Tensor, norm: float = 2) -> Tensor:
         """Lower bounds on the margins to all classes when block j of the input moves by at most ``moves[j]``.
 
         In the 1-norm a ball lies in the Euclidean one of its radius, in the ∞-norm in that of √b times it.
         """
-        adjoints = [slope[0, label] - slope[0] for slope in self.stream.slopes]
-        return self.logits[label] - self.logits - self._lost(adjoints, moves, norm)
+        adjoints = [slope[0, label] - slope[0] for slope in self.form.slopes]
+        return self.logits[label] - self.logits - self._decrease(adjoints, moves, norm)
 
     @torch.no_grad()
     def rounding(self) -> Tensor:
-        """How far logits computed in float64 may be from those in exact arithmetic, at most, ``(classes,)``.
+        """Bounds on the rounding errors of the logits in float64, ``(classes,)``.
 
         It is the share of rounding in `margins`, for single logits: the bound on their moves when nothing moves.
         """
-        moves = self.logits.new_zeros(self.stream.slopes[0].shape[2])
-        return self._lost([slope[0] for slope in self.stream.slopes], moves, norm=2)
+        moves = self.logits.new_zeros(self.form.slopes[0].shape[2])
+        return self._decrease([slope[0] for slope in self.form.slopes], moves, norm=2)
 
-    def _lost(self, adjoints: Sequence[Tensor], moves: Tensor, norm: float) -> Tensor:
-        """By how much numbers can fall whose derivatives are given for every source, ``(numbers, m, b)`` each."""
-        inner = self.stream.slopes[0].shape[-1] ** 0.5 if norm == torch.inf else 1.0
+    def _decrease(self, adjoints: Sequence[Tensor], moves: Tensor, norm: float) -> Tensor:
+        """≥ the decrease of numbers with given derivatives for every source, ``(numbers, m, b)`` each."""
+        inner = self.form.slopes[0].shape[-1] ** 0.5 if norm == torch.inf else 1.0
         reach = torch.cat([moves.new_ones(1), inner * moves])
         dual = {2: 2, 1: torch.inf, torch.inf: 1}[norm]
         first = torch.linalg.vector_norm(adjoints[0], ord=dual, dim=-1) if norm != 2 else length(adjoints[0])
@@ -105,14 +105,14 @@ class Linearised:
             lengths = left.lengths(reach)
             lost = lost + _worst(adjoint, lower, upper, lengths)
             reach = torch.cat([reach, lengths])
-        noise = 2 * (self.stream.drift + gamma(8) * self.stream.size) @ reach
+        noise = 2 * (self.form.rounding + gamma(8) * self.form.size) @ reach
         return lost * (1 + gamma(2**14)) + noise
 
     def radius(self, label: int, norm: float = 2) -> tuple[float, int]:
         """The largest radius found within which the class stays, and the class that limits it."""
-        moving = self.logits.new_ones(self.stream.slopes[0].shape[2])
+        moving = self.logits.new_ones(self.form.slopes[0].shape[2])
         others = [c for c in range(len(self.logits)) if c != label]
-        slopes = length(self.stream.slopes[0][0, label] - self.stream.slopes[0][0]) @ moving
+        slopes = length(self.form.slopes[0][0, label] - self.form.slopes[0][0]) @ moving
         reach = ((self.logits[label] - self.logits) / slopes.clamp_min(1e-300))[others]
         limiting = others[int(reach.argmin())]
 
@@ -132,7 +132,7 @@ class Linearised:
 
 @validated
 @full_precision
-@left_alone()
+@preserved_random_state()
 def certified_margins(
     network: SequenceClassifier, x: Tensor, label: int, radius: NotNegative, tokens: Sequence[int] | None = None
 ) -> Tensor:
@@ -157,13 +157,13 @@ def certified_margins(
     hidden = network.placed(network.embed(x))
     moving = range(len(hidden)) if tokens is None else tokens
     parts = read_network(network, len(hidden))
-    lines = Linearised(parts, hidden, moving, together=True)
-    check_network(in_double(network), x.detach(), parts, lines.logits, lines.rounding(), radius)
+    lines = LinearisedNetwork(parts, hidden, moving, together=True)
+    check_network(double_copy(network), x.detach(), parts, lines.logits, lines.rounding(), radius)
     return lines.margins(label, hidden.new_full((1,), radius))
 
 
 def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
-    """Refuse, before anything is computed, what would take more than `LARGEST` numbers."""
+    """Refuse, before anything is computed, a network that would take more than `LARGEST` numbers."""
     needed = _cost(parts, n, d, moving * d)[0]
     if needed > LARGEST:
         raise InvalidInput(
@@ -173,7 +173,7 @@ def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
 
 
 def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int, int]:
-    """The most numbers held on the way, the width and the columns of all slopes at the end."""
+    """The maximum number of entries in memory, the width and the columns of all slopes at the end."""
     most = n * d * columns
     for part in parts:
         match part:
@@ -188,7 +188,7 @@ def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int
                 width, logits = attention.output_weight[..., 0].numel(), attention.heads * n
                 columns += n * width
                 most, d = max(most, n * (d * columns + 4 * (logits + width) * n * width)), attention.out_features
-            case DividePart() | BendPart():
+            case NormalisationPart() | ActivationPart():
                 columns += n * d
         most = max(most, 3 * n * d * columns)
     return most, d, columns

@@ -5,11 +5,12 @@ SiLU), normalisations (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, `CentredNorm`),
 with an attention map), residuals (`Residual`), sequences of them and torch's encoders. A module is read at each of
 its occurrences by the formula of its class; a subclass that overrides the formula and a module with hooks are refused
 by name (`howsmooth.attention.module_changes`). `howsmooth.certificates.network.read_check` compares parts and
-network."""
+network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class SelfAttend(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """What every token reads from the others."""
+        """Self-attention of the tokens."""
         if isinstance(self.layer, nn.MultiheadAttention):
             return self.layer(x, x, x, need_weights=False)[0]
         return first_tensor(self.layer(x))
@@ -140,14 +141,14 @@ class LinearPart:
 
 
 @dataclass(frozen=True)
-class DividePart:
+class NormalisationPart:
     """x ↦ x/(|x|²/d + ε)^½ on every token."""
 
     eps: float
 
 
 @dataclass(frozen=True)
-class BendPart:
+class ActivationPart:
     """An activation, by name, on every number."""
 
     activation: str
@@ -174,12 +175,16 @@ class PoolPart:
     pool: str
 
 
-Part = LinearPart | DividePart | BendPart | AttentionPart | ResidualPart | PoolPart
+Part = LinearPart | NormalisationPart | ActivationPart | AttentionPart | ResidualPart | PoolPart
 _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Sequential, Residual, SelfAttend, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention),
     *(nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.RMSNorm, CentredNorm, nn.ReLU, nn.GELU, nn.SiLU),
 )
-_FUNCTIONS = {nn.functional.relu: "relu", nn.functional.gelu: "gelu", nn.functional.silu: "silu"}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+}
 _FUSED = {1: "relu", 2: "gelu"}
 """The activation that torch's encoder layers run when gradients are off, by their own number for it."""
 
@@ -207,16 +212,16 @@ def check_unchanged(module: nn.Module, base: type, name: str) -> None:
 
 
 def check_attention_unchanged(module: nn.Module, name: str) -> None:
-    """Refuse an attention layer or map that was changed after its class said what it computes, or inside.
+    """Refuse an attention layer or map whose formula, or that of a module inside it, was overridden.
 
-    A class of somebody else's that defines ``attention_map`` or ``attached_map`` says so itself. Masks are free: they
-    are asked for what they add to the logits.
+    A foreign class that defines ``attention_map`` or ``attached_map`` answers for its formula. Masks may be of any
+    class: certificates read the terms that they add to the logits.
     """
     base = known_base(module)
     mro = type(module).__mro__
-    says_itself = any({"attention_map", "attached_map"} & vars(cls).keys() for cls in mro[: mro.index(base)])
-    check_unchanged(module, type(module) if says_itself else base, name)
-    if says_itself:
+    defines_map = any({"attention_map", "attached_map"} & vars(cls).keys() for cls in mro[: mro.index(base)])
+    check_unchanged(module, type(module) if defines_map else base, name)
+    if defines_map:
         return
     for inner_name, inner in module.named_modules():
         if inner is module or "parametrizations" in inner_name or isinstance(inner, LogitBias):
@@ -264,13 +269,13 @@ class _Reader:
             case nn.TransformerEncoderLayer():
                 return self._encoder_layer(module, name)
             case nn.ReLU():
-                return (BendPart("relu"),)
+                return (ActivationPart("relu"),)
             case nn.SiLU():
-                return (BendPart("silu"),)
+                return (ActivationPart("silu"),)
             case nn.GELU():
                 if module.approximate != "none":
                     raise UnsupportedModel(f"{name}, GELU by its {module.approximate} formula, has no certificate.")
-                return (BendPart("gelu"),)
+                return (ActivationPart("gelu"),)
         return self._attention(module, name)
 
     def _in_turn(self, modules: nn.Module, name: str) -> tuple[Part, ...]:
@@ -297,11 +302,12 @@ class _Reader:
             return ResidualPart((*first, *attend)), ResidualPart((*second, *mlp))
         return ResidualPart(attend), *first, ResidualPart(mlp), *second
 
-    def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> BendPart:
+    def _activation(self, layer: nn.TransformerEncoderLayer, name: str) -> ActivationPart:
         act = layer.activation
         found = self.read(act, f"{name}.activation") if isinstance(act, nn.Module) else ()
-        bend = found[0] if len(found) == 1 else BendPart(_FUNCTIONS.get(act, ""))
-        if not isinstance(bend, BendPart) or not bend.activation:
+        names = [activation for activation, function in ACTIVATIONS.items() if function is act]
+        bend = found[0] if len(found) == 1 else ActivationPart("".join(names))
+        if not isinstance(bend, ActivationPart) or not bend.activation:
             raise UnsupportedModel(f"{name}: its activation has no certificate, only ReLU, GELU and SiLU have.")
         if _FUSED.get(layer.activation_relu_or_gelu, bend.activation) != bend.activation:
             raise UnsupportedModel(
@@ -328,15 +334,15 @@ class _Reader:
         shift = _double(getattr(module, "bias", None))
         if isinstance(module, nn.RMSNorm):
             eps = rms_eps(self.dtype if weight is None else weight.dtype) if module.eps is None else module.eps
-            return DividePart(eps), LinearPart(gain[:, None] * eye, shift)
+            return NormalisationPart(eps), LinearPart(gain[:, None] * eye, shift)
         centre = eye - 1 / d
         if isinstance(module, CentredNorm):
             return (LinearPart(gain[:, None] * centre, shift),)
-        return LinearPart(centre, None), DividePart(module.eps), LinearPart(gain[:, None] * eye, shift)
+        return LinearPart(centre, None), NormalisationPart(module.eps), LinearPart(gain[:, None] * eye, shift)
 
 
 def rms_eps(dtype: torch.dtype) -> float:
-    """The epsilon of a `torch.nn.RMSNorm` that was given none: that of the dtype it computes in, at least float32.
+    """The default epsilon of a `torch.nn.RMSNorm`: that of the dtype it computes in, or of float32 if that is smaller.
 
     >>> rms_eps(torch.float16) == torch.finfo(torch.float32).eps
     True
@@ -345,7 +351,7 @@ def rms_eps(dtype: torch.dtype) -> float:
 
 
 def _attached(module: nn.Module, attention: AttentionMap, n: int) -> AttentionMap:
-    """The map of a layer on weights that autograd still follows, where it is asked to; a snapshot elsewhere."""
+    """The map of a layer on weights that autograd tracks, while gradients are enabled; a snapshot elsewhere."""
     if not torch.is_grad_enabled():
         return attention
     if isinstance(module, nn.MultiheadAttention):

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_line, first_tensor, random_stream
 from howsmooth.attention import AttentionMap, as_attention
-from howsmooth.certificates.classifier.patch_transformer import MAPS, Affine, PatchTransformer
+from howsmooth.certificates.classifier.patch_transformer import MAPS, AffineLayer, PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import Classifier
 from howsmooth.certificates.network.parts_ir import (
+    ACTIVATIONS,
+    ActivationPart,
     AttentionPart,
-    BendPart,
-    DividePart,
     LinearPart,
+    NormalisationPart,
     Part,
     PoolPart,
     ResidualPart,
@@ -40,58 +41,53 @@ from howsmooth.certificates.network.parts_ir import (
 from howsmooth.errors import HowsmoothError, UnsupportedModel
 
 M = TypeVar("M", bound=nn.Module)
-_BEND: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "silu": nn.functional.silu,
-}
 _VALUE_TOLERANCE, _SLOPE_TOLERANCE = 1e-9, 1e-6
 """Largest difference that counts as rounding, relative to outputs plus derivative times input, and to derivatives."""
 _NOTHING = 1e-12
 """Outputs of a network below this may be rounding alone."""
 _NEAR, _FAR = 1e-3, 10.0
-"""Least and largest distance of the second point, in norms of the input plus one."""
+"""Minimum and maximum distance of the second point, in norms of the input plus one."""
 
 
-def run_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
+def evaluate_parts(parts: Sequence[Part], x: Tensor) -> Tensor:
     """The network of these parts at tokens ``(n, d)``.
 
-    >>> run_parts([BendPart("relu"), PoolPart("mean")], torch.tensor([[-1.0, 2.0], [1.0, 2.0]]))
+    >>> evaluate_parts([ActivationPart("relu"), PoolPart("mean")], torch.tensor([[-1.0, 2.0], [1.0, 2.0]]))
     tensor([[0.5000, 2.0000]])
     """
     for part in parts:
         match part:
             case LinearPart(weight, bias):
                 x = nn.functional.linear(x, weight, bias)
-            case DividePart(eps):
+            case NormalisationPart(eps):
                 x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-            case BendPart(activation):
-                x = _BEND[activation](x)
+            case ActivationPart(activation):
+                x = ACTIVATIONS[activation](x)
             case AttentionPart(attention):
                 x = attention(x)
             case ResidualPart(branch):
-                x = x + run_parts(branch, x)
+                x = x + evaluate_parts(branch, x)
             case PoolPart(pool):
                 x = x.mean(0, keepdim=True) if pool == "mean" else x[:1]
     return x
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Torch's random numbers as they were when the block ends, and no autocast inside it.
+def preserved_random_state() -> Iterator[None]:
+    """Restore torch's random state when the block ends, and switch autocast off inside it.
 
-    Weights may be drawn while they are read. What is read and what is compared with it share one block, so that they
-    are not drawn alike.
+    Weights may be drawn while they are read. Reading and comparison share one block, so that they draw different
+    numbers.
     """
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         yield
 
 
-def in_double(module: M) -> M:
-    """A copy of a module in float64, in its own mode: what a certificate is about.
+def double_copy(module: M) -> M:
+    """A copy of a module in float64, in its own mode, for which a certificate holds.
 
-    The numbers that it holds are taken as they are; what it computes from them, weights included, is not rounded to
-    its own dtype. The epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
+    Stored numbers are exact; numbers computed from them, weights included, are not rounded to the module's dtype. The
+    epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
     """
     held = (value for inner in module.modules() for value in (*inner._buffers.values(), *vars(inner).values()))
     computed = {id(value): value.detach().clone() for value in held if isinstance(value, Tensor) and not value.is_leaf}
@@ -109,22 +105,22 @@ def in_double(module: M) -> M:
     return double.double()
 
 
-@left_alone()
+@preserved_random_state()
 @torch.no_grad()
 def check_network(
     double: SequenceClassifier, x: Tensor, parts: Sequence[Part], logits: Tensor, rounding: Tensor, reach: float
 ) -> None:
-    """Refuse a network whose parts compute something else than it does.
+    """Refuse a network whose parts compute another function than the network itself.
 
     Args:
-        double: the network `in_double`. x: tokens ``(n, d)`` or their numbers ``(n,)``. logits: of the parts at x.
-        rounding: bounds on what rounding may have done to them. reach: how far from x the certificate goes.
+        double: the network `double_copy`. x: tokens ``(n, d)`` or their numbers ``(n,)``. logits: of the parts at x.
+        rounding: bounds on their rounding errors. reach: radius of the certificate.
     """
     vectors = double.embed(x)
     there = _near(vectors, reach)
 
     def read(z: Tensor) -> Tensor:
-        return run_parts(parts, double.placed(z))[0]
+        return evaluate_parts(parts, double.placed(z))[0]
 
     most = 2 * float(rounding.detach().amax())
     allowed = _check_near(double, read, there, most, lambda: _difference(double, there))
@@ -133,14 +129,14 @@ def check_network(
             raise UnsupportedModel(_difference(double, vectors))
 
 
-@left_alone()
+@preserved_random_state()
 @torch.no_grad()
 def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
-    """The attention map that a layer or map offers, refused when it computes something else."""
+    """The attention map of a layer or map, refused when it computes another function."""
     check_attention_unchanged(f, "f")
     if isinstance(f, AttentionMap):
         return f
-    double = in_double(f)
+    double = double_copy(f)
     attention = as_attention(double, len(x))
     assert attention is not None
     own, read = partial(_of_one_sequence, double), partial(AttentionMap.forward, attention)
@@ -149,17 +145,17 @@ def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
     return attention
 
 
-@left_alone()
+@preserved_random_state()
 @torch.no_grad()
 def read_folded(network: PatchTransformer, image: Tensor) -> Classifier:
-    """The folded form of a vision transformer, refused when the network computes something else at an image."""
+    """The folded form of a vision transformer, refused when the network computes another function at an image."""
     check_unchanged(network, PatchTransformer, "the network")
     for name in MAPS:
         inner = getattr(network, name)
-        if not isinstance(inner, Affine):
+        if not isinstance(inner, AffineLayer):
             raise UnsupportedModel(f"{name}, a {type(inner).__name__}, has no certificate.")
-        check_unchanged(inner, Affine, name)
-    double, folded = in_double(network), network.folded()
+        check_unchanged(inner, AffineLayer, name)
+    double, folded = double_copy(network), network.folded()
     for point in (image.double(), _near(image.double(), 0.0)):
         most = 2 * folded.noise(double.patches(point), 0.0)
         _check_near(double, lambda z: folded(double.patches(z)), point, most, lambda: _other("the network"))
@@ -184,7 +180,7 @@ def _check_near(
     most: float,
     sentence: Callable[[], str],
 ) -> float:
-    """Refuse, with a sentence, a map whose value or derivative at x differs from what was read; how far they may."""
+    """Refuse a map whose value or derivative at x differs from that of its parts; return the tolerance."""
     (mine, my_slope), (value, slope) = (_with_slope(f, x) for f in (own, read))
     if not bool(value.isfinite().all()):
         raise UnsupportedModel(
@@ -204,8 +200,8 @@ def _with_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         value = _called(f, x)
-        stream = random_stream(0, "slopes")
-        weights = torch.randn(value.shape, generator=stream, dtype=torch.float64, device="cpu")
+        generator = random_stream(0, "slopes")
+        weights = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
         slope = torch.autograd.grad((value * weights).sum(), x, allow_unused=True)[0] if value.requires_grad else None
     return value.detach(), torch.zeros_like(x) if slope is None else slope
 
@@ -238,14 +234,14 @@ def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _difference(network: SequenceClassifier, vectors: Tensor) -> str:
-    """A sentence that names the part that differs most from what was read of it, relative to its output."""
+    """A sentence that names the part with the largest relative difference from the network."""
     x, worst = network.placed(vectors), (0.0, "", "")
     layers = network.layers._modules if isinstance(network.layers, nn.Sequential) else {"": network.layers}
     for name, layer in (*((f"layers.{key}", layer) for key, layer in layers.items()), ("classes", network.classes)):
         if name == "classes":
             x = (x.mean(-2) if network.pool == "mean" else x[..., 0, :])[None]
         alone = SequenceClassifier([layer], nn.Identity(), pool="first")
-        read = run_parts(read_network(alone, len(x))[:-1], x)
+        read = evaluate_parts(read_network(alone, len(x))[:-1], x)
         own = _called(layer, x)
         gap = float((own - read).norm() / own.norm().clamp_min(1e-300))
         worst, x = max(worst, (gap, name, type(layer).__name__)), own

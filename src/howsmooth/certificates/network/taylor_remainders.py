@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.network.affine_form import Stream, block_diagonal, length, spectral_ceiling
+from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, length, spectral_ceiling
 
 ROUNDED = gamma(2**12)
 """Sums of nonnegative numbers, of at most some thousand terms, are rounded up by this share."""
 
 
 class Remainder(ABC):
-    """What a part adds to the error of a stream."""
+    """The remainder of one nonlinear part of a network."""
 
     @abstractmethod
     def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,12 +35,13 @@ class Remainder(ABC):
 
 
 def moved_by(rows: Tensor, reach: Tensor) -> Tensor:
+    """The bounds that gauges give for a reach of all sources."""
     return (rows @ reach[: rows.shape[-1]]) * (1 + ROUNDED)
 
 
 @dataclass(frozen=True)
-class DivisionRemainder(Remainder):
-    """Of z/N; see the module."""
+class NormalisationRemainder(Remainder):
+    """The remainder of z/N."""
 
     start: Tensor
     rows: Tensor
@@ -56,29 +57,29 @@ class DivisionRemainder(Remainder):
         return -upper, upper
 
 
-def divide(stream: Stream, eps: float) -> tuple[Stream, DivisionRemainder]:
-    """Through z ↦ z/N: the stream with a source for the remainder."""
-    z, d = stream.value, stream.value.shape[-1]
+def normalise(form: AffineForm, eps: float) -> tuple[AffineForm, NormalisationRemainder]:
+    """The form behind z ↦ z/N, with a source for the remainder."""
+    z, d = form.value, form.value.shape[-1]
     size = (z.square().mean(-1, keepdim=True) + eps).sqrt()
     value = z / size
     slopes = []
-    for slope in stream.slopes:
+    for slope in form.slopes:
         along = torch.einsum("nd,ndmb->nmb", value, slope) / d
         slopes.append((slope - value[:, :, None, None] * along[:, None]) / size[..., None, None])
     steepest = 2 / size.min()  # the derivative has norm at most 1/N; 2 for its rounded form
-    noise = steepest * (stream.drift + gamma(8 * d + 64) * stream.size)
-    left = DivisionRemainder(length(z) * (1 - gamma(d + 8)), stream.token_gauge(), noise, d, eps)
+    noise = steepest * (form.rounding + gamma(8 * d + 64) * form.size)
+    left = NormalisationRemainder(length(z) * (1 - gamma(d + 8)), form.token_gauge(), noise, d, eps)
     eye = torch.eye(d, dtype=z.dtype)
-    return stream.after(value, slopes, block_diagonal(eye, len(z))), left
+    return form.after(value, slopes, block_diagonal(eye, len(z))), left
 
 
 @dataclass(frozen=True)
-class BendRemainder(Remainder):
-    """Of an activation; see the module.
+class ActivationRemainder(Remainder):
+    """The remainder of an activation.
 
     Attributes:
         start: z⁰ ``(n, h)``. rows: gauge of its moves. noise: of rounding. along: slopes in the input's own moves.
-        others: gauge of the moves of tokens by all else.
+        others: gauge of the moves of tokens by all other sources.
     """
 
     activation: str
@@ -116,9 +117,9 @@ class BendRemainder(Remainder):
         return -upper, upper
 
 
-def bend(stream: Stream, activation: str) -> tuple[Stream, BendRemainder]:
-    """Through an activation: the stream with a source for the remainder."""
-    z = stream.value
+def activate(form: AffineForm, activation: str) -> tuple[AffineForm, ActivationRemainder]:
+    """The form behind an activation, with a source for the remainder."""
+    z = form.value
     if activation == "relu":
         value, slope = torch.relu(z), (z > 0).to(z.dtype)
     elif activation == "gelu":
@@ -127,8 +128,8 @@ def bend(stream: Stream, activation: str) -> tuple[Stream, BendRemainder]:
     else:
         value, on = torch.nn.functional.silu(z), torch.sigmoid(z)
         slope = on * (1 + z * (1 - on))
-    slopes = [slope[:, :, None, None] * one for one in stream.slopes]
-    noise = 1.2 * stream.drift + gamma(2**11) * stream.size
-    left = BendRemainder(activation, z, stream.number_gauge(), noise, stream.token_gauge(1), stream.slopes[0])
+    slopes = [slope[:, :, None, None] * one for one in form.slopes]
+    noise = 1.2 * form.rounding + gamma(2**11) * form.size
+    left = ActivationRemainder(activation, z, form.number_gauge(), noise, form.token_gauge(1), form.slopes[0])
     eye = torch.eye(z.shape[-1], dtype=z.dtype)
-    return stream.after(value, slopes, block_diagonal(eye, len(z))), left
+    return form.after(value, slopes, block_diagonal(eye, len(z))), left

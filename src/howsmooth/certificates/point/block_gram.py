@@ -91,7 +91,7 @@ class StackedHeads:
         return result
 
     def _pushed_rows(self, i: int) -> Tensor:
-        """What the paths of the keys add to the rows of query i, ``(heads, k, heads, n, k)``."""
+        """The terms of the key paths in the rows of query i, ``(heads, k, heads, n, k)``."""
         here, mine, leans = self.weights[:, i], self.pushed[:, i], self._leans
         if self.push.shape[2] > 1:
             theirs = torch.einsum("hkgej,gejl->hkgel", here[:, None, None, None] * leans, self.pushed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import three_path_of
 from howsmooth.bounds.point_error import gamma
-from howsmooth.certificates.ball.norm_of_head_sum import norm_together
+from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.block_gram import StackedHeads
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
@@ -27,24 +27,24 @@ from howsmooth.errors import InvalidInput
 from howsmooth.norms.local_constant import measure, measure_heads
 
 CHOLESKY = 6144
-"""Most outputs of a map whose Gram matrix is factored: 300 MB and ten seconds of one core."""
+"""Maximum outputs of a map whose Gram matrix is factored: 300 MB and ten seconds of one core."""
 BLOCK = 3072
-"""Most outputs of a block of several heads that is taken whole."""
+"""Maximum outputs of a block of several heads that is treated as one map."""
 DEFLATION = 16384
-"""Most outputs of a head whose Gram matrix is gone through row by row."""
+"""Maximum outputs of a head whose Gram matrix is deflated row by row."""
 STACKED = 20480
-"""Most outputs of a block whose Gram matrix is."""
+"""Maximum outputs of a block whose Gram matrix is deflated."""
 DEFLATED = 48
-"""Leading singular vectors taken out of a head."""
+"""Leading singular vectors that deflate a head."""
 BLOCK_DEFLATED = 200
-"""And of a block, whose spectrum is longer."""
+"""Leading singular vectors that deflate a block, whose spectrum is longer."""
 _LEAST = 1e-140
-"""The squares of smaller numbers than this, or of larger ones than its inverse, are not trusted in a sum of squares."""
+"""Numbers below this or above its inverse may under- or overflow in a sum of squares."""
 
 
 @dataclass(frozen=True)
 class Enclosure:
-    """Proved ends of ‖J‖, and by which proof."""
+    """Proved ends of ‖J‖, and the method of the proof."""
 
     lower: float
     upper: float
@@ -56,7 +56,7 @@ class Enclosure:
 
 
 def expected_seconds(attention: AttentionMap, n: int) -> float:
-    """About how long the enclosures of all heads take on one core, to be said before they start.
+    """Approximate time of the enclosures of all heads on one core, to announce before they start.
 
     A Gram matrix of N rows takes some N³ operations, at 1.6·10¹⁰ of them a second; gone through row by row, four times
     that; the three-path bound takes no time beside it.
@@ -68,7 +68,7 @@ def expected_seconds(attention: AttentionMap, n: int) -> float:
 
 
 def expected_block_seconds(attention: AttentionMap, n: int) -> float:
-    """The same of the enclosure of a block, which deflates n² products of matrices as wide as all heads together."""
+    """Approximate time of a block, which deflates n² products of matrices as wide as all heads together."""
     outputs, width = n * attention.out_features, attention.heads * attention.value_weight.shape[-2]
     if attention.heads == 1 or outputs > STACKED:
         return expected_seconds(attention, n)
@@ -119,7 +119,7 @@ def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Encl
 
 
 def _is_known(blocks: HeadBlocks | StackedHeads) -> bool:
-    """Whether what rounding may have done to a Jacobian is finite: at huge logits it is not, and nothing follows."""
+    """Whether the bound on the rounding error of a Jacobian is finite, which it is not at huge logits."""
     return math.isfinite(blocks.off)
 
 
@@ -135,7 +135,7 @@ def _unit(heads: Sequence[HeadBlocks]) -> float:
 
 def _sum_of_heads(at: HeadsAt, heads: Sequence[Enclosure] | None) -> Enclosure:
     heads = enclose_heads(at) if heads is None else heads
-    upper, lower = norm_together(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
+    upper, lower = norm_of_head_sum(at.map, [head.upper for head in heads]), float(measure(at.map, at.x).lower)
     return Enclosure(lower, upper, "sum of heads: " + ", ".join(sorted({head.method for head in heads})))
 
 

@@ -68,7 +68,7 @@ class HeadBlocks:
         )
 
     def times(self, factor: float) -> HeadBlocks:
-        """Those of J times a power of two, which rounds nothing."""
+        """The blocks of J times a power of two, without rounding."""
         scaled = {name: getattr(self, name) * factor for name in ("value", "apart", "own", "off", "size")}
         return replace(self, **scaled)
 
@@ -143,7 +143,7 @@ class HeadsAt(PathsAt):
 
 def _blocks(group: Paths, one: int) -> HeadBlocks:
     """The blocks of one map of a group."""
-    weights, slopes, value_map = group.weights[one], group.slopes[one], group.value_map[one]
+    slopes, value_map = group.slopes[one], group.value_map[one]
     apart = group.value[one] - group.mean[one][:, None]
     if group.push_map is None:
         push = group.push[one][:, None]
@@ -152,32 +152,28 @@ def _blocks(group: Paths, one: int) -> HeadBlocks:
     own = (slopes[..., None] * apart).mT @ group.pull[one]
     if group.pull_map is not None:
         own = own @ group.pull_map[one]
-    off = _off(group, one, apart, push, value_map)
-    size = _size(weights, slopes, value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1), group, one)
-    return HeadBlocks(weights, slopes, value_map, apart, push, own, off, size)
+    lengths = value_map.norm(dim=(-2, -1)), apart.norm(dim=-1), push.norm(dim=-1)
+    size = _size(group, one, *lengths)
+    off = _off(group, one, *lengths) + gamma(4 * sum(group.value.shape[1:]) + 64) * size
+    return HeadBlocks(group.weights[one], slopes, value_map, apart, push, own, off, size)
 
 
-def _off(group: Paths, one: int, apart: Tensor, push: Tensor, value_map: Tensor) -> float:
-    """≥ ‖J − Ĵ‖ before the output matrix; see the module."""
+def _off(group: Paths, one: int, values: Tensor, u: Tensor, t: Tensor) -> float:
+    """≥ ‖J − Ĵ‖ before the output matrix, from ‖V_j‖, |u_ij| and |t_ij|, but for the rounding of sums."""
     radii = group.radii
     cloud = about_means(group, group.value, radii.value)
     grown_p, grown_s = (torch.expm1(r[one])[:, None] for r in (radii.weights, radii.slopes))
-    sizes, lean = value_map.norm(dim=(-2, -1)), radii.value_map[one]
-    value = group.weights[one] * (grown_p * sizes + (1 + grown_p) * lean)
+    value = group.weights[one] * (grown_p * values + (1 + grown_p) * radii.value_map[one])
     moved = radii.value[one][None] + cloud.off[one][:, None]
-    u, t, t_off = apart.norm(dim=-1), push.norm(dim=-1), push_radii(group)[one]
+    t_off = push_radii(group)[one]
     cross = group.slopes[one] * (grown_s * u * t + (1 + grown_s) * (moved * t + (u + moved) * t_off))
     slack, _ = product_slack(group, cloud, keys(group))
-    extra = gamma(4 * sum(group.value.shape[1:]) + 64) * _size(
-        group.weights[one], group.slopes[one], sizes, u, t, group, one
-    )
-    return float(value.norm() + cross.norm() + slack[one].amax()) + extra
+    return float(value.norm() + cross.norm() + slack[one].amax())
 
 
-def _size(
-    weights: Tensor, slopes: Tensor, values: Tensor, apart: Tensor, push: Tensor, group: Paths, one: int
-) -> float:
+def _size(group: Paths, one: int, values: Tensor, u: Tensor, t: Tensor) -> float:
     """≥ the Frobenius norm of Ĵ with absolute values inside, before the output matrix."""
+    weights, slopes = group.weights[one], group.slopes[one]
     gain = 1.0 if group.pull_map is None else group.pull_map[one].norm(dim=(-2, -1))
-    diagonal = (slopes * apart * group.pull[one].norm(dim=-1)).sum(-1) * gain
-    return float((weights * values).norm() + (slopes * apart * push).norm() + diagonal.norm()) * (1 + gamma(64))
+    diagonal = (slopes * u * group.pull[one].norm(dim=-1)).sum(-1) * gain
+    return float((weights * values).norm() + (slopes * u * t).norm() + diagonal.norm()) * (1 + gamma(64))
