@@ -46,7 +46,6 @@ EXPLAINED = {
 SAME_NAME = {
     "Batch": "windows of equal length that a scan runs together, and pieces of text that training learns from.",
     "Cell": "one number of a scan, of a report, of a grid of runs, of both ends of a search: each a row of its table.",
-    "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
     "Checkpoint": "the tensors of somebody's model, and those of a run with its random state.",
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",

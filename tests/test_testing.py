@@ -16,7 +16,8 @@ from evidence import attention_cases as cases
 from howsmooth import testing
 from howsmooth.attention.stages import Scale, TokenStage
 from howsmooth.bounds import CATALOGUE, Bound, Setting, get
-from howsmooth.jacobians import AttentionJacobian, attention_jacobian
+from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.testing import check_attention, check_bound, dense_jacobian
 
 

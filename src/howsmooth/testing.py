@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.validation import check_finite, check_tensor, validated
-from howsmooth.attention import AttentionMap, as_attention
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
 from howsmooth.errors import InvalidInput
@@ -76,7 +76,7 @@ def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: floa
         AssertionError: one sentence that says which of these does not hold, and by how much.
     """
     x = check_tensor(x, "x", dims=(2,)).detach().double()
-    known = as_attention(attention)
+    known = as_attention_map(attention)
     if known is None:
         operator = jacobian(attention, x)
         _check_products(attention, dense_jacobian(attention, x), operator, rtol)
@@ -124,7 +124,7 @@ def check_bound(
         DoesNotApply: the bound refuses this place.
     """
     bound = get(bound) if isinstance(bound, str) else bound
-    known = as_attention(attention)
+    known = as_attention_map(attention)
     attention = copy.deepcopy(attention).double() if known is None else known.in_dtype(torch.float64)
     case = setting(attention, **where)
     value = float(bound.at(case))

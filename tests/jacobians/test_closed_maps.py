@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import ComposedJacobian, attention_jacobian, tiles
+from howsmooth.jacobians import attention_jacobian, tiles
 from howsmooth.jacobians.closed_maps import (
     ClosedAttention,
     ClosedMap,
+    ComposedJacobian,
     Parallel,
     Series,
     Skip,

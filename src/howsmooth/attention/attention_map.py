@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from howsmooth._util.validation import check_positive
 from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import LogitBias, Maps, softmax
-from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -24,6 +24,19 @@ _NARROW = 256
 
 class MapModule(nn.Module):
     """A map as a value: changed copies are made by `replace`, and nothing is assigned to its fields from outside."""
+
+    kind: str
+    heads: int
+
+    @property
+    def in_features(self) -> int:
+        """Width of a token."""
+        raise NotImplementedError
+
+    @property
+    def out_features(self) -> int:
+        """Width of an output token."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,17 +146,14 @@ class AttentionMap(MapModule):
 
     @property
     def in_features(self) -> int:
-        """Width d of a token."""
         return self.query_weight.shape[-1]
 
     @property
     def out_features(self) -> int:
-        """Width of an output token."""
         return self.output_weight.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
         return self.query_weight.dtype
 
     def stages(self, query: Tensor, key: Tensor) -> Stages:
@@ -208,8 +218,8 @@ class AttentionMap(MapModule):
         """Whether a constant on all projected keys, or on all projected values, leaves the derivative as it is."""
         softmax = self.weighting == "softmax"
         return (
-            softmax and self.softcap is None and all(isinstance(stage, Scale) for stage in self.key_stages),
-            softmax and all(isinstance(stage, Scale) for stage in self.value_stages),
+            softmax and self.softcap is None and all(stage.scale is not None for stage in self.key_stages),
+            softmax and all(stage.scale is not None for stage in self.value_stages),
         )
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:

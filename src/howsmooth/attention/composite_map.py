@@ -167,22 +167,6 @@ class Composite(MapModule, ABC):
     """A map made of plain attention and token-wise maps, whose Jacobian follows from theirs in closed form."""
 
     kind = "composite"
-    heads: int
-
-    @property
-    @abstractmethod
-    def in_features(self) -> int:
-        """Width of a token."""
-
-    @property
-    @abstractmethod
-    def out_features(self) -> int:
-        """Width of an output token."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
 
     @abstractmethod
     def parts(self, x: Tensor) -> Parts:

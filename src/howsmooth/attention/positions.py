@@ -30,6 +30,8 @@ class Rotary(TokenStage):
     Coordinates beyond the pairs pass unchanged (partial rotary).
     """
 
+    linear = True
+
     @validated
     def __init__(
         self, frequencies: Tensor, interleaved: bool = False, amplitude: float = 1.0, positions: Tensor | None = None

@@ -50,7 +50,15 @@ class TokenDerivative(ABC):
 
 
 class TokenStage(nn.Module, ABC):
-    """A map x_i ↦ y_i applied to every token."""
+    """A map x_i ↦ y_i applied to every token.
+
+    Attributes:
+        linear: whether it is linear with one bound on its norm at all places: a multiple or a rotation.
+        scale: c where it is y = c·x, else None.
+    """
+
+    linear = False
+    scale: float | None = None
 
     @abstractmethod
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
@@ -105,9 +113,11 @@ class Chain(TokenDerivative):
 class Scale(TokenStage):
     """y = c·x."""
 
+    linear = True
+
     def __init__(self, factor: float):
         super().__init__()
-        self.factor = check_number(factor, "the scale of queries, keys or values")
+        self.scale = self.factor = check_number(factor, "the scale of queries, keys or values")
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         return x * self.factor, Multiple(self.factor)

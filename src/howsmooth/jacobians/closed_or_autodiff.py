@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from howsmooth._util.validation import Size, validated
-from howsmooth.attention import closed_form
-from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention import as_attention_map
+from howsmooth.attention.attention_map import AttentionMap, MapModule
 from howsmooth.attention.composite_map import Composite
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
@@ -50,7 +50,7 @@ def jacobian(
     >>> J.matvec(torch.ones(2, 3)).sum()
     tensor(6.)
     """
-    attention = closed_form(f, *x.shape[-2:-1])
+    attention = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     if skip:
         if wrt is not None or not isinstance(attention, AttentionMap):
             raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
@@ -67,7 +67,7 @@ def jacobian(
 
 
 def closed_jacobian(
-    attention: AttentionMap | Composite,
+    attention: MapModule,
     x: Tensor,
     *,
     per_head: bool = False,
@@ -77,4 +77,5 @@ def closed_jacobian(
     """`attention_jacobian` or `composite_jacobian`, whichever the map needs."""
     if isinstance(attention, Composite):
         return composite_jacobian(attention, x, per_head=per_head, memory=memory)
+    assert isinstance(attention, AttentionMap)
     return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_finite, check_tensor, validated
-from howsmooth.attention import AttentionMap, LogitBias, Rotary, as_attention
+from howsmooth.attention import AttentionMap, LogitBias, Rotary, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import Measure
@@ -167,7 +167,7 @@ def push(attention: nn.Module, measure: Measure) -> Measure:
 
 def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
     """The attention as a map that measures can be put into."""
-    map_ = as_attention(attention)
+    map_ = as_attention_map(attention)
     if map_ is None:
         raise InvalidInput(
             f"a measure needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "

@@ -14,17 +14,15 @@ from howsmooth.attention import (
     Causal,
     Chunked,
     ComposedAttention,
-    Feature,
-    Features,
-    HeadNorm,
     LogitBias,
-    PlaceScale,
     RelativeBias,
     Rotary,
     SelfAttention,
     SlidingWindow,
     UnitNorm,
 )
+from howsmooth.attention.composite_map import Feature, Features
+from howsmooth.attention.stages import HeadNorm, PlaceScale
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.latent_attention import read_latent
 from howsmooth.models.module_names import Site, attention_site, submodule

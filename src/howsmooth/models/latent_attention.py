@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import ComposedAttention, Feature, Features, LogitBias, Rotary, SelfAttention, UnitNorm
+from howsmooth.attention import ComposedAttention, LogitBias, Rotary, SelfAttention, UnitNorm
+from howsmooth.attention.composite_map import Feature, Features
 from howsmooth.models.module_names import Site
 
 Linear = Callable[[Site, str], tuple[Tensor, Tensor | None]]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.validation import check_tensor
-from howsmooth.attention import AttentionMap, Rotary, plain_map
+from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.attention.conversion import plain_map
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Scale
 from howsmooth.bounds import TokenSet, head_numbers
 from howsmooth.bounds.head_constants import norm_rounding
 from howsmooth.bounds.own.neighbourhood import three_path_ball
@@ -127,7 +125,7 @@ def _balls(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[HeadBall]:
 def _is_curved(attention: AttentionMap) -> bool:
     """Whether queries, keys or values are not linear, logits capped, or weights no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
-    linear = all(isinstance(stage, Scale | Rotary) for stage in stages)
+    linear = all(stage.linear for stage in stages)
     return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 
