@@ -175,7 +175,7 @@ def _check_masks(attention: AttentionMap, x: Tensor, expected: Tensor) -> None:
     """Hidden is what the masks themselves say, term by term."""
     n, heads = len(x), attention.heads
     bias = x.new_zeros(heads, n, n)
-    for term in attention.logit_terms():
+    for term in attention.terms:
         block = term.block(slice(0, n), slice(0, n), Maps.every(1, heads, n, x))
         if block is not None:
             bias = bias + block

@@ -29,7 +29,7 @@ from howsmooth.jacobians.closed_maps import (
     Tokenwise,
     composed_jacobian,
 )
-from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation
 from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.layer_wiring import read_norm
 from howsmooth.norms.lanczos import golub_kahan
@@ -55,7 +55,7 @@ STAGES: dict[str, tuple[TokenStage, Callable[[Tensor], Tensor]]] = {
     "multiple": (Diagonal(0.3), lambda x: 0.3 * x),
     "rms": (UnitNorm.rms(D, 1e-3, W[0]), lambda x: W[0] * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()),
     "layer norm": (read_norm(norm := randomised(nn.LayerNorm(D, eps=1e-3))), norm),
-    "gate": (Gate(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
+    "gate": (GatedActivation(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
     **{
         name: (Activation(act), act)
         for name, act in {

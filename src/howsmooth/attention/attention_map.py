@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -164,10 +164,6 @@ class AttentionMap(MapModule):
     def terms(self) -> Terms:
         """Masks and additive biases of the logits, as one."""
         return Terms(self.logit_biases)  # type: ignore[arg-type]
-
-    def logit_terms(self) -> Iterator[LogitBias]:
-        """Masks and additive biases of the logits, one by one."""
-        return iter(self.terms)
 
     def head(self, head: int) -> Self:
         """x ↦ W_h f_h(x) as a map of its own, without the output bias, as `howsmooth.measure_heads` measures it.

@@ -12,7 +12,7 @@ Theorems on attention say nothing of these maps unless they name them: their kin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,13 +74,6 @@ class _FeatureDerivative(TokenDerivative):
         back = self.chain.vjp(gy)
         return back if self.weight is None else back @ self.weight
 
-    def select(self, index: Tensor) -> _FeatureDerivative:
-        return replace(self, chain=self.chain.select(index))
-
-    def to(self, dtype: torch.dtype) -> _FeatureDerivative:
-        weight = None if self.weight is None else self.weight.to(dtype)
-        return replace(self, weight=weight, chain=self.chain.to(dtype))
-
     def size(self) -> Tensor | float:
         norm = 1.0 if self.weight is None else torch.linalg.matrix_norm(self.weight.double(), 2)
         return norm * self.chain.size()
@@ -96,12 +89,6 @@ class _FeaturesDerivative(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         parts = gy.split([branch.width for branch in self.branches], dim=-1)
         return torch.stack([branch.vjp(part) for branch, part in zip(self.branches, parts, strict=True)]).sum(0)
-
-    def select(self, index: Tensor) -> _FeaturesDerivative:
-        return _FeaturesDerivative(tuple(branch.select(index) for branch in self.branches))
-
-    def to(self, dtype: torch.dtype) -> _FeaturesDerivative:
-        return _FeaturesDerivative(tuple(branch.to(dtype) for branch in self.branches))
 
     def size(self) -> Tensor | float:
         return sum(torch.as_tensor(branch.size()).square() for branch in self.branches) ** 0.5
@@ -260,10 +247,6 @@ class ComposedAttention(Composite):
     def terms(self) -> Terms:
         """Masks and additive biases of the logits, as one; sinks apart."""
         return self.attention.terms
-
-    def logit_terms(self) -> Iterator[LogitBias]:
-        """Masks and additive biases of the logits, one by one."""
-        return iter(self.terms)
 
     @property
     def query_stages(self) -> nn.ModuleList:

@@ -85,9 +85,6 @@ class _Turn(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         return self._turn(gy, -self.sin)
 
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
-
     def size(self) -> Tensor:
         return torch.hypot(self.cos, self.sin).amax(-1, keepdim=True).clamp_min(1.0)
 

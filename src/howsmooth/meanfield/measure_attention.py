@@ -181,7 +181,7 @@ def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
         raise InvalidInput("rotary positions count tokens, which a measure cannot: leave them out of the attention.")
     causal = map_.terms.is_causal
     if not causal and not map_.terms.is_nothing:
-        names = ", ".join(type(term).__name__ for term in map_.logit_terms())
+        names = ", ".join(type(term).__name__ for term in map_.terms)
         raise InvalidInput(f"on measures attention is unmasked or causal, but this one has {names}: leave it out.")
     if causal and measure.positions is None:
         raise InvalidInput("causal attention needs positions: build the measure with Measure.of_tokens or give them.")
