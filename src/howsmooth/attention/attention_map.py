@@ -1,4 +1,4 @@
-"""What every attention map shares: projections, stages, logits, weights, output."""
+"""The base of all attention maps: projections, stages, logits, weights, output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from howsmooth.errors import InvalidInput
 Heads = tuple[Tensor, Tensor, Tensor]
 Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
 _NARROW = 256
-"""Up to so many columns of all projections together one product is faster than three."""
+"""Number of columns of all projections up to which one product is faster than three."""
 
 
 class MapModule(nn.Module):
@@ -191,10 +191,10 @@ class AttentionMap(MapModule):
         return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
 
     def project_about(self, moved: Tensor) -> Heads:
-        """As `project`, less every constant on which no derivative depends, so that a far centre costs no digits.
+        """As `project`, less every constant on which no derivative depends, so that a far centre loses no digits.
 
-        Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
-        a centre, biases left out, unless a stage or a soft-cap would notice.
+        Softmax weights do not change with a constant on all keys, nor their derivative with one on all values: both are
+        taken about a centre, without biases, unless a stage or a soft-cap depends on it.
 
         Args:
             moved: ``(batch, n + 1, d)``, tokens less their centre, and behind them the centre itself.
@@ -202,15 +202,15 @@ class AttentionMap(MapModule):
         together = self._project(moved)
         biases = (self.query_bias, self.key_bias, self.value_bias)
         heads, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
-        free = (False, *self.free_of_constants)
+        free = (False, *self.ignores_constants)
         query, key, value = (
-            t if left_out else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
-            for t, shift, bias, left_out in zip(heads, shifts, biases, free, strict=True)
+            t if is_free else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
+            for t, shift, bias, is_free in zip(heads, shifts, biases, free, strict=True)
         )
         return query, key, value
 
     @property
-    def free_of_constants(self) -> tuple[bool, bool]:
+    def ignores_constants(self) -> tuple[bool, bool]:
         """Whether a constant on all projected keys, or on all projected values, leaves the derivative as it is."""
         softmax = self.weighting == "softmax"
         return (
@@ -232,7 +232,7 @@ class AttentionMap(MapModule):
         return query, key, value
 
     def per_head(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """What key–value heads have, along ``dim``, once for each query head that shares it."""
+        """A tensor of key–value heads, along ``dim``, repeated for each query head that shares them."""
         shared = self.heads // tensor.shape[dim]
         return tensor if shared == 1 else tensor.repeat_interleave(shared, dim=dim)
 

@@ -49,7 +49,7 @@ class Feature(nn.Module):
 
 
 class Features(TokenStage):
-    """z_i = (branch_1(x_i), branch_2(x_i), …): what a token is before queries, keys and values are made of it."""
+    """z_i = (branch_1(x_i), branch_2(x_i), …): the features of which queries, keys and values are made."""
 
     @validated
     def __init__(self, *branches: Feature):
@@ -96,11 +96,11 @@ class _FeaturesDerivative(TokenDerivative):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens stand among those of the inner map: ``tokens`` of width ``width`` in all.
+    """The places of the input among the tokens of the inner map: ``tokens`` of width ``width`` in all.
 
     Attributes:
         rows, columns: the places of the input's tokens, and of their features.
-        outputs: the tokens whose outputs are kept.
+        outputs: the tokens whose outputs belong to the map.
         keys: the tokens that are attended to.
     """
 
@@ -139,7 +139,7 @@ class Parts:
 
     Attributes:
         attention: plain attention; without its output projection where there is a gate.
-        tokens: what it is evaluated at, ``(batch, tokens, width)``.
+        tokens: the input of it, ``(batch, tokens, width)``.
         derivative: of the features; None where they are the tokens themselves.
     """
 
@@ -172,7 +172,7 @@ class ComposedAttention(Composite):
     .. math:: P_{ij} = \frac{e^{s_{ij}}}{e^{b} + \sum_l e^{s_{il}}},\qquad
               f(x)_i = \sum_h \bigl(\sigma(G_hx_i + c_h) \circ \sum_j P_{ij}v_j\bigr)W_h.
 
-    A sink b (gpt-oss) is one more key that everybody sees, with a constant logit and value 0; entropies count it.
+    A sink b (gpt-oss) is one more key that every token sees, with a constant logit and value 0; entropies count it.
 
     Args:
         attention: q, k, v, mask and output, as functions of z.

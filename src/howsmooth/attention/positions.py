@@ -1,4 +1,4 @@
-"""Positions: what tells attention where a token stands.
+"""Positions of tokens in attention.
 
 `Rotary` turns queries and keys (a token stage); `ALiBi` and `RelativeBias` add to the logits.
 """

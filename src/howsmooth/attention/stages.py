@@ -1,4 +1,4 @@
-"""Token stages: what happens to a projected query, key or value before tokens meet.
+"""Token stages: functions of a projected query, key or value, applied before the logits.
 
 Each stage acts on every token by itself and knows its own derivative in closed form. Tensors are ``(maps, n, width)``
 (or any leading shape): one map per head and batch item.
@@ -63,7 +63,7 @@ class TokenDerivative(ABC):
 
     @abstractmethod
     def size(self) -> Tensor | float:
-        """At least the operator norm at every token, as ``(maps, n, 1)`` or anything that spreads to it."""
+        """An upper bound on the operator norm at every token, as ``(maps, n, 1)`` or a shape that broadcasts to it."""
 
 
 class TokenStage(nn.Module, ABC):
@@ -97,7 +97,7 @@ class Chain(TokenDerivative):
 
     @classmethod
     def through(cls, stages: Sequence[TokenStage], x: Tensor) -> tuple[Tensor, Chain]:
-        """Run x through the stages and keep their derivatives."""
+        """The value of the stages at x, and their derivatives."""
         links = []
         for stage in stages:
             x, link = stage.linearize(x)

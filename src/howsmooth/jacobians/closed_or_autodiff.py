@@ -38,7 +38,7 @@ def jacobian(
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cache_operator`); None for that in x.
-        memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
+        memory: bytes of attention weights to store between products; more are recomputed tile by tile.
         skip: of an attention map, drop the tiles of smallest weight that together are at most about this share of the
             norm; the result is a `Truncated` operator with a bound on the error. 0 drops nothing.
 

@@ -30,7 +30,7 @@ _BLOCK_ENTRIES = 2**22
 
 @dataclass(frozen=True)
 class Explanation:
-    """What makes an attention map rough at an input.
+    """The parts of the norm of an attention map at an input.
 
     ``…`` stands for the shape of the batch, ``()`` for a single input; heads follow when asked for.
 

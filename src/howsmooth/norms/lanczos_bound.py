@@ -1,4 +1,4 @@
-r"""How large can the norm still be, after a Golub–Kahan run from a random start?
+r"""An upper bound on the norm, true with a probability, after a Golub–Kahan run from a random start.
 
 A run of m steps gives orthonormal V = [v₁ … v_m], U and an upper triangular B with
 
@@ -244,7 +244,7 @@ class LanczosBound:
         return (self._start[:, None] @ small.right[:, : self._start.shape[-1]]).squeeze(1)
 
     def _overlap(self, lam: Tensor, small: RitzProjection) -> tuple[Tensor, Tensor]:
-        """How much of the start can lie on the singular vector of λ: what the run leaves open, what rounding hides."""
+        """The largest overlap of the start with the singular vector of λ: the open part, and that of rounding."""
         squares, overlaps = small.theta**2, self._overlaps(small)
         assert small.skew is None or self._start.shape[-1] < squares.shape[-1]  # s in the span of v₁ … v_m
         shape = 1 / (lam[..., None] - squares)

@@ -1,4 +1,4 @@
-"""The main question: how smooth is this map at this input?"""
+"""`hs.measure`: the local Lipschitz constant of a map at an input."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def measure(
         rtol: relative accuracy of the value; ``converged`` tells whether both ends are so close.
         seed: of the random start.
         confidence: probability with which the upper end holds.
-        memory: bytes of attention weights kept between products.
-        skip: of an attention map, leave tiles of weights out, least first, that together are at most about this share
-            of the norm. The ends hold all the same, and a note says how many; 0, the default, leaves nothing out.
+        memory: bytes of attention weights stored between products.
+        skip: of an attention map, drop the tiles of smallest weight that together are at most about this share of the
+            norm. The ends hold all the same, and a note tells how many; 0, the default, drops nothing.
         solver: further options of `howsmooth.norms.operator_norm`.
 
     Returns:

@@ -1,4 +1,4 @@
-r"""The norm of a map from the products of a cheaper one that is near it, and a few products of its own.
+r"""The norm of a map from the products of a cheaper one near it, and a few products of its own.
 
 Let J₀ = J − E be cheap, ‖E‖ ≤ ε proved (tiles of attention weights left out), and y a unit vector, found in any way:
 say from J₀, then bettered by a step or two with J. With a = |Jy|², r = |JᵀJy − a y| and b ≥ ‖J(1 − yyᵀ)‖,
