@@ -21,7 +21,7 @@ from howsmooth.attention.memory_layout import (
     to_preferred_layout,
     zeros_in_layout,
 )
-from howsmooth.jacobians import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.projection import BlockProjection
 from howsmooth.jacobians.softmax_products import Mixing
 

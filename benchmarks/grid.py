@@ -14,7 +14,7 @@ from benchmarks.cases import Case, block_function, random_case
 from benchmarks.peers import FuncProducts, Run, arpack, power_iteration
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds, seconds_of
-from howsmooth.jacobians import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 
 TEXT = """Blocks of attention over lengths, heads × width, masks and dtypes. On the left one JᵀJ product, times ours:
 `jvp` + `vjp`, `linearize` + `vjp` closures (traced beforehand) and the bare matrix products. On the right the way to a

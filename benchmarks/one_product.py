@@ -13,7 +13,7 @@ from benchmarks.cases import Case, block_function, math_attention, random_case
 from benchmarks.peers import FuncProducts
 from benchmarks.report import Section, Table, Target
 from benchmarks.timing import best_seconds
-from howsmooth.jacobians import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 
 Product = Callable[[], tuple[Tensor, ...]]
 Report = Callable[[str], None]

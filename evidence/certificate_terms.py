@@ -19,7 +19,7 @@ from evidence.juries import Example, Modules, agreement
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.counted_products import FlatProducts
-from howsmooth.norms.lanczos_bound import Projection, smallest_component
+from howsmooth.norms.lanczos_bound import RitzProjection, smallest_component
 
 SIZE, MAPS, CONFIDENCE = 8, 40, 0.99
 LIMIT, KEPT, STEPS = 5, 3, 9
@@ -30,7 +30,7 @@ SETTLED = 1e-6
 
 def halfway_with_errors(
     size: int, steps: int, error: float, seed: int, gap: float | None = None
-) -> tuple[Projection, Tensor, Tensor]:
+) -> tuple[RitzProjection, Tensor, Tensor]:
     """Half a step of a run whose vectors are all off: its projection, λ of the largest value, the start's part on it.
 
     V is orthonormal, U need not be; what is missing in J V = U B̂ + α u eᵀ and Jᵀ U = V B̂ᵀ are the errors. They point
@@ -40,14 +40,14 @@ def halfway_with_errors(
     ahead, back = run.matrix @ run.v - run.u @ run.b, run.matrix.T @ run.u[:, :-1] - run.v @ run.b[:-1].T
     drift = torch.stack([ahead.norm(dim=0), torch.cat([back.norm(dim=0), torch.zeros(1).double()])])[:, None]
     skew = torch.linalg.matrix_norm(run.u.T @ run.u - torch.eye(steps + 1).double())
-    small = Projection.halfway(run.b[None], skew[None], 0, drift)
+    small = RitzProjection.halfway(run.b[None], skew[None], 0, drift)
     return small, run.lam, run.overlap
 
 
 def steps_with_errors(
     size: int, steps: int, error: float, seed: int, gap: float | None = None
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The same after whole steps: what `Projection.of` takes, λ and the start's part."""
+    """The same after whole steps: what `RitzProjection.of` takes, λ and the start's part."""
     run = _Perturbed(size, steps, error, seed, gap)
     u, v, b, beta = run.u[:, :-1], run.v[:, :-1], run.b[:-1, :-1], run.b[-2, -1]
     ahead = run.matrix @ v - u @ b
@@ -105,8 +105,8 @@ class Event:
     def projection(self, module: Any) -> Any:
         """The small problem, by a module."""
         if self.skew is None:
-            return module.Projection.of(self.b, self.beta, self.products, self.drift)
-        return module.Projection.halfway(self.b, self.skew, self.products, self.drift)
+            return module.RitzProjection.of(self.b, self.beta, self.products, self.drift)
+        return module.RitzProjection.halfway(self.b, self.skew, self.products, self.drift)
 
 
 def unlucky(restarts: bool) -> tuple[list[Event], Tensor]:
@@ -147,7 +147,7 @@ def _runs(restarts: bool) -> Example:
         module = modules["norms.lanczos_bound"]
         for number, event in enumerate(events):
             # On its own, and after all restarts before it.
-            certificate = module.Certificate(MAPS, SIZE, CONFIDENCE)
+            certificate = module.LanczosBound(MAPS, SIZE, CONFIDENCE)
             for before in events[:number]:
                 if before.kept is not None:
                     certificate.restart(before.projection(module), before.kept)
@@ -173,19 +173,19 @@ def _errors(halfway: bool) -> Example:
                                    *itertools.product((SIZE,), (1e-6, 1e-3, 3e-2), range(12), (None,)),
                                    *itertools.product((4,), (1e-6, 1e-3), (9, 31, 35), (0.01,))):  # fmt: skip
         small, lam, overlap = make(size, 2 + seed % (size - 2), error, seed, gap)
-        given = small if halfway else Projection.of(**small)
+        given = small if halfway else RitzProjection.of(**small)
         if float(lam) > float(given.theta[0, 0]) ** 2 * (1 + SETTLED):
             cases.append((size, small, lam[None], overlap / smallest_component(size, CONFIDENCE)))
 
     def proved(modules: Modules) -> Iterator[tuple[str, Tensor]]:
         module, found, noisy = modules["norms.lanczos_bound"], [], []
         for size, given, lam, _ in cases:
-            small = given if halfway else module.Projection.of(**given)
-            found.append(module.Certificate(1, size, CONFIDENCE).judge(lam, small)[0])
+            small = given if halfway else module.RitzProjection.of(**given)
+            found.append(module.LanczosBound(1, size, CONFIDENCE).judge(lam, small)[0])
             # The same errors, known as those of single products instead of as what was taken away.
             plain = replace(small, drift=0 * small.drift, products=small.theta.shape[-1])
             for eps, noise in ((0.0, small.drift.amax()), (float(small.drift.amax() / lam.sqrt()), 0 * lam[0])):
-                certificate = module.Certificate(1, size, CONFIDENCE, eps, noise[None])
+                certificate = module.LanczosBound(1, size, CONFIDENCE, eps, noise[None])
                 noisy.append(certificate.judge(lam, plain)[0])
         yield "overlap", torch.cat(found)
         yield "overlap, errors of products", torch.cat(noisy)
@@ -231,7 +231,7 @@ _SMALL = torch.tensor([[[2.0, 0.7], [0.0, 1.5]]], dtype=torch.float64)
 
 
 def _half(module: Any) -> Any:
-    return module.Projection.halfway(_SMALL, torch.zeros(1).double(), 2, torch.zeros(2, 1, 2).double())
+    return module.RitzProjection.halfway(_SMALL, torch.zeros(1).double(), 2, torch.zeros(2, 1, 2).double())
 
 
 def _known_half() -> Tensor:

@@ -353,8 +353,6 @@ SPECIAL: dict[str, list[str]] = {
     "sets.TokenSet.after.norm": ["layer norm"],
     "bounds.measured_variances.model": ["encoder"],
     "bounds.stack.model": ["encoder"],
-    "jacobians.Product.parts": ["operators"],
-    "jacobians.Sum.parts": ["equal operators"],
     "meanfield.LogMass.weights": ["slopes"],
     "meanfield.Measure.weights": ["nothing"],
     "meanfield.Past.positions": ["vector"],

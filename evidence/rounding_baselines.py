@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.attention import plain_map
+from howsmooth.attention.conversion import plain_map
 from howsmooth.jacobians import cached_jacobian
 from howsmooth.models import CapturedSite
 from howsmooth.norms import operator_norm

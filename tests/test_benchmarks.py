@@ -16,7 +16,7 @@ from benchmarks.cases import Case, block_function, head_functions, random_case
 from benchmarks.peers import FuncProducts
 from benchmarks.race import race
 from benchmarks.worker import row_error
-from howsmooth.jacobians import AttentionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.testing import dense_jacobian
 
 MASKS = pytest.mark.parametrize("causal", [False, True])

@@ -44,7 +44,6 @@ EXPLAINED = {
 """(module, package after it that it imports) → why."""
 
 SAME_NAME = {
-    "Certificate": "what is proved of a map, and what bounds a run of Lanczos with a probability.",
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",

@@ -16,7 +16,8 @@ from evidence import attention_cases as cases
 from howsmooth import testing
 from howsmooth.attention.stages import Scale, TokenStage
 from howsmooth.bounds import CATALOGUE, Bound, Setting, get
-from howsmooth.jacobians import AttentionJacobian, attention_jacobian
+from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.testing import check_attention, check_bound, dense_jacobian
 
 
@@ -174,7 +175,7 @@ def test_a_lower_bound_that_is_too_large_is_caught() -> None:
     there = [name for name in names if get(name).refusal(hs.bounds.setting(HEAD, **where)) is None]  # type: ignore[arg-type]
     name = max(there, key=lambda name: float(get(name)(HEAD, **where)))
     assert check_bound(name, HEAD, **where) <= 1
-    with pytest.raises(AssertionError, match=r"the lower bound is .*, above the least upper bound"):
+    with pytest.raises(AssertionError, match=r"the lower bound is .*, above the smallest upper bound"):
         check_bound(planted(name, lambda value, _: 1e3 * value), HEAD, **where)
 
 

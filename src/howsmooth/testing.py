@@ -1,7 +1,7 @@
 """Checks for an attention or a bound of your own: the same that those of this package pass.
 
-They are slow and sure: every number is compared with the dense Jacobian that autograd writes out in float64. What fails
-raises an `AssertionError` of one sentence.
+They are slow and sure: every number is compared with the dense Jacobian that autograd writes out in float64. A failed
+check raises an `AssertionError` of one sentence.
 
 >>> import torch, howsmooth as hs
 >>> check_attention(hs.SelfAttention.random(4, heads=2, mask="causal"), torch.randn(5, 4))
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.validation import check_finite, check_tensor, validated
-from howsmooth.attention import AttentionMap, as_attention
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.bounds import Bound, Setting, applicable, get, setting
 from howsmooth.errors import InvalidInput
@@ -76,7 +76,7 @@ def check_attention(attention: Callable[[Tensor], Any], x: Tensor, *, rtol: floa
         AssertionError: one sentence that says which of these does not hold, and by how much.
     """
     x = check_tensor(x, "x", dims=(2,)).detach().double()
-    known = as_attention(attention)
+    known = as_attention_map(attention)
     if known is None:
         operator = jacobian(attention, x)
         _check_products(attention, dense_jacobian(attention, x), operator, rtol)
@@ -117,14 +117,14 @@ def check_bound(
         where: n, radius, tokens, x, eps as in `howsmooth.bounds.setting`.
 
     Returns:
-        For an upper bound the largest ‖J‖ found / bound, for a lower one bound / least upper bound: at most 1.
+        For an upper bound the largest ‖J‖ found / bound, for a lower one bound / smallest upper bound: at most 1.
 
     Raises:
         AssertionError: one sentence that says what does not hold.
         DoesNotApply: the bound refuses this place.
     """
     bound = get(bound) if isinstance(bound, str) else bound
-    known = as_attention(attention)
+    known = as_attention_map(attention)
     attention = copy.deepcopy(attention).double() if known is None else known.in_dtype(torch.float64)
     case = setting(attention, **where)
     value = float(bound.at(case))
@@ -132,9 +132,9 @@ def check_bound(
     if bound.side == "upper":
         reached, limit, said = _attack(bound, case, starts, steps, seed), value, "‖J‖ at an input found there"
     else:
-        reached, limit, said = value, _least_upper(bound, case), "the lower bound"
+        reached, limit, said = value, _smallest_upper(bound, case), "the lower bound"
     ratio = 0.0 if reached == 0 else reached / limit if limit else math.inf
-    against = bound.name if bound.side == "upper" else f"the least upper bound, against {bound.name},"
+    against = bound.name if bound.side == "upper" else f"the smallest upper bound, against {bound.name},"
     _require(ratio <= 1 + rtol, f"{said} is {reached:.9g}, above {against} which says {limit:.9g}.")
     _check_scaling(bound, case, where, value, rtol)
     _check_order(bound, case, where, value, rtol)
@@ -172,10 +172,10 @@ def _check_heads(attention: AttentionMap, x: Tensor, out: Tensor, expected: Tens
 
 
 def _check_masks(attention: AttentionMap, x: Tensor, expected: Tensor) -> None:
-    """Hidden is what the masks themselves say, term by term."""
+    """The masks define the hidden pairs, term by term."""
     n, heads = len(x), attention.heads
     bias = x.new_zeros(heads, n, n)
-    for term in attention.logit_terms():
+    for term in attention.terms:
         block = term.block(slice(0, n), slice(0, n), Maps.every(1, heads, n, x))
         if block is not None:
             bias = bias + block
@@ -202,8 +202,8 @@ def _attack(bound: Bound, case: Setting, starts: int, steps: int, seed: int) -> 
     return float(torch.linalg.matrix_norm(dense_jacobian(f, x.double()), bound.norm))
 
 
-def _least_upper(bound: Bound, case: Setting) -> float:
-    """What holds for every n bounds what holds for one, and not the other way round."""
+def _smallest_upper(bound: Bound, case: Setting) -> float:
+    """The smallest upper bound at this place: a bound for every n holds for one n, and not the other way round."""
     others = [other for other in applicable(case) if (other.side, other.norm) == ("upper", bound.norm)]
     every = bound.scope.startswith("mean-field")
     there = [o for o in others if (o.scope == bound.scope if every else o.scope not in ("point", "neighbourhood"))]

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import Chunked, ComposedAttention, Feature, Features, HeadNorm, PlaceScale, UnitNorm
+from howsmooth.attention import Chunked, ComposedAttention, UnitNorm
+from howsmooth.attention.composite_map import Feature, Features
+from howsmooth.attention.stages import HeadNorm, PlaceScale
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import composite_jacobian
+from howsmooth.jacobians.composite_operator import composite_jacobian
 from howsmooth.testing import dense_jacobian
 
 D, HEADS, N = 12, 4, 7

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import AttentionJacobian, FunctionJacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
+from howsmooth.jacobians.function_operator import FunctionJacobian
 from howsmooth.nn.hosting.adapter import AttentionAdapter
 from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention

@@ -46,7 +46,7 @@ def test_dot_product_equals_scaled_dot_product_attention(mask: str, heads: tuple
         "window": (j <= i) & (j > i - 3),
         "two-sided window": (i - j).abs() < 2,
     }
-    arrays = [term.bias for term in attention.logit_terms() if isinstance(term, DenseBias)]
+    arrays = [term.bias for term in attention.terms if isinstance(term, DenseBias)]
     expected = sdpa(attention, x, explicit.get(mask, arrays[0][0] if arrays else None))
     seen = ~expected.isnan()  # torch gives NaN where a query sees nothing; we give the bias alone
     torch.testing.assert_close(attention(x)[seen], expected[seen], rtol=1e-12, atol=1e-12)

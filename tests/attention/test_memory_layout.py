@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import HeadNorm, Rotary, UnitNorm, memory_layout
+from howsmooth.attention import Rotary, UnitNorm, memory_layout
 from howsmooth.attention.memory_layout import (
     FEW_TOKENS,
     add_product,
@@ -21,6 +21,7 @@ from howsmooth.attention.memory_layout import (
     to_preferred_layout,
     zeros_in_layout,
 )
+from howsmooth.attention.stages import HeadNorm
 from howsmooth.jacobians import attention_jacobian
 
 KINDS = {

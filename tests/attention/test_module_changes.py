@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import howsmooth as hs
-from howsmooth.attention.conversion import map_of
+from howsmooth.attention.conversion import as_attention_map
 from howsmooth.attention.module_changes import change_of, known_base
 
 
@@ -68,6 +68,6 @@ def test_the_known_base_lies_below_every_class_of_others() -> None:
 def test_a_layer_with_a_forward_of_its_own_is_measured_as_a_function() -> None:
     torch.manual_seed(0)
     layer, x = Scaled(4, 2).double().eval(), torch.randn(3, 4, dtype=torch.float64)
-    assert map_of(layer) is None
+    assert as_attention_map(layer, kind=nn.Module) is None
     exact = torch.autograd.functional.jacobian(layer, x).reshape(12, 12)
     assert float(hs.measure(layer, x, rtol=1e-8)) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-7)

@@ -18,17 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import howsmooth as hs
 from howsmooth.attention.stages import TokenStage, UnitNorm
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import ComposedJacobian, attention_jacobian, tiles
+from howsmooth.jacobians import attention_jacobian, tiles
 from howsmooth.jacobians.closed_maps import (
     ClosedAttention,
     ClosedMap,
+    ComposedJacobian,
     Parallel,
     Series,
     Skip,
     Tokenwise,
     composed_jacobian,
 )
-from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation
 from howsmooth.jacobians.workspace import Workspace
 from howsmooth.models.layer_wiring import norm_stage
 from howsmooth.norms.lanczos import golub_kahan
@@ -54,7 +55,7 @@ STAGES: dict[str, tuple[TokenStage, Callable[[Tensor], Tensor]]] = {
     "multiple": (Diagonal(0.3), lambda x: 0.3 * x),
     "rms": (UnitNorm.rms(D, 1e-3, W[0]), lambda x: W[0] * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()),
     "layer norm": (norm_stage(norm := randomised(nn.LayerNorm(D, eps=1e-3))), norm),
-    "gate": (Gate(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
+    "gate": (GatedActivation(F.silu), lambda x: F.silu(x[..., : D // 2]) * x[..., D // 2 :]),
     **{
         name: (Activation(act), act)
         for name, act in {

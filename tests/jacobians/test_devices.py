@@ -22,7 +22,7 @@ from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.jacobians.closed_maps import ClosedAttention, Parallel, Series, Skip, Tokenwise, composed_jacobian
 from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.jacobians.tiles import TILE_SIZE, tile_size
-from howsmooth.jacobians.tokenwise import Activation, Affine, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, GatedActivation
 
 N, D = 12, 8
 
@@ -70,7 +70,7 @@ def operators() -> dict[str, JacobianOperator]:
     x = torch.randn(N, D, generator=torch.Generator().manual_seed(0))
     causal, plain = (hs.SelfAttention.random(D, heads=2, seed=0, mask=mask) for mask in ("causal", None))
     rotary = hs.SelfAttention(*torch.randn(3, D, D), heads=2, rotary=hs.Rotary.standard(4), mask="causal")
-    mlp = Tokenwise(Affine(torch.randn(12, D)), Gate(torch.nn.functional.silu), Affine(torch.randn(D, 6)))
+    mlp = Tokenwise(Affine(torch.randn(12, D)), GatedActivation(torch.nn.functional.silu), Affine(torch.randn(D, 6)))
     relu = Tokenwise(Affine(torch.randn(6, D)), Activation(torch.relu), Affine(torch.randn(D, 6)))
     layer = Series(Parallel(Skip(), ClosedAttention(causal)), Parallel(Skip(), mlp), relu)
     return {

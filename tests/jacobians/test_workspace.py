@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 
 import howsmooth as hs
-from howsmooth.jacobians import AttentionJacobian, attention_jacobian
+from howsmooth.jacobians import attention_jacobian
+from howsmooth.jacobians.attention_operator import AttentionJacobian
 from howsmooth.jacobians.workspace import Workspace
 
 N, D = 64, 16

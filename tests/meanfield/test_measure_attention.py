@@ -91,7 +91,7 @@ def test_torch_multihead_attention_is_taken_as_it_is() -> None:
 def test_the_map_that_was_given_is_left_as_it_was() -> None:
     attention = hs.SelfAttention.random(3, mask="causal")
     push(attention, draw([1, 2], positions=[0.5, 1.0]))
-    assert [type(term) for term in attention.logit_terms()] == [hs.Causal]
+    assert [type(term) for term in attention.terms] == [hs.Causal]
     assert attention.dtype == torch.float32
 
 

@@ -118,7 +118,7 @@ def test_later_and_faraway_tokens_do_not_leak(kind: str, window: int | None) -> 
 
 
 def test_sliding_and_full_layers_are_told_apart() -> None:
-    masks = [next(from_transformers(TINY["qwen2"].build(), layer).logit_terms()) for layer in (0, 1)]
+    masks = [next(iter(from_transformers(TINY["qwen2"].build(), layer).terms)) for layer in (0, 1)]
     assert isinstance(masks[0], hs.SlidingWindow)
     assert masks[0].window == 5
     assert isinstance(masks[1], hs.Causal)

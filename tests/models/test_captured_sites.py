@@ -77,7 +77,7 @@ def test_future_and_faraway_tokens_do_not_leak(kind: str) -> None:
     for before, after in zip(*(capture(model, {"input_ids": i}) for i in (ids, changed)), strict=True):
         torch.testing.assert_close(after.x[:7], before.x[:7], rtol=0, atol=1e-12)
         assert (after.x[7] != before.x[7]).any()
-        window = next((t.window for t in before.attention.logit_terms() if isinstance(t, hs.SlidingWindow)), 12)
+        window = next((t.window for t in before.attention.terms if isinstance(t, hs.SlidingWindow)), 12)
         moved = before.x.clone()
         moved[2] += 1
         difference = (before.attention(moved) - before.attention(before.x)).abs().amax(-1)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.jacobians import ComposedJacobian, FunctionJacobian
-from howsmooth.jacobians.closed_maps import ClosedAttention
-from howsmooth.jacobians.function_operator import DerivativeWarning
+from howsmooth.jacobians.closed_maps import ClosedAttention, ComposedJacobian
+from howsmooth.jacobians.function_operator import DerivativeWarning, FunctionJacobian
 from howsmooth.models import MODEL_TYPES, OpenModel, Targets, Window, closed_parts, open_model
 from howsmooth.models.layer_wiring import WIRINGS
 from howsmooth.models.self_check import random_inputs

@@ -15,7 +15,7 @@ from howsmooth.jacobians.operator import Accuracy, MatrixOperator
 from howsmooth.norms import golub_kahan
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.counted_products import FlatProducts, rounding_allowance
-from howsmooth.norms.lanczos_bound import Certificate
+from howsmooth.norms.lanczos_bound import LanczosBound
 
 
 class Uncut(MatrixOperator):
@@ -388,4 +388,4 @@ def test_an_upper_end_small_enough_may_come_between_two_products_but_not_before_
     )
     process.step_left()
     with pytest.raises(AssertionError):
-        Certificate(50, 60, 0.99).tighten(process.project_halfway())
+        LanczosBound(50, 60, 0.99).tighten(process.project_halfway())

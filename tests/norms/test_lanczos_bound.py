@@ -17,7 +17,7 @@ from howsmooth._util.common import random_stream
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan
-from howsmooth.norms.lanczos_bound import Certificate, Projection, kuczynski_wozniakowski1992, smallest_component
+from howsmooth.norms.lanczos_bound import LanczosBound, RitzProjection, kuczynski_wozniakowski1992, smallest_component
 
 
 def christoffel_upper(jacobi: np.ndarray, last: float, size: int, confidence: float, above: float = 1.0) -> float:
@@ -51,7 +51,7 @@ def test_equals_the_christoffel_bound_by_recurrence(steps: int, confidence: floa
     alpha = 0.5 + torch.rand(4, steps, generator=generator, dtype=torch.float64)
     beta = 0.5 + torch.rand(4, steps, generator=generator, dtype=torch.float64)
     b = torch.diag_embed(alpha) + torch.diag_embed(beta[:, :-1], 1)
-    upper = Certificate(4, 1000, confidence).tighten(Projection.of(b, beta[:, -1]))
+    upper = LanczosBound(4, 1000, confidence).tighten(RitzProjection.of(b, beta[:, -1]))
     last = alpha[:, -1] * beta[:, -1]
     expected = [
         christoffel_upper((b.T @ b).numpy(), float(end), 1000, confidence) for b, end in zip(b, last, strict=True)
@@ -66,8 +66,8 @@ def test_halfway_it_is_the_christoffel_bound_of_the_measure_times_its_argument(s
     alpha = 0.5 + torch.rand(4, steps + 1, generator=generator, dtype=torch.float64)
     beta = 0.5 + torch.rand(4, steps, generator=generator, dtype=torch.float64)
     b = torch.diag_embed(alpha) + torch.diag_embed(beta, 1)
-    small = Projection.halfway(b, torch.zeros(4), steps + 1, torch.zeros(2, 4, steps + 1))
-    upper = Certificate(4, 1000, confidence).tighten(small)
+    small = RitzProjection.halfway(b, torch.zeros(4), steps + 1, torch.zeros(2, 4, steps + 1))
+    upper = LanczosBound(4, 1000, confidence).tighten(small)
     above = b[:, :-1]
     last = alpha[:, -1] * beta[:, -1]
     expected = [
@@ -84,11 +84,11 @@ def test_halfway_no_overlap_exceeds_its_bound_whatever_the_errors() -> None:
             small, lam, truth = halfway_with_errors(8, 2 + seed % 6, error, seed)
             if float(lam) <= float(small.theta[0, 0]) ** 2:
                 continue
-            share, _ = Certificate(1, 8, 0.99).judge(lam[None], small)
+            share, _ = LanczosBound(1, 8, 0.99).judge(lam[None], small)
             tau = smallest_component(8, 0.99)
             closest = max(closest, float(truth / (share[0] * tau)))
             exact = replace(small, drift=torch.zeros_like(small.drift), skew=torch.zeros(1))
-            share, _ = Certificate(1, 8, 0.99).judge(lam[None], exact)
+            share, _ = LanczosBound(1, 8, 0.99).judge(lam[None], exact)
             without = max(without, float(truth / (share[0] * tau)))
     assert 0.99 < closest <= 1
     assert without > 1.5  # what errors hide is needed
@@ -105,7 +105,7 @@ def test_halfway_the_bound_falls_in_lambda() -> None:
     for seed in range(20):
         small, _, _ = halfway_with_errors(8, 5, 1e-3, seed)
         lam = float(small.theta[0, 0]) ** 2 * torch.linspace(1.001, 30, 2000, dtype=torch.float64)
-        share, _ = Certificate(1, 8, 0.99).judge(lam[:, None], small)
+        share, _ = LanczosBound(1, 8, 0.99).judge(lam[:, None], small)
         assert (share[1:] <= share[:-1]).all()
 
 

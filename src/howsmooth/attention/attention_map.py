@@ -1,10 +1,10 @@
-"""What every attention map shares: projections, stages, logits, weights, output."""
+"""The base of all attention maps: projections, stages, logits, weights, output."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,17 +13,30 @@ from torch import Tensor, nn
 from howsmooth._util.validation import check_positive
 from howsmooth.attention.logit_terms import Terms
 from howsmooth.attention.masks import LogitBias, Maps, softmax
-from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.errors import InvalidInput
 
 Heads = tuple[Tensor, Tensor, Tensor]
 Stages = tuple[Sequence[TokenStage], Sequence[TokenStage], Sequence[TokenStage]]
 _NARROW = 256
-"""Up to so many columns of all projections together one product is faster than three."""
+"""Number of columns of all projections up to which one product is faster than three."""
 
 
 class MapModule(nn.Module):
     """A map as a value: changed copies are made by `replace`, and nothing is assigned to its fields from outside."""
+
+    kind: str
+    heads: int
+
+    @property
+    def in_features(self) -> int:
+        """Width of a token."""
+        raise NotImplementedError
+
+    @property
+    def out_features(self) -> int:
+        """Width of an output token."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,17 +146,14 @@ class AttentionMap(MapModule):
 
     @property
     def in_features(self) -> int:
-        """Width d of a token."""
         return self.query_weight.shape[-1]
 
     @property
     def out_features(self) -> int:
-        """Width of an output token."""
         return self.output_weight.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
         return self.query_weight.dtype
 
     def stages(self, query: Tensor, key: Tensor) -> Stages:
@@ -154,10 +164,6 @@ class AttentionMap(MapModule):
     def terms(self) -> Terms:
         """Masks and additive biases of the logits, as one."""
         return Terms(self.logit_biases)  # type: ignore[arg-type]
-
-    def logit_terms(self) -> Iterator[LogitBias]:
-        """Masks and additive biases of the logits, one by one."""
-        return iter(self.terms)
 
     def head(self, head: int) -> Self:
         """x ↦ W_h f_h(x) as a map of its own, without the output bias, as `howsmooth.measure_heads` measures it.
@@ -185,10 +191,10 @@ class AttentionMap(MapModule):
         return self._project(x, (self.query_bias, self.key_bias, self.value_bias))
 
     def project_about(self, moved: Tensor) -> Heads:
-        """As `project`, less every constant on which no derivative depends, so that a far centre costs no digits.
+        """As `project`, less every constant on which no derivative depends, so that a far centre loses no digits.
 
-        Softmax weights see no constant on all keys, and their derivative none on all values: both may be taken about
-        a centre, biases left out, unless a stage or a soft-cap would notice.
+        Softmax weights do not change with a constant on all keys, nor their derivative with one on all values: both are
+        taken about a centre, without biases, unless a stage or a soft-cap depends on it.
 
         Args:
             moved: ``(batch, n + 1, d)``, tokens less their centre, and behind them the centre itself.
@@ -196,20 +202,20 @@ class AttentionMap(MapModule):
         together = self._project(moved)
         biases = (self.query_bias, self.key_bias, self.value_bias)
         heads, shifts = [t[..., :-1, :] for t in together], [t[..., -1:, :] for t in together]
-        free = (False, *self.free_of_constants)
+        free = (False, *self.ignores_constants)
         query, key, value = (
-            t if left_out else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
-            for t, shift, bias, left_out in zip(heads, shifts, biases, free, strict=True)
+            t if is_free else t + (shift if bias is None else shift + self.per_head(bias)[:, None])
+            for t, shift, bias, is_free in zip(heads, shifts, biases, free, strict=True)
         )
         return query, key, value
 
     @property
-    def free_of_constants(self) -> tuple[bool, bool]:
+    def ignores_constants(self) -> tuple[bool, bool]:
         """Whether a constant on all projected keys, or on all projected values, leaves the derivative as it is."""
         softmax = self.weighting == "softmax"
         return (
-            softmax and self.softcap is None and all(isinstance(stage, Scale) for stage in self.key_stages),
-            softmax and all(isinstance(stage, Scale) for stage in self.value_stages),
+            softmax and self.softcap is None and all(stage.scale is not None for stage in self.key_stages),
+            softmax and all(stage.scale is not None for stage in self.value_stages),
         )
 
     def _project(self, x: Tensor, biases: Sequence[Tensor | None] = (None, None, None)) -> Heads:
@@ -226,7 +232,7 @@ class AttentionMap(MapModule):
         return query, key, value
 
     def per_head(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """What key–value heads have, along ``dim``, once for each query head that shares it."""
+        """A tensor of key–value heads, along ``dim``, repeated for each query head that shares them."""
         shared = self.heads // tensor.shape[dim]
         return tensor if shared == 1 else tensor.repeat_interleave(shared, dim=dim)
 

@@ -12,7 +12,7 @@ Theorems on attention say nothing of these maps unless they name them: their kin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,7 +49,7 @@ class Feature(nn.Module):
 
 
 class Features(TokenStage):
-    """z_i = (branch_1(x_i), branch_2(x_i), …): what a token is before queries, keys and values are made of it."""
+    """z_i = (branch_1(x_i), branch_2(x_i), …): the features of which queries, keys and values are made."""
 
     @validated
     def __init__(self, *branches: Feature):
@@ -74,13 +74,6 @@ class _FeatureDerivative(TokenDerivative):
         back = self.chain.vjp(gy)
         return back if self.weight is None else back @ self.weight
 
-    def select(self, index: Tensor) -> _FeatureDerivative:
-        return replace(self, chain=self.chain.select(index))
-
-    def to(self, dtype: torch.dtype) -> _FeatureDerivative:
-        weight = None if self.weight is None else self.weight.to(dtype)
-        return replace(self, weight=weight, chain=self.chain.to(dtype))
-
     def size(self) -> Tensor | float:
         norm = 1.0 if self.weight is None else torch.linalg.matrix_norm(self.weight.double(), 2)
         return norm * self.chain.size()
@@ -97,23 +90,17 @@ class _FeaturesDerivative(TokenDerivative):
         parts = gy.split([branch.width for branch in self.branches], dim=-1)
         return torch.stack([branch.vjp(part) for branch, part in zip(self.branches, parts, strict=True)]).sum(0)
 
-    def select(self, index: Tensor) -> _FeaturesDerivative:
-        return _FeaturesDerivative(tuple(branch.select(index) for branch in self.branches))
-
-    def to(self, dtype: torch.dtype) -> _FeaturesDerivative:
-        return _FeaturesDerivative(tuple(branch.to(dtype) for branch in self.branches))
-
     def size(self) -> Tensor | float:
         return sum(torch.as_tensor(branch.size()).square() for branch in self.branches) ** 0.5
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens stand among those of the inner map: ``tokens`` of width ``width`` in all.
+    """The places of the input among the tokens of the inner map: ``tokens`` of width ``width`` in all.
 
     Attributes:
         rows, columns: the places of the input's tokens, and of their features.
-        outputs: the tokens whose outputs are kept.
+        outputs: the tokens whose outputs belong to the map.
         keys: the tokens that are attended to.
     """
 
@@ -152,7 +139,7 @@ class Parts:
 
     Attributes:
         attention: plain attention; without its output projection where there is a gate.
-        tokens: what it is evaluated at, ``(batch, tokens, width)``.
+        tokens: the input of it, ``(batch, tokens, width)``.
         derivative: of the features; None where they are the tokens themselves.
     """
 
@@ -167,22 +154,6 @@ class Composite(MapModule, ABC):
     """A map made of plain attention and token-wise maps, whose Jacobian follows from theirs in closed form."""
 
     kind = "composite"
-    heads: int
-
-    @property
-    @abstractmethod
-    def in_features(self) -> int:
-        """Width of a token."""
-
-    @property
-    @abstractmethod
-    def out_features(self) -> int:
-        """Width of an output token."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
 
     @abstractmethod
     def parts(self, x: Tensor) -> Parts:
@@ -201,7 +172,7 @@ class ComposedAttention(Composite):
     .. math:: P_{ij} = \frac{e^{s_{ij}}}{e^{b} + \sum_l e^{s_{il}}},\qquad
               f(x)_i = \sum_h \bigl(\sigma(G_hx_i + c_h) \circ \sum_j P_{ij}v_j\bigr)W_h.
 
-    A sink b (gpt-oss) is one more key that everybody sees, with a constant logit and value 0; entropies count it.
+    A sink b (gpt-oss) is one more key that every token sees, with a constant logit and value 0; entropies count it.
 
     Args:
         attention: q, k, v, mask and output, as functions of z.
@@ -276,10 +247,6 @@ class ComposedAttention(Composite):
     def terms(self) -> Terms:
         """Masks and additive biases of the logits, as one; sinks apart."""
         return self.attention.terms
-
-    def logit_terms(self) -> Iterator[LogitBias]:
-        """Masks and additive biases of the logits, one by one."""
-        return iter(self.terms)
 
     @property
     def query_stages(self) -> nn.ModuleList:

@@ -178,7 +178,7 @@ class CrossSide(Composite):
 
 
 def _across(bias: Tensor | None, n: int, m: int) -> list[LogitBias]:
-    """The mask of the joined sequences, and the bias of those pairs that it leaves."""
+    """The mask of the joined sequences, and the bias of the visible pairs."""
     if bias is None:
         return [_Across(m)]
     if bias.shape[-2:] != (n, m):

@@ -53,7 +53,7 @@ class GradientStepAttention(nn.Module):
 
     @property
     def points(self) -> Tensor:
-        """A y_j, ``(m, d)``: what a query is pushed away from."""
+        """A y_j, ``(m, d)``: the points from which a query moves away."""
         return self.context @ self.matrix.mT
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _SIGHTS: tuple[Sight, ...] = get_args(Sight)
 class Terms(LogitBias):
     """The sum of terms: a token is seen where every one of them lets it be seen.
 
-    Its facts follow from theirs. Sights are ordered by what they promise, and the least promise is kept: full sight
+    Its facts follow from theirs. Sights are ordered by their promise, and the weakest one holds for the sum: full sight
     changes nothing, and masks by which the later of two tokens sees the earlier have an intersection of this kind.
 
     >>> from howsmooth.attention import ALiBi, SlidingWindow
@@ -71,7 +71,7 @@ class Terms(LogitBias):
 
 
 class _OneHead(Terms):
-    """What a term adds to the logits of one head."""
+    """A term of the logits of one head."""
 
     def __init__(self, term: LogitBias, head: int, heads: int):
         super().__init__([term])

@@ -1,9 +1,9 @@
 """Masks and other additive terms of the logits, evaluated block by block so that no n × n array is ever needed.
 
 A `LogitBias` adds a constant (independent of the tokens) to the logit of query i and key j; −∞ hides j from i. It
-answers two questions for a block of queries and keys: which keys can be seen at all (so that hidden blocks are
-skipped), and what to add inside the block. And it knows the facts that theorems ask for: who sees whom, and how many.
-Masks live here, position-dependent terms in `positions`, several terms as one in `terms`.
+gives, for a block of queries and keys, the range of visible keys (so that hidden blocks are skipped) and the term
+inside the block. Its facts serve as assumptions of theorems: the visible pairs, and their number per token. Masks live
+here, position-dependent terms in `positions`, several terms as one in `terms`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from howsmooth.errors import InvalidInput
 
 HIDDEN = float("-inf")
 Sight = Literal["full", "causal", "ordered", "any"]
-"""Who sees whom: everyone everyone; token i exactly the tokens j ≤ i; only such tokens, and of two tokens that see the
+"""The visible pairs: all; token i exactly the tokens j ≤ i; only such tokens, and of two tokens that see the
 same one the later sees the earlier (causal windows); or anything."""
 _BAND = 2**24
-"""Pairs of tokens, over all heads, that are looked at together."""
+"""Pairs of tokens, over all heads, that are evaluated together."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Maps:
 class LogitBias(nn.Module, ABC):
     """A term added to the logits that does not depend on the tokens.
 
-    A kind of one's own must say what it adds, `block`. Whatever else it says makes it faster or lets more theorems
-    apply; what it does not say is taken to be the least favourable. Facts hold for every length, item and head.
+    A subclass defines the term, `block`. Its other methods and facts make it faster or let more theorems apply; the
+    defaults are the least favourable. Facts hold for every length, item and head.
 
     Attributes:
-        sight: who sees whom, see `Sight`.
+        sight: the visible pairs, see `Sight`.
         hides_only: whether it adds nothing but 0 and −∞, which is exact, where other terms round.
-        keeps_self: whether every token sees itself. Where this is not known, `sees_itself` looks.
+        keeps_self: whether every token sees itself. Where this is not known, `sees_itself` evaluates the mask.
         items: how many items of a batch have masks of their own; 1 when it is the same for all.
 
     >>> class Pairs(LogitBias):
@@ -92,7 +92,7 @@ class LogitBias(nn.Module, ABC):
 
     @abstractmethod
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
-        """What to add to the logits of a block, ``(g or 1, rows, cols)``, or None when nothing."""
+        """The term of the logits of a block, ``(g or 1, rows, cols)``, or None for zero."""
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
         """Smallest known range of keys that contains every key seen by the queries ``start … stop − 1``."""
@@ -102,7 +102,7 @@ class LogitBias(nn.Module, ABC):
         """Raise `InvalidInput` when this term does not fit the input."""
 
     def most_seen(self, n: float) -> float:
-        """How many of n tokens a token sees, and is seen by, at most."""
+        """The maximum number of tokens that one of n sees, or is seen by."""
         return n
 
     @property
@@ -223,7 +223,7 @@ class Chunked(LogitBias):
 
 
 class Padding(LogitBias):
-    """Padded tokens are hidden from everyone and see nothing, so their outputs and derivatives are zero.
+    """Padded tokens are hidden from all and see nothing, so their outputs and derivatives are zero.
 
     The Jacobian is then that of the sequence without padding, bordered by zeros.
 

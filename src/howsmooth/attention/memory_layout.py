@@ -1,9 +1,9 @@
-"""In which order tokens and channels lie in memory.
+"""The order of tokens and channels in memory.
 
 For one input of few tokens in float32, a BLAS multiplies by weights up to a third faster when the product comes out
 channel by channel: Wᵀxᵀ, not x W. So do the batched products of attention, where the narrow matrix is then the first.
-What acts on single numbers keeps the order it gets, so that one arrangement at the beginning goes through a whole
-model. Shapes are ``(…, n, channels)`` all the time; only the time depends on the order.
+Element-wise functions preserve the order of their input, so that one arrangement at the beginning lasts for a whole
+model. Shapes are always ``(…, n, channels)``; only the running time depends on the order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 256
-"""Up to here the order pays; beyond it the difference goes to nothing, and masked tiles are slower so."""
+"""Number of tokens up to which this order is faster; beyond it there is no gain, and masked tiles are slower."""
 
 
 def prefers_channels_first(shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Positions: what tells attention where a token stands.
+"""Positions of tokens in attention.
 
 `Rotary` turns queries and keys (a token stage); `ALiBi` and `RelativeBias` add to the logits.
 """
@@ -29,6 +29,8 @@ class Rotary(TokenStage):
 
     Coordinates beyond the pairs pass unchanged (partial rotary).
     """
+
+    linear = True
 
     @validated
     def __init__(
@@ -82,9 +84,6 @@ class _Turn(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         return self._turn(gy, -self.sin)
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
 
     def size(self) -> Tensor:
         return torch.hypot(self.cos, self.sin).amax(-1, keepdim=True).clamp_min(1.0)

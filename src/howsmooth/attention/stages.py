@@ -1,4 +1,4 @@
-"""Token stages: what happens to a projected query, key or value before tokens meet.
+"""Token stages: functions of a projected query, key or value, applied before the logits.
 
 Each stage acts on every token by itself and knows its own derivative in closed form. Tensors are ``(maps, n, width)``
 (or any leading shape): one map per head and batch item.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,27 +31,51 @@ class TokenDerivative(ABC):
     def vjp(self, gy: Tensor) -> Tensor:
         """Cotangents back through the stage."""
 
-    @abstractmethod
-    def select(self, index: Tensor) -> TokenDerivative:
-        """The derivative for the maps at ``index`` only."""
+    def select(self, index: Tensor) -> Self:
+        """The derivative for the maps at ``index`` only; the same where all maps share its tensors."""
+        return self._changed(lambda tensor: tensor, lambda inner: inner.select(index))
 
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        """The derivative rounded to another dtype: a dataclass with its tensors in it."""
-        tensors = {name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors) if tensors else self  # type: ignore[type-var]
+    def to(self, dtype: torch.dtype) -> Self:
+        """The derivative rounded to another dtype."""
+        return self._changed(lambda tensor: tensor.to(dtype), lambda inner: inner.to(dtype))
 
-    def channels_first(self) -> TokenDerivative:
+    def channels_first(self) -> Self:
         """The same for tangents whose channels lie before their tokens (`howsmooth.attention.memory_layout`)."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.dim() > 1}
-        return replace(self, **{name: channels_first(value) for name, value in tensors.items()}) if tensors else self  # type: ignore[type-var]
+        return self._changed(
+            lambda tensor: channels_first(tensor) if tensor.dim() > 1 else tensor, lambda inner: inner.channels_first()
+        )
+
+    def _changed(self, tensor: Callable[[Tensor], Tensor], inner: Callable[[TokenDerivative], TokenDerivative]) -> Self:
+        """The same dataclass with its tensors, and the derivatives that it consists of, changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(inner, value))
+            return (
+                tensor(value)
+                if isinstance(value, Tensor)
+                else inner(value)
+                if isinstance(value, TokenDerivative)
+                else value
+            )
+
+        return replace(self, **{name: changed(value) for name, value in vars(self).items()})  # type: ignore[type-var]
 
     @abstractmethod
     def size(self) -> Tensor | float:
-        """At least the operator norm at every token, as ``(maps, n, 1)`` or anything that spreads to it."""
+        """An upper bound on the operator norm at every token, as ``(maps, n, 1)`` or a shape that broadcasts to it."""
 
 
 class TokenStage(nn.Module, ABC):
-    """A map x_i ↦ y_i applied to every token."""
+    """A map x_i ↦ y_i applied to every token.
+
+    Attributes:
+        linear: whether it is linear with one bound on its norm at all places: a multiple or a rotation.
+        scale: c where it is y = c·x, else None.
+    """
+
+    linear = False
+    scale: float | None = None
 
     @abstractmethod
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
@@ -72,7 +97,7 @@ class Chain(TokenDerivative):
 
     @classmethod
     def through(cls, stages: Sequence[TokenStage], x: Tensor) -> tuple[Tensor, Chain]:
-        """Run x through the stages and keep their derivatives."""
+        """The value of the stages at x, and their derivatives."""
         links = []
         for stage in stages:
             x, link = stage.linearize(x)
@@ -89,15 +114,6 @@ class Chain(TokenDerivative):
             gy = link.vjp(gy)
         return gy
 
-    def select(self, index: Tensor) -> Chain:
-        return Chain(tuple(link.select(index) for link in self.links))
-
-    def to(self, dtype: torch.dtype) -> Chain:
-        return Chain(tuple(link.to(dtype) for link in self.links))
-
-    def channels_first(self) -> Chain:
-        return Chain(tuple(link.channels_first() for link in self.links))
-
     def size(self) -> Tensor | float:
         return math.prod((link.size() for link in self.links), start=1.0)
 
@@ -105,9 +121,11 @@ class Chain(TokenDerivative):
 class Scale(TokenStage):
     """y = c·x."""
 
+    linear = True
+
     def __init__(self, factor: float):
         super().__init__()
-        self.factor = check_number(factor, "the scale of queries, keys or values")
+        self.scale = self.factor = check_number(factor, "the scale of queries, keys or values")
 
     def linearize(self, x: Tensor) -> tuple[Tensor, TokenDerivative]:
         return x * self.factor, Multiple(self.factor)
@@ -124,9 +142,6 @@ class Multiple(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         return gy * self.factor
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
 
     def size(self) -> float | Tensor:
         return self.factor.abs() if isinstance(self.factor, Tensor) else abs(self.factor)
@@ -186,7 +201,7 @@ class UnitNormDerivative(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         return self._project(gy * self.gain)
 
-    def select(self, index: Tensor) -> TokenDerivative:
+    def select(self, index: Tensor) -> Self:
         gain = self.gain[index] if self.gain.dim() == self.unit.dim() else self.gain
         return replace(self, unit=self.unit[index], inverse=self.inverse[index], gain=gain)
 
@@ -277,12 +292,6 @@ class _BehindDerivative(TokenDerivative):
 
     def vjp(self, gy: Tensor) -> Tensor:
         return _after_zeros(self.link.vjp(gy[..., self.first :, :]), self.first)
-
-    def select(self, index: Tensor) -> TokenDerivative:
-        return replace(self, link=self.link.select(index))
-
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
-        return replace(self, link=self.link.to(dtype))
 
     def size(self) -> Tensor | float:
         size = self.link.size()

@@ -7,7 +7,6 @@ import math
 from torch import Tensor
 
 from howsmooth.attention import Rotary
-from howsmooth.attention.stages import Scale
 from howsmooth.bounds.catalogue import Assumption
 from howsmooth.bounds.point_error import known_rounding
 from howsmooth.bounds.question_setting import Setting
@@ -15,7 +14,7 @@ from howsmooth.bounds.question_setting import Setting
 
 def _linear_queries_and_keys(where: Setting) -> bool:
     stages = [*where.map.query_stages, *where.map.key_stages, *where.map.value_stages]
-    return all(isinstance(stage, Scale | Rotary) for stage in stages)
+    return all(stage.linear for stage in stages)
 
 
 def no_bias(*biases: Tensor | None) -> bool:
@@ -45,7 +44,7 @@ LINEAR = Assumption(
 PLAIN = (LINEAR, NO_QUERY_BIAS, NO_ROTARY, NO_SOFTCAP)
 """Logits x_jᵀAx_i and whatever a mask adds: what papers mean by attention."""
 LINEAR_VALUES = Assumption(
-    "values are linear in the tokens", lambda where: all(isinstance(stage, Scale) for stage in where.map.value_stages)
+    "values are linear in the tokens", lambda where: all(stage.scale is not None for stage in where.map.value_stages)
 )
 KNOWN_ROUNDING = Assumption(
     "what rounding does in every stage of queries, keys and values is known", lambda where: known_rounding(where.map)

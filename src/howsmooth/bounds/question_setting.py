@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_finite, validated
-from howsmooth.attention import AttentionMap, map_of
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.bounds.head_constants import HeadNumbers, head_numbers, norm_rounding, without_output
 from howsmooth.bounds.three_paths import Paths, both_paths
 from howsmooth.errors import InvalidInput
@@ -155,7 +155,7 @@ def setting(
             raise InvalidInput(f"the input has {len(x)} tokens, but n={n} was given: leave n out.")
         n = len(x)
     n = None if n is None else _count(n)
-    attention = map_of(attention, n) or attention
+    attention = as_attention_map(attention, n, kind=nn.Module) or attention
     if not hasattr(attention, "kind"):
         raise InvalidInput(
             f"bounds need an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "

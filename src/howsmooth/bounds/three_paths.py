@@ -35,7 +35,7 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps, softmax
-from howsmooth.attention.stages import Chain, Scale, TokenStage
+from howsmooth.attention.stages import Chain, TokenStage
 from howsmooth.bounds.point_error import (
     UNIT,
     Radii,
@@ -412,7 +412,7 @@ def _per_map(matrices: Tensor, maps: int, batch: int, reduced: bool) -> Tensor:
 
 def _derivative(stages: Sequence[TokenStage], chain: Chain, raw: Tensor, weight: Tensor) -> Tensor:
     """The derivative of projection and stages, ``(g, 1, k, r)`` when all tokens share it, else ``(g, n, k, r)``."""
-    if all(isinstance(stage, Scale) for stage in stages):
+    if all(stage.scale is not None for stage in stages):
         return chain.jvp(weight)[:, None]
     count, n, _ = raw.shape
     width = chain.jvp(raw).shape[-1]

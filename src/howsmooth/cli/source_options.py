@@ -279,7 +279,7 @@ def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
         raise InvalidInput("these weights have biases, which L2 attention has not: choose another --attention.")
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     query, key, value = (weight.flatten(0, 1) for weight in weights)
-    output, mask = attention.output_weight.flatten(0, 1).T, next(attention.logit_terms(), None)
+    output, mask = attention.output_weight.flatten(0, 1).T, next(iter(attention.terms), None)
     if kind == "l2":
         return L2SelfAttention(query, value, output, heads=attention.heads, mask=mask)
     other: AttentionMap = KINDS[kind](query, key, value, output, heads=attention.heads, mask=mask, **biases)
@@ -304,7 +304,7 @@ def mask_name(attention: AttentionMap) -> str:
     'causal'
     """
     names = []
-    for term in attention.logit_terms():
+    for term in attention.terms:
         if isinstance(term, Causal):
             names.append("causal")
         elif isinstance(term, SlidingWindow):
@@ -317,7 +317,7 @@ def mask_name(attention: AttentionMap) -> str:
 def positions_name(attention: AttentionMap) -> str:
     """What tells the map where a token stands."""
     names = ["rotary"] if any(isinstance(stage, Rotary) for stage in attention.query_stages) else []
-    names += ["ALiBi"] if any(isinstance(term, ALiBi) for term in attention.logit_terms()) else []
+    names += ["ALiBi"] if any(isinstance(term, ALiBi) for term in attention.terms) else []
     return ", ".join(names) or "none"
 
 

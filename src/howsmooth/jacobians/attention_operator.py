@@ -24,7 +24,7 @@ from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors, WeightNorms
 from howsmooth.jacobians.projection import BlockProjection, HeadProjection, Projection
 from howsmooth.jacobians.softmax_products import Mixing
-from howsmooth.jacobians.workspace import give_back
+from howsmooth.jacobians.workspace import trim_memory
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.token_blocks import TokenBlocks
@@ -318,7 +318,7 @@ def check_logits(operator: AttentionJacobian) -> None:
             f"{operator.accuracy.point:.1g}: scale the input or the weights down."
         )
     if operator.mixing.streamed:
-        give_back()
+        trim_memory()
 
 
 def resolved_in_float32(

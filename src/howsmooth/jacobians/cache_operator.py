@@ -85,7 +85,7 @@ class CachedJacobian(JacobianOperator):
         return back.reshape(*self.batch_shape, *self.in_shape)
 
     def influence(self, norm: Literal["fro", 2] = "fro") -> Tensor:
-        """How far one cached token moves the output of a head: the norm of its columns, ``batch_shape + (n,)``.
+        """The effect of one cached token on the output of a head: the norm of its columns, ``batch_shape + (n,)``.
 
         Of keys and values, head by head. The squares of Frobenius norms sum to that of the whole Jacobian. Squares are
         summed in float64, so that of a key without influence about 10⁻⁸ of the largest may remain.

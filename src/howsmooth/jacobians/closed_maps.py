@@ -2,8 +2,8 @@ r"""Maps put together from parts whose derivatives are known, and the Jacobian o
 
 A `ClosedMap` runs once and hands out its value and its Jacobian at the point: `Tokenwise` (normalisations, MLPs),
 `ClosedAttention`, `Series` (one after the other) and `Parallel` (side by side, added up; with `Skip` among them a
-residual). So a layer, or a whole model, is one operator, made by one forward pass. What is kept is a few arrays per
-token; weights of attention are kept while they fit the budget and recomputed tile by tile beyond it.
+residual). So a layer, or a whole model, is one operator, made by one forward pass. It stores a few arrays per token;
+weights of attention are stored while they fit the budget and recomputed tile by tile beyond it.
 
 **Rounding.** In float64 the bound that `howsmooth.jacobians.algebra` derives for every part is carried along: part l
 adds the relative error :math:`\nu_l|v_l|/|J_lv_l|` that it may make on a random vector v on its way through the map. In
@@ -62,7 +62,7 @@ class OffersJacobian(Protocol):
         """The value at x."""
 
     def jacobian_at(self, x: Tensor, memory: int) -> JacobianOperator:
-        """The Jacobian at x; ``memory``: bytes of attention weights to keep."""
+        """The Jacobian at x; ``memory``: bytes of attention weights to store."""
 
 
 class ClosedMap(ABC):
@@ -79,7 +79,7 @@ class ClosedMap(ABC):
         """The value at x and the Jacobian there, both in the dtype of x.
 
         Args:
-            memory: bytes of attention weights to keep.
+            memory: bytes of attention weights to store.
             bounded: whether attention states a bound on its rounding, which costs about four products.
         """
 
@@ -233,7 +233,7 @@ def _in_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJac
 
 
 def _beside_double(maps: Sequence[ClosedMap], x: Tensor, memory: int) -> ComposedJacobian:
-    """The one in float64 rounded to float32, and compared with it on a random vector; it is let go part by part."""
+    """The operator in float64 rounded to float32, compared with it on a random vector and released part by part."""
     dtype, operators = x.dtype, []
     start = v = _start(x)
     x, v, exact_v = x.double(), to_preferred_layout(v), v.double()
@@ -254,7 +254,7 @@ def _start(x: Tensor) -> Tensor:
 
 
 def _share(memory: int, one: ClosedMap, maps: Sequence[ClosedMap]) -> int:
-    """What one of the maps may keep."""
+    """The share of the memory for one of the maps."""
     return memory * one.attentions // max(1, sum(each.attentions for each in maps))
 
 

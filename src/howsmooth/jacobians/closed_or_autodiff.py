@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from howsmooth._util.validation import Size, validated
-from howsmooth.attention import closed_form
-from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.attention import as_attention_map
+from howsmooth.attention.attention_map import AttentionMap, MapModule
 from howsmooth.attention.composite_map import Composite
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
@@ -38,7 +38,7 @@ def jacobian(
         x: ``(n, d)`` for one map; ``(batch, n, d)`` for one map per item of the batch.
         wrt: "queries", "keys" or "values" for the derivative in those of an attention map, as a cache holds them (see
             `howsmooth.jacobians.cache_operator`); None for that in x.
-        memory: bytes of attention weights to keep between products; more are recomputed tile by tile.
+        memory: bytes of attention weights to store between products; more are recomputed tile by tile.
         skip: of an attention map, drop the tiles of smallest weight that together are at most about this share of the
             norm; the result is a `Truncated` operator with a bound on the error. 0 drops nothing.
 
@@ -50,7 +50,7 @@ def jacobian(
     >>> J.matvec(torch.ones(2, 3)).sum()
     tensor(6.)
     """
-    attention = closed_form(f, *x.shape[-2:-1])
+    attention = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     if skip:
         if wrt is not None or not isinstance(attention, AttentionMap):
             raise InvalidInput("only the Jacobian of an attention map in x has tiles to skip: leave skip out.")
@@ -67,7 +67,7 @@ def jacobian(
 
 
 def closed_jacobian(
-    attention: AttentionMap | Composite,
+    attention: MapModule,
     x: Tensor,
     *,
     per_head: bool = False,
@@ -77,4 +77,5 @@ def closed_jacobian(
     """`attention_jacobian` or `composite_jacobian`, whichever the map needs."""
     if isinstance(attention, Composite):
         return composite_jacobian(attention, x, per_head=per_head, memory=memory)
+    assert isinstance(attention, AttentionMap)
     return attention_jacobian(attention, x, per_head=per_head, reduced=reduced, memory=memory)

@@ -30,12 +30,12 @@ from howsmooth.jacobians.product_error import spread_of_sum
 from howsmooth.jacobians.token_blocks import TokenBlocks
 
 CompositePath = Literal["all", "value", "score", "gate"]
-_LOOKS = 3
+_POWER_STEPS = 3
 
 
 @dataclass(frozen=True)
 class _Gates:
-    """The gate of every map (heads running fastest) and what it does to tokens: value and slope ``(maps, n, v)``.
+    """The gate of every map (heads running fastest): value and slope ``(maps, n, v)``.
 
     Attributes:
         weight, output: G and W of each map's head, ``(heads of an item, v, ·)`` or, head by head, ``(maps, v, ·)``.
@@ -103,8 +103,8 @@ class _Gates:
         return outer * float(self.value.max()), outer * float(self.slope.abs().max()) * inner
 
 
-class _Seen:
-    """What the weights of the inner map say of the tokens that are attended to."""
+class _Attended:
+    """Statistics of the weights of the inner map, for the tokens that are attended to."""
 
     def __init__(self, parent: AttentionJacobian, place: Placement):
         self.inner, self.place = parent.mixing, place
@@ -113,7 +113,7 @@ class _Seen:
         return self.inner.column_sums()[..., self.place.keys]
 
     def entropy(self) -> Tensor:
-        """Means over the tokens whose outputs are kept: others see nothing, or themselves alone."""
+        """Means over the tokens whose outputs belong to the map: others see nothing, or themselves alone."""
         kept = self.place.outputs.stop - self.place.outputs.start
         return self.inner.entropy() * self.place.tokens / kept
 
@@ -121,7 +121,7 @@ class _Seen:
 class CompositeJacobian(JacobianOperator):
     """Products with the Jacobian of a `Composite` at x; build it with `composite_jacobian`.
 
-    ``path`` is "value" or "score" as in `AttentionJacobian`, or "gate" for what moves through the gate alone.
+    ``path`` is "value" or "score" as in `AttentionJacobian`, or "gate" for the part that moves through the gate alone.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CompositeJacobian(JacobianOperator):
     ):
         self.inner, self.place, self.features, self.gates, self.path = inner, place, features, gates, path
         self.shared = shared  # whether all maps have the features of one input
-        self.by_head, self.mixing = inner.by_head, _Seen(inner, place)
+        self.by_head, self.mixing = inner.by_head, _Attended(inner, place)
         self.batch_shape = inner.batch_shape
         self.in_shape = torch.Size([place.rows.stop - place.rows.start, in_width])
         width = inner.out_shape[1] if gates is None else gates.output.shape[-1]
@@ -158,7 +158,7 @@ class CompositeJacobian(JacobianOperator):
         """About the norm of the inner map, by a few steps of the power method."""
         v = random_like(torch.empty(*self.batch_shape, *self.inner.in_shape, dtype=self.dtype)).to(self.device)
         size = torch.zeros(self.batch_shape, dtype=torch.float64, device=self.device)
-        for _ in range(_LOOKS):
+        for _ in range(_POWER_STEPS):
             v = self.inner.rmatvec(self.inner.matvec(v))
             length = torch.linalg.vector_norm(v.double(), dim=(-2, -1))
             size = length.sqrt()
@@ -244,7 +244,7 @@ class CompositeBlocks(JacobianOperator):
         return torch.stack(outs)
 
     def _own(self, tensor: Tensor, back: bool) -> Tensor:
-        """What moves through the gate of token i when token i moves, ``(rows, …, ·)``."""
+        """The part that moves through the gate of token i when token i moves, ``(rows, …, ·)``."""
         assert self.gates is not None
         slope = self.gates.slope[:, self.span]
         gates = replace(self.gates, value=self.gates.value[:, self.span], slope=slope)

@@ -1,4 +1,4 @@
-r"""Does f move as its derivative says? Autograd knows nothing of what a function does behind its back.
+r"""Comparison of a derivative with difference quotients of f, which see code that autograd does not.
 
 Forward and reverse mode agree on a function that detaches a part of its input, sends it through numpy or calls a kernel
 without derivatives, and both leave that part out. Difference quotients do not. Along one direction v,
@@ -26,7 +26,7 @@ _SETTLED, _ELSEWHERE = 0.02, 0.05
 """Relative differences: between quotients that have settled, and between them and a derivative that is another's."""
 
 _ROUNDING = 32
-"""What the rounding of f may do to a difference of two of its values, in units of eps of their size."""
+"""Rounding error of a difference of two values of f, in units of eps of their size."""
 
 
 def moves_otherwise(f: Callable[[Tensor], Tensor], x: Tensor, push: Callable[[Tensor], Tensor]) -> bool:

@@ -1,6 +1,6 @@
-"""Where a Jacobian is taken: queries, keys and values of every head, prepared in double precision.
+"""The point of a Jacobian: queries, keys and values of every head, prepared in double precision.
 
-What happens once per input, projection, stages and centring, costs little beside the products, so it is done in float64
+Projection, stages and centring happen once per input and cost little beside the products, so they are done in float64
 and rounded at the end: an inner product of length d then brings one rounding of the result instead of d of its terms.
 Keys and values are given about a centre wherever the derivative does not depend on it (softmax sees no constant on all
 keys and its derivative none on all values): tokens at 10⁶ ± 1 keep all the digits of the ± 1.
@@ -24,8 +24,8 @@ class Point:
 
     Attributes:
         chains: the derivatives of the stages of queries, keys and values.
-        errors: for queries, keys and values, how far from the truth a token of each map may be, its last rounding to
-            the dtype apart, ``(maps,)``.
+        errors: for queries, keys and values, a bound on the error of a token of each map before its last rounding to
+            the dtype, ``(maps,)``.
         sizes: for queries, keys and values, the largest norm of the derivative of the stages, ``(maps,)``.
     """
 
@@ -68,7 +68,7 @@ def _errors(
     meeting = torch.maximum(_longest(raw[0]), _longest(raw[1]))  # stages of queries and keys may look at both
     largest = (meeting, meeting, _longest(raw[2]))
     errors = []
-    for i, free in enumerate((False, *attention.free_of_constants)):
+    for i, free in enumerate((False, *attention.ignores_constants)):
         length = per_map(torch.linalg.matrix_norm(weights[i].double()), reach, attention)
         projected = length * (reach if free else reach + offset)
         bias = biases[i]

@@ -1,4 +1,4 @@
-"""What must hold before a Jacobian is worth computing, one readable error for each way it can fail.
+"""Checks before a Jacobian is computed, with one readable error for each.
 
 The first group looks at tensors and serves every Jacobian, closed form or not. The second looks at a function: whether
 it returns numbers that depend on x, returns the same ones twice, and treats the items of a batch one by one.

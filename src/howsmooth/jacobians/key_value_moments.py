@@ -1,4 +1,4 @@
-"""How far from each other the keys and values that a query sees are: the sizes rounding is measured against."""
+"""Moments of the keys and values that a query sees: the sizes by which rounding is bounded."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class MomentSums:
     Tokens are divided by the longest of their map, so that squares neither overflow nor underflow.
 
     Attributes:
-        keys_apart: how long what is missing of Σ_j P_ij k_j is at most, ``(maps, n, 1)``: where not all keys were
-            summed, but to a vector h, and l is the rest, Σ_j P_ij |k_j − h|² = Σ_j P_ij |k_j|² − |h|² − 2h·l bounds the
-            square of the spread, which is least about the mean.
+        keys_apart: a bound on the length of the part missing from Σ_j P_ij k_j, ``(maps, n, 1)``: where not all keys
+            were summed, but to a vector h, and l is the rest, Σ_j P_ij |k_j − h|² = Σ_j P_ij |k_j|² − |h|² − 2h·l
+            bounds the square of the spread, which is least about the mean.
     """
 
     def __init__(self, key: Tensor, value: Tensor, centred: bool):
@@ -76,7 +76,7 @@ class MomentSums:
         return value / (total.masked_fill(total == 0, 1.0) if self.centred else 1.0) * self.longest_value
 
     def moments(self) -> Moments:
-        """What the sums amount to; of some queries at a time, because their sums take four times the memory here."""
+        """The moments from the sums; of some queries at a time, because their sums take four times the memory here."""
         n = self.sums.shape[1]
         parts = [self._moments(slice(start, start + _AT_ONCE)) for start in range(0, n, _AT_ONCE)]
         every = [*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)), self.columns.amax(-1).double()]

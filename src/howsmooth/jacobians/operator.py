@@ -1,4 +1,4 @@
-"""The interface every Jacobian in howsmooth offers: products with J and Jᵀ, and what follows from them.
+"""The interface of all Jacobians in howsmooth: products with J and Jᵀ, and everything derived from them.
 
 A `JacobianOperator` stands for a *batch* of linear maps J_b: R^{in_shape} → R^{out_shape}. For attention the batch
 runs over inputs, or over inputs and heads; each J_b is the derivative of one map at one input. Vectors keep the shape
@@ -85,7 +85,7 @@ class JacobianOperator(ABC):
         return None
 
     def size(self) -> Tensor:
-        """An upper bound on ‖J‖ of every map, float64 on the CPU: what rounding in a composition is measured by.
+        """An upper bound on ‖J‖ of every map, float64 on the CPU, for the rounding of compositions.
 
         From a few products, and true with probability 1 − 10⁻⁶, unless the operator knows better.
         """
@@ -128,12 +128,12 @@ class JacobianOperator(ABC):
     def subset(self, index: Tensor) -> JacobianOperator | None:
         """The maps at ``index`` (positions in the flattened batch) as an operator with batch shape ``(len(index),)``.
 
-        None when that would save nothing; solvers then go on with the whole batch.
+        None when that would save nothing; solvers then continue with the whole batch.
         """
         return None
 
     def rounded(self, dtype: torch.dtype) -> JacobianOperator:
-        """The same with all it holds rounded to another dtype, and no bound on that; itself where it knows no other."""
+        """The same operator rounded to another dtype, without a bound on that error; itself where it has no other."""
         return self
 
     def lift_in(self, v: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class JacobianOperator(ABC):
         return torch.stack([self.rmatvec(self._units(i, self.out_shape)[0]) for i in index.split(1)])
 
     def line_costs(self) -> tuple[float, float]:
-        """What all rows, and what all columns, of J cost in products: out_size and in_size without a short cut."""
+        """The cost of all rows, and of all columns, of J in products: out_size and in_size without a short cut."""
         return self.out_size, self.in_size
 
     def dense(self) -> Tensor:

@@ -1,4 +1,4 @@
-r"""How far rounding can move an attention Jacobian: ``product`` of `Accuracy`.
+r"""Bounds on the rounding errors of products with an attention Jacobian: ``product`` of `Accuracy`.
 
 A relative allowance of a few eps says nothing where a map is a small difference of large numbers: values far from the
 origin whose differences alone matter, an output projection nearly orthogonal to the values. So the intermediate numbers
@@ -151,7 +151,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
 
 
 def _token_errors(mixing: Mixing, point: Point) -> tuple[Tensor, Tensor]:
-    """What the errors of q, k and v before their last rounding do to the score path, as a map of dq and of dk."""
+    """The effect of the errors of q, k and v before their last rounding on the score path, as a map of dq and dk."""
     assert mixing.moments is not None
     seen, root = mixing.moments, mixing.moments.sink.sqrt()
     query_error, key_error, value_error = point.errors
@@ -176,7 +176,7 @@ def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Ten
 
 @dataclass(frozen=True)
 class WeightNorms:
-    """Bounds on the norms of the weights of an attention map, each found when it is first asked for."""
+    """Bounds on the norms of the weights of an attention map, each computed on first use."""
 
     attention: AttentionMap
     dtype: torch.dtype

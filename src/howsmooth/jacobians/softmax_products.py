@@ -1,4 +1,4 @@
-"""Where tokens meet: the derivative of O = P(q, k) v in closed form, tile by tile.
+"""The derivative of O = P(q, k) v in closed form, tile by tile.
 
 For tangents dq, dk, dv and cotangents g of every map (one head of one batch item), with S the logits, P the weights and
 D = ∂P_ij/∂s_ij up to normalisation (P for softmax, P(1 − P) for sigmoid, times the slope of a soft-cap):
@@ -7,14 +7,14 @@ D = ∂P_ij/∂s_ij up to normalisation (P for softmax, P(1 − P) for sigmoid, 
     VJP   E = D ∘ (g vᵀ − rowsum(g ∘ O)),  gq = E k,  gk = Eᵀ q,  gv = Pᵀ g
 
 where the terms with O stand only for softmax. Four n × n × width products each way and no forward pass. The n × n
-arrays are cut into tiles that fit the cache; tiles that a mask hides altogether do not exist. Tiles of P are kept while
-they fit the memory budget and recomputed from the largest logit and the sum of their rows beyond it, so that memory is
-O(n) at any n.
+arrays are cut into tiles that fit the cache; tiles that a mask hides altogether do not exist. Tiles of P are stored
+while they fit the memory budget and recomputed from the largest logit and the sum of their rows beyond it, so that
+memory is O(n) at any n.
 
 Both products subtract numbers as large as |q||v|, and a row of P whose sum is off by δ leaves δ|q||v| behind. So a
 weight is exp(s − top)/sum and never exp(s − logsumexp), which rounds by |s|·eps; O is divided by the sum of the row as
 it came out; and keys and values are to be given about a centre, for the products are those of any other (softmax sees
-no constant on all keys). What rounding still does is bounded in `howsmooth.jacobians.product_error`.
+no constant on all keys). The remaining rounding is bounded in `howsmooth.jacobians.product_error`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from howsmooth.attention.memory_layout import add_product, channels_first, zeros
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.evaluation_point import Point
 from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
-from howsmooth.jacobians.tiles import Logits, Room, Tile, bands, narrow
+from howsmooth.jacobians.tiles import Logits, Tile, WeightMemory, bands, fits_at_once
 from howsmooth.jacobians.workspace import Workspace
 
 
@@ -57,11 +57,11 @@ class Mixing:
     @classmethod
     @torch.no_grad()
     def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
-        """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
+        """Evaluate the weights once; store as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
-        weights that are recomputed in every product too. Without ``moments`` nothing is kept by which rounding could be
-        bounded.
+        weights that are recomputed in every product too. Without ``moments`` there is no bound on
+        rounding.
         """
         self = cls.unevaluated(attention, point, dtype)
         softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
@@ -72,9 +72,10 @@ class Mixing:
         numbers = sum(tile.size for band in every for tile in band)
         if numbers * value.element_size() > memory:
             memory -= self.beside
-        room = Room(memory, numbers, value)
+        room = WeightMemory(memory, numbers, value)
         for band in every:
-            held = [logits.of(tile) for tile in band] if narrow(band) else None  # otherwise they are computed twice
+            # Logits that do not fit are computed twice.
+            held = [logits.of(tile) for tile in band] if fits_at_once(band) else None
             if softmax and band:
                 rows = band[0].queries
                 self.tops[rows] = _top(held or map(logits.of, band))
@@ -82,7 +83,7 @@ class Mixing:
             for tile, logit in zip(band, held or map(logits.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
                 seen.add(tile.queries, tile.keys, weights)
-                kept.append(room.held(tile, weights, slopes))
+                kept.append(room.store(tile, weights, slopes))
         return self.evaluated(kept, seen.output(), seen.moments())
 
     @classmethod
@@ -112,7 +113,7 @@ class Mixing:
         names = ("query", "key", "value", "tops", "sums")
         tensors = {name: getattr(self, name).to(dtype) for name in names}
         kept = [tile.rounded(dtype) for tile in self.tiles]
-        logits = self.logits.rounded(dtype, kept=all(tile.weights is not None for tile in kept))
+        logits = self.logits.rounded(dtype, stored=all(tile.weights is not None for tile in kept))
         self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
         for tile in kept:
@@ -214,9 +215,9 @@ class Mixing:
         return replace(self, **tensors, tiles=tuple(tiles), logits=logits, moments=moments)
 
     def mixed_values(self, attention: AttentionMap, tokens: Tensor) -> Tensor:
-        """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, the centre that values are kept about included.
+        """Σ_j P_ij v_j at ``tokens``, ``(batch, n, d)``, with the centre of the stored values.
 
-        Rows of weights that sum to one leave that centre as it is; elsewhere the weights are gone through once more.
+        Rows of weights that sum to one leave that centre as it is; elsewhere another pass over the weights is made.
         """
         wide = torch.float64 if tokens.device.type != "mps" else tokens.dtype
         whole = self.softmax and attention.terms.first_blind(tokens.shape[1], attention.heads) is None
@@ -255,7 +256,7 @@ class Mixing:
         return weights, slopes
 
     def weights_of(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Weights and slopes of a tile, as they are kept or recomputed."""
+        """Weights and slopes of a tile, stored or recomputed."""
         if tile.weights is None or tile.slopes is None:
             return self._from_logits(tile, self.logits.of(tile))
         return tile.weights, tile.slopes

@@ -1,4 +1,4 @@
-"""Where measurements start: who tries an operator on one vector may take this one, and its product is known then."""
+"""The random start of measurements. An operator that is tested on this vector can cache the product."""
 
 from __future__ import annotations
 

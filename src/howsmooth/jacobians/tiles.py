@@ -18,19 +18,20 @@ from howsmooth.jacobians.workspace import Workspace
 TILE_ROWS = 1024
 TILE_COLS = 1024
 TILE_SIZE = 2**21
-"""Most entries of a tile, over all its maps: enough for the matrix products to run at full speed, little enough for the
-arrays of a tile to stay in the cache between the steps that touch them."""
+"""Maximum entries of a tile, over all its maps: enough for the matrix products to run at full speed, little enough for
+the arrays of a tile to stay in the cache between the steps that touch them."""
 BAND_SIZE = 2**23
-"""Most entries of the logits of one band of queries that are held at once while the weights are first evaluated."""
+"""Maximum entries of the logits of one band of queries that are stored at once while the weights are first
+evaluated."""
 _PIECE = 2**26
-"""Bytes of a piece of memory for weights: enough to be the system's own, which gets it back when it is let go."""
+"""Bytes of a piece of memory for weights: enough to be the system's own, which gets it back when it is released."""
 MASKED_SHARE = 4
 """Under a mask tiles have fewer rows by this factor, so that less of the hidden part is computed with the diagonal."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One block of queries and keys for a run of maps, with its weights when they are kept."""
+    """One block of queries and keys for a run of maps, with its weights where they are stored."""
 
     maps: slice
     rows: slice
@@ -44,7 +45,7 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights and slopes that are kept."""
+        """Bytes of the stored weights and slopes."""
         kept = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
         return sum(kept.values())
 
@@ -94,10 +95,10 @@ class Logits:
         block = self.terms.block(tile.rows, tile.cols, self.maps.select(tile.maps))
         return logits if block is None else logits.add_(block)
 
-    def rounded(self, dtype: torch.dtype, kept: bool) -> Logits:
-        """Those of rounded queries and keys; ``kept`` says that no weight will be evaluated from them again."""
+    def rounded(self, dtype: torch.dtype, stored: bool) -> Logits:
+        """The logits of rounded queries and keys; with ``stored`` no weight will be evaluated from them again."""
         query, key = self.query.to(dtype), self.key.to(dtype)
-        eps = self.eps if kept else torch.finfo(dtype).eps
+        eps = self.eps if stored else torch.finfo(dtype).eps
         return replace(self, query=query, key=key, maps=replace(self.maps, like=query), eps=eps)
 
     def slope_of(self, tile: Tile) -> Tensor:
@@ -107,24 +108,24 @@ class Logits:
         return 1 - capped.square_()
 
 
-class Room:
-    """Memory for the weights that are kept, up to so many bytes.
+class WeightMemory:
+    """Memory for the stored weights, up to a number of bytes.
 
     Weights of a large map lie in pieces of many tiles. Tile by tile they would lie between the arrays of their own
     making, and leave holes where those were: an eighth of the memory of one head of 20,000 tokens.
     """
 
     def __init__(self, memory: int, numbers: int, like: Tensor):
-        self.left, self.like = memory, like
+        self.remaining, self.like = memory, like
         self.pieces = numbers * like.element_size() > _PIECE
         self.free = like.new_empty(0)
 
-    def held(self, tile: Tile, weights: Tensor, slopes: Tensor) -> Tile:
-        """The tile with its weights and slopes, or itself where there is no room for them."""
+    def store(self, tile: Tile, weights: Tensor, slopes: Tensor) -> Tile:
+        """The tile with its weights and slopes, or without them where the memory is full."""
         whole = replace(tile, weights=weights, slopes=slopes)
-        if whole.nbytes > self.left:
+        if whole.nbytes > self.remaining:
             return tile
-        self.left -= whole.nbytes
+        self.remaining -= whole.nbytes
         if not self.pieces:
             return whole
         kept = self._moved(weights)
@@ -138,7 +139,7 @@ class Room:
 
 
 def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[list[Tile]]:
-    """The tiles of each block of queries, hidden ones left out.
+    """The visible tiles of each block of queries.
 
     >>> from howsmooth.attention.logit_terms import Terms
     >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
@@ -162,13 +163,13 @@ def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[lis
             ]
 
 
-def narrow(band: list[Tile]) -> bool:
-    """Whether the logits of a band may be held at once."""
+def fits_at_once(band: list[Tile]) -> bool:
+    """Whether the logits of a band can be stored at once."""
     return sum(tile.size for tile in band) <= BAND_SIZE
 
 
 def tile_size(device: torch.device) -> int:
-    """Most entries of a tile: what a cache holds on a CPU; elsewhere a sixty-fourth of the free memory in numbers.
+    """Maximum entries of a tile: the size of a cache on a CPU; elsewhere a sixty-fourth of the free memory in numbers.
 
     A tile takes about four arrays of its size, so that they stay within a quarter of what is free in float32.
 
@@ -179,6 +180,6 @@ def tile_size(device: torch.device) -> int:
         return TILE_SIZE
     try:
         free = int(torch.get_device_module(device).mem_get_info(device)[0])
-    except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device that does not tell
+    except (AttributeError, RuntimeError, AssertionError, NotImplementedError):  # a device without this number
         return TILE_SIZE
     return max(TILE_SIZE, free // 64)

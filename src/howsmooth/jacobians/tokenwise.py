@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,14 +47,11 @@ class Matrix(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         return matmul(gy, self.weight)
 
-    def select(self, index: Tensor) -> TokenDerivative:
-        return self
-
-    def to(self, dtype: torch.dtype) -> TokenDerivative:
+    def to(self, dtype: torch.dtype) -> Self:
         given = self.weight if self.given is None else self.given
-        return Matrix(given.to(dtype), given)
+        return replace(self, weight=given.to(dtype), given=given)
 
-    def channels_first(self) -> TokenDerivative:
+    def channels_first(self) -> Self:
         return self
 
     def size(self) -> Tensor:
@@ -105,17 +103,17 @@ class Slopes(TokenDerivative):
     def vjp(self, gy: Tensor) -> Tensor:
         return gy * self.slopes
 
-    def select(self, index: Tensor) -> TokenDerivative:
+    def select(self, index: Tensor) -> Self:
         return replace(self, slopes=self.slopes[index]) if self.slopes.dim() > 1 else self
 
     def size(self) -> Tensor:
         return self.slopes.abs().double().amax()
 
 
-class Gate(TokenStage):
+class GatedActivation(TokenStage):
     """y = a(g)∘u, where a token holds g in its first half and u in its second: the middle of a gated MLP.
 
-    >>> Gate(torch.relu)(torch.tensor([[2.0, 3.0]]))
+    >>> GatedActivation(torch.relu)(torch.tensor([[2.0, 3.0]]))
     tensor([[6.]])
     """
 
@@ -147,8 +145,8 @@ class _Gated(TokenDerivative):
         torch.mul(gy, self.of_up, out=back[..., width:])
         return back
 
-    def select(self, index: Tensor) -> TokenDerivative:
-        return _Gated(self.of_gate[index], self.of_up[index])
+    def select(self, index: Tensor) -> Self:
+        return replace(self, of_gate=self.of_gate[index], of_up=self.of_up[index])
 
     def size(self) -> Tensor:
         return torch.hypot(self.of_gate.double(), self.of_up.double()).amax()

@@ -19,8 +19,8 @@ class Workspace(threading.local):
     """Buffers that serve one product after the other: fresh memory would cost page faults at every tile.
 
     All operators that are alive have the same ones, as only one product runs at a time in a thread: thirty layers of
-    their own would be as much memory as all their tokens. Every thread has its own, and the last operator takes them
-    along.
+    their own would be as much memory as all their tokens. Every thread has its own, released with
+    the last operator.
     """
 
     _known: ClassVar[WeakValueDictionary[str, Workspace]] = WeakValueDictionary()
@@ -30,7 +30,7 @@ class Workspace(threading.local):
 
     @classmethod
     def shared(cls) -> Workspace:
-        """That of all operators."""
+        """The workspace of all operators."""
         return cls._known.setdefault("shared", cls())
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class Workspace(threading.local):
         return self.buffers[key][:size].view(shape)
 
 
-def give_back() -> None:
-    """Give memory that the C library holds free back to the system, where it can: what large maps leave behind."""
+def trim_memory() -> None:
+    """Return free memory of the C library to the system, where it can: large maps leave much of it behind."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, not of musl
         if trim is not None:

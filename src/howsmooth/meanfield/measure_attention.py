@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_finite, check_tensor, validated
-from howsmooth.attention import AttentionMap, LogitBias, Rotary, as_attention
+from howsmooth.attention import AttentionMap, LogitBias, Rotary, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield.discrete_measure import Measure
@@ -167,7 +167,7 @@ def push(attention: nn.Module, measure: Measure) -> Measure:
 
 def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
     """The attention as a map that measures can be put into."""
-    map_ = as_attention(attention)
+    map_ = as_attention_map(attention)
     if map_ is None:
         raise InvalidInput(
             f"a measure needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
@@ -181,7 +181,7 @@ def _checked(attention: nn.Module, measure: Measure) -> AttentionMap:
         raise InvalidInput("rotary positions count tokens, which a measure cannot: leave them out of the attention.")
     causal = map_.terms.is_causal
     if not causal and not map_.terms.is_nothing:
-        names = ", ".join(type(term).__name__ for term in map_.logit_terms())
+        names = ", ".join(type(term).__name__ for term in map_.terms)
         raise InvalidInput(f"on measures attention is unmasked or causal, but this one has {names}: leave it out.")
     if causal and measure.positions is None:
         raise InvalidInput("causal attention needs positions: build the measure with Measure.of_tokens or give them.")

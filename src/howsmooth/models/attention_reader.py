@@ -14,17 +14,15 @@ from howsmooth.attention import (
     Causal,
     Chunked,
     ComposedAttention,
-    Feature,
-    Features,
-    HeadNorm,
     LogitBias,
-    PlaceScale,
     RelativeBias,
     Rotary,
     SelfAttention,
     SlidingWindow,
     UnitNorm,
 )
+from howsmooth.attention.composite_map import Feature, Features
+from howsmooth.attention.stages import HeadNorm, PlaceScale
 from howsmooth.errors import UnsupportedModel
 from howsmooth.models.module_names import AttentionSite, attention_site, submodule
 from howsmooth.models.self_check import check_against_model

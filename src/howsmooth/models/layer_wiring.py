@@ -18,7 +18,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.attention.stages import TokenDerivative, TokenStage, UnitNorm
 from howsmooth.errors import UnsupportedModel
 from howsmooth.jacobians.closed_maps import ClosedAttention, ClosedMap, Parallel, Series, Skip, Tokenwise
-from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, Gate
+from howsmooth.jacobians.tokenwise import Activation, Affine, Diagonal, GatedActivation
 from howsmooth.models.module_names import submodule
 from howsmooth.models.probed_norms import read_norm
 
@@ -163,7 +163,7 @@ def _mlp(wiring: Wiring, layer: nn.Module) -> ClosedMap:
         inner = Affine(torch.cat([part.weight for part in parts]), torch.cat(given) if given else None)
     act: Any = attrgetter(wiring.act)(layer)
     gated = len(inner.weight) == 2 * outer.weight.shape[1]
-    return Tokenwise(inner, Gate(act) if gated else Activation(act), outer)
+    return Tokenwise(inner, GatedActivation(act) if gated else Activation(act), outer)
 
 
 def _end(layer: nn.Module, path: str | None) -> list[ClosedMap]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import AttentionMap, SelfAttention, plain_map
+from howsmooth.attention import AttentionMap, SelfAttention
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.forward_pass import temporary_hooks, use_eager_attention
 from howsmooth.models.layer_wiring import WIRINGS, read_affine

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.process_lock import LOCK, alone
 from howsmooth._util.validation import validated
-from howsmooth.attention import AttentionMap, Composite, plain_map
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.composite_map import Composite
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
-from howsmooth.jacobians import DEFAULT_MEMORY
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
 from howsmooth.jacobians.closed_maps import ClosedMap, Series
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.captured_sites import TOLERANCE, CapturedSite, capture

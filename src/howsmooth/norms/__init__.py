@@ -1,9 +1,10 @@
 """Norms of Jacobians, each a `Measurement` with a lower and an upper end.
 
 Read in this order: `measurement` (the result), `norm_choice` (`operator_norm`, which chooses a method), `dense` (small
-matrices), `golub_kahan` with `bidiagonal`, `singular_triplets`, `restart_filter` and `lanczos_bound` (the 2-norm from
-products alone), `one_norm`, `frobenius`, `token_norm` (the other norms), `truncated_norm` (with tiles left out), and on
-top of them `local_constant` (`hs.measure`), `relative_condition` and `explanation` (`hs.explain`).
+matrices), `lanczos` with `bidiagonal`, `singular_triplets`, `restart_filter` and `lanczos_bound` (the 2-norm from
+products, with an upper bound that holds with a probability), `entry_norms`, `frobenius` and `largest_token` (the other
+norms), `truncated_norm` (operators with dropped tiles), and on top of them `local_constant` (`hs.measure`),
+`relative_condition` and `explanation` (`hs.explain`).
 """
 
 from howsmooth.norms.dense import dense_norm

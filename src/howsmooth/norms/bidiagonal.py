@@ -8,10 +8,10 @@ quotient of JᵀJ, and U inherits its orthogonality up to the condition of B [3]
 shorter vectors. After a restart, which mixes the left vectors, or where α is small, U is reorthogonalised too, and from
 then on where more than rounding has to be taken away from a right vector: maps with a null space, as every
 normalisation has one, make B so ill-conditioned that U is lost within twenty steps. What reorthogonalisation removes
-from a vector is the error of the relations above; it is added up for the certificate.
+from a vector is the error of the relations above; it is added up for the upper bound.
 
 A small β is no proof that the space is exhausted: rounding may hide a direction. The process goes on along whatever is
-left, be it rounding, and only a β of nothing at all ends it; the certificate decides when that is enough.
+left, be it rounding, and only a β of nothing at all ends it; the upper bound decides when that is enough.
 
 References:
     [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer. Anal. 2
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.norms.counted_products import FlatProducts, not_finite, overlaps, quick_lengths
-from howsmooth.norms.lanczos_bound import Projection
+from howsmooth.norms.lanczos_bound import RitzProjection
 
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
@@ -97,25 +97,27 @@ class Bidiagonalisation:
         self.size, self._follows_left = m + 1, True
         self._made += 1
 
-    def project(self) -> Projection:
+    def project(self) -> RitzProjection:
         """The singular value decomposition of B."""
-        return Projection.of(self._b[:, : self.size, : self.size], self.beta, self._made, self._drift[..., : self.size])
+        return RitzProjection.of(
+            self._b[:, : self.size, : self.size], self.beta, self._made, self._drift[..., : self.size]
+        )
 
-    def project_halfway(self) -> Projection:
+    def project_halfway(self) -> RitzProjection:
         """That of B̂, between the two halves of a step."""
         m = self.size + 1
         left = self._left[:, :m]
         skew = overlaps(left, left).cpu() - torch.eye(m, dtype=torch.float64)
         drift = self._drift[..., :m].clone()
         drift[1, :, -1] = 0
-        return Projection.halfway(self._b[:, :m, :m], torch.linalg.matrix_norm(skew), self._made + 1, drift)
+        return RitzProjection.halfway(self._b[:, :m, :m], torch.linalg.matrix_norm(skew), self._made + 1, drift)
 
-    def right_vectors(self, small: Projection, maps: Tensor, k: int) -> Tensor:
+    def right_vectors(self, small: RitzProjection, maps: Tensor, k: int) -> Tensor:
         """The k leading right Ritz vectors of the running maps chosen by the mask: ``(chosen, k, in_size)``."""
         chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the basis
         return _combine(small.right[chosen, :, :k], self._right[chosen, : small.right.shape[1]])
 
-    def images(self, small: Projection, maps: Tensor, k: int) -> Tensor:
+    def images(self, small: RitzProjection, maps: Tensor, k: int) -> Tensor:
         """J v = U B q of those vectors, up to the errors of the products behind U: ``(chosen, k, out_size)``."""
         chosen, m = slice(None) if bool(maps.all()) else maps, small.right.shape[1]
         return _combine(self._b[chosen, :m, :m] @ small.right[chosen, :, :k], self._left[chosen, :m])
@@ -126,7 +128,7 @@ class Bidiagonalisation:
         nothing = self._right.new_zeros(int(maps.sum()), self._right.shape[-1])
         self._right[maps, m] = orthonormalised(nothing, self._right[maps, :m], self.generator)
 
-    def restart(self, small: Projection, keep: int) -> None:
+    def restart(self, small: RitzProjection, keep: int) -> None:
         """Thick restart: the ``keep`` largest Ritz triplets lead the bases, v_{m+1} stays the next vector."""
         left = _combine(small.left[..., :keep], self._left[:, : self.size])
         right = _combine(small.right[..., :keep], self._right[:, : self.size])

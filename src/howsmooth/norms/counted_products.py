@@ -1,4 +1,4 @@
-"""Products of a Jacobian with flat vectors: counted, scaled, and able to lose maps that are finished."""
+"""Products of a Jacobian with flat vectors: counted, scaled, and restricted to the maps that still run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def product_error(op: JacobianOperator) -> Tensor:
 
 
 def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Tensor:
-    """How far, absolutely, cancellation and the end of the dtype can move a norm taken from the entries, per map.
+    """The absolute error of a norm taken from the entries, by cancellation and underflow, per map.
 
     The entries come as lines of J (columns, or rows, whichever cost less), each with an error of length ε. All lines
     together are off by ‖E‖₂ ≤ ‖E‖_F ≤ √lines·ε, and by ‖E‖₂ ≤ (1 + √lines·s)·ε when only a share s of every error can

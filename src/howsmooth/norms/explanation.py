@@ -12,10 +12,13 @@ from torch import Tensor
 from howsmooth._util.display import card
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import Positive, Probability, Seed, Size, validated
-from howsmooth.attention import closed_form
+from howsmooth.attention import as_attention_map
+from howsmooth.attention.attention_map import MapModule
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, AttentionJacobian, CompositeJacobian, jacobian
+from howsmooth.jacobians import jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
+from howsmooth.jacobians.composite_operator import CompositeJacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.local_constant import in_tokens, solve
 from howsmooth.norms.relative_condition import with_scale
@@ -27,7 +30,7 @@ _BLOCK_ENTRIES = 2**22
 
 @dataclass(frozen=True)
 class Explanation:
-    """What makes an attention map rough at an input.
+    """The parts of the norm of an attention map at an input.
 
     ``…`` stands for the shape of the batch, ``()`` for a single input; heads follow when asked for.
 
@@ -104,7 +107,7 @@ def explain(
     >>> bool(story.influence[0, 5] == 0)  # the first token cannot see the last
     True
     """
-    known = closed_form(attention, *x.shape[-2:-1])
+    known = as_attention_map(attention, *x.shape[-2:-1], kind=MapModule)
     if known is None:
         raise InvalidInput(
             f"explain needs an attention map, got {type(attention).__name__}: build one with hs.SelfAttention(...), "
@@ -158,7 +161,7 @@ def token_influence(
         head: this head alone, ``(…, n, n)``.
         rtol: relative accuracy of each entry.
     """
-    attention = closed_form(f, *x.shape[-2:-1])
+    attention = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     if attention is None:
         return _dense_influence(f, x)
     if head is None:

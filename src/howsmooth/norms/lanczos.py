@@ -15,9 +15,9 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.start_vector import random_start, start_stream
 from howsmooth.norms.bidiagonal import Bidiagonalisation
 from howsmooth.norms.counted_products import FlatProducts
-from howsmooth.norms.lanczos_bound import Certificate, smallest_component
+from howsmooth.norms.lanczos_bound import LanczosBound, smallest_component
 from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.singular_triplets import Triplets
+from howsmooth.norms.singular_triplets import Target, Triplets
 
 BASIS_BYTES = 2**30
 _SPARE = 0.1  # share of the chance of failing that is kept for maps which rounding limits,
@@ -44,7 +44,7 @@ def golub_kahan(
 
     Every map runs until
 
-    (i)  σ₁ is certified: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (always below σ₁) and upper the
+    (i)  σ₁ is enclosed: upper ≤ (1 + rtol)·lower, with lower the largest Ritz value (always below σ₁) and upper the
          probabilistic bound of `howsmooth.norms.lanczos_bound`;
     (ii) the k wanted triplets satisfy ‖Jᵀu_i − θ_i v_i‖ ≤ rtol·θ₁ (J v_i = θ_i u_i holds by construction).
 
@@ -53,16 +53,17 @@ def golub_kahan(
     ``converged`` is exactly (i) and (ii), with both ends widened by `rounding_allowance` for the steps made and by the
     operator's own ``noise``. A map is done when it has converged, or when rounding alone keeps it from that. Such maps
     get four more runs from independent starts, which a tenth of 1 − confidence is kept for where there is rounding to
-    speak of (float32 or noise); what is not certified then is said in a note. Maps that are done leave the batch.
+    speak of (float32 or noise); a note names those that stay open. Maps that are done leave the batch.
 
     The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
     ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
-    rounding did before. Where the operator itself is blurred (`Accuracy.point`) by more than all products can
-    have lost, as whole models are, J v = Σ q_j J v_j is put together from those made (k = 1).
+    rounding did before. Where the error of the operator (`Accuracy.point`) is above that of all
+    products, as for whole models, J v = Σ q_j J v_j is put together from those made (k = 1).
 
-    By (ii) each of ``values`` lies within its residual of a singular value. That none was passed over is certified for
-    the first only: copies of a repeated singular value are invisible to a Krylov space. Where k exceeds the rank, the
-    vectors of the values that are zero up to rounding are orthonormal like the others, with their true residuals.
+    By (ii) each of ``values`` lies within its residual of a singular value. The upper bound shows for the first only
+    that none was passed over: copies of a repeated singular value are invisible to a Krylov space. Where k exceeds the
+    rank, the vectors of the values that are zero up to rounding are orthonormal like the others, with their true
+    residuals.
 
     Args:
         op: the Jacobians.
@@ -77,7 +78,7 @@ def golub_kahan(
             upper bound: ``upper`` is infinite, ``confidence`` 0, and only (ii) decides.
         progress: called after every step with the number of steps and the largest value so far.
         stop_at: a map whose value has reached this (one number, or one per map) needs to know no more: "is it at least
-            L?" is answered long before the norm is certified. Its bounds are true, but it does not count as converged.
+            L?" is answered long before the norm is known. Its bounds are true, but it does not count as converged.
         stop_below: likewise for a map whose upper end has come down to this: "is it at most L?".
         verify: whether to make those last products; without them there is no lower end and there are no left vectors.
 
@@ -88,8 +89,8 @@ def golub_kahan(
     (True, True)
     """
     if op.out_size < op.in_size and start is None:
-        rest = (max_steps, basis_limit, None, progress, stop_at, stop_below, verify)
-        turned = golub_kahan(op.adjoint, k, rtol, confidence, seed, *rest)
+        limits = max_steps, basis_limit, None, progress
+        turned = golub_kahan(op.adjoint, k, rtol, confidence, seed, *limits, stop_at, stop_below, verify)
         return replace(turned, left=turned.right, right=turned.left)
     started = time.perf_counter()
     products = FlatProducts(op)
@@ -100,34 +101,30 @@ def golub_kahan(
         first = _random_start(op, generator) if start is None else _given_start(op, start)
         process = Bidiagonalisation(products, first, generator)
         del first
-        results = Triplets(op, k, rtol, start is None, products.scale)
+        results = Triplets(op, Target.of(op, k, rtol, stop_at, stop_below), start is None, products.scale)
         # Decided before anything is known of the start, so that the two chances of failing add up to 1 − confidence.
         spare = _SPARE if op.dtype == torch.float32 or bool((results.noise > 0).any()) else 0.0
         failing = 1 - confidence
-        certificate = _certificate(products, results, 1 - (1 - spare) * failing) if start is None else None
-        if stop_at is not None:
-            results.enough = _per_map(op, stop_at, "stop_at")
-        if stop_below is not None:
-            results.little = _per_map(op, stop_below, "stop_below")
-        _run(process, certificate, results, max_steps, limit, progress)
+        bound = _upper_bound(products, results, 1 - (1 - spare) * failing) if start is None else None
+        _run(process, bound, results, max_steps, limit, progress)
         del process
         count = products.count + (results.verify(generator) if verify else 0)
-        again = results.limited & ~results.converged & (results.values[:, 0] < results.enough)
-        if spare and bool(again.any()) and start is None and rtol >= results.least_rtol:
+        again = results.limited & ~results.converged & (results.values[:, 0] < results.target.stop_at)
+        if spare and bool(again.any()) and start is None and rtol >= results.smallest_rtol:
             each = 1 - (spare * failing) ** (1 / _REPEATS)
             count += _repeat(results, again, each, seed, max_steps, limit)
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
-    if rtol < results.least_rtol:
-        notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can certify")
+    if rtol < results.smallest_rtol:
+        notes.append(f"rtol={rtol:g} is below what {str(op.dtype).removeprefix('torch.')} products can prove")
     if k > 1:
         notes.append("repeated singular values may be counted once")
     return results.measurement(count, confidence if start is None else 0.0, started, tuple(notes))
 
 
-def _certificate(products: FlatProducts, results: Triplets, confidence: float) -> Certificate:
+def _upper_bound(products: FlatProducts, results: Triplets, confidence: float) -> LanczosBound:
     op, eps = products.op, torch.finfo(products.op.dtype).eps
     noise = results.noise[products.maps] / products.scale
-    return Certificate(len(products.maps), op.in_size, confidence, eps, noise, op.accuracy.alignment)
+    return LanczosBound(len(products.maps), op.in_size, confidence, eps, noise, op.accuracy.alignment)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:
@@ -143,8 +140,8 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
         products = FlatProducts(op, results.scale)
         products.keep(maps)
         process = Bidiagonalisation(products, _random_start(op, generator)[maps.to(op.device)], generator)
-        again = Triplets(op, 1, results.rtol, True, results.scale)
-        _run(process, _certificate(products, again, confidence), again, max_steps, limit, None)
+        again = Triplets(op, Target.of(op, 1, results.rtol), True, results.scale)
+        _run(process, _upper_bound(products, again, confidence), again, max_steps, limit, None)
         count += products.count
         largest = torch.maximum(largest, again.upper)
         if bool((largest >= results.upper)[maps].all()):
@@ -155,7 +152,7 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
 
 def _run(
     process: Bidiagonalisation,
-    certificate: Certificate | None,
+    bound: LanczosBound | None,
     results: Triplets,
     max_steps: int,
     limit: int,
@@ -164,14 +161,14 @@ def _run(
     running = torch.ones(len(process.products.maps), dtype=torch.bool)  # of the maps still in the process
     value = 0.0
     for steps in range(1, max_steps + 1):
-        results.steps = steps
+        results.count_step()
         process.step_left()
         near = 0 < process.size < _ALWAYS_CHECK and results.promising(process.products.maps[running])
-        if certificate is not None and near:
+        if bound is not None and near:
             small = process.project_halfway()
-            done = running & results.settled(small, certificate, process.products.maps)
+            done = running & results.settled(small, bound, process.products.maps)
             if bool(done.any()):
-                results.record(process, small, certificate, done)
+                results.record(process, small, bound, done)
                 running = running & ~done
             if not bool(running.any()):
                 if progress is not None:
@@ -190,28 +187,28 @@ def _run(
             continue
         done = running
         if not last:
-            reached = small.theta[:, 0] * process.products.scale >= results.enough[process.products.maps]
+            reached = small.theta[:, 0] * process.products.scale >= results.target.stop_at[process.products.maps]
             done = (
                 running
                 & (m >= results.k)
-                & (exhausted | reached | results.settled(small, certificate, process.products.maps))
+                & (exhausted | reached | results.settled(small, bound, process.products.maps))
             )
         if bool(done.any()):
-            results.record(process, small, certificate, done)
+            results.record(process, small, bound, done)
             running = running & ~done
         if not bool(running.any()):
             return
         if full:
             kept = results.k + (limit - results.k) // 2
-            if certificate is not None:
-                certificate.restart(small, kept)
+            if bound is not None:
+                bound.restart(small, kept)
             process.restart(small, kept)
         if bool((exhausted & running).any()):
             process.refresh(exhausted & running)
         if 4 * int(running.sum()) <= 3 * len(running):
             process.keep(running)
-            if certificate is not None:
-                certificate.keep(running)
+            if bound is not None:
+                bound.keep(running)
             running = running[running]
 
 
@@ -230,12 +227,6 @@ def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limi
     if basis_limit < min(k + 2, op.in_size):
         raise InvalidInput(f"basis_limit={basis_limit} is too small for k={k}: allow at least {k + 2} vectors.")
     return min(basis_limit, op.in_size)
-
-
-def _per_map(op: JacobianOperator, number: Tensor | float, name: str) -> Tensor:
-    if isinstance(number, Tensor) and number.shape not in (torch.Size(()), op.batch_shape):
-        raise InvalidInput(f"{name} is one number or one per map, got shape {tuple(number.shape)}.")
-    return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
 
 
 def _random_start(op: JacobianOperator, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-r"""How large can the norm still be, after a Golub–Kahan run from a random start?
+r"""An upper bound on the norm, true with a probability, after a Golub–Kahan run from a random start.
 
 A run of m steps gives orthonormal V = [v₁ … v_m], U and an upper triangular B with
 
@@ -56,7 +56,7 @@ N^{-½}.
 For a map near a multiple of the identity the start is almost a singular vector itself, |r| ≈ 1/(λ − θ²), and λ is
 excluded once 2ση/(λ − θ²) < τ: beyond a relative gap of η/(στ), about 80 √N η/σ at 99 %. What lies closer cannot be
 told from rounding, and the bound says so. An ordinary map has (Qᵀh)₁ ≈ N^{-½}, which cancels the √N. Where f is below
-an eighth of what rounding hides, more steps do not help (`Certificate.limited`), and a run ends.
+an eighth of what rounding hides, more steps do not help (`LanczosBound.judge`), and a run ends.
 
 Through a restart the overlap follows the exact rule up to χ(BᵀB)h, χ(t) = (π(λ) − π(t))/(λ − t), in the place of r:
 
@@ -121,7 +121,7 @@ def kuczynski_wozniakowski1992(value: float, steps: int, size: int, confidence: 
 
 
 @dataclass
-class Projection:
+class RitzProjection:
     """The small problem B = P diag(θ) Qᵀ of every map; ``theta``, ``residuals``: (maps, m), the others (maps, m, m).
 
     ``products`` is the number of products that went into E, and as many into F; ``drift`` (2, maps, m) is the length of
@@ -143,7 +143,7 @@ class Projection:
         return self.theta if self.skew is None else torch.hypot(self.theta, self.residuals)
 
     @classmethod
-    def of(cls, b: Tensor, beta: Tensor, products: int | None = None, drift: Tensor | None = None) -> Projection:
+    def of(cls, b: Tensor, beta: Tensor, products: int | None = None, drift: Tensor | None = None) -> RitzProjection:
         """From the triangular matrices ``(maps, m, m)`` and the last β of each, ``(maps,)``, in float64."""
         left, theta, right_t = torch.linalg.svd(b)
         residuals = beta[:, None] * left[:, -1]
@@ -152,7 +152,7 @@ class Projection:
         return cls(theta, left, right_t.mT, residuals, made, drift)
 
     @classmethod
-    def halfway(cls, b: Tensor, skew: Tensor, products: int, drift: Tensor) -> Projection:
+    def halfway(cls, b: Tensor, skew: Tensor, products: int, drift: Tensor) -> RitzProjection:
         """Between the halves of a step, from the next triangular matrices ``(maps, m + 1, m + 1)``, α at their end."""
         last, above = b[:, -1, -1], b.clone()
         above[:, -1] = 0
@@ -160,15 +160,15 @@ class Projection:
         return cls(theta, left, right_t.mT, last[:, None] * right_t[..., -1], products, drift, skew)
 
 
-class Certificate:
+class LanczosBound:
     """The probabilistic upper bound of a batch of runs, each from its own random start in R^size.
 
     ``eps`` is that of the products (0: exact ones) and ``noise`` their absolute error, one number per map.
 
     >>> b = torch.tensor([[[2.0, 0.5], [0.0, 1.5]]], dtype=torch.float64)
-    >>> small = Projection.of(b, beta=torch.tensor([1e-4], dtype=torch.float64))
-    >>> upper = Certificate(maps=1, size=100, confidence=0.99).tighten(small)
-    >>> rounded = Certificate(maps=1, size=100, confidence=0.99, eps=1e-7).tighten(small)
+    >>> small = RitzProjection.of(b, beta=torch.tensor([1e-4], dtype=torch.float64))
+    >>> upper = LanczosBound(maps=1, size=100, confidence=0.99).tighten(small)
+    >>> rounded = LanczosBound(maps=1, size=100, confidence=0.99, eps=1e-7).tighten(small)
     >>> [round(float(x), 4) for x in (small.theta[0, 0], upper[0], rounded[0])]
     [2.1213, 2.1323, 2.1325]
     """
@@ -189,11 +189,11 @@ class Certificate:
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
         self._cycles: Cycles | None = None
 
-    def excludes(self, lam: Tensor, small: Projection) -> Tensor:
+    def excludes(self, lam: Tensor, small: RitzProjection) -> Tensor:
         """Whether ``lam > θ₁²``, ``(…, maps)``, is excluded as an eigenvalue of JᵀJ on the event of this confidence."""
         return self.judge(lam, small)[0] < 1
 
-    def judge(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
+    def judge(self, lam: Tensor, small: RitzProjection) -> tuple[Tensor, Tensor]:
         """The largest overlap of start and singular vector in units of τ, below 1 where ``lam`` is excluded.
 
         The second is whether rounding alone decides, so that more steps would not exclude ``lam``.
@@ -201,7 +201,7 @@ class Certificate:
         seen, hidden = self._overlap(lam, small)
         return (seen + hidden) / self.tau, seen <= hidden / 8
 
-    def tighten(self, small: Projection) -> Tensor:
+    def tighten(self, small: RitzProjection) -> Tensor:
         """The best upper bound on σ₁ so far, this projection included; every bound holds on the same event."""
         low = small.theta[:, 0] ** 2
         high = 4 * torch.maximum(low, self.noise**2)
@@ -220,7 +220,7 @@ class Certificate:
         self.upper = torch.minimum(self.upper, torch.sqrt(high))
         return self.upper
 
-    def restart(self, small: Projection, keep: int) -> None:
+    def restart(self, small: RitzProjection, keep: int) -> None:
         """Follow a restart that keeps the ``keep`` largest Ritz vectors as the leading basis vectors."""
         self.tighten(small)
         squares, overlaps = small.theta**2, self._overlaps(small)
@@ -240,11 +240,11 @@ class Certificate:
         self.upper, self.noise, self._start = self.upper[mask], self.noise[mask], self._start[mask]
         self._cycles = None if self._cycles is None else self._cycles.of(mask)
 
-    def _overlaps(self, small: Projection) -> Tensor:
+    def _overlaps(self, small: RitzProjection) -> Tensor:
         return (self._start[:, None] @ small.right[:, : self._start.shape[-1]]).squeeze(1)
 
-    def _overlap(self, lam: Tensor, small: Projection) -> tuple[Tensor, Tensor]:
-        """How much of the start can lie on the singular vector of λ: what the run leaves open, what rounding hides."""
+    def _overlap(self, lam: Tensor, small: RitzProjection) -> tuple[Tensor, Tensor]:
+        """The largest overlap of the start with the singular vector of λ: the open part, and that of rounding."""
         squares, overlaps = small.theta**2, self._overlaps(small)
         assert small.skew is None or self._start.shape[-1] < squares.shape[-1]  # s in the span of v₁ … v_m
         shape = 1 / (lam[..., None] - squares)

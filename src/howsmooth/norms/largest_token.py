@@ -110,7 +110,7 @@ def _tokens(shape: torch.Size) -> int:
 
 
 def _error(op: JacobianOperator) -> Tensor:
-    """How far cancellation can move the norm: with ε in every row of a token, ‖E_i‖ ≤ √width·ε, and |y| ≤ √n."""
+    """The error of the norm by cancellation: with ε in every row of a token, ‖E_i‖ ≤ √width·ε, and |y| ≤ √n."""
     info = torch.finfo(op.dtype)
     one = product_error(op) + 4 * info.tiny * info.eps * math.sqrt(op.in_size)
     return math.sqrt(op.out_shape[-1] * _tokens(op.in_shape)) * one

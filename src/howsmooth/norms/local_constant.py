@@ -1,4 +1,4 @@
-"""The main question: how smooth is this map at this input?"""
+"""`hs.measure`: the local Lipschitz constant of a map at an input."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from howsmooth._util.validation import (
     keywords,
     validated,
 )
-from howsmooth.attention import AttentionMap, closed_form
+from howsmooth.attention import AttentionMap, as_attention_map
+from howsmooth.attention.attention_map import MapModule
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians import DEFAULT_MEMORY, JacobianOperator, jacobian
+from howsmooth.jacobians import JacobianOperator, jacobian
+from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.norms import Measurement, operator_norm
@@ -64,12 +66,12 @@ def measure(
         norm: 2, 1, inf, "fro", or "token": input and output measured by their longest token, max_i |x_i|₂
             (`howsmooth.norms.largest_token`).
         k: how many of the largest singular values and vectors to find (norm 2).
-        rtol: relative accuracy of the value; ``converged`` says that it is certified.
+        rtol: relative accuracy of the value; ``converged`` tells whether both ends are so close.
         seed: of the random start.
         confidence: probability with which the upper end holds.
-        memory: bytes of attention weights kept between products.
-        skip: of an attention map, leave tiles of weights out, least first, that together are at most about this share
-            of the norm. The ends hold all the same, and a note says how many; 0, the default, leaves nothing out.
+        memory: bytes of attention weights stored between products.
+        skip: of an attention map, drop the tiles of smallest weight that together are at most about this share of the
+            norm. The ends hold all the same, and a note tells how many; 0, the default, drops nothing.
         solver: further options of `howsmooth.norms.operator_norm`.
 
     Returns:
@@ -81,7 +83,7 @@ def measure(
     1.41
     """
     check_options(solver, [*_OPTIONS, *keywords(measure)], "measure")
-    known = closed_form(f, *x.shape[-2:-1])
+    known = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     operator = jacobian(f if known is None else known, x, memory=memory, skip=skip)
     result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, confidence=confidence, **solver)
     return with_scale(result, operator, x, known)
@@ -111,7 +113,7 @@ def measure_heads(
     check_options(options, [*_OPTIONS, "memory", "skip", *keywords(measure_heads)], "measure_heads")
     memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
     skip = check_number(options.pop("skip", 0.0), "skip", least=0.0)
-    known = closed_form(attention, *x.shape[-2:-1])
+    known = as_attention_map(attention, *x.shape[-2:-1], kind=MapModule)
     if known is None:
         raise InvalidInput(
             f"measure_heads needs an attention map with heads, got {type(attention).__name__}: build one with "

@@ -1,4 +1,4 @@
-"""The result of measuring a norm: a number that knows how far it can be trusted."""
+"""The result of measuring a norm: a number with both ends and their guarantees."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class Measurement:
         upper: the end from above, true with probability ``confidence``. Both include an allowance for rounding, see
             `rounding_allowance`.
         rounding: whether that allowance is a bound (PROVED: attention and matrices) or was measured (MEASURED: layers,
-            models and functions); `lower_holds` and `upper_holds` say what follows for the ends.
+            models and functions); `lower_holds` and `upper_holds` are the guarantees of the ends.
         confidence: probability with which ``upper`` holds, for each map by itself; 1.0 when no chance is involved and
             0.0 when there is no upper bound. The chance lies in the solver's own random start, not in the operator.
         norm: 2, 1, ``math.inf``, ``"fro"`` or ``"token"``.
-        converged: whether each map reached the accuracy that was asked for.
+        converged: whether each map reached the requested accuracy.
         products: Jacobian products made; one J v or Jᵀ u over all maps still running counts as one.
         method: how the number was found.
         dtype: of the products.
         seconds: time taken.
         left, right: unit singular vectors u, v, ``batch_shape + out_shape`` and ``batch_shape + in_shape``. One of
-            J v = value·u and Jᵀu = value·v holds exactly, the other up to the residual. With k > 1 asked for, a
+            J v = value·u and Jᵀu = value·v holds exactly, the other up to the residual. With k > 1 requested, a
             dimension of size k comes before the map's own. Where the singular value is zero up to rounding, they are
             orthonormal to those before, and ``residuals`` says how far they are from a triplet.
         values: the k largest singular values, ``batch_shape + (k,)``.
         residuals: the larger of ‖J v − σ u‖ and ‖Jᵀu − σ v‖ for each of ``values``; for a sampled Frobenius norm,
             the standard error of ``value``.
-        notes: what else the reader should know.
+        notes: further facts for the reader.
         scale: |X|/|f(X)| in the vector norm that belongs to ``norm`` (for "fro" the Frobenius norm), NaN where f(X) is
             zero; None where the function itself is not known.
 
@@ -88,12 +88,12 @@ class Measurement:
 
     @property
     def lower_holds(self) -> Guarantee:
-        """What stands behind the lower end."""
+        """The guarantee of the lower end."""
         return self.rounding
 
     @property
     def upper_holds(self) -> Guarantee:
-        """What stands behind the upper end."""
+        """The guarantee of the upper end."""
         return weakest(self.rounding, Guarantee.PROVED if self.confidence == 1 else Guarantee.PROBABLE)
 
     @property
@@ -111,7 +111,7 @@ class Measurement:
         return float(self.value)
 
     def to_dict(self, vectors: bool = False) -> dict[str, Any]:
-        """Plain Python for JSON: lists instead of tensors, None where there is no bound, vectors only if asked for."""
+        """Plain Python for JSON: lists instead of tensors, None where there is no bound, vectors only on request."""
         plain: dict[str, Any] = {
             "norm": "inf" if self.norm == math.inf else self.norm,
             "value": _plain(self.value),
@@ -213,7 +213,7 @@ def measurement_between(
 
 
 def rounding_note(limited: Tensor, dtype: torch.dtype) -> tuple[str, ...]:
-    """What to say where rounding keeps maps from the accuracy that was asked for.
+    """A note where rounding keeps maps from the requested accuracy.
 
     >>> rounding_note(torch.tensor([True, False]), torch.float32)
     ('rounding in float32 limits the ends of 1 of 2 maps: use float64 inputs',)

@@ -1,4 +1,4 @@
-"""What the restarts of a Golub–Kahan run did to its random start: `howsmooth.norms.lanczos_bound` says why.
+"""The effect of restarts of a Golub–Kahan run on its random start: `howsmooth.norms.lanczos_bound` says why.
 
 A restart that discards the Ritz values t_k multiplies the component of the start on the singular vector of λ by
 π(λ)/ν, π(λ) = Π (λ − t_k), and rounding adds to it. All of it is kept, cycle by cycle, as functions of λ.

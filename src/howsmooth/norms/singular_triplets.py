@@ -1,13 +1,15 @@
-"""What a Golub–Kahan run found out about every map: values, ends, vectors and how far they can be trusted."""
+"""The results of a Golub–Kahan run for every map: values, ends, vectors and their residuals."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
 from howsmooth.norms.counted_products import (
@@ -17,34 +19,74 @@ from howsmooth.norms.counted_products import (
     rounding_allowance,
     widened,
 )
-from howsmooth.norms.lanczos_bound import Certificate, Projection
+from howsmooth.norms.lanczos_bound import LanczosBound, RitzProjection
 from howsmooth.norms.measurement import Measurement, rounding_note, uncrossed
 
 _PROMISING = 2.0  # times what may be open, by a guess that is not exact
+
+
+@dataclass(frozen=True)
+class Target:
+    """The goal of a run.
+
+    Attributes:
+        k, rtol: the number of triplets, and their relative accuracy.
+        stop_at, stop_below: a map whose value has reached the first, or whose upper end has come down to the second,
+            is finished; one number per map.
+    """
+
+    k: int
+    rtol: float
+    stop_at: Tensor
+    stop_below: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        op: JacobianOperator,
+        k: int,
+        rtol: float,
+        stop_at: Tensor | float | None = None,
+        stop_below: Tensor | float | None = None,
+    ) -> Target:
+        """From numbers, or one per map; None for no such stop."""
+
+        def per_map(number: Tensor | float, name: str) -> Tensor:
+            if isinstance(number, Tensor) and number.shape not in (torch.Size(()), op.batch_shape):
+                raise InvalidInput(f"{name} is one number or one per map, got shape {tuple(number.shape)}.")
+            return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
+
+        above, below = math.inf if stop_at is None else stop_at, 0.0 if stop_below is None else stop_below
+        return cls(k, rtol, per_map(above, "stop_at"), per_map(below, "stop_below"))
 
 
 class Triplets:
     """The k leading singular triplets of every map of the batch, filled in as the maps finish.
 
     ``scale`` is that of the products (`FlatProducts.scale`): the process sees J/scale, everything here is J's own.
-    ``open`` says how far each map was from being certified after its last two steps (`Certificate.judge`).
+    ``bounded`` tells whether the start was random, so that there is an upper bound. ``open`` holds the distance of each
+    map from convergence after its last two steps (`LanczosBound.judge`).
     """
 
-    def __init__(self, op: JacobianOperator, k: int, rtol: float, certifiable: bool, scale: Tensor):
-        maps = op.batch_size
-        self.op, self.k, self.rtol, self.certifiable, self.scale, self.steps = op, k, rtol, certifiable, scale, 0
+    def __init__(self, op: JacobianOperator, target: Target, bounded: bool, scale: Tensor):
+        maps, k = op.batch_size, target.k
+        self.op, self.target, self.bounded, self.scale, self.steps = op, target, bounded, scale, 0
+        self.k, self.rtol = k, target.rtol
         self.noise = product_error(op)
         self.values = torch.zeros(maps, k, dtype=torch.float64)
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
         self.upper = torch.full_like(self.lower, math.inf)
-        self.enough, self.little = torch.full_like(self.lower, math.inf), torch.zeros_like(self.lower)
         self.accurate = torch.zeros(maps, dtype=torch.bool)
         self.open = torch.full((2, maps), math.inf, dtype=torch.float64)
         self.limited = torch.zeros(maps, dtype=torch.bool)
         self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
         self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
         self.slip = torch.zeros_like(self.lower)
+
+    def count_step(self) -> None:
+        """One more step of two products, for which the ends allow."""
+        self.steps += 1
 
     @property
     def allowance(self) -> float:
@@ -60,60 +102,60 @@ class Triplets:
         return self.k == 1 and lost <= 2 * self.op.accuracy.point and not bool((self.noise > 0).any())
 
     @property
-    def least_rtol(self) -> float:
+    def smallest_rtol(self) -> float:
         return 4 * self.allowance
 
-    def settled(self, small: Projection, certificate: Certificate | None, maps: Tensor) -> Tensor:
+    def settled(self, small: RitzProjection, bound: LanczosBound | None, maps: Tensor) -> Tensor:
         """Whether each of ``maps`` has reached rtol, all that rounding lets it reach, or an upper end small enough."""
         top = small.values[:, 0]
-        rtol = max(self.rtol, self.least_rtol)
-        if certificate is None:
+        rtol = max(self.rtol, self.smallest_rtol)
+        if bound is None:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
-        within = torch.maximum(rtol * top, 2 * certificate.noise)
-        target = self._target(top, certificate.noise)
+        within = torch.maximum(rtol * top, 2 * bound.noise)
+        target = self._target(top, bound.noise)
         accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
-        asked = bool((self.little[maps] > 0).any())
-        if not (asked or bool(accurate.any())):
+        has_limit = bool((self.target.stop_below[maps] > 0).any())
+        if not (has_limit or bool(accurate.any())):
             return accurate
-        open_share, limited = certificate.judge(target**2, small)
+        open_share, limited = bound.judge(target**2, small)
         if small.skew is None:
             self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
         settled = accurate & ((open_share < 1) | limited)
-        if asked:
-            little = (self.little[maps] / self.scale[maps] - certificate.noise) / (1 + self.allowance)
-            possible = little > top * (1 + self.allowance)
-            settled |= possible & certificate.excludes(torch.where(possible, little, 2 * top + 1) ** 2, small)
+        if has_limit:
+            low_enough = (self.target.stop_below[maps] / self.scale[maps] - bound.noise) / (1 + self.allowance)
+            possible = low_enough > top * (1 + self.allowance)
+            settled |= possible & bound.excludes(torch.where(possible, low_enough, 2 * top + 1) ** 2, small)
         return settled
 
     def promising(self, maps: Tensor) -> bool:
         """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last.
 
-        It always may where an upper end below some number is all that is asked for.
+        It always may where an upper end below some number is requested.
         """
         before, now = self.open[:, maps]
-        near = (now * torch.sqrt(now / before) < _PROMISING) | (self.little[maps] > 0)
+        near = (now * torch.sqrt(now / before) < _PROMISING) | (self.target.stop_below[maps] > 0)
         return self.k == 1 and bool(near.any())
 
     def _target(self, top: Tensor, noise: Tensor) -> Tensor:
-        """Where the certificate has to reach so that both ends, widened, are rtol apart (or least_rtol, or noise)."""
-        rtol = max(self.rtol, self.least_rtol)
+        """Where the upper bound has to be so that both ends, widened, are rtol apart (or smallest_rtol, or noise)."""
+        rtol = max(self.rtol, self.smallest_rtol)
         wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
         return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + noise)
 
     def record(
-        self, process: Bidiagonalisation, small: Projection, certificate: Certificate | None, done: Tensor
+        self, process: Bidiagonalisation, small: RitzProjection, bound: LanczosBound | None, done: Tensor
     ) -> None:
         where, k = process.products.maps[done], min(self.k, process.size)
         scale = self.scale[where]
         self.values[where, :k] = small.values[done, :k] * scale[:, None]
         largest = small.values[:, 0]
-        if certificate is not None:
+        if bound is not None:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
-            largest = torch.maximum(certificate.tighten(small), largest)
+            largest = torch.maximum(bound.tighten(small), largest)
             upper = largest[done] * (1 + self.allowance)
             self.upper[where] = upper * scale + self.noise[where]
-            target = self._target(small.values[:, 0], certificate.noise)
-            self.limited[where] = certificate.judge(target**2, small)[1][done]
+            target = self._target(small.values[:, 0], bound.noise)
+            self.limited[where] = bound.judge(target**2, small)[1][done]
         self.residuals[where, :k] = _residuals(small, k, largest)[done] * scale[:, None]
         within = self.rtol * self.values[where, :1]
         self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
@@ -156,9 +198,9 @@ class Triplets:
 
     @property
     def converged(self) -> Tensor:
-        """Whether the residuals are small and, unless the start was given, the value is certified."""
-        certified = (self.lower <= self.upper) & (self.upper <= (1 + self.rtol) * self.lower)
-        return self.accurate & certified if self.certifiable else self.accurate
+        """Whether the residuals are small and, unless the start was given, the ends are ``rtol`` apart."""
+        close = (self.lower <= self.upper) & (self.upper <= (1 + self.rtol) * self.lower)
+        return self.accurate & close if self.bounded else self.accurate
 
     def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
         batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
@@ -185,7 +227,7 @@ class Triplets:
         )
 
 
-def _residuals(small: Projection, k: int, largest: Tensor) -> Tensor:
+def _residuals(small: RitzProjection, k: int, largest: Tensor) -> Tensor:
     """‖Jᵀu_i − θ_i v_i‖ of the first k triplets, where no singular value exceeds ``largest``.
 
     Between the halves of a step ρ = ‖J v − θu‖ is known. For u' = Jv/|Jv| it makes Jᵀu' − |Jv|v = (ρ/|Jv|) Jᵀu_{m+1}

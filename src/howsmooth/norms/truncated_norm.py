@@ -1,4 +1,4 @@
-r"""The norm of a map from the products of a cheaper one that is near it, and a few products of its own.
+r"""The norm of a map from the products of a cheaper one near it, and a few products of its own.
 
 Let J₀ = J − E be cheap, ‖E‖ ≤ ε proved (tiles of attention weights left out), and y a unit vector, found in any way:
 say from J₀, then bettered by a step or two with J. With a = |Jy|², r = |JᵀJy − a y| and b ≥ ‖J(1 − yyᵀ)‖,
@@ -9,7 +9,7 @@ say from J₀, then bettered by a step or two with J. With a = |Jy|², r = |Jᵀ
 eigenvalue stands on the right. ∎
 
 The upper end is above a by about r²/(a − b²) only. So b need not be sharp: b = b₀ + ε will do, where
-b₀ ≥ ‖J₀(1 − yyᵀ)‖ comes from a rough certificate (`howsmooth.norms.lanczos_bound`) with a start drawn independently of
+b₀ ≥ ‖J₀(1 − yyᵀ)‖ comes from a rough run (`howsmooth.norms.lanczos_bound`) with a start drawn independently of
 y, and ε may be a tenth of the norm or more, as long as b stays below |Jy|. By Weyl's inequality alone ε itself would be
 added to both ends.
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from howsmooth.attention import AttentionMap, plain_map
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models import CapturedSite, OpenModel, alice, capture, open_model
 from howsmooth.models.weight_files import load_attention

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.attention import AttentionMap, plain_map
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.conversion import plain_map
 from howsmooth.models import alice, capture, target
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import experiment_model

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.validation import check_tensor
-from howsmooth.attention import AttentionMap, Rotary, plain_map
+from howsmooth.attention import AttentionMap, Rotary
+from howsmooth.attention.conversion import plain_map
 from howsmooth.attention.masks import HIDDEN, Maps
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.models import CapturedSite
@@ -145,7 +146,7 @@ def _bias(attention: AttentionMap, like: Tensor) -> Tensor:
     heads, n, _ = like.shape
     maps, everyone = Maps.every(1, heads, n, like), slice(0, n)
     total = torch.zeros(1, n, n, dtype=like.dtype, device=like.device)
-    for term in attention.logit_terms():
+    for term in attention.terms:
         term.check(n, heads, 1)
         block = term.block(everyone, everyone, maps)
         total = total if block is None else total + block

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from howsmooth._util.validation import validated
-from howsmooth.attention import AttentionMap, plain_map
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.conversion import plain_map
 from howsmooth.attention.masks import HIDDEN
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import cached_jacobian

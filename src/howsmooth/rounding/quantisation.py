@@ -19,7 +19,7 @@ from howsmooth._util.annotations import PlainText
 from howsmooth._util.display import step_bar
 from howsmooth._util.ledger import Ledger
 from howsmooth._util.validation import Count, Device, Seed, validated
-from howsmooth.attention import plain_map
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import HowsmoothError, InvalidInput
 from howsmooth.models import OpenModel, Window, alice, open_model
 from howsmooth.models.open_source import Dtype

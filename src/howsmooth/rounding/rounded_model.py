@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import validated
-from howsmooth.attention import Rotary, plain_map
+from howsmooth.attention import Rotary
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models import CapturedSite, capture
 from howsmooth.models.attention_interface import attention_computed_by, eager_attention

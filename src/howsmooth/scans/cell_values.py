@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import AttentionMap, Composite
+from howsmooth.attention import AttentionMap
+from howsmooth.attention.composite_map import Composite
 from howsmooth.bounds import CATALOGUE, get, setting
 from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.models import Targets

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from howsmooth.attention import map_of
+from howsmooth.attention import as_attention_map
 from howsmooth.bounds.bound_table import Row, compared_with
 from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
 from howsmooth.bounds.question_setting import setting
@@ -23,7 +23,7 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     >>> tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0)).written
     '≤ 6.437'
     """
-    attention = map_of(f, n) or f
+    attention = as_attention_map(f, n, kind=nn.Module) or f
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
         return None
     tokens = over.token_set(int(attention.in_features))  # type: ignore[arg-type]

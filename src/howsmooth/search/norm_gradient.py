@@ -30,7 +30,7 @@ from torch import Tensor
 from howsmooth._util.torch_globals import exact_autograd
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps
-from howsmooth.attention.stages import Chain, Scale
+from howsmooth.attention.stages import Chain
 from howsmooth.errors import NotDifferentiable
 from howsmooth.jacobians import function_checks
 from howsmooth.jacobians.function_operator import tensor_map
@@ -74,7 +74,7 @@ class AttentionRoughness(Roughness):
         self.projection = BlockProjection.of(self.map)
         one = self.map.project(torch.zeros(1, 1, self.map.in_features, dtype=torch.float64))
         stages = self.map.stages(*(t.flatten(0, 1) for t in one[:2]))
-        self.straight = all(isinstance(stage, Scale) for stage in joined(*stages))
+        self.straight = all(stage.scale is not None for stage in joined(*stages))
 
     def slope(self, x: Tensor, vectors: Tensor) -> Slope:
         x, v = x.detach().requires_grad_(not self.straight), vectors.detach().requires_grad_(not self.straight)

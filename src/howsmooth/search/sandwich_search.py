@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import Positive, Seed, Size, validated
-from howsmooth.attention import AttentionMap, map_of
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.search.best_bound import not_passed, tightest_upper
@@ -86,7 +86,7 @@ def sandwich(
         with nullcontext() if executor is None else open_engine(executor) as workers:
             for done, (n, region) in enumerate(questions):
                 label = f"n = {n}, {in_words(region)}"
-                attention = map_of(f, n) or f
+                attention = as_attention_map(f, n, kind=nn.Module) or f
                 alone = attention.head(head) if isinstance(attention, AttentionMap) and head is not None else attention
 
                 def show(step: int, steps: Size, best: float, label: str = label, done: int = done) -> None:

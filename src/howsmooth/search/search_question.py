@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import check_finite, check_tensor, memory
-from howsmooth.attention import AttentionMap, map_of
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.errors import InvalidInput
 from howsmooth.search.witness_files import plain_json
 from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
@@ -63,7 +63,7 @@ class Question:
         self.steps, self.seconds, self.seed = steps, seconds, seed
         self.over, self.given = as_set(over, radius), _given(start)
         self.n = _length(self.over, self.given, n)
-        self.f = map_of(f, self.n) or f
+        self.f = as_attention_map(f, self.n, kind=nn.Module) or f
         if isinstance(self.f, AttentionMap):
             self.f = self.f if head is None else self.f.head(head)
             _check_map(self.f, self.over)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.validation import Count, Seed, validated
-from howsmooth.attention import AttentionMap, LogitBias, as_attention
+from howsmooth.attention import AttentionMap, LogitBias, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
@@ -126,7 +126,7 @@ def worst_measure(
     3.07
     """
     began = time.perf_counter()
-    known = as_attention(attention)
+    known = as_attention_map(attention)
     causal = known is not None and known.terms.is_causal
     where, in_order = _bounded(over, radius), causal if ordered is None else ordered
     climbs: list[_Climb] = []
@@ -194,7 +194,7 @@ class _Climb:
     ):
         self.over, self.ordered = over, ordered
         generator = torch.Generator().manual_seed(seed)
-        width = getattr(as_attention(attention), "in_features", 1)
+        width = getattr(as_attention_map(attention), "in_features", 1)
         over.check(atoms, width)
         z = over.coordinates(torch.stack([over.random(generator, atoms, width) for _ in range(starts)]))
         self.best = [z.clone(), torch.zeros(starts, atoms, dtype=torch.float64)]

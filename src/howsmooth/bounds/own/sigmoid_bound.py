@@ -121,7 +121,7 @@ def _value_bias(attention: AttentionMap, folded: bool) -> Tensor | float:
 def _shift(attention: AttentionMap, n: int) -> float:
     """What SigmoidAttention adds to every logit: its last term."""
     maps = Maps.every(1, attention.heads, n, torch.zeros((), dtype=torch.float64))
-    block = list(attention.logit_terms())[-1].block(slice(0, 1), slice(0, 1), maps)
+    block = list(attention.terms)[-1].block(slice(0, 1), slice(0, 1), maps)
     assert block is not None
     return float(block)
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Scale
 from howsmooth.bounds.own.neighbourhood import three_path_ball_of
 from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
@@ -117,7 +115,7 @@ def _setting(at: HeadsAt, eps: float) -> Setting:
 def _is_nonlinear(attention: AttentionMap) -> bool:
     """Whether queries, keys or values are nonlinear, logits are capped, or weights are no distributions."""
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
-    linear = all(isinstance(stage, Scale | Rotary) for stage in stages)
+    linear = all(stage.linear for stage in stages)
     return attention.kind != "dot_product" or attention.softcap is not None or not linear
 
 

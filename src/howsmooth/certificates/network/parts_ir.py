@@ -20,10 +20,8 @@ from torch.nn.utils import parametrizations
 from howsmooth._util.common import first_tensor
 from howsmooth._util.validation import check_count, check_one_of, check_weights, validated
 from howsmooth.attention import AttentionMap, LogitBias
-from howsmooth.attention.conversion import as_attention
+from howsmooth.attention.conversion import as_attention_map
 from howsmooth.attention.module_changes import change_of, known_base
-from howsmooth.attention.positions import Rotary
-from howsmooth.attention.stages import Scale
 from howsmooth.errors import InvalidInput, UnsupportedModel
 
 POOLS = ("mean", "first")
@@ -235,7 +233,7 @@ def unchanged_attention(module: object, name: str, n: int | None) -> AttentionMa
     """The map that a layer offers, refused by `check_attention_unchanged`; None without one."""
     if isinstance(module, AttentionMap | nn.MultiheadAttention) or hasattr(module, "attention_map"):
         check_attention_unchanged(module, name)  # type: ignore[arg-type]
-    return as_attention(module, n)
+    return as_attention_map(module, n)
 
 
 @dataclass(frozen=True)
@@ -369,7 +367,7 @@ def _attached(module: nn.Module, attention: AttentionMap, n: int) -> AttentionMa
 
 def _checked(attention: AttentionMap, name: str) -> AttentionMap:
     stages = (*attention.query_stages, *attention.key_stages, *attention.value_stages)
-    strange = [type(stage).__name__ for stage in stages if not isinstance(stage, Scale | Rotary)]
+    strange = [type(stage).__name__ for stage in stages if not stage.linear]
     if attention.kind != "dot_product":
         strange = [f"{attention.kind} attention"]
     elif attention.softcap is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth._util.common import first_line, first_tensor, random_stream
-from howsmooth.attention import AttentionMap, as_attention
+from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.certificates.classifier.patch_transformer import MAPS, AffineLayer, PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import Classifier
 from howsmooth.certificates.network.parts_ir import (
@@ -137,7 +137,7 @@ def read_map(f: nn.Module, x: Tensor, reach: float = 0.0) -> AttentionMap:
     if isinstance(f, AttentionMap):
         return f
     double = double_copy(f)
-    attention = as_attention(double, len(x))
+    attention = as_attention_map(double, len(x))
     assert attention is not None
     own, read = partial(_of_one_sequence, double), partial(AttentionMap.forward, attention)
     for point in (x.double(), _near(x.double(), reach)):

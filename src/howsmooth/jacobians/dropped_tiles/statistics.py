@@ -77,7 +77,7 @@ def _bands(mixing: Mixing, side: int) -> Iterator[list[Tile]]:
 
 
 class _TileSums:
-    """What one pass over the logits finds out, band by band."""
+    """Sums of one pass over the logits, band by band."""
 
     def __init__(self, mixing: Mixing, output_weight: Tensor):
         self.mixing = mixing
@@ -155,7 +155,7 @@ class _TileSums:
         return replace(tile, weights=whole, slopes=slopes)
 
     def tile_sizes(self) -> TileSizes:
-        """What has been gathered."""
+        """The sizes of all tiles seen so far."""
         return TileSizes(
             torch.cat(self.places, dim=1), torch.cat(self.sizes, dim=1).cpu(), self.side, tuple(self.counts)
         )

@@ -1,7 +1,7 @@
-r"""Tiles of attention weights that may be left out, and how much of the Jacobian goes with them.
+r"""Tiles of attention weights that can be dropped, with bounds on their part of the Jacobian.
 
 Trained heads leave most of a long input nearly unseen. With D the entries of some tiles of P, everything else unchanged
-(outputs o_i and sums of rows are those of all entries), products without D lose
+(outputs o_i and sums of rows are those of all entries), the error of products without D is
 
 .. math:: E\,(dq, dk, dv)_i = \sum_{j\in D_i} P_{ij}\,(dq_i\cdot k_j + q_i\cdot dk_j)\,(v_j - o_i)
                               + \sum_{j\in D_i} P_{ij}\,dv_j,
@@ -47,13 +47,13 @@ from howsmooth.jacobians.tiles import Tile
 _OF_SUMS = 1 + 1e-3
 """For the rounding of the sums, of positive numbers in single precision."""
 FINE_TILE, FINE_TILES = 128, 128
-"""Rows and columns of tiles that may be left out; twice as many where there would be more tiles than this on a side."""
+"""Rows and columns of tiles that can be dropped; twice as many where there would be more tiles than this on a side."""
 _LARGEST_MATRIX = 512
 """Up to so many tiles on a side the norm of the matrix of sizes is computed, beyond it bounded by Schur's test."""
 
 
 _Parts = list[tuple[Tensor, Tensor]]
-"""What every tile adds at most to one block of a vector, and to which block."""
+"""Bounds on the parts that tiles add to blocks of a vector, and the indices of these blocks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DroppedTiles:
 
 
 def fine_side(n: int) -> int:
-    """Rows and columns of tiles that may be left out, for n tokens."""
+    """Rows and columns of tiles that can be dropped, for n tokens."""
     return FINE_TILE if n <= FINE_TILE * FINE_TILES else 2 * FINE_TILE
 
 
@@ -92,7 +92,7 @@ class TileSizes:
         return mask.split(self.counts)
 
     def select(self, index: Tensor) -> TileSizes:
-        """Those of some maps, at ``index`` (increasing), which are counted anew."""
+        """The tiles of some maps, at ``index`` (increasing), which are numbered anew."""
         index = index.cpu()
         kept = torch.isin(self.places[0], index)
         places = torch.stack([torch.searchsorted(index, self.places[0, kept]), *self.places[1:, kept]])

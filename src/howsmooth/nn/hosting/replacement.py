@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from howsmooth._util.validation import validated
-from howsmooth.attention import Rotary, SelfAttention, plain_map
+from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention.conversion import plain_map
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.models.attention_reader import read_attention
 from howsmooth.models.checkpoint_files import read_checkpoint, weight_files

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth import attention
 from howsmooth._util.validation import check_count, check_positive, check_weights, shown, validated
+from howsmooth.attention.gradient_step_map import MeanOfSteps
 from howsmooth.bounds.furuya2026 import longest_step
 from howsmooth.errors import InvalidInput
 from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
@@ -82,4 +83,4 @@ class GradientStepAttention(AttentionLayer):
             attention.GradientStepAttention(matrix, context, float(self._length(context @ matrix.mT)))
             for matrix, context in zip(self.matrix, self.context, strict=True)
         ]
-        return heads[0] if len(heads) == 1 else attention.MeanOfSteps(heads)
+        return heads[0] if len(heads) == 1 else MeanOfSteps(heads)
