@@ -52,7 +52,6 @@ SAME_NAME = {
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "Neighbourhood": "a set of inputs, and what is known of a network on a ball of images.",
     "Noise": "what rounding does to a product with a Jacobian, and to a model that runs in low precision.",
     "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",

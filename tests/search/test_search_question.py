@@ -10,20 +10,21 @@ import torch
 import howsmooth as hs
 from howsmooth.search import start_inputs
 from howsmooth.search.search_question import Question
-from howsmooth.sets import Ball, InputSet, Neighbourhood
+from howsmooth.sets import Around, Ball, InputSet
 
+BALL = Ball(1.0)
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 
 
-def ask(f: Any = HEAD, n: int | None = 4, radius: float | None = 1.0, over: Any = None, **options: Any) -> Question:
+def ask(f: Any = HEAD, n: int | None = 4, over: Any = BALL, **options: Any) -> Question:
     usual: dict[str, Any] = {"start": None, "norm": 2, "head": None, "starts": 3, "constructions": True, "steps": 5}
     usual |= {"seconds": None, "seed": 0, "save": None, "source": None, "progress": None}
-    return Question(f, n, radius, over, **usual | options)
+    return Question(f, n, over, **usual | options)
 
 
 def test_a_question_knows_the_sizes_whoever_says_them() -> None:
     assert (ask().n, ask().d) == (4, 2)
-    near = ask(n=None, radius=None, over=Neighbourhood(torch.ones(3, 2), 0.1))
+    near = ask(n=None, over=Around(torch.ones(3, 2), 0.1))
     assert (near.n, near.d) == (3, 2)
     free = ask(torch.sin, n=None, start=torch.ones(5, 7))
     assert (free.n, free.d) == (5, 7)
@@ -38,10 +39,10 @@ def test_a_question_knows_the_sizes_whoever_says_them() -> None:
         ({"source": {"x": torch.ones(1)}}, "source must be made of words"),
         ({"progress": 5}, "progress"),
         ({"starts": 0, "constructions": False}, "nothing to set out from"),
-        ({"over": Ball(2.0)}, "either a radius or a set"),
-        ({"over": Ball(2.0, width=3), "radius": None}, "tokens of width 3"),
-        ({"radius": None}, "no Lipschitz constant on all inputs"),
-        ({"radius": 1e20}, "float64 cannot resolve"),
+        ({"radius": 2.0}, "takes no argument 'radius'"),
+        ({"over": Ball(2.0, width=3)}, "tokens of width 3"),
+        ({"over": None}, "no Lipschitz constant on all inputs"),
+        ({"over": Ball(1e20)}, "float64 cannot resolve"),
         ({"n": 10**12}, "GiB"),
     ],
 )
@@ -51,7 +52,7 @@ def test_what_has_no_answer_is_refused_before_a_start_is_built(
     monkeypatch.setattr(start_inputs, "constructions", lambda *args: pytest.fail("built a start"))
     monkeypatch.setattr(start_inputs, "random_starts", lambda *args: pytest.fail("built a start"))
     with pytest.raises(hs.InvalidInput, match=why):
-        hs.worst_case(HEAD, **{"n": 4, "radius": 1.0} | options)
+        hs.worst_case(HEAD, **{"n": 4, "over": BALL} | options)
 
 
 def test_the_starts_of_a_question_are_those_given_those_of_theorems_and_those_drawn() -> None:

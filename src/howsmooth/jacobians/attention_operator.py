@@ -19,7 +19,7 @@ from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.dropped_tiles.selection import path_norms, thinned
 from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.key_value_moments import Moments
 from howsmooth.jacobians.operator import JacobianOperator
@@ -347,7 +347,7 @@ def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> Atten
     """The Jacobian of a block in the dtype of x, with no bound on its rounding: for who measures that otherwise."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     attention.terms.check(x.shape[-2], attention.heads, len(tokens))
-    point = Point.at(attention, tokens, x.dtype, errors=False)
+    point = EvaluationPoint.at(attention, tokens, x.dtype, errors=False)
     mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2], None)
 
@@ -365,7 +365,7 @@ def _operator(
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     batch, n, _ = tokens.shape
     attention.terms.check(n, attention.heads, batch)
-    point = Point.at(attention, tokens, dtype)
+    point = EvaluationPoint.at(attention, tokens, dtype)
     mixing = (sized_mixing if skip else Mixing.at)(attention, point, dtype, memory)
     projection: Projection
     if per_head:

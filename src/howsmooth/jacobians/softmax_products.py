@@ -31,7 +31,7 @@ from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import add_product, channels_first, zeros_arranged_as
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.dropped_tiles.tile_bounds import LeftOut, TileSizes
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.tiles import Logits, Room, Tile, bands, narrow
 from howsmooth.jacobians.workspace import Workspace
@@ -60,7 +60,9 @@ class Mixing:
 
     @classmethod
     @torch.no_grad()
-    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
+    def at(
+        cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int, moments: bool = True
+    ) -> Mixing:
         """Evaluate the weights once; keep as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
@@ -90,7 +92,7 @@ class Mixing:
         return self.evaluated(kept, seen.output(), seen.moments())
 
     @classmethod
-    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> Mixing:
+    def unevaluated(cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype) -> Mixing:
         """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
         query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])

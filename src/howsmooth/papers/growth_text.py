@@ -8,7 +8,7 @@ import pandas
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.models.text_windows import Tokens
+from howsmooth.models.text_windows import TokenisedText
 from howsmooth.papers.experiment import CASTIN, Asked, Cell, Experiment, Finding, Row, Verdict
 from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, opened, sites
 from howsmooth.papers.figure_style import finish, line, panels, short, spread
@@ -29,7 +29,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
     model = opened(cell["model"])
     layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
     rows: list[Row] = []
-    if cell["length"] <= len(Tokens("", model.processor)):  # special tokens alone are no text
+    if cell["length"] <= len(TokenisedText("", model.processor)):  # special tokens alone are no text
         return rows
     for window, captured in enumerate(sites(cell["model"], layers, cell["length"], asked.text, cell["windows"])):
         for site in captured:

@@ -36,7 +36,7 @@ def run(asked: Asked, cell: Cell) -> list[Row]:
         after = float(conditional(push(head, first), push(head, second)))
         rows.append(
             {"seed": cell["seed"], "pair": pair, "before": before, "after": after}
-            | {"bound": float(get("howsmooth.masked_mean_field")(head, radius=radius))}
+            | {"bound": float(get("howsmooth.masked_mean_field")(head, over=hs.sets.Ball(radius)))}
         )
     return rows
 

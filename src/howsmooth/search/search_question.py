@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth._util.validation import check_finite, check_tensor, memory
 from howsmooth.attention import AttentionMap, map_of
 from howsmooth.errors import InvalidInput
 from howsmooth.search.single_head import one_head
 from howsmooth.search.witness_files import plain_json
-from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
+from howsmooth.sets import Everywhere, InputSet, Tokens
+from howsmooth.sets.near_sets import Over, as_set
 
 _NORMS: dict[float | str, float] = {2: 2, "2": 2, math.inf: math.inf, "inf": math.inf}
 Progress = Callable[[int, int, float], None]
@@ -41,8 +42,7 @@ class Question:
         self,
         f: Callable[[Tensor], Any],
         n: int | None,
-        radius: float | None,
-        over: InputSet | TokenSet | nn.Module | None,
+        over: Over | None,
         start: Tensor | Sequence[Tensor] | None,
         norm: float | str,
         head: int | None,
@@ -62,7 +62,7 @@ class Question:
         self.save = None if save is None else Path(save)
         self.starts, self.constructions = starts, constructions
         self.steps, self.seconds, self.seed = steps, seconds, seed
-        self.over, self.given = as_set(over, radius), _given(start)
+        self.over, self.given = as_set(over), _given(start)
         self.n = _length(self.over, self.given, n)
         self.f = map_of(f, self.n) or f
         if isinstance(self.f, AttentionMap):
@@ -114,7 +114,7 @@ def _check_map(attention: AttentionMap, region: InputSet) -> None:
     lipschitz = attention.kind == "cosine" or (attention.kind == "l2" and getattr(attention, "tied", False))
     if isinstance(region, Everywhere) and not lipschitz:
         raise InvalidInput(
-            f"this {attention.kind} attention has no Lipschitz constant on all inputs: give a radius, or a set (over)."
+            f"this {attention.kind} attention has no Lipschitz constant on all inputs: give a set such as Ball(1.0)."
         )
 
 
@@ -140,7 +140,7 @@ def _width(f: object, region: InputSet, given: tuple[Tensor, ...], n: int) -> in
     """d, from whoever knows it."""
     d = getattr(f, "in_features", None)
     d = d if isinstance(d, int) else region.width
-    if isinstance(region, Embeddings) and d is None:
+    if isinstance(region, Tokens) and d is None:
         d = region.sequence(torch.zeros(n, dtype=torch.long)).shape[-1]
     if d is None and given and given[0].dim() == 2:
         d = given[0].shape[1]

@@ -24,8 +24,7 @@ from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Scale
-from howsmooth.bounds import TokenSet, head_numbers
-from howsmooth.bounds.head_constants import norm_rounding
+from howsmooth.bounds.head_constants import head_numbers, norm_rounding
 from howsmooth.bounds.own.neighbourhood import three_path_ball
 from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import paths
@@ -34,6 +33,7 @@ from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import curved_bound
 from howsmooth.certificates.ball.norm_of_head_sum import norm_together
 from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 
 def enclose_heads_around(
@@ -114,7 +114,7 @@ def _changes(balls: list[HeadBall]) -> Tensor:
 
 
 def _balls(attention: AttentionMap, x: Tensor, moves: Tensor) -> list[HeadBall]:
-    unit = TokenSet.ball(1.0, attention.in_features)
+    unit = Ellipsoid.ball(1.0, attention.in_features)
     numbers, lost = head_numbers(attention, unit, n=len(x)), norm_rounding(attention, True)
     value, score = numbers.value + lost[0], numbers.score + lost[1]
     balls, first = [], 0

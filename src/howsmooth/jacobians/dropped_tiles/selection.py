@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.jacobians.dropped_tiles.tile_bounds import TileSizes
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.product_error import per_map
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _WORTH, _LITTLE = 0.5, 1e-4
 _LOWER, _MORE_LEFT = (0.05, 0.1), 1.5
 
 
-def path_norms(attention: AttentionMap, point: Point) -> Tensor:
+def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
     """N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from howsmooth._util.common import evaluating
 from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
-from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ActNorm, AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
 from howsmooth.nn.layers.registry import KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.papers.training.training_settings import Settings
+from howsmooth.sets import Normalised
 
 _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
@@ -95,7 +95,7 @@ class UsualBlock(nn.Module):
         except DoesNotApply:
             if not self.norm_first:
                 raise
-            radius = TokenSet.after_layer_norm(norm.weight.detach(), norm.bias.detach()).radius
+            radius = Normalised.layer_norm(norm.weight.detach(), norm.bias.detach()).radius
             return float(self.attention.lipschitz_bound(n, radius=radius, mask=mask).detach())
 
 
