@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from howsmooth._util.validation import Count, Positive, Seed, Size, validated
 from howsmooth.engines import Engine
 from howsmooth.search.distributed_starts import best_of_all
 from howsmooth.search.multi_start import Search
-from howsmooth.search.search_question import Progress, Question
+from howsmooth.search.search_question import Progress, Question, SearchOptions
 from howsmooth.search.start_inputs import starts_for
 from howsmooth.search.witness import Witness
 from howsmooth.sets.near_sets import Over
@@ -80,8 +81,21 @@ def worst_case(
     >>> round(witness.value, 1), witness.start
     (16.1, 'two poles')
     """
-    began, told = time.perf_counter(), progress or search_bar()
-    question = Question(f, n, over, start, norm, head, starts, constructions, steps, seconds, seed, save, source, told)
+    began = time.perf_counter()
+    options = SearchOptions(
+        given=() if start is None else (start,) if isinstance(start, Tensor) else tuple(start),
+        norm=norm,
+        head=head,
+        starts=starts,
+        constructions=constructions,
+        steps=steps,
+        seconds=seconds,
+        seed=seed,
+        save=None if save is None else Path(save),
+        source=dict(source or {}),
+        progress=progress or search_bar(),
+    )
+    question = Question.of(f, n, over, options)
     starts_, notes = starts_for(question)
     if executor is None:
         return Search(question, began, starts_, notes).run()
