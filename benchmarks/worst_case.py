@@ -14,7 +14,7 @@ from torch import Tensor
 import howsmooth as hs
 from benchmarks.cases import Case, TokenMap, block_function, random_case
 from benchmarks.report import Section, Table, Target
-from howsmooth.search import Ball
+from howsmooth.sets import Ball
 
 TEXT = """Seconds until ‖J(X)‖ of one random head of width 64 has a given value, tokens in the ball of radius 8, in
 float64. Every peer is Adam with a step back into the ball, from the same random input as ours, without the theorems'
@@ -146,7 +146,7 @@ def ours(case: Case, start: Tensor | None, steps: int) -> Trace:
         found.append((time.perf_counter() - began, best))
 
     alone = {} if start is None else {"start": start, "starts": 0, "constructions": False}
-    hs.worst_case(case.attention, len(case.x), radius=RADIUS, steps=steps, progress=seen, **alone)  # type: ignore[arg-type]
+    hs.worst_case(case.attention, len(case.x), over=hs.sets.Ball(RADIUS), steps=steps, progress=seen, **alone)  # type: ignore[arg-type]
     return found
 
 

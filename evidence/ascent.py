@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LogitBias
 from howsmooth.attention.masks import Maps
-from howsmooth.bounds import Bound, Setting, TokenSet
+from howsmooth.bounds import Bound, Setting
+from howsmooth.sets import Point
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 Free = dict[str, Tensor]
 """The free variables: "z" for the tokens, "log_mass" for the masses of atoms, and weights by their own names."""
@@ -45,7 +47,7 @@ class Case:
     where: str
     start: Free
     attention: Callable[[Free], nn.Module]
-    tokens: TokenSet | None = None
+    tokens: Ellipsoid | None = None
     centre: Tensor | None = None
     eps: float = 0.0
     ordered: bool = False
@@ -67,7 +69,9 @@ class Case:
         if self.tokens is not None:
             return Setting(self.attention(free), n, self.tokens)
         if self.centre is not None:
-            return Setting(self.attention(free), n, TokenSet.around(self.centre), self.centre, self.eps)
+            return Setting(
+                self.attention(free), n, Point(self.centre).ellipsoid(self.centre.shape[-1]), self.centre, self.eps
+            )
         return Setting(self.attention(free), n, x=x)
 
     def restrict(self, free: Free) -> None:

@@ -15,7 +15,8 @@ import howsmooth as hs
 from evidence.ascent import ROUNDING, Case, Free, ascend, exact, ratios
 from evidence.bound_cases import SCOPES, Draw, coordinates, kinds, places, stream
 from evidence.tables import table
-from howsmooth.bounds import CATALOGUE, Bound, Setting, TokenSet, kim2021
+from howsmooth.bounds import CATALOGUE, Bound, Setting, kim2021
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Upper bounds under gradient ascent"
 
@@ -141,7 +142,7 @@ def unmasked_constant_under_a_mask(name: str) -> Claims:
         n, radius, strength = draw.pick(8, 16, 24), draw.between(0.3, 1.5), draw.between(0.05, 2.0)
         score = strength * draw.square(draw.pick("random", "skew", "negative definite", "low rank"), 2)
         masked, unmasked = (_head(score, mask) for mask in ("causal", None))
-        tokens = TokenSet.ball(radius, 2)
+        tokens = Ellipsoid.ball(radius, 2)
         case = Case(f"n={n}", {"z": coordinates(draw, n, 2, 20)}, masked, tokens)
         yield case, hs.bounds.get(name).at(Setting(unmasked({}), n, tokens))
 
@@ -150,8 +151,8 @@ def half_the_radius() -> Claims:
     """The √n bound for a ball of half the radius that tokens have."""
     head = _head(-torch.eye(1, dtype=torch.float64), None)
     for n in (64, 100):
-        case = Case(f"n={n}", {"z": coordinates(Draw(n), n, 1, 12)}, head, TokenSet.ball(1.5, 1))
-        yield case, hs.bounds.get("howsmooth.sqrt_n")(head({}), n=n, radius=0.75)
+        case = Case(f"n={n}", {"z": coordinates(Draw(n), n, 1, 12)}, head, Ellipsoid.ball(1.5, 1))
+        yield case, hs.bounds.get("howsmooth.sqrt_n")(head({}), n=n, over=hs.sets.Ball(0.75))
 
 
 def _head(score: Tensor, mask: str | None) -> Callable[[Free], nn.Module]:

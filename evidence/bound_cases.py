@@ -20,7 +20,8 @@ from evidence.ascent import Case, Free
 from howsmooth.attention import ComposedAttention, UnitNorm
 from howsmooth.attention.gradient_step_map import GradientStepAttention
 from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
-from howsmooth.bounds import Bound, TokenSet
+from howsmooth.bounds import Bound
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 SCOPES = {
     "set": ("ball", "mean-field W2", "mean-field d2"),
@@ -212,7 +213,7 @@ def _place(place: str, draw: Draw, n: int, d: int, starts: int, kind: str, plan:
         eps = draw.pick(0.01, 0.1, 0.3, 0.5) * float(centre.norm(dim=-1).max())
         return Case(f"{words}, ε={eps:.2g}", {"z": z, **plan.weights}, plan.build, centre=centre, eps=eps)
     if place == "set" and d > 1 and draw.pick(True, False, False, False):
-        make = draw.pick(TokenSet.after_rms_norm, TokenSet.after_layer_norm)
+        make = draw.pick(Ellipsoid.rms_norm, Ellipsoid.layer_norm)
         tokens = make(draw.between(0.2, 1.5) * draw.normal(d), draw.pick(0.0, 0.5) * draw.normal(d))
         return Case(f"{words}, after {tokens.origin}", {"z": z, **plan.weights}, plan.build, tokens)
     radius = draw.between(0.4, 2.0)
@@ -220,7 +221,7 @@ def _place(place: str, draw: Draw, n: int, d: int, starts: int, kind: str, plan:
     if place == "atoms":
         start["log_mass"] = 2 * draw.normal(starts, n)
     ordered = "mask causal" in plan.words
-    return Case(f"{words}, R={radius:.2f}", start, plan.build, TokenSet.ball(radius, d), ordered=ordered)
+    return Case(f"{words}, R={radius:.2f}", start, plan.build, Ellipsoid.ball(radius, d), ordered=ordered)
 
 
 def coordinates(draw: Draw, n: int, d: int, starts: int) -> Tensor:

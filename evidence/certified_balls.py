@@ -19,7 +19,8 @@ from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.models import Targets, alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.reports.figures.style import ACCENT, BLUE, light_grid, literal, new_figure, save_figure
-from howsmooth.search import Neighbourhood, worst_case
+from howsmooth.search import worst_case
+from howsmooth.sets import Around
 
 TITLE = "Certified balls"
 LAYERS: dict[str, Sequence[int]] = {"minilm": range(6), "smollm2": (3, 17, 28)}
@@ -39,7 +40,7 @@ def sites(name: str, layers: Sequence[int]) -> Iterator[tuple[int, AttentionMap,
 
 def worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int | None = None) -> float:
     """The largest ‖J‖ that a search meets in the ball."""
-    over = Neighbourhood(x, radius)
+    over = Around(x, radius)
     return worst_case(attention, over=over, start=x, head=head, starts=1, steps=STEPS, constructions=False).value
 
 

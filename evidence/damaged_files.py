@@ -17,6 +17,7 @@ from howsmooth.errors import HowsmoothError
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.checkpoints import TrainingCheckpoint
 from howsmooth.search import Witness, worst_case
+from howsmooth.sets import Ball
 
 TITLE = "Are damaged files noticed?"
 TRIALS = 600
@@ -38,7 +39,7 @@ def witness_case() -> Case:
     """A witness of a small search, and all it says."""
     import howsmooth as hs
 
-    found = worst_case(hs.SelfAttention.random(4, 2), 3, radius=1.5, starts=1, steps=5, source={"source": "random"})
+    found = worst_case(hs.SelfAttention.random(4, 2), 3, over=Ball(1.5), starts=1, steps=5, source={"source": "random"})
     return _file(found.save), _all_of_it
 
 

@@ -41,7 +41,7 @@ CALLS, SECONDS, PROCESSES = 20000, 60.0, 2
 PACKAGES = ("attention", "jacobians", "norms", "bounds", "meanfield", "search", "models", "nn", "scans", "reports")
 PACKAGES += ("reports.figures", "reports.growth", "papers.training", "sets", "rounding", "certificates", "testing")
 RESULTS = {"Measurement", "Explanation", "Growth", "Witness", "Scan", "MeasureWitness", "Sandwich", "Table", "Row"}
-RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "TokenSet", "OpenModel"}
+RESULTS |= {"HeadNumbers", "LocalConstant", "TwoAtom", "Field", "Stack", "Stage", "Setting", "Ellipsoid", "OpenModel"}
 RESULTS |= {"Window", "AttentionInputs", "CapturedSite", "NamedModel", "Inversion", "LogDeterminant", "Group", "Cell"}
 RESULTS |= {"Certificate", "Robustness", "Attack", "CachedJacobian"}
 RESULTS |= {"Store", "Batch", "Checkpoint", "Result", "Status", "AttentionJacobian", "FunctionJacobian"}
@@ -180,7 +180,7 @@ def draw(number: int, seed: int = 0) -> Call:
     target = dice.choice(list(known))
     parameters = list(inspect.signature(known[target]).parameters.values())
     if target == "bounds.get.call":
-        where = ("n", "radius", "tokens", "x", "eps")
+        where = ("n", "over")
         parameters = parameters[:3] + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in where]
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     wrong = {p.name for p in dice.sample(plain, min(len(plain), dice.choice((0, 0, 0, 1, 1, 1, 1, 2, 2, 9))))}

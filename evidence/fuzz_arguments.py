@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth import bounds, meanfield, models, rounding, search
+from howsmooth import bounds, meanfield, models, rounding
 from howsmooth import nn as layers
 from howsmooth.jacobians import MatrixOperator
 from howsmooth.papers import training
@@ -113,9 +113,9 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "measure": _two_measures,
     "other measure": lambda: _two_measures(0.5),
     "pairs": lambda: [(_two_measures(), _two_measures(0.5))],
-    "token set": lambda: bounds.TokenSet.ball(1.0, D),
-    "setting": lambda: bounds.setting(hs.SelfAttention.random(D, 2), n=N, radius=1.0),
-    "ball": lambda: search.Ball(1.0, D),
+    "token set": lambda: hs.sets.Normalised(torch.nn.LayerNorm(D)),
+    "setting": lambda: bounds.setting(hs.SelfAttention.random(D, 2), n=N, over=hs.sets.Ball(1.0)),
+    "ball": lambda: hs.sets.Ball(1.0, D),
     "corpus": _corpus,
     "settings": _settings,
     "grid": lambda: training.Grid(_settings(), ("l2",), (1,), (0,)),
@@ -350,7 +350,6 @@ BY_NAME: dict[str, list[str]] = {
 SPECIAL: dict[str, list[str]] = {
     "attention.ALiBi.standard.heads": ["two"],
     "attention.GradientStepAttention.step": ["half"],
-    "sets.TokenSet.after.norm": ["layer norm"],
     "bounds.measured_variances.model": ["encoder"],
     "bounds.stack.model": ["encoder"],
     "meanfield.LogMass.weights": ["slopes"],
@@ -377,10 +376,9 @@ SPECIAL: dict[str, list[str]] = {
     "papers.CharacterModel.symbols": ["three"],
     "papers.Corpus.read.path": ["file"],
     "search.sandwich.lengths": ["numbers"],
-    "search.sandwich.eps": ["radii"],
     "search.worst_measure.atoms": ["two"],
-    "sets.Normalised.tokens": ["layer norm", "token set"],
-    "sets.Embeddings.matrix": ["square"],
+    "sets.Normalised.norm": ["layer norm"],
+    "sets.Tokens.matrix": ["square"],
 }
 """The same for one parameter of one function."""
 ALWAYS = {"steps", "starts", "resamples", "lengths", "windows", "what"}

@@ -114,7 +114,7 @@ _ATTENTION: dict[str, Values] = {
     "--json": FLAG,
     "--debug": FLAG,
 }
-_SETS: dict[str, Values] = {"--after": _some("ln_1", "ln_1."), "--rms": FLAG}
+_SETS = ["ball:1", "ball:2.5", "sphere:1", "norm", "norm:ln_1", "rms:ln_1.", "around:0.01", "around:1%", "together:0.5"]
 _ROUNDING: dict[str, Values] = _WEIGHTS | {
     "--text": (TEXTS, ODD_TEXTS),
     "--formats": _some("int8", "int8,int4", "int4[per=channel]", "fp8_e4m3,bf16", "nvfp4,int2[group=4]"),
@@ -144,24 +144,20 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--figure": (PICTURES, ["out/p.bmp", "none/p.png", "out"]),
     },
     "bounds": _ATTENTION
-    | _SETS
     | {
         "--n": _some("4", "4,8", "inf"),
-        "--radius": _some(1, 2.5),
-        "--eps": _some(0.01, 0.5),
+        "--over": _some("point", *_SETS),
         "--per-head": FLAG,
         "--refused": FLAG,
         "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
         "--latex": FLAG,
     },
     "worst-case": _ATTENTION
-    | _SETS
     | {
         "--head": _some(0, 1),
         "--lengths": _some("2", "2,4"),
-        "--radius": _some("1", "1,2", "layer"),
+        "--over": _some("ball:1,2", "around:1%,5%", *_SETS),
         "--around": (TEXTS, ODD_TEXTS),
-        "--eps": _some("0.01", "0.1,0.2"),
         "--norm": _some("2", "inf"),
         "--seconds": _some(0.5, 1),
         "--jobs": (["1"], ["0", "1.5"]),
@@ -240,8 +236,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "certify": _ATTENTION
     | {
         "--what": _some("block", "heads", "both"),
-        "--radius": _some(0, 0.01, 1),
-        "--ball": _some("token", "frobenius"),
+        "--over": _some("point", "around:0.01", "around:1%", "together:1"),
         "--images": (["inputs/images.safetensors"], ["inputs/weights.safetensors", "inputs/tokens.npy"]),
         "--count": _some(1, 2),
         "--norm": _some("2", "1", "inf"),
@@ -382,14 +377,14 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
 def _foreign(source: str) -> set[str]:
     """Options that do not go with a source."""
     of_random = {"--width", "--window", "--causal", "--rope", "--rope-base", "--alibi", "--qk-norm", "--kv-heads"}
-    of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--after", "--rms", "--input", "--input-name"}
+    of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--input", "--input-name"}
     of_images = {"--images", "--count"}
     if source == "inputs/network.safetensors":
         return (
             of_random
             | of_files
             | of_models
-            | {"--length", "--scale", "--softcap", "--dtype", "--what", "--radius", "--attention"}
+            | {"--length", "--scale", "--softcap", "--dtype", "--what", "--over", "--attention"}
         )
     if source.startswith("random"):
         return of_models | of_files | of_images | {"--witness"}

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from evidence.tables import table
+from howsmooth.sets import Ball
 
 TITLE = "A model larger than memory"
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +91,7 @@ def bound_and_measure(folder: Path, layer: int, tokens: int = TOKENS) -> dict[st
         for number in range(len(model)):
             attention = model.attention(number)
             radius = attention.query_weight.shape[-1] ** 0.5  # tokens after a norm with unit weights
-            bound = get("howsmooth.sqrt_n").at(setting(attention, n=tokens, radius=radius), per_head=True)
+            bound = get("howsmooth.sqrt_n").at(setting(attention, n=tokens, over=Ball(radius)), per_head=True)
             bounded += int(torch.isfinite(bound).sum())
         model.read({"input_ids": torch.arange(3, 3 + tokens)[None]})
         site = model.site(layer)

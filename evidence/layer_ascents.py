@@ -18,12 +18,13 @@ from evidence.bound_ascents import Record
 from evidence.bound_cases import Draw, coordinates
 from evidence.tables import table
 from howsmooth import nn as layers
-from howsmooth.bounds import Setting, TokenSet
+from howsmooth.bounds import Setting
 from howsmooth.bounds.kim2021 import l2_weights
 from howsmooth.bounds.own.l2_bounds import block_lip_2
 from howsmooth.nn.layers.attention_layer import AttentionLayer
 from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.norms.small_matrices import spectral
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Layers under joint ascent over tokens and weights"
 SHAPES = [(2, 2, 1), (3, 2, 2), (5, 2, 1), (6, 4, 2), (9, 2, 2), (12, 2, 1), (8, 4, 2), (4, 8, 4)]
@@ -109,7 +110,7 @@ def draw_case(kind: Kind, mask: str, number: int, starts: int) -> tuple[Case, At
     start = {"z": (1.0 if kind.ball else size) * coordinates(draw, n, d, starts)}
     for name, weight in layer.named_parameters():
         start[name] = draw.between(0.3, 3.0) * d**-0.5 * draw.normal(starts, *weight.shape)
-    tokens = TokenSet.ball(draw.between(0.4, 2.0), d) if kind.ball else None
+    tokens = Ellipsoid.ball(draw.between(0.4, 2.0), d) if kind.ball else None
     named = MapOf(layer)
 
     def climbed(free: Free) -> Tensor | float:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import howsmooth as hs
 from evidence.tables import table
-from howsmooth.bounds import TokenSet, get
+from howsmooth.bounds import get
 from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Lower bounds on their own constructions"
 RADIUS = 1.5
@@ -34,12 +35,12 @@ class Case:
         return hs.SelfAttention.from_bilinear(self.eigenvalue * EYE, EYE, mask=self.mask)
 
     def bound(self, name: str) -> float:
-        return float(get(name)(self.head, n=self.n, radius=RADIUS))
+        return float(get(name)(self.head, n=self.n, over=hs.sets.Ball(RADIUS)))
 
     def construction(self, name: str) -> Tensor:
         """The tokens as the statement puts them, ``(n, 2)``: the outliers first."""
         if name == "howsmooth.two_cluster":
-            return two_cluster_input(self.head, TokenSet.ball(RADIUS, 2), self.n)
+            return two_cluster_input(self.head, Ellipsoid.ball(RADIUS, 2), self.n)
         places = {"howsmooth.equal_tokens": (1.0, 1.0), "castin2024.lower_sqrt_n": (RADIUS, RADIUS / 2)}
         first, rest = (-RADIUS, RADIUS) if name.startswith("castin") and self.eigenvalue < 0 else places[name]
         x = torch.zeros(self.n, 2, dtype=torch.float64)

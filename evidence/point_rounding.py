@@ -100,7 +100,7 @@ def _jacobian(case: Case) -> mpmath.matrix:
 def ratios(case: Case) -> dict[str, float]:
     """Each bound over the truth: below one it would be false."""
     head, exact = hs.SelfAttention.from_bilinear(case.score, case.value), truth(case)
-    where = {"x": case.x, "eps": 0.0}
+    where = {"over": hs.sets.Around(case.x, 0.0)}
     return {name: float(mpmath.mpf(float(hs.bounds.get(name)(head, **where))) / exact) for name in NAMES}
 
 

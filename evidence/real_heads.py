@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from evidence.tables import table as markdown
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import Table, TokenSet, table
+from howsmooth.bounds import Table, table
 from howsmooth.models import alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.models.weight_files import load_attention
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Every bound on real heads"
 GPT2_LENGTH, MINILM_LENGTH = 1024, 96
@@ -50,7 +51,7 @@ def gpt2(folder: Path, layers: tuple[int, ...] = (0, 6, 11)) -> Iterator[Layer]:
     for layer in layers:
         attention = load_attention(path, f"h.{layer}.attn.", heads=12, mask="causal")
         gain, shift = tensors[f"h.{layer}.ln_1.weight"], tensors[f"h.{layer}.ln_1.bias"]
-        after = TokenSet.after_layer_norm(gain, shift)
+        after = Ellipsoid.layer_norm(gain, shift)
         yield _layer(f"GPT-2 layer {layer}, after ln_1", attention, n=GPT2_LENGTH, tokens=after)
         yield _layer(f"GPT-2 layer {layer}, ball of ln_1", attention, n=GPT2_LENGTH, radius=after.radius)
 

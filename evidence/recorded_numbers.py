@@ -93,7 +93,7 @@ def explained() -> Numbers:
         yield f"explain, {name}", getattr(explanation, name)
     yield "influence", hs.token_influence(attention, x)
     for name in ("plain", "causal", "l2", "sigmoid", "cosine"):
-        for row in hs.bounds.table(maps()[name], x=x):
+        for row in hs.bounds.table(maps()[name], over=x):
             yield f"bound on {name}, {row.name}, {row.norm}", row.value
 
 
@@ -103,7 +103,7 @@ def certified() -> Numbers:
     for name in ("plain", "causal", "softcap", "l2", "sigmoid"):
         for radius in (0.0, 0.01, 0.1):
             for per_head in (False, True):
-                found = hs.certify(maps()[name], x, radius=radius, per_head=per_head)
+                found = hs.certify(maps()[name], hs.sets.Around(x, radius), per_head=per_head)
                 yield f"certify {name} by {radius}, {per_head}: lower", found.lower
                 yield f"certify {name} by {radius}, {per_head}: upper", found.upper
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -124,7 +124,7 @@ def searched() -> Numbers:
     """Worst cases, in balls and around an input; growth in n."""
     for name in ("plain", "causal", "l2"):
         for seed in (0, 1):
-            witness = hs.worst_case(maps()[name], 5, radius=1.5, starts=2, steps=20, seed=seed)
+            witness = hs.worst_case(maps()[name], 5, over=hs.sets.Ball(1.5), starts=2, steps=20, seed=seed)
             yield from ends(f"worst case of {name}, seed {seed}", witness.measurement)
     fit = hs.growth([[2.0, 2.1], [2.9, 3.0], [4.1, 4.0]], [8, 16, 32], resamples=200)
     yield "exponent", fit.exponent

@@ -60,7 +60,7 @@ def _dot_product() -> Iterator[Reference]:
             yield Reference(
                 f"dot product: {line}, γR² = {b}",
                 printed,
-                lambda name=name, b=b: float(get(name)(_line(-float(b)), radius=1.0)),
+                lambda name=name, b=b: float(get(name)(_line(-float(b)), over=hs.sets.Ball(1.0))),
             )
     lengths = (50, 100, 200, 500, 1000, 2000, 10**4, 10**5)
     for n, printed in zip(lengths, ("10.4", "17.6", "28.4", "43.3", "48.0", "45.0", "26.2"), strict=False):

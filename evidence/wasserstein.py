@@ -121,7 +121,7 @@ def count(copies: int, causal: bool) -> Count:
     for attention, way, mu, nu, constant in pairs(copies, causal):
         found, radius = ratio(attention, mu, nu), max(mu.support_radius, nu.support_radius)
         for name in MASKED if causal else UNMASKED:
-            bound = float(hs.bounds.get(name)(attention, radius=radius))
+            bound = float(hs.bounds.get(name)(attention, over=hs.sets.Ball(radius)))
             result.tallies.setdefault((name, way), Tally()).add(found, bound)
         if way != "independent":
             part = {"moved": "moving", "split": "splitting"}[way]
@@ -155,8 +155,8 @@ def misapplied(strength: float, heavy: float) -> tuple[float, float, float]:
     radius = max(mu.support_radius, nu.support_radius)
     return (
         ratio(causal, mu, nu),
-        float(hs.bounds.get(UNMASKED[0])(unmasked, radius=radius)),
-        float(hs.bounds.get(MASKED[0])(causal, radius=radius)),
+        float(hs.bounds.get(UNMASKED[0])(unmasked, over=hs.sets.Ball(radius))),
+        float(hs.bounds.get(MASKED[0])(causal, over=hs.sets.Ball(radius))),
     )
 
 

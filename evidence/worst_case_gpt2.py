@@ -15,17 +15,18 @@ from safetensors.torch import load_file
 from evidence.real_heads import GPT2_FILE, shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import TokenSet
 from howsmooth.bounds.bound_table import Row
 from howsmooth.bounds.castin2024 import real_eigenpairs
 from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.models.weight_files import load_attention
 from howsmooth.reports.growth import Growth, growth
 from howsmooth.reports.growth.laws import ROUNDING
-from howsmooth.search import Ball, worst_case
+from howsmooth.search import worst_case
 from howsmooth.search.best_bound import not_passed, tightest_upper
 from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.start_inputs import constructions, two_poles
+from howsmooth.sets import Ball
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "The worst case of GPT-2 heads"
 LAYERS, RADIUS = (0, 6, 11), 10.0
@@ -130,7 +131,7 @@ def gpt2(folder: Path, layers: Sequence[int] = LAYERS) -> Iterator[tuple[int, At
     path = folder / "weights" / GPT2_FILE
     tensors = load_file(path)
     for layer in layers:
-        after = TokenSet.after_layer_norm(tensors[f"h.{layer}.ln_1.weight"], tensors[f"h.{layer}.ln_1.bias"])
+        after = Ellipsoid.layer_norm(tensors[f"h.{layer}.ln_1.weight"], tensors[f"h.{layer}.ln_1.bias"])
         yield layer, load_attention(path, f"h.{layer}.attn.", heads=12, mask="causal"), after.radius
 
 
@@ -150,7 +151,7 @@ def branches(head: AttentionMap, n: int, radius: float) -> float:
 def head_point(attention: AttentionMap, head: int, n: int, radius: float) -> Point:
     """One search, and σ at the constructions by themselves."""
     alone, over = attention.head(head), Ball(radius)
-    tokens = TokenSet.ball(radius, attention.in_features)
+    tokens = Ellipsoid.ball(radius, attention.in_features)
     clusters, poles = (float(evaluate(alone, f(alone, tokens, n), 2)) for f in (two_cluster_input, two_poles))
     witness = worst_case(attention, n, over=over, head=head, starts=STARTS, steps=STEPS)
     upper = not_passed(tightest_upper(alone, n, over, head=0), witness.value)
@@ -162,9 +163,9 @@ def head_case(layer: int, attention: AttentionMap, head: int, place: str, radius
     """One head on one ball at all lengths."""
     alone, plain = attention.head(head), attention.head(head)
     plain.query_bias = None
-    tokens = TokenSet.ball(radius, attention.in_features)
+    tokens = Ellipsoid.ball(radius, attention.in_features)
     random = worst_case(
-        attention, ALONE, radius=radius, head=head, constructions=False, starts=STARTS_ALONE, steps=STEPS_ALONE
+        attention, ALONE, over=Ball(radius), head=head, constructions=False, starts=STARTS_ALONE, steps=STEPS_ALONE
     )
     return HeadCase(
         layer,

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from evidence.tables import table
 from howsmooth.models import OpenModel, Targets, Window, alice, open_model
-from howsmooth.search import Embeddings, Neighbourhood, Witness, sandwich, worst_case
+from howsmooth.search import Witness, sandwich, worst_case
 from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.sandwich_result import Cell
+from howsmooth.sets import Around, Tokens
 
 TITLE = "The worst case near real text"
 LAYERS: dict[str, Sequence[int]] = {"minilm": range(6), "smollm2": (0, 3, 9, 17, 23, 28)}
@@ -59,9 +60,9 @@ def near_text(model: OpenModel, layers: Sequence[int], steps: int = STEPS) -> It
         f, x = sites[layer].attention, sites[layer].x.double()
         size = float(x.norm(dim=-1).mean())
         eps = [share * size for share in SHARES]
-        found = sandwich(f, [len(x)], around=x, eps=eps, starts=STARTS, steps=steps)
+        found = sandwich(f, [len(x)], over=[Around(x, e) for e in eps], starts=STARTS, steps=steps)
         generator = torch.Generator().manual_seed(layer)
-        drawn = [[Neighbourhood(x, e).random(generator, *x.shape) for _ in range(DRAWN)] for e in eps]
+        drawn = [[Around(x, e).random(generator, *x.shape) for _ in range(DRAWN)] for e in eps]
         random = tuple(max(float(evaluate(f, y, 2)) for y in inputs) for inputs in drawn)
         yield Near(layer, size, found.cells, random)
 
@@ -83,7 +84,7 @@ def worst_sequence(model: OpenModel, starts: int = SEQUENCE_STARTS, steps: int =
     """The search over all sequences of the vocabulary for the block of layer 0, with the text among its starts."""
     text = window(model)
     ids, site = text.ids[0], Targets(model, text).sites[0]
-    over = Embeddings(*embeddings(model.model))
+    over = Tokens(*embeddings(model.model))
     if not torch.allclose(over.sequence(ids), site.x.double(), rtol=1e-4, atol=1e-4):
         raise AssertionError(f"the embedded text is not what layer 0 of {model.name} sees")
     witness = worst_case(site.attention, LENGTH, over=over, start=ids, starts=starts, steps=steps)

@@ -60,9 +60,11 @@ def minus_identity() -> Iterator[Known]:
             f"A = −I, d = 2, R² = 8, n = {n}, {mask or 'no mask'}",
             lambda target=target: target,
             1.0,
-            lambda head=head, n=n: worst_case(head, n, radius=RADIUS).value,
-            lambda head=head, n=n: worst_case(head, n, radius=RADIUS, constructions=False, starts=ALONE).value,
-            float(get("howsmooth.sqrt_n")(head, n=n, radius=RADIUS)),
+            lambda head=head, n=n: worst_case(head, n, over=hs.sets.Ball(RADIUS)).value,
+            lambda head=head, n=n: (
+                worst_case(head, n, over=hs.sets.Ball(RADIUS), constructions=False, starts=ALONE).value
+            ),
+            float(get("howsmooth.sqrt_n")(head, n=n, over=hs.sets.Ball(RADIUS))),
         )
 
 
@@ -94,8 +96,8 @@ def two_atoms() -> Iterator[Known]:
             lambda b=b: two_atom_supremum(float(b)),
             0.99,
             None,
-            lambda head=head: worst_measure(head, 2, radius=1.0).value,
-            float(get("howsmooth.mean_field")(head, radius=1.0)),
+            lambda head=head: worst_measure(head, 2, over=hs.sets.Ball(1.0)).value,
+            float(get("howsmooth.mean_field")(head, over=hs.sets.Ball(1.0))),
         )
 
 

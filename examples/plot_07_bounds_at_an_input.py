@@ -14,7 +14,7 @@ opened = open_model("minilm")
 [window] = opened.windows(alice(), length=32, count=1, seed=0)
 [site] = capture(opened.model, opened.inputs(window), layers=[2])
 
-table = hs.bounds.table(site.attention, x=site.x, per_head=True)
+table = hs.bounds.table(site.attention, over=site.x, per_head=True)
 rows = [row for row in table if row.head == 0 and row.kind == "upper" and row.value < 1e9]
 rows.sort(key=lambda row: row.value)
 measured = next(row.value for row in table if row.head == 0 and row.kind == "measured")

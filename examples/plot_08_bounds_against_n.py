@@ -25,7 +25,8 @@ for name, style in [
     ("howsmooth.two_cluster", ":"),
 ]:
     bound = hs.bounds.get(name)
-    ax.loglog(lengths, [float(bound(head, n=n, radius=1.0)) for n in lengths], style, label=f"{bound.side}: {name}")
+    values = [float(bound(head, n=n, over=hs.sets.Ball(1.0))) for n in lengths]
+    ax.loglog(lengths, values, style, label=f"{bound.side}: {name}")
 ax.axvline(torch.e**4, color="0.7", linewidth=1)
 ax.set(xlabel="number of tokens n", ylabel="bound on the Lipschitz constant", title="A = −2 I, V = I, R = 1")
 _ = ax.legend(frameon=False)

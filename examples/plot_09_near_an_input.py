@@ -15,8 +15,8 @@ attention = hs.SelfAttention.random(16, heads=2)
 x = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
 distances = [0.0, 0.003, 0.01, 0.03, 0.1, 0.2]
 bound = hs.bounds.get("howsmooth.three_path_ball")
-promised = [float(bound(attention, x=x, eps=eps)) for eps in distances]
-reached = [hs.worst_case(attention, over=hs.search.Neighbourhood(x, eps), starts=1, steps=12).value
+promised = [float(bound(attention, over=hs.sets.Around(x, eps))) for eps in distances]
+reached = [hs.worst_case(attention, over=hs.sets.Around(x, eps), starts=1, steps=12).value
            for eps in distances[1:]]  # fmt: skip
 
 figure, (ax,) = new_figure()

@@ -11,5 +11,5 @@ import torch
 import howsmooth as hs
 
 head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-cells = hs.search.sandwich(head, lengths=[4, 8, 16], radii=[1.0, 2.0], starts=2, steps=20)
+cells = hs.search.sandwich(head, lengths=[4, 8, 16], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], starts=2, steps=20)
 figure = cells.figure()

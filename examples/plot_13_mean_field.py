@@ -22,6 +22,6 @@ values = [float(meanfield.local_constant(head, meanfield.Measure(places, [s, 1 -
 figure, (ax,) = new_figure()
 ax.loglog(shares, values, color="crimson", label="two atoms: local constant in W₂")
 for name, style in [("howsmooth.two_atom", ":"), ("howsmooth.mean_field", "--"), ("castin2024.mean_field", "-.")]:
-    ax.axhline(float(hs.bounds.get(name)(head, radius=1.0)), linestyle=style, color="#31688e", label=name)
+    ax.axhline(float(hs.bounds.get(name)(head, over=hs.sets.Ball(1.0))), linestyle=style, color="#31688e", label=name)
 ax.set(xlabel="share of tokens at −R", ylabel="Lipschitz constant on measures", title="A = −4, V = 1, R = 1")
 _ = ax.legend(frameon=False)

@@ -10,13 +10,14 @@ import torch
 
 from howsmooth.bounds import measured_variances, stack
 from howsmooth.reports.figures import new_figure
+from howsmooth.sets import Ball
 
 _ = torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu", dropout=0.0)
 model = torch.nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).eval()
 x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
-everywhere = stack(model, n=16, radius=8.0)
-here = stack(model, n=16, radius=8.0, variance=measured_variances(model, x))
+everywhere = stack(model, n=16, over=Ball(8.0))
+here = stack(model, n=16, over=Ball(8.0), variance=measured_variances(model, x))
 
 figure, (ax,) = new_figure(1, 7.6, 3.6)
 kinds = list(everywhere.kinds)

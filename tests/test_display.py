@@ -101,7 +101,7 @@ def test_an_explanation_shows_paths_sink_and_entropy(block: Any) -> None:
 
 def test_a_table_has_a_row_for_every_bound_and_says_what_was_left_out(block: Any) -> None:
     attention, x = block
-    table = hs.bounds.table(attention, x=x, n=6, radius=4.0)
+    table = hs.bounds.table(attention, over=hs.sets.Point(x, within=hs.sets.Ball(4.0)), n=6)
     reader = read(table)
     assert reader.tags.count("tr") == len(table) + 1
     assert all(row.name in reader.cells and row.written in reader.cells for row in table)
@@ -117,7 +117,7 @@ def test_growth_shows_its_sentence_and_the_evidence_for_every_law() -> None:
 
 
 def test_a_witness_says_that_it_is_a_lower_bound(block: Any) -> None:
-    witness = hs.worst_case(block[0], 3, radius=1.0, starts=1, steps=3)
+    witness = hs.worst_case(block[0], 3, over=hs.sets.Ball(1.0), starts=1, steps=3)
     cells = read(witness).cells
     assert f"{witness.value:.6g}" in cells[0]
     assert any(cell.startswith("A lower bound") for cell in cells)
@@ -188,7 +188,9 @@ def share_of(state: dict[str, str]) -> float:
 
 WORK: dict[str, Callable[..., Any]] = {
     "scan": lambda **told: hs.scan(MODEL, TEXT, lengths=8, **told),
-    "worst_case": lambda **told: hs.worst_case(hs.SelfAttention.random(4), 3, radius=1.0, starts=1, steps=3, **told),
+    "worst_case": lambda **told: hs.worst_case(
+        hs.SelfAttention.random(4), 3, over=hs.sets.Ball(1.0), starts=1, steps=3, **told
+    ),
     "quantise": lambda **told: quantise(MODEL, TEXT, formats="int8", length=8, windows=2, samples=2, **told),
 }
 

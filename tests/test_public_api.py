@@ -15,7 +15,7 @@ import howsmooth as hs
 from evidence import fuzz_api, fuzz_arguments
 from howsmooth._util.validation import WrongCall
 from howsmooth.nn.invertible.actnorm import ActNorm
-from howsmooth.search import Ball
+from howsmooth.sets import Ball
 
 ATTENTION = hs.SelfAttention.random(6, 2)
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -28,7 +28,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
         lambda: hs.measure_heads(ATTENTION, X, rtoll=1e-3),
         lambda: hs.explain(ATTENTION, X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.token_influence(ATTENTION, X, rtoll=1e-3),  # type: ignore[call-arg]
-        lambda: hs.bounds.table(ATTENTION, x=X, rtoll=1e-3),  # type: ignore[call-arg]
+        lambda: hs.bounds.table(ATTENTION, over=X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.jacobian(ATTENTION, X, memmory=3),  # type: ignore[call-arg]
         lambda: hs.worst_case(ATTENTION, 4, radiuss=1.0),  # type: ignore[call-arg]
         lambda: hs.growth([1.0, 2.0], [8, 16], pairedd=True),  # type: ignore[call-arg]
@@ -65,8 +65,8 @@ def test_a_misspelt_argument_is_answered_by_the_right_one(call: Callable[[], obj
         lambda x: hs.explain(ATTENTION, x),
         lambda x: hs.token_influence(ATTENTION, x),
         lambda x: hs.jacobian(ATTENTION, x),
-        lambda x: hs.worst_case(ATTENTION, radius=1.0, start=x, starts=0, constructions=False, steps=1),
-        lambda x: hs.search.Neighbourhood(x, 0.1),
+        lambda x: hs.worst_case(ATTENTION, over=hs.sets.Ball(1.0), start=x, starts=0, constructions=False, steps=1),
+        lambda x: hs.sets.Around(x, 0.1),
     ],
 )
 def test_tokens_that_are_none_are_one_sentence(call: Callable[[object], object], wrong: Callable[[], object]) -> None:
@@ -94,8 +94,8 @@ SQUARE, NAN = torch.eye(6), torch.full((6, 6), math.nan)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.bounds.TokenSet.after_rms_norm(torch.tensor(1.0)), "gain and shift must be vectors"),
-        (lambda: hs.bounds.TokenSet.after_layer_norm(torch.ones(6, dtype=torch.complex64)), "gain must be .* real"),
+        (lambda: hs.sets.Normalised.rms_norm(torch.tensor(1.0)), "gain and shift must be vectors"),
+        (lambda: hs.sets.Normalised.layer_norm(torch.ones(6, dtype=torch.complex64)), "gain must be .* real"),
         (lambda: ActNorm(2**64), "ActNorm needs about"),
         (lambda: hs.nn.ContractiveMLP(6, 6, out_width=2**64), "the network needs about"),
         (lambda: hs.nn.L2Attention(2**64, 1), "the layer needs about"),

@@ -24,8 +24,8 @@ CALLS: dict[str, Callable[[AttentionMap, Tensor], object]] = {
     "explain": hs.explain,
     "influence": hs.token_influence,
     "certify": hs.certify,
-    "ball": lambda attention, x: hs.certify(attention, x, radius=0.01 * float(x.norm())),
-    "one word": lambda attention, x: hs.certify(attention, x, radius=0.01, tokens=[1]),
+    "ball": lambda attention, x: hs.certify(attention, hs.sets.Around(x, 0.01 * float(x.norm()))),
+    "one word": lambda attention, x: hs.certify(attention, hs.sets.Around(x, 0.01, moving=[1])),
 }
 
 

@@ -59,7 +59,7 @@ def test_float32_maps_and_tokens_are_checked_in_float64_and_left_as_they_are() -
     attention = hs.SelfAttention.random(6, 2, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
     check_attention(attention, tokens().float())
-    check_bound("howsmooth.three_path", attention, x=tokens().float())
+    check_bound("howsmooth.three_path", attention, over=tokens().float())
     after = attention.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert attention.dtype == torch.float32
@@ -129,7 +129,7 @@ def test_bounds_of_other_kinds_pass() -> None:
     for bound in hs.bounds.applicable(hs.bounds.setting(l2, n=4)):
         assert 0 < check_bound(bound, l2, n=4, starts=1, steps=4) <= 1
     sigmoid = hs.SigmoidAttention(query, query, value, heads=2)
-    assert 0 < check_bound("howsmooth.sigmoid", sigmoid, n=4, radius=1.0, starts=1, steps=4) <= 1
+    assert 0 < check_bound("howsmooth.sigmoid", sigmoid, n=4, over=hs.sets.Ball(1.0), starts=1, steps=4) <= 1
     cosine = hs.CosineAttention(query, query, value, heads=2)
     assert 0 < check_bound("qi2023.cosine", cosine, n=4, starts=1, steps=4) <= 1
 
@@ -139,7 +139,7 @@ def test_every_bound_passes_wherever_it_applies() -> None:
     maps = [hs.SelfAttention.random(4, 2, mask=mask) for mask in (None, "causal")]
     taken = set()
     for attention in maps:
-        for where in ({"x": tokens(4, 4), "eps": 0.1}, {"n": 4, "radius": 1.0}):
+        for where in ({"over": hs.sets.Around(tokens(4, 4), 0.1)}, {"n": 4, "over": hs.sets.Ball(1.0)}):
             for bound in hs.bounds.applicable(hs.bounds.setting(attention, **where)):  # type: ignore[arg-type]
                 assert 0 <= check_bound(bound, attention, starts=1, steps=4, **where) <= 1
                 taken.add(bound.scope)
@@ -158,9 +158,9 @@ HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2, dtype=torch.float64), torch.
 @pytest.mark.parametrize(
     ("name", "factor", "where"),
     [
-        ("howsmooth.sqrt_n", 0.4, {"n": 8, "radius": 3.0}),
-        ("howsmooth.three_path", 0.3, {"x": tokens(8, 2)}),
-        ("howsmooth.three_path_ball", 0.3, {"x": tokens(8, 2), "eps": 0.2}),
+        ("howsmooth.sqrt_n", 0.4, {"n": 8, "over": hs.sets.Ball(3.0)}),
+        ("howsmooth.three_path", 0.3, {"over": tokens(8, 2)}),
+        ("howsmooth.three_path_ball", 0.3, {"over": hs.sets.Around(tokens(8, 2), 0.2)}),
     ],
 )
 def test_an_upper_bound_that_is_too_small_is_caught(name: str, factor: float, where: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_an_upper_bound_that_is_too_small_is_caught(name: str, factor: float, wh
 
 def test_a_lower_bound_that_is_too_large_is_caught() -> None:
     names = [bound.name for bound in CATALOGUE.values() if bound.side == "lower" and bound.norm == 2]
-    where = {"n": 8, "radius": 3.0}
+    where = {"n": 8, "over": hs.sets.Ball(3.0)}
     there = [name for name in names if get(name).refusal(hs.bounds.setting(HEAD, **where)) is None]  # type: ignore[arg-type]
     name = max(there, key=lambda name: float(get(name)(HEAD, **where)))
     assert check_bound(name, HEAD, **where) <= 1
@@ -182,18 +182,18 @@ def test_a_lower_bound_that_is_too_large_is_caught() -> None:
 def test_a_bound_that_does_not_scale_with_the_map_is_caught() -> None:
     bound = planted("howsmooth.sqrt_n", lambda value, _: torch.full_like(value, 1e3))
     with pytest.raises(AssertionError, match=r"with 3 times the value matrix .* is 1000, not 3 times 1000"):
-        check_bound(bound, HEAD, n=4, radius=1.0, starts=1, steps=2)
+        check_bound(bound, HEAD, n=4, over=hs.sets.Ball(1.0), starts=1, steps=2)
     without_output = planted(
         "howsmooth.sqrt_n", lambda value, where: value / where.map.output_weight.norm() * (1e3 + value)
     )
     with pytest.raises(AssertionError, match="with 3 times the"):
-        check_bound(without_output, HEAD, n=4, radius=1.0, starts=1, steps=2)
+        check_bound(without_output, HEAD, n=4, over=hs.sets.Ball(1.0), starts=1, steps=2)
 
 
 def test_a_bound_that_depends_on_the_order_of_tokens_is_caught() -> None:
     bound = planted("howsmooth.three_path", lambda value, where: value * (2 + where.point[0].norm()))
     with pytest.raises(AssertionError, match="at the same tokens in another order"):
-        check_bound(bound, HEAD, x=tokens(4, 2))
+        check_bound(bound, HEAD, over=tokens(4, 2))
 
 
 def test_a_refusal_is_a_refusal() -> None:
@@ -201,4 +201,4 @@ def test_a_refusal_is_a_refusal() -> None:
         check_bound("howsmooth.l2_lip_2", HEAD, n=4)
     with pytest.raises(hs.InvalidInput, match="must have 2 dimensions"):
         check_attention(HEAD, tokens()[0])
-    assert math.isfinite(check_bound("howsmooth.mean_field", HEAD, radius=1.0, starts=1, steps=2))
+    assert math.isfinite(check_bound("howsmooth.mean_field", HEAD, over=hs.sets.Ball(1.0), starts=1, steps=2))

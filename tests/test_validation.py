@@ -229,7 +229,7 @@ with warnings.catch_warnings():  # torch says that they are young
         lambda: hs.Scan.open(NESTED),
         lambda: hs.SelfAttention.random(4, seed=NESTED),
         lambda: hs.scan("random:gpt2", "words", lengths=NESTED),
-        lambda: hs.bounds.table(hs.SelfAttention.random(4), radius=NESTED),
+        lambda: hs.bounds.table(hs.SelfAttention.random(4), over=hs.sets.Ball(NESTED)),
     ],
 )
 def test_a_nested_tensor_is_named_wherever_it_is_given(call: Callable[[], object]) -> None:
@@ -255,9 +255,9 @@ CALLS: dict[str, Callable[[hs.SelfAttention, torch.Tensor], object]] = {
     "measure": lambda a, x: hs.measure(a, x),
     "measure_heads": lambda a, x: hs.measure_heads(a, x),
     "explain": lambda a, x: hs.explain(a, x),
-    "certify": lambda a, x: hs.certify(a, x, radius=0.01),
-    "worst_case": lambda a, x: hs.worst_case(a, 4, radius=1.0, starts=1, steps=2),
-    "table": lambda a, x: hs.bounds.table(a, x=x),
+    "certify": lambda a, x: hs.certify(a, hs.sets.Around(x, 0.01)),
+    "worst_case": lambda a, x: hs.worst_case(a, 4, over=hs.sets.Ball(1.0), starts=1, steps=2),
+    "table": lambda a, x: hs.bounds.table(a, over=x),
     "scan": lambda a, x: hs.scan("random:gpt2[layers=1,width=8,heads=2]", "some words to read", lengths=4, windows=1),
 }
 

@@ -5,7 +5,8 @@ check raises an `AssertionError` of one sentence.
 
 >>> import torch, howsmooth as hs
 >>> check_attention(hs.SelfAttention.random(4, heads=2, mask="causal"), torch.randn(5, 4))
->>> round(check_bound("howsmooth.sqrt_n", hs.SelfAttention.random(4, heads=2), n=5, radius=1.0, steps=20), 1)
+>>> block, ball = hs.SelfAttention.random(4, heads=2), hs.sets.Ball(1.0)
+>>> round(check_bound("howsmooth.sqrt_n", block, n=5, over=ball, steps=20), 1)
 0.2
 """
 
@@ -28,7 +29,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, attention_jacobian, jacobian
 from howsmooth.jacobians.function_checks import check_takes_one
 from howsmooth.norms.local_constant import measure
-from howsmooth.search import Neighbourhood, worst_case
+from howsmooth.search import worst_case
+from howsmooth.sets import Around, Point
 
 __all__ = ["check_attention", "check_bound", "dense_jacobian"]
 
@@ -114,7 +116,7 @@ def check_bound(
         bound: an entry of the catalogue, or its name.
         attention: the map.
         starts, steps, seed: of the attack.
-        where: n, radius, tokens, x, eps as in `howsmooth.bounds.setting`.
+        where: n and over, as in `howsmooth.bounds.setting`.
 
     Returns:
         For an upper bound the largest ‖J‖ found / bound, for a lower one bound / smallest upper bound: at most 1.
@@ -137,7 +139,7 @@ def check_bound(
     against = bound.name if bound.side == "upper" else f"the smallest upper bound, against {bound.name},"
     _require(ratio <= 1 + rtol, f"{said} is {reached:.9g}, above {against} which says {limit:.9g}.")
     _check_scaling(bound, case, where, value, rtol)
-    _check_order(bound, case, where, value, rtol)
+    _check_order(bound, case, value, rtol)
     return ratio
 
 
@@ -195,7 +197,7 @@ def _attack(bound: Bound, case: Setting, starts: int, steps: int, seed: int) -> 
     if x is None or not still:
         near = bound.scope == "neighbourhood" and x is not None
         n = 8 if case.n is None or math.isinf(case.n) else int(case.n)
-        where = Neighbourhood(x, case.eps) if near else over  # type: ignore[arg-type]
+        where = Around(x, case.eps) if near else over  # type: ignore[arg-type]
         x = worst_case(f, n, over=where, norm=bound.norm, starts=starts, steps=steps, seed=seed).x
     if bound.norm == "token":
         return float(measure(f, x.double(), norm="token", exact_limit=2**40))
@@ -228,14 +230,15 @@ def _check_scaling(bound: Bound, case: Setting, where: dict[str, Any], value: fl
         _require(same, f"{said}, not {_FACTOR:g} times {value:.9g}.")
 
 
-def _check_order(bound: Bound, case: Setting, where: dict[str, Any], value: float, rtol: float) -> None:
+def _check_order(bound: Bound, case: Setting, value: float, rtol: float) -> None:
     attention, x = case.attention, case.x
     if x is None or not isinstance(attention, AttentionMap):
         return
     turned = x.flip(0)
     if relative_error(attention(turned.double()), attention(x.double()).flip(0)) > rtol:
         return
-    after = float(bound(attention, **(where | {"x": turned})))
+    over = Point(turned, within=case.tokens) if case.eps is None else Around(turned, case.eps, within=case.tokens)
+    after = float(bound(attention, over=over))
     same = after == value or abs(after - value) <= rtol * abs(value)
     _require(same, f"{bound.name} is {value:.9g} at an input and {after:.9g} at the same tokens in another order.")
 

@@ -45,8 +45,8 @@ CALLS: dict[str, Callable[[Any, Tensor], object]] = {
     "explain": lambda f, x: hs.explain(f, x),
     "token_influence": lambda f, x: hs.token_influence(f, x),
     "jacobian": lambda f, x: hs.jacobian(f, x),
-    "table": lambda f, x: hs.bounds.table(f, x=x),
-    "worst_case": lambda f, x: hs.worst_case(f, N, radius=1.0, starts=1, steps=2),
+    "table": lambda f, x: hs.bounds.table(f, over=x),
+    "worst_case": lambda f, x: hs.worst_case(f, N, over=hs.sets.Ball(1.0), starts=1, steps=2),
 }
 
 
@@ -117,12 +117,12 @@ def test_every_door_gives_the_numbers_of_the_layer(name: str, monkeypatch: pytes
     assert float(story.total) == pytest.approx(exact, rel=1e-7)
     assert story.influence is not None
     torch.testing.assert_close(story.influence, torch.linalg.matrix_norm(blocks, 2), rtol=2e-2, atol=1e-9)
-    table = hs.bounds.table(layer, x=x, norm=2, rtol=1e-8)
+    table = hs.bounds.table(layer, over=x, norm=2, rtol=1e-8)
     assert table.measured is not None
     assert float(table.measured) == pytest.approx(exact, rel=1e-7)
     assert all(row.value >= exact for row in table.rows if row.kind == "upper")
     monkeypatch.setattr(multi_start, "FunctionRoughness", None)  # the search of functions, which must not be needed
-    witness = hs.worst_case(layer, N, radius=2.0, starts=2, steps=5)
+    witness = hs.worst_case(layer, N, over=hs.sets.Ball(2.0), starts=2, steps=5)
     assert witness.value == pytest.approx(float(torch.linalg.matrix_norm(dense(layer, witness.x), 2)), rel=2e-3)
 
 
@@ -153,7 +153,7 @@ def test_maps_without_a_closed_form_are_measured_and_bounded(name: str) -> None:
     assert upper
     assert min(upper) >= exact
     assert min(upper) == pytest.approx(float(layer.lipschitz_bound(n=N)))  # type: ignore[operator]
-    witness = hs.worst_case(layer, 2, radius=1.0, starts=1, steps=1, constructions=False)
+    witness = hs.worst_case(layer, 2, over=hs.sets.Ball(1.0), starts=1, steps=1, constructions=False)
     assert witness.value == pytest.approx(float(torch.linalg.matrix_norm(dense(layer, witness.x), 2)), rel=2e-3)
     with pytest.raises(InvalidInput, match="measure_heads needs an attention map with heads"):
         hs.measure_heads(layer, x)
@@ -188,7 +188,10 @@ def test_measuring_a_layer_in_training_leaves_it_as_it_is() -> None:
 
 def test_a_layer_that_divides_by_a_bound_for_n_asks_for_n() -> None:
     layer = hs.nn.ContractiveL2Attention(D, HEADS).eval()
-    for call in (lambda: hs.bounds.table(layer, radius=1.0), lambda: hs.bounds.table(layer, n=math.inf, radius=1.0)):
+    for call in (
+        lambda: hs.bounds.table(layer, over=hs.sets.Ball(1.0)),
+        lambda: hs.bounds.table(layer, n=math.inf, over=hs.sets.Ball(1.0)),
+    ):
         with pytest.raises(InvalidInput, match="divides by a bound that depends on n"):
             call()
     bounded = hs.bounds.table(layer, n=9, norm=2).tightest("upper")

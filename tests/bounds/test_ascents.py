@@ -13,8 +13,9 @@ import howsmooth as hs
 from evidence.ascent import Case, ascend, exact, follow, refine
 from evidence.bound_ascents import CONTROLS, Control, Effort, attack, cases_for, disprove, upper_bounds
 from evidence.bound_cases import KINDS, Draw, coordinates, kinds, places, stream
-from howsmooth.bounds import Assumption, Bound, TokenSet
+from howsmooth.bounds import Assumption, Bound
 from howsmooth.bounds.kim2021 import phi_inverse
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def test_gradient_through_fixed_vectors_equals_difference_quotient(norm: float) 
 def test_ascent_finds_the_worst_two_atoms(b: float, supremum: float) -> None:
     draw = Draw(4)
     start = {"z": coordinates(draw, 2, 1, 8), "log_mass": draw.normal(8, 2)}
-    case = Case("", start, lambda _: head(-b * ONE), TokenSet.ball(1.0, 1))
+    case = Case("", start, lambda _: head(-b * ONE), Ellipsoid.ball(1.0, 1))
     found = exact(case, ascend(case)).max()
     assert float(found) == pytest.approx(supremum, rel=5e-4)
 
@@ -95,7 +96,7 @@ def test_ascent_finds_the_worst_tokens_of_l2_attention_in_the_infinity_norm() ->
 def test_tokens_stay_where_they_may_be() -> None:
     draw = Draw(6)
     centre, score = draw.normal(4, 2), draw.normal(2, 2)
-    inside = Case("", {"z": 3 * draw.normal(6, 4, 2)}, lambda _: head(score), TokenSet.ball(1.5, 2))
+    inside = Case("", {"z": 3 * draw.normal(6, 4, 2)}, lambda _: head(score), Ellipsoid.ball(1.5, 2))
     near = Case("", {"z": 3 * draw.normal(6, 4, 2)}, lambda _: head(score), centre=centre, eps=0.2)
     for case, middle, reach in ((inside, 0.0, 1.5), (near, centre, 0.2)):
         moved = (case.input(ascend(case, steps=20)) - middle).norm(dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, SCOPES, get, setting
+from howsmooth.sets import Around, Ball, Point
 
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3))
 
@@ -39,25 +41,25 @@ def test_every_paper_of_the_issue_has_entries() -> None:
 def test_a_refusal_names_the_assumption_and_the_nearest_bound_that_applies() -> None:
     masked = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3), mask="causal")
     with pytest.raises(hs.DoesNotApply) as error:
-        get("castin2024.mean_field")(masked, n=5, radius=1.0)
+        get("castin2024.mean_field")(masked, n=5, over=hs.sets.Ball(1.0))
     message = str(error.value)
     assert "assumes that logits depend on the tokens alone" in message
     assert "the nearest bound that does apply is" in message
     named = message.rsplit("apply is ", 1)[1].split(" ")[0]
-    assert math.isfinite(float(get(named)(masked, n=5, radius=1.0)))
+    assert math.isfinite(float(get(named)(masked, n=5, over=hs.sets.Ball(1.0))))
 
 
 def test_a_missing_argument_is_named() -> None:
-    with pytest.raises(hs.DoesNotApply, match=r"castin2024\.sqrt_n needs n and a radius"):
+    with pytest.raises(hs.DoesNotApply, match=r"castin2024\.sqrt_n needs n and a set"):
         get("castin2024.sqrt_n")(HEAD)
-    with pytest.raises(hs.DoesNotApply, match="give an input x, or n and a radius"):
+    with pytest.raises(hs.DoesNotApply, match="give an input, or n and a set"):
         get("castin2024.sqrt_n")(HEAD)
 
 
 def test_the_wrong_kind_of_attention_is_named() -> None:
     l2 = hs.L2SelfAttention(torch.eye(3), torch.eye(3))
     with pytest.raises(hs.DoesNotApply, match="is for dot_product attention, not l2"):
-        get("castin2024.sqrt_n")(l2, n=4, radius=1.0)
+        get("castin2024.sqrt_n")(l2, n=4, over=hs.sets.Ball(1.0))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -68,34 +70,33 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ({"n": 4, "radius": 0.0}, "radius must be positive and finite"),
-        ({"n": 4, "radius": math.inf}, "radius must be positive and finite"),
-        ({"n": 0, "radius": 1.0}, "n must be a whole number of tokens"),
-        ({"n": -3, "radius": 1.0}, "n must be a whole number of tokens"),
-        ({"n": 2.5, "radius": 1.0}, "n must be a whole number of tokens"),
-        ({"n": math.nan, "radius": 1.0}, "n must be a whole number of tokens"),
-        ({"n": 4, "radius": 1.0, "eps": 0.1}, "needs an input x"),
-        ({"x": torch.ones(4, 3), "n": 5}, "the input has 4 tokens, but n=5"),
-        ({"x": torch.ones(4, 3), "radius": 1.0}, "outside the radius"),
-        ({"x": torch.ones(4, 3), "eps": -1.0}, "eps must be finite and not negative"),
-        ({"x": torch.ones(4, 2)}, "2 wide, but the attention takes 3"),
-        ({"x": torch.ones(2, 4, 3)}, "one input at a time"),
-        ({"x": torch.full((4, 3), math.nan)}, "NaN"),
-        ({"n": 4, "radius": 1.0, "tokens": nn.LayerNorm(3)}, "not both"),
-        ({"n": 4, "tokens": nn.LayerNorm(5)}, "width 5, but the attention takes 3"),
-        ({"n": 4, "tokens": nn.ReLU()}, "not a LayerNorm or RMSNorm"),
+        (lambda: {"n": 4, "over": Ball(0.0)}, "a ball of positive radius"),
+        (lambda: {"n": 4, "over": Ball(math.inf)}, "a radius must be finite and not negative"),
+        (lambda: {"n": 0, "over": Ball(1.0)}, "n must be a whole number of tokens"),
+        (lambda: {"n": -3, "over": Ball(1.0)}, "n must be a whole number of tokens"),
+        (lambda: {"n": 2.5, "over": Ball(1.0)}, "n must be a whole number of tokens"),
+        (lambda: {"n": math.nan, "over": Ball(1.0)}, "n must be a whole number of tokens"),
+        (lambda: {"over": torch.ones(4, 3), "n": 5}, "the input has 4 tokens, but n=5"),
+        (lambda: {"over": Point(torch.ones(4, 3), within=Ball(1.0))}, "outside the radius"),
+        (lambda: {"over": Around(torch.ones(4, 3), -1.0)}, "eps must be finite and not negative"),
+        (lambda: {"over": torch.ones(4, 2)}, "2 wide, but the attention takes 3"),
+        (lambda: {"over": torch.ones(2, 4, 3)}, r"one input, \(n, d\), got shape"),
+        (lambda: {"over": torch.full((4, 3), math.nan)}, "NaN"),
+        (lambda: {"n": 4, "over": 1.0}, "over"),
+        (lambda: {"n": 4, "over": nn.LayerNorm(5)}, "width 5, but the attention takes 3"),
+        (lambda: {"n": 4, "over": nn.ReLU()}, "not a LayerNorm or RMSNorm"),
     ],
 )
-def test_bad_questions_get_one_clear_sentence(where: dict, message: str) -> None:
+def test_bad_questions_get_one_clear_sentence(where: Callable[[], dict], message: str) -> None:
     with pytest.raises(hs.InvalidInput, match=message) as error:
-        setting(HEAD, **where)
+        setting(HEAD, **where())
     assert "\n" not in str(error.value)
 
 
 def test_weights_with_nan_are_refused() -> None:
     broken = hs.SelfAttention.from_bilinear(torch.full((3, 3), math.inf), torch.eye(3))
     with pytest.raises(hs.InvalidInput, match="the weight query_weight holds 9 NaN"):
-        setting(broken, n=4, radius=1.0)
+        setting(broken, n=4, over=hs.sets.Ball(1.0))
 
 
 def test_a_mask_where_a_token_sees_nothing_is_refused() -> None:
@@ -103,18 +104,18 @@ def test_a_mask_where_a_token_sees_nothing_is_refused() -> None:
     blind[2] = False
     masked = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3), mask=blind)
     with pytest.raises(hs.InvalidInput, match="token 2 sees nothing"):
-        get("howsmooth.sqrt_n")(masked, n=4, radius=1.0)
+        get("howsmooth.sqrt_n")(masked, n=4, over=hs.sets.Ball(1.0))
     padded = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3), mask=hs.Padding(torch.arange(4) < 3))
     with pytest.raises(hs.InvalidInput, match=r"token 3 sees nothing.*padded"):
-        get("howsmooth.sqrt_n")(padded, n=4, radius=1.0)
+        get("howsmooth.sqrt_n")(padded, n=4, over=hs.sets.Ball(1.0))
 
 
 def test_a_plain_module_is_refused_and_a_torch_attention_is_read() -> None:
     with pytest.raises(hs.InvalidInput, match="bounds need an attention map"):
-        setting(nn.Linear(3, 3), n=4, radius=1.0)
+        setting(nn.Linear(3, 3), n=4, over=hs.sets.Ball(1.0))
     torch.manual_seed(0)
     module = nn.MultiheadAttention(4, 2).eval()
-    assert float(get("howsmooth.sqrt_n")(module, n=4, radius=1.0)) > 0
+    assert float(get("howsmooth.sqrt_n")(module, n=4, over=hs.sets.Ball(1.0))) > 0
 
 
 def test_masks_are_told_apart() -> None:

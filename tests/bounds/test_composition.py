@@ -303,7 +303,7 @@ def encoder(norm_first: bool, activation: str = "gelu", eps: float = 1e-5, norm:
 def test_random_encoder_is_never_steeper_than_the_product(norm_first: bool, causal: bool) -> None:
     model = encoder(norm_first, eps=0.1, norm=nn.LayerNorm(4, dtype=torch.float64))
     radius = 2.0
-    bound = stack(model, 3, radius=radius, causal=causal)
+    bound = stack(model, 3, over=hs.sets.Ball(radius), causal=causal)
     mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64) if causal else None
     found = attack(lambda x: model(x, mask), normal(30, 3, 4), steps=12, inside=in_ball(radius))
     assert math.log10(found) < bound.log10
@@ -319,7 +319,7 @@ def test_product_is_reached_by_post_norm_layers_whose_branches_are_zero() -> Non
             nn.init.ones_(norm.weight)
             nn.init.zeros_(norm.bias)
     found = steepest(model, torch.full((1, 2, 4), 0.5, dtype=torch.float64))
-    bound = stack(model, 2, radius=1.0)
+    bound = stack(model, 2, over=hs.sets.Ball(1.0))
     assert found == pytest.approx(10**bound.log10, rel=1e-9)
     assert found == pytest.approx(1e10, rel=1e-9)  # four times 1/√ε
     # Leaving out one 1/√ε would be false.
@@ -338,14 +338,14 @@ def test_product_is_reached_by_pre_norm_layers_whose_branches_are_zero() -> None
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_product_equals_the_product_of_its_factors(norm_first: bool) -> None:
     layer = encoder(norm_first, activation="relu").layers[0]
-    found = stack(layer, 5, radius=1.3)
+    found = stack(layer, 5, over=hs.sets.Ball(1.3))
     centring = torch.eye(4, dtype=torch.float64) - 0.25
     norms = [
         float(torch.linalg.svdvals(norm.weight.detach().diag() @ centring)[0]) / 1e-5**0.5
         for norm in (layer.norm1, layer.norm2)
     ]
     dense = math.prod(float(torch.linalg.svdvals(w.weight.detach())[0]) for w in (layer.linear1, layer.linear2))
-    where = {"tokens": layer.norm1} if norm_first else {"radius": 1.3}
+    where = {"over": layer.norm1} if norm_first else {"over": hs.sets.Ball(1.3)}
     names = [bound.name for bound in hs.bounds.applicable(hs.bounds.setting(layer.self_attn, n=5, **where))]
     uppers = [hs.bounds.get(name) for name in names]
     attention = min(
@@ -364,21 +364,21 @@ def test_attention_is_bounded_on_what_the_normalisation_before_it_gives_out() ->
         return [float(scope.split("≤ ")[1].split()[0]) for scope in scopes]
 
     def after(norm: nn.Module) -> Any:
-        return pytest.approx(hs.bounds.TokenSet.after(norm).radius, rel=5e-3)
+        return pytest.approx(hs.sets.Normalised(norm).radius, rel=5e-3)
 
     last, first, bert, gpt2 = encoder(norm_first=False), encoder(norm_first=True), tiny_bert(), tiny_gpt2()
     for model in (bert, gpt2):
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn(parameter.shape, dtype=torch.float64)
-    assert radii(stack(last, 4, radius=1.25)) == [1.25, after(last.layers[0].norm2)]
-    assert radii(stack(first, 4, radius=1.25)) == [after(layer.norm1) for layer in first.layers]
+    assert radii(stack(last, 4, over=hs.sets.Ball(1.25))) == [1.25, after(last.layers[0].norm2)]
+    assert radii(stack(first, 4, over=hs.sets.Ball(1.25))) == [after(layer.norm1) for layer in first.layers]
     norms = [bert.embeddings.LayerNorm, bert.encoder.layer[0].output.LayerNorm]
     assert radii(stack(bert, 4)) == [after(norm) for norm in norms]
     assert radii(stack(gpt2, 4)) == [after(block.ln_1) for block in gpt2.h]
 
 
 def test_post_norm_encoder_needs_a_radius_for_its_first_attention() -> None:
-    with pytest.raises(hs.DoesNotApply, match="radius"):
+    with pytest.raises(hs.DoesNotApply, match="give their set"):
         stack(encoder(norm_first=False), 4)
     stack(encoder(norm_first=True), 4)
 
@@ -387,7 +387,7 @@ def test_tokens_outside_the_radius_pass_a_post_norm_bound() -> None:
     model = encoder(norm_first=False, eps=1.0).layers[0]
     for parameter in (model.linear1.weight, model.linear2.weight):
         parameter.data.zero_()
-    small = stack(model, 3, radius=1e-3)
+    small = stack(model, 3, over=hs.sets.Ball(1e-3))
     assert attack(model, normal(10, 3, 4), steps=5, inside=in_ball(1e-3)) <= 10**small.log10
     attention = hs.SelfAttention.from_torch(model.self_attn)
     inner = next(leaf for leaf in small.leaves if leaf.kind == "attention")
@@ -399,8 +399,8 @@ def test_variance_floors_bound_the_inputs_they_were_measured_on(norm_first: bool
     model = encoder(norm_first)
     x = normal(6, 3, 4)
     floors = measured_variances(model, x)
-    bound = stack(model, 3, radius=float(x.norm(dim=-1).max()), variance=floors)
-    everywhere = stack(model, 3, radius=float(x.norm(dim=-1).max()))
+    bound = stack(model, 3, over=hs.sets.Ball(float(x.norm(dim=-1).max())), variance=floors)
+    everywhere = stack(model, 3, over=hs.sets.Ball(float(x.norm(dim=-1).max())))
     assert math.log10(steepest(model, x)) < bound.log10 < everywhere.log10 - 2
     assert all(leaf.scope.startswith("token variance") for leaf in bound.leaves if leaf.kind == "normalisation")
 
@@ -411,7 +411,7 @@ def test_variances_below_the_floor_pass_the_bound() -> None:
         for weight in (layer.self_attn.out_proj, layer.linear2):
             nn.init.zeros_(weight.weight)
             nn.init.zeros_(weight.bias)
-    bound = stack(model, 2, radius=1.0, variance=0.1)
+    bound = stack(model, 2, over=hs.sets.Ball(1.0), variance=0.1)
     constant = torch.full((1, 2, 4), 0.5, dtype=torch.float64)
     assert measured_variances(model, constant)["layer 0: norm after attention"] < 0.1
     assert math.log10(steepest(model, constant)) > bound.log10

@@ -51,10 +51,10 @@ def build(kind: str, weights: list[Tensor], heads: int = 1) -> nn.Module:
 def settings(attention: nn.Module, width: int) -> Iterator[Setting]:
     """Sets for every length, and inputs: one token, equal tokens, zeros, tokens of size one and far out."""
     for n, radius in itertools.product((1, 2, 10, math.inf), (1e-3, 1.0, 1e3)):
-        yield setting(attention, n=n, radius=radius)
+        yield setting(attention, n=n, over=hs.sets.Ball(radius))
     x = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for point in (x[:1], x[:1].expand(3, -1), torch.zeros(3, width, dtype=torch.float64), x, 1e6 * x):
-        yield setting(attention, x=point, eps=0.1)
+        yield setting(attention, over=hs.sets.Around(point, 0.1))
 
 
 def check(where: Setting) -> int:
@@ -90,8 +90,8 @@ def test_zero_output_gives_the_bound_zero() -> None:
     for kind in ("plain", "sigmoid", "cosine"):
         attention = build(kind, [*inner, 0 * output], heads=2)
         for where in (
-            setting(attention, n=8, radius=200.0),
-            setting(attention, x=torch.ones(3, 4, dtype=torch.float64)),
+            setting(attention, n=8, over=hs.sets.Ball(200.0)),
+            setting(attention, over=torch.ones(3, 4, dtype=torch.float64)),
         ):
             for bound in CATALOGUE.values():
                 if bound.refusal(where) is None and bound.combine == "heads":
@@ -105,7 +105,7 @@ def test_tiny_and_huge_heads_scale_with_their_values() -> None:
     query, key, value, output = draw(4)
     for kind, name in (("plain", "howsmooth.sqrt_n"), ("sigmoid", "ramapuram2024.local"), ("cosine", "qi2023.cosine")):
         plain = build(kind, [query, key, value, output], heads=2)
-        where = {"x": x} if name.endswith("local") else {"n": 5, "radius": 2.0}
+        where = {"over": x} if name.endswith("local") else {"n": 5, "over": hs.sets.Ball(2.0)}
         exact = float(hs.bounds.get(name)(plain, **where))
         for size in (2.0**-700, 2.0**700):
             weights = [query, key, value, size * output] if kind == "cosine" else [query, key, size * value, output]
@@ -132,7 +132,7 @@ def test_signs_of_scales_and_gains_change_no_bound(seed: int) -> None:
         ):
             exact = dense_jacobian(attention, x)
             sigma = float(torch.linalg.matrix_norm(exact, 2))
-            where = setting(attention, x=x, eps=0.1)
+            where = setting(attention, over=hs.sets.Around(x, 0.1))
             for bound in CATALOGUE.values():
                 if bound.refusal(where) is None and bound.side == "upper" and bound.norm == 2:
                     assert float(bound.at(where)) >= sigma, bound.name
@@ -141,9 +141,9 @@ def test_signs_of_scales_and_gains_change_no_bound(seed: int) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "causal"])
 def test_numbers_of_tokens_beyond_every_integer_of_the_machine_are_numbers(kind: str) -> None:
     attention = build(kind, draw(2))
-    assert check(setting(attention, n=10**24, radius=1.0)) > 0
-    check(setting(attention, n=10**400, radius=1.0))  # as good as infinite
-    first, second = (hs.bounds.table(attention, n=n, radius=1.0) for n in (10**24, 1e24))
+    assert check(setting(attention, n=10**24, over=hs.sets.Ball(1.0))) > 0
+    check(setting(attention, n=10**400, over=hs.sets.Ball(1.0)))  # as good as infinite
+    first, second = (hs.bounds.table(attention, n=n, over=hs.sets.Ball(1.0)) for n in (10**24, 1e24))
     assert [row.value for row in first] == [row.value for row in second]
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import TokenSet, head_numbers
+from howsmooth.bounds import head_numbers
 from howsmooth.bounds.head_constants import value_matrices
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 N, WIDTH, HEADS = 7, 8, 2
 
@@ -31,13 +32,13 @@ def _attention(case: str) -> hs.SelfAttention:
     return hs.SelfAttention.random(WIDTH, HEADS, **options)
 
 
-def _set(name: str) -> TokenSet:
+def _set(name: str) -> Ellipsoid:
     generator = torch.Generator().manual_seed(4)
     gain, shift = torch.rand(WIDTH, generator=generator) + 0.2, torch.randn(WIDTH, generator=generator) * 0.3
     return {
-        "ball": TokenSet.ball(1.7, WIDTH),
-        "layer norm": TokenSet.after_layer_norm(gain, shift),
-        "rms norm": TokenSet.after_rms_norm(gain),
+        "ball": Ellipsoid.ball(1.7, WIDTH),
+        "layer norm": Ellipsoid.layer_norm(gain, shift),
+        "rms norm": Ellipsoid.rms_norm(gain),
     }[name]
 
 
@@ -133,4 +134,4 @@ def test_an_amplitude_below_one_shrinks_nothing_beside_the_turned_pairs() -> Non
     weight = torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
     head = hs.SelfAttention(weight, weight, weight, rotary=hs.Rotary(torch.ones(1), amplitude=0.5), scale=1.0)
     for n in (10, 10**5):
-        assert float(head_numbers(head, TokenSet.ball(1.0, 3), n).score) == pytest.approx(1.0)
+        assert float(head_numbers(head, Ellipsoid.ball(1.0, 3), n).score) == pytest.approx(1.0)

@@ -40,7 +40,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *bounds: Bound) -> Setting:
         monkeypatch.delitem(CATALOGUE, name)
     for bound in bounds:
         monkeypatch.setitem(CATALOGUE, bound.name, bound)
-    return setting(hs.SelfAttention.from_bilinear(*EYES), n=4, radius=1.0)
+    return setting(hs.SelfAttention.from_bilinear(*EYES), n=4, over=hs.sets.Ball(1.0))
 
 
 @pytest.mark.parametrize("n", [3, 10**6, 10**160, 10**200])
@@ -76,7 +76,7 @@ def test_a_theorem_that_overflows_is_infinite_in_every_head() -> None:
 
 def test_a_neighbourhood_beyond_all_numbers_has_an_infinite_bound_beside_finite_ones() -> None:
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    table = hs.bounds.table(hs.SelfAttention.random(4), x=x, eps=1e200)
+    table = hs.bounds.table(hs.SelfAttention.random(4), over=hs.sets.Around(x, 1e200))
     values = {row.name: row.value for row in table}
     assert values["howsmooth.three_path_ball"] == math.inf
     assert math.isfinite(values["howsmooth.three_path"])
@@ -108,7 +108,7 @@ def test_of_equal_bounds_the_first_by_name_counts(monkeypatch: pytest.MonkeyPatc
 
 def test_a_head_has_its_own_least_bound() -> None:
     attention = hs.SelfAttention.random(8, heads=2, seed=1)
-    where = setting(attention, n=6, radius=2.0)
+    where = setting(attention, n=6, over=hs.sets.Ball(2.0))
     for head in range(2):
         least, row = least_upper_bound(where, head=head), tightest_upper(attention, 6, Ball(2.0), head=head)
         assert least is not None
@@ -145,7 +145,7 @@ def test_what_does_not_apply_is_refused_before_it_is_evaluated() -> None:
     attention: nn.Module = hs.SelfAttention.random(4)
     attention.query_stages.append(Doubled())  # type: ignore[union-attr, operator]
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    table = hs.bounds.table(attention, x=x)
+    table = hs.bounds.table(attention, over=x)
     assert [row.name for row in table if row.kind == "upper"] == []
     assert "rounding" in table.refused["howsmooth.three_path"]
     [numbers] = head_values(attention, x, ScanSettings())  # type: ignore[arg-type]

@@ -85,14 +85,14 @@ def test_a_token_that_sees_nothing_is_found_under_any_mask() -> None:
     for mask, others, blind in cases:
         attention = hs.SelfAttention.random(4, 2, mask=mask, logit_biases=others)
         with pytest.raises(hs.InvalidInput, match=f"token {blind} sees nothing"):
-            setting(attention, n=N, radius=1.0)
+            setting(attention, n=N, over=hs.sets.Ball(1.0))
 
 
 @pytest.mark.parametrize("mask", [PAST, torch.where(PAST, 0.0, -math.inf), hs.DenseBias(PAST.expand(1, 2, N, N))])
 def test_causal_mask_has_the_same_bounds_however_it_is_written(mask: LogitBias | Tensor) -> None:
     for build in (random_l2, lambda mask: hs.SelfAttention.random(4, 2, mask=mask)):
         written, named = (
-            {b.name: b.value for b in hs.bounds.table(build(m), n=N, radius=1.0)} for m in (mask, "causal")
+            {b.name: b.value for b in hs.bounds.table(build(m), n=N, over=hs.sets.Ball(1.0))} for m in (mask, "causal")
         )
         assert written == named
 
@@ -101,19 +101,19 @@ def test_arrays_that_add_nothing_change_no_bound() -> None:
     nothing = hs.DenseBias(torch.zeros(N, N))
     for mask in (None, "causal"):
         plain, more = (hs.SelfAttention.random(4, 2, mask=mask, logit_biases=biases) for biases in ([], [nothing]))
-        tables = [{b.name: b.value for b in hs.bounds.table(a, n=N, radius=1.0)} for a in (plain, more)]
+        tables = [{b.name: b.value for b in hs.bounds.table(a, n=N, over=hs.sets.Ball(1.0))} for a in (plain, more)]
         assert tables[0] == tables[1]
 
 
 def test_causal_mask_with_a_bias_is_no_causal_mask() -> None:
     biased = hs.SelfAttention.random(4, 2, mask="causal", logit_biases=[hs.ALiBi.standard(2)])
     with pytest.raises(hs.DoesNotApply, match="nothing added to the logits"):
-        get("howsmooth.masked_mean_field")(biased, radius=1.0)
+        get("howsmooth.masked_mean_field")(biased, over=hs.sets.Ball(1.0))
 
 
 def test_sigmoid_bound_takes_a_mask_of_zeros_and_infinities() -> None:
     values = [
-        float(get("howsmooth.sigmoid")(hs.SigmoidAttention.random(4, 2, mask=mask), n=N, radius=1.0))
+        float(get("howsmooth.sigmoid")(hs.SigmoidAttention.random(4, 2, mask=mask), n=N, over=hs.sets.Ball(1.0)))
         for mask in (PAST, torch.where(PAST, 0.0, -math.inf))
     ]
     assert values[0] == values[1]

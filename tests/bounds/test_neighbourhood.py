@@ -141,7 +141,7 @@ def test_grouped_heads_with_rotary_positions_are_covered() -> None:
         12, heads=3, kv_heads=1, dtype=torch.float64, mask="causal", rotary=hs.Rotary.standard(4)
     )
     x = torch.randn(5, 12, dtype=torch.float64)
-    bound = hs.bounds.get("howsmooth.three_path_ball")(attention, x=x, eps=0.2)
+    bound = hs.bounds.get("howsmooth.three_path_ball")(attention, over=hs.sets.Around(x, 0.2))
     assert ascend(attention, x, 0.2) <= float(bound)
 
 
@@ -150,9 +150,11 @@ def test_grouped_heads_with_rotary_positions_are_covered() -> None:
 )
 def test_what_the_proof_does_not_cover_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(hs.DoesNotApply, match=why):
-        hs.bounds.get("howsmooth.three_path_ball")(hs.SelfAttention.random(4, **options), x=torch.ones(3, 4), eps=0.1)
+        hs.bounds.get("howsmooth.three_path_ball")(
+            hs.SelfAttention.random(4, **options), over=hs.sets.Around(torch.ones(3, 4), 0.1)
+        )
 
 
 def test_eps_must_be_given() -> None:
-    with pytest.raises(hs.DoesNotApply, match="needs eps"):
-        hs.bounds.get("howsmooth.three_path_ball")(hs.SelfAttention.random(4), x=torch.ones(3, 4))
+    with pytest.raises(hs.DoesNotApply, match="needs a neighbourhood"):
+        hs.bounds.get("howsmooth.three_path_ball")(hs.SelfAttention.random(4), over=torch.ones(3, 4))

@@ -16,15 +16,11 @@ import howsmooth as hs
 from howsmooth.attention import UnitNorm
 from howsmooth.attention.gradient_step_map import GradientStepAttention
 from howsmooth.attention.lipschitz_norm_map import LipschitzNormAttention
-from howsmooth.bounds import (
-    TokenSet,
-    furuya2026,
-    get,
-    ramapuram2024,
-)
+from howsmooth.bounds import furuya2026, get, ramapuram2024
 from howsmooth.bounds.own import gradient_step_bound, lipschitz_norm_bound, normalised, sigmoid_bound
 from howsmooth.bounds.qi2023 import cosine as printed_cosine
 from howsmooth.bounds.question_setting import Setting, setting
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +47,7 @@ def attack(
     name: str,
     make: Callable[[Free], nn.Module],
     start: Free,
-    tokens: TokenSet | None = None,
+    tokens: Ellipsoid | None = None,
     weights_too: bool = True,
 ) -> Tensor:
     """Climb log ‖J‖ − log bound from every start, over tokens and, for most, weights; the highest ratios met."""
@@ -79,7 +75,7 @@ def attack(
         optimizer.step()
     for i in range(len(highest)):  # the catalogue's own answer, at the end
         one = {key: t[i].detach() for key, t in free.items()}
-        where = {"x": place(one)} if tokens is None else {"n": len(one["z"]), "tokens": tokens}
+        where = {"over": place(one)} if tokens is None else {"n": len(one["z"]), "over": tokens}
         found = jacobian_norm(make(one), place(one)) / bound(make(one), **where)
         highest[i] = torch.maximum(highest[i], found)
     return highest
@@ -94,10 +90,10 @@ def family(kind: type[nn.Module], **options: object) -> Callable[[Free], nn.Modu
     return lambda free: kind(free["q"], free["k"], free["v"], free["o"], **options)
 
 
-def on_a_set(seed: int, width: int, radius: float) -> TokenSet:
+def on_a_set(seed: int, width: int, radius: float) -> Ellipsoid:
     if seed % 2:
-        return TokenSet.after_layer_norm(draw(seed, width).abs() + 0.1, draw(seed + 1, width, scale=0.5))
-    return TokenSet.ball(radius, width)
+        return Ellipsoid.layer_norm(draw(seed, width).abs() + 0.1, draw(seed + 1, width, scale=0.5))
+    return Ellipsoid.ball(radius, width)
 
 
 SIGMOID = [
@@ -284,12 +280,14 @@ def test_the_sigmoid_bound_on_a_ball_is_never_above_the_local_form_at_its_worst(
         weights = torch.sigmoid(torch.linspace(-1, 1, 4001, dtype=torch.float64) * swing + (seed - 10))
         most, steepest = weights.max(), (weights * (1 - weights)).max()
         form = torch.linalg.matrix_norm(v, 2) * (n * most + 2 * n * steepest * swing)
-        assert float(get("howsmooth.sigmoid")(attention, n=n, radius=radius)) <= float(form) * (1 + 1e-6)
+        assert float(get("howsmooth.sigmoid")(attention, n=n, over=hs.sets.Ball(radius))) <= float(form) * (1 + 1e-6)
 
 
 def test_the_sigmoid_bound_stays_finite_with_the_usual_shift() -> None:
     attention = hs.SigmoidAttention.from_bilinear(*torch.eye(2, dtype=torch.float64).repeat(2, 1, 1))
-    values = [float(get("howsmooth.sigmoid")(attention, n=n, radius=1.0)) for n in (10, 10**3, 10**6, 10**9)]
+    values = [
+        float(get("howsmooth.sigmoid")(attention, n=n, over=hs.sets.Ball(1.0))) for n in (10, 10**3, 10**6, 10**9)
+    ]
     assert values == sorted(values)
     assert values[-1] <= 3 * math.e  # (1 + 2a)e^a
     assert values[-1] == pytest.approx(3 * math.e, rel=1e-6)
@@ -300,7 +298,10 @@ def test_equal_tokens_come_close_to_the_sigmoid_bounds() -> None:
     attention = hs.SigmoidAttention.from_bilinear(one, one)
     x = torch.ones(1000, 1, dtype=torch.float64)
     measured = float(hs.measure(attention, x, rtol=1e-6))
-    for name, where in (("ramapuram2024.local", {"x": x}), ("howsmooth.sigmoid", {"n": 1000, "radius": 1.0})):
+    for name, where in (
+        ("ramapuram2024.local", {"over": x}),
+        ("howsmooth.sigmoid", {"n": 1000, "over": hs.sets.Ball(1.0)}),
+    ):
         assert 0.999 <= measured / float(get(name)(attention, **where)) <= 1 + 1e-6
 
 
@@ -308,7 +309,7 @@ def test_sigmoid_numbers_hold_for_every_token_of_the_set() -> None:
     for seed, rotary in ((0, None), (1, hs.Rotary(torch.ones(1, dtype=torch.float64), amplitude=1.4))):
         biases = {name: draw(seed + 50 + i, 3) for i, name in enumerate(("query_bias", "key_bias", "value_bias"))}
         attention = hs.SigmoidAttention(*draw(seed, 4, 3, 3), rotary=rotary, logit_shift=0.5, **biases)
-        tokens = TokenSet.after_rms_norm(draw(seed + 9, 3), draw(seed + 10, 3))
+        tokens = Ellipsoid.rms_norm(draw(seed + 9, 3), draw(seed + 10, 3))
         numbers = sigmoid_bound.sigmoid_numbers(attention, tokens, n=400)
         x = tokens.at(torch.nn.functional.normalize(draw(seed + 11, 400, 3), dim=-1))
         logits = torch.logit(attention.weights(x))
@@ -323,7 +324,7 @@ def test_sigmoid_numbers_hold_for_every_token_of_the_set() -> None:
 def test_reach_holds_for_every_token_of_the_set() -> None:
     weight, bias, gain = draw(0, 1, 3, 3), draw(1, 1, 3, scale=6.0), draw(2, 3)
     stages = [UnitNorm(0.3, 2.0, gain), hs.Rotary(torch.ones(1, dtype=torch.float64), amplitude=1.5)]
-    tokens = TokenSet.ball(1.0, 3)
+    tokens = Ellipsoid.ball(1.0, 3)
     x = tokens.at(in_ball(draw(3, 300, 3)))
 
     def project(x: Tensor) -> Tensor:
@@ -352,7 +353,7 @@ def test_multi_head_bounds_cover_the_block() -> None:
     weights = draw(6, 4, 4, 4)
     for attention, name, where in (
         (hs.CosineAttention(*weights, heads=2, eps=0.2), "howsmooth.cosine", {"n": 6}),
-        (hs.SigmoidAttention(*weights, heads=2), "ramapuram2024.local", {"x": x}),
+        (hs.SigmoidAttention(*weights, heads=2), "ramapuram2024.local", {"over": x}),
         (LipschitzNormAttention(*weights, heads=2), "howsmooth.lipschitz_norm", {}),
     ):
         block, heads = get(name)(attention, **where), get(name)(attention, per_head=True, **where)
@@ -399,8 +400,8 @@ BIG = torch.tensor([[0.0, 30.0]] * 3, dtype=torch.float64)
 def test_the_local_sigmoid_bound_is_false_beyond_its_assumptions_and_refuses(
     attention: nn.Module, x: Tensor, said: str
 ) -> None:
-    assert jacobian_norm(attention, x) > 1.5 * formula("ramapuram2024.local", attention, x=x)
-    assert said in refusal("ramapuram2024.local", attention, x=x)
+    assert jacobian_norm(attention, x) > 1.5 * formula("ramapuram2024.local", attention, over=x)
+    assert said in refusal("ramapuram2024.local", attention, over=x)
 
 
 def test_the_local_sigmoid_bound_is_false_with_rotary_positions_and_refuses() -> None:
@@ -410,14 +411,14 @@ def test_the_local_sigmoid_bound_is_false_with_rotary_positions_and_refuses() ->
     x = torch.tensor([[0.0, 50.0], [1.0, 50.0]], dtype=torch.float64)
     score = torch.linalg.matrix_norm(to_second.T @ to_first, 2)  # zero: unturned, queries and keys never meet
     assert jacobian_norm(attention, x) > 1.5 * ramapuram2024.local(1.0, score, attention.weights(x), x)
-    message = refusal("ramapuram2024.local", attention, x=x)
+    message = refusal("ramapuram2024.local", attention, over=x)
     assert "rotary" in message
     assert "the nearest bound that does apply is howsmooth.three_path" in message
 
 
 def test_the_sigmoid_bound_on_a_set_refuses_added_biases_which_break_it() -> None:
     attention = hs.SigmoidAttention(ZERO, ZERO, EYE, logit_shift=-5.0, mask=torch.full((3, 3), 10.0))
-    where = {"n": 3, "radius": 1.0}
+    where = {"n": 3, "over": hs.sets.Ball(1.0)}
     assert jacobian_norm(attention, EYE[[0, 1, 0]]) > formula("howsmooth.sigmoid", attention, **where)
     assert "nothing but a mask" in refusal("howsmooth.sigmoid", attention, **where)
 
@@ -425,9 +426,11 @@ def test_the_sigmoid_bound_on_a_set_refuses_added_biases_which_break_it() -> Non
 def test_the_sigmoid_bound_on_a_set_refuses_normalised_queries_which_break_it() -> None:
     attention = hs.SigmoidAttention(EYE, EYE, EYE, qk_norm=(UnitNorm(1e-6), UnitNorm(1e-6)))
     x = 1e-3 * EYE
-    assert jacobian_norm(attention, x) > formula("howsmooth.sigmoid", attention, n=2, radius=1e-3)
-    assert "linear" in refusal("howsmooth.sigmoid", attention, n=2, radius=1e-3)
-    assert "n is finite" in refusal("howsmooth.sigmoid", hs.SigmoidAttention(EYE, EYE, EYE), n=math.inf, radius=1.0)
+    assert jacobian_norm(attention, x) > formula("howsmooth.sigmoid", attention, n=2, over=hs.sets.Ball(1e-3))
+    assert "linear" in refusal("howsmooth.sigmoid", attention, n=2, over=hs.sets.Ball(1e-3))
+    assert "n is finite" in refusal(
+        "howsmooth.sigmoid", hs.SigmoidAttention(EYE, EYE, EYE), n=math.inf, over=hs.sets.Ball(1.0)
+    )
 
 
 @pytest.mark.parametrize("name", ["qi2023.cosine", "howsmooth.cosine", "howsmooth.cosine_mean_field"])
@@ -439,9 +442,9 @@ def test_cosine_bounds_are_false_without_normalised_values_and_refuse(name: str)
     assert jacobian_norm(with_them, x) <= get(name)(with_them, n=2)
     assert jacobian_norm(attention, x) > 2 * get(name)(with_them, n=2)  # the same ε, τ, ν and matrices
     assert "values are normalised too" in refusal(name, attention, n=2)
-    message = refusal(name, attention, x=x)
+    message = refusal(name, attention, over=x)
     assert "howsmooth.qk_norm" in message
-    assert jacobian_norm(attention, x) <= get("howsmooth.qk_norm")(attention, x=x)
+    assert jacobian_norm(attention, x) <= get("howsmooth.qk_norm")(attention, over=x)
 
 
 def test_without_eps_cosine_attention_has_no_constant_and_the_bounds_refuse() -> None:
@@ -482,13 +485,13 @@ def test_the_cosine_bound_for_every_n_is_false_under_a_mask_and_refuses() -> Non
 
 
 def test_the_qk_norm_bound_refuses_what_it_is_not_for() -> None:
-    where = {"n": 2, "radius": 1.0}
+    where = {"n": 2, "over": hs.sets.Ball(1.0)}
     assert "normalised" in refusal("howsmooth.qk_norm", hs.SelfAttention(EYE, EYE, EYE), **where)
     assert "values are linear" in refusal("howsmooth.qk_norm", hs.CosineAttention(EYE, EYE, EYE), **where)
     sharp = hs.SelfAttention(EYE, EYE, EYE, qk_norm=(UnitNorm(0.0), UnitNorm(0.0)))
     assert "ε > 0" in refusal("howsmooth.qk_norm", sharp, **where)
     assert "n is finite" in refusal(
-        "howsmooth.qk_norm", hs.SelfAttention(EYE, EYE, EYE, qk_norm="rms"), n=math.inf, radius=1.0
+        "howsmooth.qk_norm", hs.SelfAttention(EYE, EYE, EYE, qk_norm="rms"), n=math.inf, over=hs.sets.Ball(1.0)
     )
 
 
@@ -508,5 +511,5 @@ def test_without_the_divisor_the_lipschitz_norm_bound_is_false() -> None:
     assert jacobian_norm(LipschitzNormAttention(*weights), x) <= bound
     assert jacobian_norm(hs.SelfAttention(*weights, scale=1.0), x) > 10 * bound
     assert "is for lipschitz_norm attention, not dot_product" in refusal(
-        "howsmooth.lipschitz_norm", hs.SelfAttention(*weights), x=x
+        "howsmooth.lipschitz_norm", hs.SelfAttention(*weights), over=x
     )

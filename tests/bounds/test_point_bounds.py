@@ -28,7 +28,7 @@ def constant(attention: AttentionMap, x: Tensor) -> float:
 
 def around(attention: AttentionMap, x: Tensor) -> Setting:
     """The setting at x, with gradients."""
-    return replace(setting(attention, x=x.detach()), x=x)
+    return replace(setting(attention, over=x.detach()), x=x)
 
 
 def bilinear(seed: int, scale: float = 1.0, **options: object) -> tuple[AttentionMap, Tensor]:
@@ -46,7 +46,7 @@ def test_every_point_bound_holds_wherever_it_applies(mask: str) -> None:
     x = tokens()
     used = dict.fromkeys(NAMES, 0)
     for name, attention in itertools.chain(itertools.islice(grid("dot_product", mask), 0, None, 13), grid("l2", mask)):
-        where = setting(attention, x=x)
+        where = setting(attention, over=x)
         exact = constant(attention, x)
         for bound in (hs.bounds.get(entry) for entry in NAMES):
             if bound.refusal(where) is None:
@@ -103,7 +103,7 @@ def test_local_needs_its_column_sums() -> None:
 def test_nonlinear_values_are_refused_by_the_local_bound() -> None:
     bound = hs.bounds.get("howsmooth.local")
     with pytest.raises(hs.DoesNotApply, match="not cosine"):
-        bound(hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1)), x=torch.ones(3, 4))
+        bound(hs.CosineAttention(*torch.eye(4).repeat(3, 1, 1)), over=torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])
@@ -131,9 +131,9 @@ def test_softmax_jacobian_norm_is_reached_and_not_improvable_to_the_largest_vari
 @pytest.mark.parametrize("seed", range(10))
 def test_own_bound_is_never_above_yudin_and_yudin_never_above_nair(seed: int) -> None:
     attention, x = bilinear(seed, 2.0)
-    own, yudin, nair = (float(hs.bounds.get(name)(attention, x=x)) for name in NAMES[1:])
+    own, yudin, nair = (float(hs.bounds.get(name)(attention, over=x)) for name in NAMES[1:])
     assert own <= yudin <= nair
-    ball = float(hs.bounds.get("nair2025.ball")(attention, x=x))
+    ball = float(hs.bounds.get("nair2025.ball")(attention, over=x))
     assert nair <= ball
 
 
@@ -148,7 +148,7 @@ def test_yudin_and_nair_equal_their_formulas() -> None:
         "nair2025.softmax_half": float(norm(v, 2)) * (float(norm(p, 2)) + score),
     }
     for name, value in expected.items():
-        assert float(hs.bounds.get(name)(attention, x=x)) == pytest.approx(value, rel=1e-9)
+        assert float(hs.bounds.get(name)(attention, over=x)) == pytest.approx(value, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES[2:])
@@ -156,10 +156,10 @@ def test_a_query_bias_breaks_the_published_forms(name: str) -> None:
     attention, x = bilinear(2, 0.1)
     biased, _ = bilinear(2, 0.1, bias=torch.full((3,), 30.0, dtype=torch.float64))
     x = 0.05 * x
-    assert float(hs.bounds.get(name)(attention, x=x)) < constant(biased, x)
+    assert float(hs.bounds.get(name)(attention, over=x)) < constant(biased, x)
     with pytest.raises(hs.DoesNotApply, match="queries have no bias"):
-        hs.bounds.get(name)(biased, x=x)
-    assert float(hs.bounds.get("howsmooth.softmax_jacobian")(biased, x=x)) >= constant(biased, x)
+        hs.bounds.get(name)(biased, over=x)
+    assert float(hs.bounds.get("howsmooth.softmax_jacobian")(biased, over=x)) >= constant(biased, x)
 
 
 @pytest.mark.parametrize("name", [*NAMES[1:], "nair2025.ball"])
@@ -173,7 +173,7 @@ def test_a_query_bias_breaks_the_published_forms(name: str) -> None:
 )
 def test_what_the_proofs_do_not_cover_is_refused(name: str, options: dict[str, object], why: str) -> None:
     with pytest.raises(hs.DoesNotApply, match=why):
-        hs.bounds.get(name)(hs.SelfAttention.random(4, **options), x=torch.ones(3, 4))
+        hs.bounds.get(name)(hs.SelfAttention.random(4, **options), over=torch.ones(3, 4))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_the_row_sum_in_closed_form_is_the_row_of_the_jacobian() -> None:
 
 @pytest.mark.parametrize("b", [0.5, 1.0, 3.0, 5.0])
 def test_the_two_atom_entry_finds_the_supremum_of_the_closed_form(b: float) -> None:
-    entry = float(get("howsmooth.two_atom")(hs.SelfAttention.from_bilinear(-b * ONE, ONE), radius=1.0))
+    entry = float(get("howsmooth.two_atom")(hs.SelfAttention.from_bilinear(-b * ONE, ONE), over=hs.sets.Ball(1.0)))
     assert entry == pytest.approx(two_atom(b, 1.0).value, rel=1e-4)
     assert entry <= two_atom(b, 1.0).value
 

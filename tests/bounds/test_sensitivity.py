@@ -43,25 +43,25 @@ def test_bound_holds_in_the_token_norm(mask: str | None, size: float) -> None:
         attention = hs.SelfAttention.random(6, heads=2, mask=mask, seed=seed, dtype=torch.float64)
         x = size * gaussian(7, 6, seed=seed)
         block, heads = hs.measure(attention, x, norm="token"), hs.measure_heads(attention, x, norm="token")
-        assert float(block.lower) <= float(bound(attention, x=x))
-        assert bool((heads.lower <= bound(attention, x=x, per_head=True)).all())
+        assert float(block.lower) <= float(bound(attention, over=x))
+        assert bool((heads.lower <= bound(attention, over=x, per_head=True)).all())
 
 
 def test_half_of_the_bound_is_exceeded() -> None:
     """Negative control: a constant in front that is too small is found out."""
     attention = hs.SelfAttention.from_bilinear(torch.zeros(3, 3), torch.eye(3)).double()
     x = gaussian(5, 3)
-    bound = float(get("emadi2026.balanced_mass")(attention, x=x))
+    bound = float(get("emadi2026.balanced_mass")(attention, over=x))
     assert float(hs.measure(attention, x, norm="token").lower) > 0.5 * bound
-    assert 0 < check_bound("emadi2026.balanced_mass", attention, x=x) <= 1
+    assert 0 < check_bound("emadi2026.balanced_mass", attention, over=x) <= 1
 
 
 def test_table_of_the_token_norm_holds_bound_and_measurement() -> None:
     attention, x = hs.SelfAttention.random(4), gaussian(5, 4)
-    rows = hs.bounds.table(attention, x=x, norm="token")
+    rows = hs.bounds.table(attention, over=x, norm="token")
     assert [row.name for row in rows] == ["measured", "emadi2026.balanced_mass"]
     assert {row.norm for row in rows} == {"token"}
-    usual = hs.bounds.table(attention, x=x)
+    usual = hs.bounds.table(attention, over=x)
     assert "emadi2026.balanced_mass" in usual.refused
     assert {row.norm for row in usual} <= {2, math.inf}
 

@@ -16,10 +16,11 @@ from matplotlib.image import imread
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, Bound, TokenSet, three_paths
+from howsmooth.bounds import CATALOGUE, Bound, three_paths
 from howsmooth.bounds.bound_table import ContradictedBound, Row, Table, table, with_witness
 from howsmooth.reports.figures import save_figure
 from howsmooth.reports.figures.bound_curves import bounds_against_n, spaced
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian
 
 
@@ -110,7 +111,7 @@ HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2, dtype=torch.float64), torch.
 def test_upper_bounds_lie_above_the_dense_jacobian_and_above_every_lower_bound(name: str, per_head: bool) -> None:
     for seed, scale in ((0, 0.3), (1, 1.0), (2, 4.0)):
         attention, x = MAPS[name](seed), scale * normal(5, 4, seed=100 + seed)
-        found = table(attention, x=x, eps=0.1, per_head=per_head)
+        found = table(attention, over=hs.sets.Around(x, 0.1), per_head=per_head)
         exact = {(r.head, r.norm): dense(attention, x, r.head, r.norm) for r in found}
         for row in found:
             truth = exact[row.head, row.norm]
@@ -124,7 +125,7 @@ def test_upper_bounds_lie_above_the_dense_jacobian_and_above_every_lower_bound(n
 
 
 def test_rows_are_sorted_tightest_first_within_norm_and_head() -> None:
-    found = table(dot(0), x=normal(5, 4, seed=1), per_head=True)
+    found = table(dot(0), over=normal(5, 4, seed=1), per_head=True)
     heads = [row.head for row in found]
     assert heads == sorted(heads)
     for head in (0, 1):
@@ -146,7 +147,7 @@ def test_ratios_divide_by_what_is_known_on_the_same_scope(only: Callable[..., No
         entry("t.low", 20.0, "lower"),
         entry("t.low_measures", 300.0, "lower", "mean-field W2"),
     )
-    found = table(HEAD, x=normal(3, 2, seed=0))
+    found = table(HEAD, over=normal(3, 2, seed=0))
     rows, low = by_name(found), float(found.measured.lower)
     assert 0 < low < 10
     assert rows["t.point"].ratio == 10 / low
@@ -156,14 +157,14 @@ def test_ratios_divide_by_what_is_known_on_the_same_scope(only: Callable[..., No
     assert rows["t.measures"].ratio == 3.0
     assert rows["t.low"].ratio == 1.0
     assert found.best_lower == 20.0
-    assert table(HEAD, radius=1.0).best_lower == 300.0
+    assert table(HEAD, over=hs.sets.Ball(1.0)).best_lower == 300.0
     assert found.tightest("upper", ("ball", "global")).name == "t.ball"
     assert found.tightest("lower", ("global",)) is None
 
 
 def test_the_measured_value_is_the_best_lower_bound_when_no_other_is_larger(only: Callable[..., None]) -> None:
     only(entry("t.ball", 60.0), entry("t.low", 1e-9, "lower"))
-    found = table(HEAD, x=normal(3, 2, seed=0))
+    found = table(HEAD, over=normal(3, 2, seed=0))
     assert found.best_lower == float(found.measured.lower)
     assert by_name(found)["t.ball"].ratio == 60 / found.best_lower
 
@@ -174,9 +175,9 @@ def test_an_upper_bound_below_what_is_measured_is_an_error_that_names_it(scope: 
     truth = dense(HEAD, x, None, 2)
     only(entry("t.wrong", 0.99 * truth, scope=scope))
     with pytest.raises(ContradictedBound, match=r"t\.wrong .* measured \(at the input\) reaches"):
-        table(HEAD, x=x)
+        table(HEAD, over=x)
     only(entry("t.right", 1.01 * truth, scope=scope))
-    assert len(table(HEAD, x=x)) == 2
+    assert len(table(HEAD, over=x)) == 2
 
 
 def test_an_upper_bound_below_a_lower_one_is_an_error_only_where_they_speak_of_the_same(
@@ -184,16 +185,16 @@ def test_an_upper_bound_below_a_lower_one_is_an_error_only_where_they_speak_of_t
 ) -> None:
     only(entry("t.up", 2.0), entry("t.low", 3.0, "lower"))
     with pytest.raises(ContradictedBound, match=r"t\.up .* at most 2, but t\.low"):
-        table(HEAD, n=3, radius=1.0)
+        table(HEAD, n=3, over=hs.sets.Ball(1.0))
     only(entry("t.up", 2.0), entry("t.low", 3.0, "lower", "mean-field W2"))
-    assert len(table(HEAD, n=3, radius=1.0)) == 2
+    assert len(table(HEAD, n=3, over=hs.sets.Ball(1.0))) == 2
     only(entry("t.up", 2.0), entry("t.low", 3.0, "lower", norm=math.inf))
-    assert len(table(HEAD, n=3, radius=1.0)) == 2
+    assert len(table(HEAD, n=3, over=hs.sets.Ball(1.0))) == 2
 
 
 def test_lower_bounds_that_say_nothing_are_left_out_and_overflow_is_vacuous(only: Callable[..., None]) -> None:
     only(entry("t.low", math.nan, "lower"), entry("t.inf", math.inf), entry("t.nan", math.nan), entry("t.up", 7.0))
-    found = table(HEAD, n=3, radius=1.0)
+    found = table(HEAD, n=3, over=hs.sets.Ball(1.0))
     assert [row.name for row in found] == ["t.up", "t.inf", "t.nan"]
     assert [row.vacuous for row in found] == [False, True, True]
     assert str(found).count("> 1e308 (vacuous)") == 2
@@ -204,7 +205,7 @@ def test_lower_bounds_that_say_nothing_are_left_out_and_overflow_is_vacuous(only
 
 def test_mean_field_bounds_of_sharp_attention_are_vacuous_not_an_error() -> None:
     sharp = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-    rows = by_name(table(sharp, n=4, radius=100.0))
+    rows = by_name(table(sharp, n=4, over=hs.sets.Ball(100.0)))
     assert rows["howsmooth.mean_field"].vacuous
     assert not rows["howsmooth.sqrt_n"].vacuous
 
@@ -218,45 +219,45 @@ def test_values_are_written_on_the_side_where_they_stay_true() -> None:
 
 def test_the_table_agrees_with_the_entries_of_the_catalogue() -> None:
     attention = dot(3)
-    found = table(attention, n=7, radius=1.5, per_head=True)
+    found = table(attention, n=7, over=hs.sets.Ball(1.5), per_head=True)
     for name in ("castin2024.sqrt_n", "howsmooth.mean_field"):
         values = [row.value for row in found if row.name == name]
-        assert values == CATALOGUE[name](attention, n=7, radius=1.5, per_head=True).tolist()
-    assert [row.value for row in table(attention, n=7, radius=1.5) if row.name == "castin2024.sqrt_n"] == [
-        float(CATALOGUE["castin2024.sqrt_n"](attention, n=7, radius=1.5))
+        assert values == CATALOGUE[name](attention, n=7, over=hs.sets.Ball(1.5), per_head=True).tolist()
+    assert [row.value for row in table(attention, n=7, over=hs.sets.Ball(1.5)) if row.name == "castin2024.sqrt_n"] == [
+        float(CATALOGUE["castin2024.sqrt_n"](attention, n=7, over=hs.sets.Ball(1.5)))
     ]
 
 
 def test_every_bound_is_a_row_or_refused_with_its_reason() -> None:
     attention = dot(0, mask="causal")
-    found = table(attention, n=6, radius=1.0, per_head=True)
+    found = table(attention, n=6, over=hs.sets.Ball(1.0), per_head=True)
     assert {row.name for row in found} | set(found.refused) == set(CATALOGUE)
     assert "mask" in found.refused["castin2024.mean_field"]
     for name, reason in found.refused.items():
         with pytest.raises(hs.DoesNotApply) as refusal:
-            CATALOGUE[name](attention, n=6, radius=1.0, per_head=True)
+            CATALOGUE[name](attention, n=6, over=hs.sets.Ball(1.0), per_head=True)
         assert reason in str(refusal.value)
 
 
 def test_norm_filters_and_a_norm_without_bounds_is_refused(only: Callable[..., None]) -> None:
     only(entry("t.two", 60.0), entry("t.inf", 60.0, norm=math.inf))
     x = normal(3, 2, seed=0)
-    assert [row.norm for row in table(HEAD, x=x)] == [2, 2, math.inf, math.inf]
-    assert {row.norm for row in table(HEAD, x=x, norm=2)} == {2}
-    found = table(HEAD, x=x, norm=math.inf)
+    assert [row.norm for row in table(HEAD, over=x)] == [2, 2, math.inf, math.inf]
+    assert {row.norm for row in table(HEAD, over=x, norm=2)} == {2}
+    found = table(HEAD, over=x, norm=math.inf)
     assert [row.name for row in found] == ["measured", "t.inf"]
     assert found[0].value == pytest.approx(dense(HEAD, x, None, math.inf), rel=1e-9)
     assert found[1].ratio == 60 / float(found.measured.lower)
     with pytest.raises(hs.InvalidInput, match="norms 2, inf and 'token'"):
-        table(HEAD, x=x, norm=1)
+        table(HEAD, over=x, norm=1)
 
 
 @pytest.mark.slow
 def test_the_inf_norm_of_a_large_input_is_left_unmeasured(only: Callable[..., None]) -> None:
     only(entry("t.inf", 1e9, norm=math.inf))
     wide = hs.SelfAttention.random(64)
-    assert set(table(wide, x=normal(64, 64, seed=0)).measurements) == {2, math.inf}
-    assert set(table(wide, x=normal(65, 64, seed=0)).measurements) == {2}
+    assert set(table(wide, over=normal(64, 64, seed=0)).measurements) == {2, math.inf}
+    assert set(table(wide, over=normal(65, 64, seed=0)).measurements) == {2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -266,22 +267,22 @@ def test_an_input_counts_as_inside_the_set_of_its_own_normalisation(dtype: torch
         norm.weight.copy_(torch.tensor([1.0, 2.0, 1e-5, -1.0]))
         norm.bias.copy_(torch.tensor([3.0, 0.0, 1.0, 0.5]))
     x = norm(normal(5, 4, seed=0).float()).detach().to(dtype)
-    assert table(dot(0), x=x, tokens=norm).measured is not None
+    assert table(dot(0), over=hs.sets.Point(x, within=norm)).measured is not None
     with pytest.raises(hs.InvalidInput, match="token 4 of the input lies outside the set"):
-        table(dot(0), x=torch.cat([x[:4], 1.2 * x[4:]]), tokens=norm)
+        table(dot(0), over=hs.sets.Point(torch.cat([x[:4], 1.2 * x[4:]]), within=norm))
 
 
 def test_an_input_outside_the_hyperplane_of_centred_tokens_is_refused() -> None:
     x = torch.full((1, 4), 0.5, dtype=torch.float64)
-    assert table(dot(0), x=x, tokens=nn.RMSNorm(4)).measured is not None
+    assert table(dot(0), over=hs.sets.Point(x, within=nn.RMSNorm(4))).measured is not None
     with pytest.raises(hs.InvalidInput, match="outside the set"):
-        table(dot(0), x=x, tokens=nn.LayerNorm(4))
+        table(dot(0), over=hs.sets.Point(x, within=nn.LayerNorm(4)))
 
 
 def test_attention_is_left_in_its_dtype_and_measured_in_float64() -> None:
     attention = hs.SelfAttention.random(4, 2)
     x = normal(5, 4, seed=0).float()
-    found = table(attention, x=x)
+    found = table(attention, over=x)
     assert found.measured.dtype == torch.float64
     assert attention.dtype == torch.float32
     assert float(found.measured) == pytest.approx(
@@ -290,7 +291,7 @@ def test_attention_is_left_in_its_dtype_and_measured_in_float64() -> None:
 
 
 def test_json_is_plain_and_complete() -> None:
-    found = table(dot(0), x=normal(5, 4, seed=1))
+    found = table(dot(0), over=normal(5, 4, seed=1))
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert (plain["kind"], plain["heads"], plain["n"], plain["eps"]) == ("dot_product", 2, 5, None)
     assert plain["best_lower"] == found.best_lower
@@ -299,12 +300,12 @@ def test_json_is_plain_and_complete() -> None:
     assert {"name", "value", "kind", "norm", "scope", "reference", "statement", "ratio", "head", "vacuous"} == set(
         plain["rows"][0]
     )
-    assert table(HEAD, n=math.inf, radius=1.0).to_dict()["n"] == "inf"
+    assert table(HEAD, n=math.inf, over=hs.sets.Ball(1.0)).to_dict()["n"] == "inf"
 
 
 def test_latex_has_one_line_per_row_and_escapes_names(only: Callable[..., None]) -> None:
     only(entry("t.up_a", 6.0e7), entry("t.low", 3.0, "lower"))
-    lines = table(HEAD, n=3, radius=1.0).to_latex().splitlines()
+    lines = table(HEAD, n=3, over=hs.sets.Ball(1.0)).to_latex().splitlines()
     assert lines[0] == r"\begin{tabular}{lllrrl}"
     assert lines[-1] == r"\end{tabular}"
     body = [line for line in lines if line.endswith(r"\\") and "bound" not in line]
@@ -318,13 +319,13 @@ def test_latex_has_one_line_per_row_and_escapes_names(only: Callable[..., None])
 
 
 def test_latex_of_heads_has_a_column_more() -> None:
-    lines = table(dot(0), n=5, radius=1.0, per_head=True).to_latex().splitlines()
+    lines = table(dot(0), n=5, over=hs.sets.Ball(1.0), per_head=True).to_latex().splitlines()
     assert lines[0] == r"\begin{tabular}{rlllrrl}"
     assert all(line.replace(r"\&", "").count("&") == 6 for line in lines if line.endswith(r"\\"))
 
 
 def test_a_table_is_a_sequence_of_rows() -> None:
-    found = table(HEAD, n=5, radius=1.0)
+    found = table(HEAD, n=5, over=hs.sets.Ball(1.0))
     assert list(found) == [found[i] for i in range(len(found))]
     assert found[:2] == tuple(found)[:2]
     assert found.measured is None
@@ -334,19 +335,19 @@ def test_a_table_is_a_sequence_of_rows() -> None:
 
 def test_no_bound_at_all_is_an_empty_table(only: Callable[..., None]) -> None:
     only()
-    found = table(HEAD, n=5, radius=1.0)
+    found = table(HEAD, n=5, over=hs.sets.Ball(1.0))
     assert (len(found), found.best_lower, found.tightest("upper")) == (0, None, None)
     assert found.to_dict()["rows"] == []
 
 
 def test_a_missing_radius_is_asked_for() -> None:
     for where in ({"n": 10}, {}):
-        with pytest.raises(hs.InvalidInput, match="give a radius"):
+        with pytest.raises(hs.InvalidInput, match="give a set"):
             table(HEAD, **where)
 
 
 def test_an_input_of_the_set_is_one_more_lower_bound() -> None:
-    found = table(HEAD, n=5, radius=1.0)
+    found = table(HEAD, n=5, over=hs.sets.Ball(1.0))
     x = torch.tensor([[-1.0, 0.0], *[[1.0, 0.0]] * 4], dtype=torch.float64)
     known = with_witness(found, x, "clusters")
     row = by_name(known)["clusters"]
@@ -357,7 +358,7 @@ def test_an_input_of_the_set_is_one_more_lower_bound() -> None:
 
 
 def test_equal_tokens_at_the_origin_are_measured_without_a_set() -> None:
-    found = table(HEAD, x=torch.zeros(3, 2))
+    found = table(HEAD, over=torch.zeros(3, 2))
     assert found.setting.tokens is None
     assert by_name(found)["measured"].value == pytest.approx(1.0)
 
@@ -374,7 +375,7 @@ class Doubling(nn.Module):
 def test_a_module_that_is_no_attention_map_is_measured_as_a_function(only: Callable[..., None]) -> None:
     only(replace(entry("t.up", 3.0), kinds=("doubling",)), entry("t.maps", 1.0))
     for per_head in (False, True):
-        found = table(Doubling(), x=normal(3, 2, seed=0), per_head=per_head)
+        found = table(Doubling(), over=normal(3, 2, seed=0), per_head=per_head)
         assert [row.name for row in found] == ["measured", "t.up"]
         assert found[0].value == pytest.approx(2.0)
         assert "attention map" in found.refused["t.maps"]
@@ -390,9 +391,11 @@ def curve(figure: object, name: str) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_the_figure_draws_the_numbers_of_the_table(tmp_path: Path) -> None:
-    figure = bounds_against_n(HEAD, lengths=[4, 16, 64], radius=1.0)
+    figure = bounds_against_n(HEAD, lengths=[4, 16, 64], over=hs.sets.Ball(1.0))
     for name in ("castin2024.sqrt_n", "howsmooth.sqrt_n", "howsmooth.mean_field"):
-        expected = [(n, by_name(table(HEAD, n=n, radius=1.0))[name].value) for n in (4, 7, 16, 64)]  # 7 ≈ e²: the bend
+        expected = [
+            (n, by_name(table(HEAD, n=n, over=hs.sets.Ball(1.0)))[name].value) for n in (4, 7, 16, 64)
+        ]  # 7 ≈ e²: the bend
         assert curve(figure, name) == expected
     axes = figure.axes[0]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -403,7 +406,7 @@ def test_the_figure_draws_the_numbers_of_the_table(tmp_path: Path) -> None:
 
 def test_the_figure_measures_the_first_tokens_of_the_input() -> None:
     attention, x = dot(0), normal(9, 4, seed=1)
-    figure = bounds_against_n(attention, x=x)
+    figure = bounds_against_n(attention, over=x)
     points = curve(figure, "measured: the first n tokens of the input")
     assert [n for n, _ in points] == [2, 4, 8, 9]
     assert [value for _, value in points] == pytest.approx([dense(attention, x[:n], None, 2) for n in (2, 4, 8, 9)])
@@ -412,15 +415,17 @@ def test_the_figure_measures_the_first_tokens_of_the_input() -> None:
 @pytest.mark.slow
 def test_the_figure_marks_the_crossover_when_it_is_inside() -> None:
     marks = [
-        line.get_xdata()[0] for line in bounds_against_n(HEAD, radius=1.0).axes[0].lines if line.get_linestyle() == ":"
+        line.get_xdata()[0]
+        for line in bounds_against_n(HEAD, over=hs.sets.Ball(1.0)).axes[0].lines
+        if line.get_linestyle() == ":"
     ]
     assert marks == pytest.approx([math.exp(2)])
-    far = bounds_against_n(HEAD, lengths=[2, 4], radius=2.0).axes[0]
+    far = bounds_against_n(HEAD, lengths=[2, 4], over=hs.sets.Ball(2.0)).axes[0]
     assert not [line for line in far.lines if line.get_linestyle() == ":"]
 
 
 def test_the_figure_names_what_is_far_above_instead_of_drawing_it() -> None:
-    axes = bounds_against_n(HEAD, lengths=[2, 8], radius=6.0).axes[0]
+    axes = bounds_against_n(HEAD, lengths=[2, 8], over=hs.sets.Ball(6.0)).axes[0]
     assert any(text.get_text() == "↑ castin2024.mean_field: 1e33" for text in axes.texts)
     assert axes.get_ylim()[1] < 1e10
 
@@ -429,9 +434,9 @@ def test_a_figure_without_a_set_or_with_one_length_is_refused() -> None:
     with pytest.raises(hs.InvalidInput, match="needs a set"):
         bounds_against_n(HEAD, lengths=[2, 4])
     with pytest.raises(hs.InvalidInput, match="two lengths"):
-        bounds_against_n(HEAD, lengths=[2], radius=1.0)
+        bounds_against_n(HEAD, lengths=[2], over=hs.sets.Ball(1.0))
     with pytest.raises(hs.InvalidInput, match="two lengths"):
-        bounds_against_n(HEAD, lengths=[2, 4], x=normal(3, 2, seed=0))
+        bounds_against_n(HEAD, lengths=[2, 4], over=normal(3, 2, seed=0))
 
 
 def test_labels_keep_their_distance() -> None:
@@ -441,14 +446,14 @@ def test_labels_keep_their_distance() -> None:
 
 
 def test_a_token_set_can_be_given_itself() -> None:
-    ball = TokenSet.ball(1.0, width=2)
-    assert [r.value for r in table(HEAD, n=5, tokens=ball)] == [r.value for r in table(HEAD, n=5, radius=1.0)]
+    ball = Ellipsoid.ball(1.0, width=2)
+    assert [r.value for r in table(HEAD, n=5, over=ball)] == [r.value for r in table(HEAD, n=5, over=hs.sets.Ball(1.0))]
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("options", [{}, {"eps": 0.1}])
+@pytest.mark.parametrize("eps", [None, 0.1])
 def test_the_weights_of_all_heads_are_computed_once_for_all_bounds(
-    per_head: bool, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    per_head: bool, eps: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
     compute = three_paths._weights
@@ -459,9 +464,10 @@ def test_the_weights_of_all_heads_are_computed_once_for_all_bounds(
 
     monkeypatch.setattr(three_paths, "_weights", counting)
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    found = table(hs.SelfAttention.random(8, heads=4), x=x, per_head=per_head, **options)
+    over = x if eps is None else hs.sets.Around(x, eps)
+    found = table(hs.SelfAttention.random(8, heads=4), over=over, per_head=per_head)
     at_input = {row.name for row in found if row.scope in ("point", "neighbourhood") and row.kind == "upper"}
-    assert len(at_input) == 5 + len(options)
+    assert len(at_input) == 5 + (eps is not None)
     assert counted == [4]
 
 
@@ -469,8 +475,8 @@ def test_heads_that_do_not_fit_together_are_walked_in_groups_to_the_same_numbers
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    together = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
+    together = table(hs.SelfAttention.random(8, heads=4), over=hs.sets.Around(x, 0.1))
     monkeypatch.setattr(three_paths, "GROUP_SIZE", 1)
-    alone = table(hs.SelfAttention.random(8, heads=4), x=x, eps=0.1)
+    alone = table(hs.SelfAttention.random(8, heads=4), over=hs.sets.Around(x, 0.1))
     assert [row.name for row in together] == [row.name for row in alone]
     assert [row.value for row in together] == pytest.approx([row.value for row in alone], rel=1e-12)

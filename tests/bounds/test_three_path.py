@@ -113,7 +113,7 @@ def test_bound_holds_for_every_head_and_block(kind: str, mask: str) -> None:
     for name, attention in sample(kind, mask):
         assert bool((three_path(attention, x) >= constants(attention, x)).all()), name
         if mask not in ("padding", "boolean", "per head", "blind rows"):  # settings refuse tokens that see nothing
-            block = hs.bounds.get("howsmooth.three_path")(attention, x=x)
+            block = hs.bounds.get("howsmooth.three_path")(attention, over=x)
             assert float(block) >= float(torch.linalg.svdvals(dense(attention, x))[0]), name
 
 
@@ -274,7 +274,7 @@ def test_modules_without_heads_are_refused() -> None:
         kind, in_features = "plain", 4
 
     with pytest.raises(hs.DoesNotApply, match="needs an attention map with heads"):
-        hs.bounds.get("howsmooth.three_path")(Plain(), x=torch.ones(3, 4))
+        hs.bounds.get("howsmooth.three_path")(Plain(), over=torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("width", [3, 12, 40])

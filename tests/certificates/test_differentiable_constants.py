@@ -55,7 +55,7 @@ def test_slopes_are_those_of_differences_in_the_tokens_and_in_every_weight(name:
 def test_values_are_those_of_the_certificate(name: str) -> None:
     weights, x = case(1)
     for radius, tokens in ((0.0, None), (0.05, None), (0.05, [1])):
-        proof = hs.certify(MAPS[name](*weights), x, radius=radius, tokens=tokens, per_head=True)
+        proof = hs.certify(MAPS[name](*weights), hs.sets.Around(x, radius, moving=tokens), per_head=True)
         torch.testing.assert_close(certified_constants(MAPS[name](*weights), x, radius, tokens), proof.upper)
 
 
@@ -65,12 +65,12 @@ def test_descending_a_few_steps_lowers_what_is_proved_and_what_is_found() -> Non
     weights, x = case(2)
     weights = [t.requires_grad_() for t in weights]
     optimiser = torch.optim.Adam(weights[:2], lr=0.02)
-    before = hs.certify(hs.SelfAttention(*weights, heads=2), x, radius=0.05).upper
+    before = hs.certify(hs.SelfAttention(*weights, heads=2), hs.sets.Around(x, 0.05)).upper
     for _ in range(15):
         optimiser.zero_grad()
         certified_constants(hs.SelfAttention(*weights, heads=2), x, radius=0.05).sum().backward()
         optimiser.step()
-    assert float(hs.certify(hs.SelfAttention(*weights, heads=2), x, radius=0.05).upper) < 0.8 * float(before)
+    assert float(hs.certify(hs.SelfAttention(*weights, heads=2), hs.sets.Around(x, 0.05)).upper) < 0.8 * float(before)
 
 
 @pytest.mark.parametrize(

@@ -154,12 +154,12 @@ def test_what_cannot_be_certified_is_said_in_a_sentence() -> None:
     with pytest.raises(InvalidInput, match="one input"):
         hs.certify(attention, x[None])
     for radius in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(InvalidInput, match="radius"):
-            hs.certify(attention, x, radius=radius)
-    with pytest.raises(InvalidInput, match="tokens"):
-        hs.certify(attention, x, radius=0.1, tokens=[3])
+        with pytest.raises(InvalidInput, match="eps must be finite"):
+            hs.certify(attention, hs.sets.Around(x, radius))
+    with pytest.raises(InvalidInput, match="moving"):
+        hs.certify(attention, hs.sets.Around(x, 0.1, moving=[3]))
     with pytest.raises(InvalidInput, match="ball"):
-        hs.certify(attention, x, radius=0.1, ball="tokn")
+        hs.certify(attention, x, ball="tokn")  # type: ignore[call-overload]
     assert hs.certify(attention.half(), x.half()).notes == ("computed in float64",)
 
 
@@ -208,7 +208,7 @@ def test_inputs_of_any_size_have_ends_or_are_refused(kind: str) -> None:
     for scale in (1e-300, 1e-160, 1e-80, 1.0, 1e4, 1e8, 1e12, 1e40, 1e120, 1e160, 1e300):
         for radius in (None, 0.01 * scale, 1e3 * scale):
             try:
-                proof = hs.certify(attention, scale * x, radius=radius, per_head=radius is None)
+                proof = hs.certify(attention, hs.sets.Around(scale * x, radius), per_head=radius is None)
             except InvalidInput:
                 continue
             said += 1

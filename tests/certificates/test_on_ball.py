@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence.certificates import CURVED, ball_attacks, curved_attacks, draw, draw_curved, minilm
 from howsmooth.attention.stages import Multiple, TokenDerivative, TokenStage
-from howsmooth.bounds import TokenSet, head_numbers
+from howsmooth.bounds import head_numbers
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.three_paths import PathsAt, paths
 from howsmooth.certificates.ball import on_ball
@@ -20,6 +20,7 @@ from howsmooth.certificates.ball.head_ball import HeadBall
 from howsmooth.certificates.ball.nonlinear_ball import NonlinearBall, nonlinear_bound
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.errors import DoesNotApply
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_the_bound_tends_to_the_value_at_the_input() -> None:
     at = hs.certify(attention, x, per_head=True)
     gaps = []
     for radius in (1e-2, 1e-3, 1e-4):
-        near = hs.certify(attention, x, per_head=True, radius=radius)
+        near = hs.certify(attention, hs.sets.Around(x, radius), per_head=True)
         assert near.methods == ("from the input",) * 2
         gaps.append(float((near.upper / at.upper - 1).max()))
     assert gaps[1] == pytest.approx(gaps[0] / 10, rel=0.3)
@@ -48,7 +49,7 @@ def weights_left(share: float) -> float:
     for seed in range(5):
         attention, x, _ = draw(seed)
         (part, *_), moves = list(paths(attention, x)), on_ball.move_radii(len(x), share * radius, None)
-        unit = TokenSet.ball(1.0, attention.in_features)
+        unit = Ellipsoid.ball(1.0, attention.in_features)
         numbers = head_numbers(attention, unit, n=len(x))
         own = len(part.value)
         ball = HeadBall(part, moves, numbers.value[:own], numbers.score[:own])
@@ -72,7 +73,10 @@ def means_left(share: float) -> float:
     radius, worst = 0.2, -torch.inf
     for seed in range(6):
         attention, x, _ = draw(seed)
-        (part, *_), numbers = list(paths(attention, x)), head_numbers(attention, TokenSet.ball(1.0, x.shape[1]), len(x))
+        (part, *_), numbers = (
+            list(paths(attention, x)),
+            head_numbers(attention, Ellipsoid.ball(1.0, x.shape[1]), len(x)),
+        )
         own = len(part.value)
         ball = HeadBall(
             part, on_ball.move_radii(len(x), share * radius, None), numbers.value[:own], numbers.score[:own]
@@ -108,14 +112,16 @@ def test_ends_of_weights_hold_when_one_logit_moves_by_far_more_than_the_others()
 
 def test_fewer_moving_tokens_give_a_smaller_bound_and_none_the_value_itself() -> None:
     attention, x = hs.SelfAttention.random(6).in_dtype(torch.float64), torch.randn(5, 6, dtype=torch.float64)
-    every, one, none = (float(hs.certify(attention, x, radius=0.05, tokens=tokens).upper) for tokens in (None, [2], []))
+    every, one, none = (
+        float(hs.certify(attention, hs.sets.Around(x, 0.05, moving=tokens)).upper) for tokens in (None, [2], [])
+    )
     assert none == float(hs.certify(attention, x).upper)
     assert none < one < every
 
 
 def test_a_frobenius_ball_says_on_which_ball_it_is_proved() -> None:
     attention, x = hs.SelfAttention.random(6).in_dtype(torch.float64), torch.randn(5, 6, dtype=torch.float64)
-    proof = hs.certify(attention, x, radius=0.05, ball="frobenius")
+    proof = hs.certify(attention, hs.sets.Around(x, 0.05, per_token=False))
     assert proof.ball == "frobenius"
     assert any("larger ball" in note for note in proof.notes)
 

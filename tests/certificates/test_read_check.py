@@ -223,7 +223,7 @@ def inside() -> nn.Module:
 )
 def test_an_attention_that_is_something_else_has_no_certificate(made: Any, said: str, radius: float) -> None:
     with pytest.raises(UnsupportedModel, match=said):
-        hs.certify(made(), X, radius=radius)
+        hs.certify(made(), hs.sets.Around(X, radius))
 
 
 @pytest.mark.parametrize("kind", ["DotProductAttention", "L2Attention", "ContractiveL2Attention", "CosineAttention"])

@@ -14,16 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, TokenSet
+from howsmooth.bounds import CATALOGUE
 from howsmooth.bounds.bound_table import Table, table
 from howsmooth.cli.bounds import headline
 from howsmooth.cli.source_options import random_tokens
+from howsmooth.sets.ellipsoid import Ellipsoid
 from tests.cli.command import Command
 
 BOUNDS = Command("bounds")
 run, answer, refusal = BOUNDS.run, BOUNDS.json, BOUNDS.refusal
 SMALL = ["--width", "16", "--heads", "2"]
-GPT2 = ("--prefix", "h.0.attn.", "--heads", 12, "--causal", "--after", "h.0.ln_1.")
+GPT2 = ("--prefix", "h.0.attn.", "--heads", 12, "--causal", "--over", "norm:h.0.ln_1")
 
 
 def values(found: dict) -> list[tuple[str, int | None, float | None]]:
@@ -60,20 +61,20 @@ def test_random_tokens_are_measured_when_no_set_is_given() -> None:
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"])
     x = random_tokens(12, 16, seeds["tokens"]).float()
     (only,) = found["tables"]
-    assert values(only) == of_library(table(attention, x=x, tokens=TokenSet.around(x), seed=seeds["solver"]))
+    assert values(only) == of_library(table(attention, over=x, seed=seeds["solver"]))
     assert only["measured"]["2"]["value"] == pytest.approx(float(hs.measure(attention.double(), x.double())), rel=1e-3)
     assert found["setting"]["n"] == [12]
 
 
 @pytest.mark.slow
 def test_several_n_on_a_ball_give_a_table_each_and_nothing_is_measured() -> None:
-    found = answer("random", *SMALL, "--n", "4,16, 64", "--radius", 2, "--per-head")
+    found = answer("random", *SMALL, "--n", "4,16, 64", "--over", "ball:2", "--per-head")
     attention = hs.SelfAttention.random(16, 2, seed=0)
     for n, one in zip((4, 16, 64), found["tables"], strict=True):
         assert (one["n"], one["radius"], one["measured"]) == (n, 2.0, {})
-        assert values(one) == of_library(table(attention, n=n, radius=2.0, per_head=True))
+        assert values(one) == of_library(table(attention, n=n, over=hs.sets.Ball(2.0), per_head=True))
     assert found["setting"]["input"] is None
-    out = run("random", *SMALL, "--n", "4,16,64", "--radius", 2).stdout
+    out = run("random", *SMALL, "--n", "4,16,64", "--over", "ball:2").stdout
     assert "n = 4 " in out
     assert "n = 64" in out
     assert "≤" in out
@@ -91,10 +92,10 @@ def test_several_n_with_an_input_are_its_first_tokens() -> None:
 def test_after_takes_the_set_of_the_normalisation_in_the_file(layer: Path) -> None:
     raw = load_file(layer)
     attention = hs.SelfAttention(*(raw[f"h.0.attn.{name}_proj.weight"] for name in "qkvo"), heads=2)
-    for option, make in (([], TokenSet.after_layer_norm), (["--rms"], TokenSet.after_rms_norm)):
-        found = answer(layer, "--heads", 2, "--after", "h.0.ln_1", "--n", 32, *option)
+    for form, make in (("norm", Ellipsoid.layer_norm), ("rms", Ellipsoid.rms_norm)):
+        found = answer(layer, "--heads", 2, "--over", f"{form}:h.0.ln_1", "--n", 32)
         tokens = make(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
-        assert values(found["tables"][0]) == of_library(table(attention, n=32, tokens=tokens))
+        assert values(found["tables"][0]) == of_library(table(attention, n=32, over=tokens))
         assert found["tables"][0]["radius"] == tokens.radius
 
 
@@ -103,9 +104,9 @@ def test_an_input_with_the_normalisation_it_comes_from_is_measured_inside_its_se
     norm.load_state_dict({"weight": raw["h.0.ln_1.weight"], "bias": raw["h.0.ln_1.bias"]})
     np.save(tmp_path / "x.npy", norm(torch.randn(1, 6, 8)).detach().numpy())
     np.save(tmp_path / "far.npy", 2 * norm(torch.randn(6, 8)).detach().numpy())
-    args = (layer, "--heads", 2, "--after", "h.0.ln_1.")
-    (found,) = answer(*args, "--input", tmp_path / "x.npy", "--eps", 0.01)["tables"]
-    assert found["eps"] == 0.01
+    args = (layer, "--heads", 2, "--over", "norm:h.0.ln_1")
+    (found,) = answer(*args, "--input", tmp_path / "x.npy")["tables"]
+    assert found["tokens"] == "LayerNorm"
     assert found["best_lower"] >= found["measured"]["2"]["lower"]
     assert "outside the set" in refusal(*args, "--input", tmp_path / "far.npy")
 
@@ -119,8 +120,8 @@ def test_real_gpt2_heads_after_their_layer_norm_equal_the_library(gpt2: Path) ->
     output = raw["h.0.attn.c_proj.weight"].T
     biases = {"query_bias": b_query, "key_bias": b_key, "value_bias": b_value}
     attention = hs.SelfAttention(query, key, value, output, heads=12, mask="causal", **biases)
-    tokens = TokenSet.after_layer_norm(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
-    assert values(found["tables"][0]) == of_library(table(attention, n=256, tokens=tokens, per_head=True))
+    tokens = Ellipsoid.layer_norm(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
+    assert values(found["tables"][0]) == of_library(table(attention, n=256, over=tokens, per_head=True))
     assert found["tables"][0]["radius"] == pytest.approx(
         768**0.5 * float(raw["h.0.ln_1.weight"].abs().max()) + float(raw["h.0.ln_1.bias"].norm()), rel=1e-5
     )
@@ -173,7 +174,7 @@ def test_wrong_requests_about_a_model_are_one_line(tmp_path: Path) -> None:
     assert "not a text in UTF-8" in refusal("minilm", "--text", tmp_path / "latin.txt")
     assert "there is no file" in refusal("minilm", "--text", tmp_path / "none.txt")
     assert "takes at most 512" in refusal("minilm", "--length", 600)
-    assert "choose from embeddings.LayerNorm." in refusal("minilm", "--after", "nothing.", "--length", 8)
+    assert "choose from embeddings.LayerNorm" in refusal("minilm", "--over", "norm:nothing", "--length", 8)
 
 
 def test_a_folder_without_weights_is_one_line(tmp_path: Path) -> None:
@@ -191,9 +192,9 @@ def test_the_table_says_what_every_number_is_and_the_headline_what_it_means() ->
 
 
 def test_refused_lists_every_other_bound_with_its_reason() -> None:
-    out = run("random", *SMALL, "--causal", "--n", 8, "--radius", 1, "--refused").stdout
+    out = run("random", *SMALL, "--causal", "--n", 8, "--over", "ball:1", "--refused").stdout
     attention = hs.SelfAttention.random(16, 2, mask="causal")
-    refused = table(attention, n=8, radius=1.0).refused
+    refused = table(attention, n=8, over=hs.sets.Ball(1.0)).refused
     assert refused
     for name, reason in refused.items():
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [name]]
@@ -201,7 +202,7 @@ def test_refused_lists_every_other_bound_with_its_reason() -> None:
 
 
 def test_latex_is_a_table_and_nothing_else() -> None:
-    out = run("random", *SMALL, "--n", "8,16", "--radius", 1, "--latex").stdout
+    out = run("random", *SMALL, "--n", "8,16", "--over", "ball:1", "--latex").stdout
     assert out.count(r"\begin{tabular}") == out.count(r"\end{tabular}") == 2
     assert r"castin2024.sqrt\_n" in out
     comments = [line for line in out.splitlines() if line.startswith("%")]
@@ -210,7 +211,7 @@ def test_latex_is_a_table_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -> None:
-    options = ("random", "--width", 8, "--heads", 4, "--n", "16,64", "--radius", 20)
+    options = ("random", "--width", 8, "--heads", 4, "--n", "16,64", "--over", "ball:20")
     found = answer(*options, "--figure", tmp_path / "f.png")
     rows = found["tables"][-1]["rows"]
     reached = max(row["value"] for row in rows if row["kind"] == "lower" and row["scope"] == "ball")
@@ -221,7 +222,7 @@ def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_figure_is_written(tmp_path: Path) -> None:
-    found = answer("random", *SMALL, "--n", "4,16", "--radius", 1, "--figure", tmp_path / "f.png")
+    found = answer("random", *SMALL, "--n", "4,16", "--over", "ball:1", "--figure", tmp_path / "f.png")
     assert found["figure"] == str(tmp_path / "f.png")
     assert imread(tmp_path / "f.png").std() > 0.05
     assert "figure: " in run("random", *SMALL, "--length", 9, "--figure", tmp_path / "g.png").stdout
@@ -229,22 +230,22 @@ def test_a_figure_is_written(tmp_path: Path) -> None:
 
 
 def test_measures_need_no_number_of_tokens() -> None:
-    (found,) = answer("random", *SMALL, "--n", "inf", "--radius", 0.5)["tables"]
+    (found,) = answer("random", *SMALL, "--n", "inf", "--over", "ball:0.5")["tables"]
     assert found["n"] == "inf"
     attention = hs.SelfAttention.random(16, 2, seed=0)
-    expected = float(CATALOGUE["howsmooth.mean_field"](attention, radius=0.5))
+    expected = float(CATALOGUE["howsmooth.mean_field"](attention, over=hs.sets.Ball(0.5)))
     assert ("howsmooth.mean_field", None, expected) in values(found)
 
 
 def test_headline_names_the_tightest_bounds() -> None:
     head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
-    (upper,) = [row for row in table(head, n=4, radius=1.0) if row.name == "howsmooth.unified"]
-    said = headline(table(head, n=4, radius=1.0))
+    (upper,) = [row for row in table(head, n=4, over=hs.sets.Ball(1.0)) if row.name == "howsmooth.unified"]
+    said = headline(table(head, n=4, over=hs.sets.Ball(1.0)))
     assert f"in the set can exceed {math.ceil(1000 * upper.value) / 1000:.4g} (" in said
     x = torch.tensor([[1.0], [0.5]])
-    assert headline(table(head, x=x)).startswith("At these tokens the block's constant is ")
+    assert headline(table(head, over=x)).startswith("At these tokens the block's constant is ")
     assert "the roughest head's constant" in headline(
-        table(hs.SelfAttention.random(4, 2), x=torch.ones(3, 4), per_head=True)
+        table(hs.SelfAttention.random(4, 2), over=torch.ones(3, 4), per_head=True)
     )
 
 
@@ -255,40 +256,47 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "batch.npy", np.ones((2, 4, 8)))
     np.save(tmp_path / "ones.npy", np.ones((4, 8)))
     here = (layer, "--heads", 2)
-    assert "radius must be positive and finite, got 0.0" in refusal("random", "--radius", 0)
-    assert "got -1.0" in refusal("random", "--radius", -1)
-    assert "got inf" in refusal("random", "--radius", "inf")
-    assert "got nan" in refusal("random", "--radius", "nan")
+    for wrong in (
+        "ball:0",
+        "ball:-1",
+        "ball:inf",
+        "ball:nan",
+        "ball",
+        "ball:",
+        "disc:1",
+        "point:1",
+        "around:many",
+        "rms",
+    ):
+        assert f"'{wrong}' names no set: write for example point, around:0.01" in refusal("random", "--over", wrong)
+    assert "mixes units" in refusal("random", "--over", "ball:1%")
+    assert "one set at a time" in refusal("random", "--over", "ball:1,2")
     for wrong in ("0", "-3", "2.5", "many", "nan", "4,0"):
-        assert "--n takes whole numbers" in refusal("random", "--n", wrong, "--radius", 1)
+        assert "--n takes whole numbers" in refusal("random", "--n", wrong, "--over", "ball:1")
     assert "--n inf is for a set" in refusal("random", "--n", "inf")
     assert "--n asks for 200 tokens, but there are 4" in refusal("random", "--n", 200, "--length", 4)
-    assert "NaN" in refusal(tmp_path / "nan.safetensors", "--heads", 2, "--radius", 1)
+    assert "NaN" in refusal(tmp_path / "nan.safetensors", "--heads", 2, "--over", "ball:1")
     assert "no file" in refusal(tmp_path / "missing.safetensors", "--heads", 2)
     assert "neither" in refusal("gpt5")
     assert "choose a prefix" in refusal(*here, "--prefix", "h.7.attn.")
-    assert "no normalisation 'h.7.ln_1.': choose from h.0.ln_1." in refusal(*here, "--after", "h.7.ln_1.")
-    assert "random holds no normalisation 'ln.'." in refusal("random", "--after", "ln")
-    assert "either a radius or a set" in refusal(*here, "--after", "h.0.ln_1.", "--radius", 1)
-    assert "give --after too" in refusal("random", "--rms")
-    assert "needs an input x" in refusal("random", "--radius", 1, "--eps", 0.1)
-    assert "not negative" in refusal("random", *SMALL, "--eps", -1)
-    assert "one input at a time" in refusal(*here, "--input", tmp_path / "batch.npy")
+    assert "no normalisation 'h.7.ln_1': choose from h.0.ln_1" in refusal(*here, "--over", "norm:h.7.ln_1")
+    assert "random holds no normalisation 'ln'." in refusal("random", "--over", "norm:ln")
+    assert "names no set" in refusal("random", *SMALL, "--over", "around:-1")
+    assert "a set is about one input" in refusal(*here, "--input", tmp_path / "batch.npy")
     assert "choose one" in refusal("random", "--json", "--latex")
     assert "picture" in refusal("random", "--figure", tmp_path / "f.docx")
     assert "are for models" in refusal("random", "--layer", 1)
     assert "are for models" in refusal(*here, "--text", tmp_path / "t.txt")
     assert "dtype is one of" in refusal("random", "--dtype", "int8")
-    assert "qk_norm is 'rms'" in refusal("random", "--qk-norm", "l3")
-    assert "outside the radius" in refusal(*here, "--input", tmp_path / "ones.npy", "--radius", 0.1)
+    assert "qk_norm is" in refusal("random", "--qk-norm", "l3")
+    assert "outside the radius" in refusal(*here, "--input", tmp_path / "ones.npy", "--over", "ball:0.1")
 
 
 def test_help_has_examples_and_every_option_of_the_map() -> None:
     out = run("--help").stdout
     assert "Examples" in out
     for option in (
-        "--radius",
-        "--after",
+        "--over",
         "--layer",
         "--text",
         "--per-head",

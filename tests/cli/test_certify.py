@@ -24,10 +24,10 @@ SMALL = ["--width", "8", "--heads", "2", "--length", "5"]
 
 @pytest.mark.slow
 def test_json_of_a_random_map_equals_the_library() -> None:
-    found = answer("random", *SMALL, "--radius", 0.01)
+    found = answer("random", *SMALL, "--over", "around:0.01")
     seeds = found["setting"]["seeds"]
     attention, x = hs.SelfAttention.random(8, 2, seed=seeds["weights"]), random_tokens(5, 8, seeds["tokens"]).float()
-    assert found["block"]["upper"] == float(hs.certify(attention, x, radius=0.01).upper)
+    assert found["block"]["upper"] == float(hs.certify(attention, hs.sets.Around(x, 0.01)).upper)
     assert found["heads"]["lower"] == hs.certify(attention, x, per_head=True).lower.tolist()
     assert found["heads"]["radius"] == 0.01
 
@@ -107,9 +107,9 @@ def test_long_work_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("radius", ["-1", "nan", "inf"])
 def test_a_radius_that_is_no_distance_is_refused(radius: str) -> None:
-    done = run("random", *SMALL, "--radius", radius)
+    done = run("random", *SMALL, "--over", f"around:{radius}")
     assert done.exit_code == 2
-    assert "radius" in done.stderr
+    assert "names no set" in done.stderr
 
 
 def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path]) -> None:
@@ -117,10 +117,11 @@ def test_what_cannot_be_certified_is_refused_in_one_line(files: tuple[Path, Path
     assert "--images" in refusal("random", *SMALL, "--count", 2)
     assert "images and labels" in refusal(net, "--images", net)
     assert "how pixels are normalised" in refusal(images, "--images", images, "--heads", 2)
-    assert answer("random", *SMALL, "--softcap", 2, "--radius", 0.1)["block"]["methods"] == [
+    assert answer("random", *SMALL, "--softcap", 2, "--over", "around:0.1")["block"]["methods"] == [
         "sum of heads: curved paths"
     ]
-    assert "radius" in run("random", *SMALL, "--radius", -1).output
+    assert "certify takes point" in refusal("random", *SMALL, "--over", "ball:1")
+    assert "one distance" in refusal("random", *SMALL, "--over", "around:1,2")
 
 
 @pytest.mark.slow

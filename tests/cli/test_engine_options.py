@@ -127,7 +127,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 @pytest.mark.slow
 def test_searches_take_an_engine(threads: list[Engine]) -> None:
-    small = ("random", "--width", 4, "--heads", 1, "--lengths", "2,3", "--radius", 1, "--starts", 2, "--steps", 3)
+    small = ("random", "--width", 4, "--heads", 1, "--lengths", "2,3", "--over", "ball:1", "--starts", 2, "--steps", 3)
     found = Command("worst-case").json(*small, "--jobs", 2)
     assert [cell["n"] for cell in found["cells"]] == [2, 3]
     assert all(0 < cell["lower"] <= cell["upper"] for cell in found["cells"])

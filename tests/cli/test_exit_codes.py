@@ -105,7 +105,7 @@ def test_debug_shows_where_without_passing_escapes_on(monkeypatch: pytest.Monkey
         ("measure", "random", "--length", 100_000_000),
         ("measure", "random", "--length", 99_999_999_999_999_999_999),
         ("measure", "random", "--width", 10**9),
-        ("bounds", "random[width=1000000000]", "--n", 4, "--radius", 1),
+        ("bounds", "random[width=1000000000]", "--n", 4, "--over", "ball:1"),
         ("measure", "random", "--seed", 99_999_999_999_999_999_999),
         ("measure", "random", "--seed", -1),
         ("measure", "random", "--threads", 1_000_000),

@@ -18,7 +18,7 @@ TINY = "random:llama[layers=1,width=16,heads=2]"
 WORDS = "to be or not to be, that is the question " * 20
 COMMANDS: dict[str, tuple[object, ...]] = {
     "measure": ("random", "--length", 4),
-    "bounds": ("random", "--radius", 1),
+    "bounds": ("random", "--over", "ball:1"),
     "worst-case": ("random", "--lengths", 2),
     "certify": ("random", "--length", 4),
     "scan": (TINY, "--lengths", 8),

@@ -42,7 +42,7 @@ def by_command(source: object, layer: int, text: Path | None, n: int, head: int)
     measured = answer("measure", *where, "--length", n)
     (bound,) = answer("bounds", *where, "--length", n)["tables"]
     (heads,) = answer("bounds", *where, "--n", n, "--per-head")["tables"]
-    near = ("worst-case", *where, "--lengths", n, "--eps", 1e-6, *QUICK)
+    near = ("worst-case", *where, "--lengths", n, "--over", "around:0.0001%", *QUICK)
     centres = [answer(*near, *of)["cells"][0]["centre"] for of in ((), ("--head", head))]
     of_heads = {row["head"]: row["value"] for row in heads["rows"] if row["kind"] == "measured" and row["norm"] == 2}
     return {
@@ -87,7 +87,7 @@ def test_several_lengths_are_windows_of_their_own(folder: Path) -> None:
     alone = [answer("measure", *where, "--length", each, "--what", "block")["block"]["value"] for each in n]
     tables = answer("bounds", *where, "--n", "5,9")["tables"]
     assert [one["measured"]["2"]["value"] for one in tables] == pytest.approx(alone, rel=SINGLE)
-    cells = answer("worst-case", *where, "--lengths", "5,9", "--eps", 1e-6, *QUICK)["cells"]
+    cells = answer("worst-case", *where, "--lengths", "5,9", "--over", "around:0.0001%", *QUICK)["cells"]
     assert [cell["centre"] for cell in cells] == pytest.approx(alone, rel=SINGLE)
 
 
@@ -131,7 +131,7 @@ def test_a_refusal_has_no_note_beside_it() -> None:
 
 
 def test_a_witness_for_the_block_that_had_a_models_name_is_found_again() -> None:
-    (cell,) = answer("worst-case", "random[like=bert-base]", "--width", 12, "--lengths", 3, "--radius", 1, *QUICK)[
+    (cell,) = answer("worst-case", "random[like=bert-base]", "--width", 12, "--lengths", 3, "--over", "ball:1", *QUICK)[
         "cells"
     ]
     kept = Witness.load(cell["file"])
@@ -142,7 +142,7 @@ def test_a_witness_for_the_block_that_had_a_models_name_is_found_again() -> None
 
 
 def test_a_witness_for_a_random_model_is_found_again_where_it_is_named() -> None:
-    (cell,) = answer("worst-case", RANDOM, "--lengths", 3, "--radius", 1, *QUICK)["cells"]
+    (cell,) = answer("worst-case", RANDOM, "--lengths", 3, "--over", "ball:1", *QUICK)["cells"]
     assert "name it yourself" in Command("measure").refusal("--witness", cell["file"])
     again = answer("measure", RANDOM, "--witness", cell["file"])
     assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import howsmooth as hs
-from howsmooth.bounds import TokenSet
 from howsmooth.cli.bounds import bounds
 from howsmooth.cli.exit_codes import OneLineErrors
 from howsmooth.cli.measure import measure
 from howsmooth.cli.worst_case import worst_case
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.search.witness import Witness
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
@@ -89,10 +89,10 @@ def dense_norm(attention: hs.SelfAttention, x: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() -> None:
-    found = search("random", *SMALL, "--causal", "--lengths", "2,4", "--radius", "2,1", "--seed", 5)
+    found = search("random", *SMALL, "--causal", "--lengths", "2,4", "--over", "ball:2,1", "--seed", 5)
     attention = hs.SelfAttention.random(6, 2, seed=5, mask="causal")
     seed = found["setting"]["seeds"]["solver"]
-    expected = sandwich(attention, [2, 4], radii=[1.0, 2.0], starts=2, steps=20, seed=seed)
+    expected = sandwich(attention, [2, 4], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], starts=2, steps=20, seed=seed)
     assert len(found["cells"]) == 4
     for mine, theirs in zip(found["cells"], expected.to_dict(), strict=True):
         own = {"seconds": 0, "file": None}
@@ -105,7 +105,7 @@ def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() ->
 
 @pytest.mark.slow
 def test_the_table_names_both_ends_and_every_file() -> None:
-    done = run("worst-case", "random", *SMALL, "--lengths", "2,4", "--radius", "1", "--head", 1, *QUICK)
+    done = run("worst-case", "random", *SMALL, "--lengths", "2,4", "--over", "ball:1", "--head", 1, *QUICK)
     assert done.exit_code == 0, done.output
     for part in (
         "head 1",
@@ -133,7 +133,7 @@ def test_the_usual_set_of_weights_without_a_model_are_tokens_of_unit_rms() -> No
 
 
 def test_the_infinity_norm_is_searched_too() -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", 1, "--norm", "inf")["cells"]
+    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1", "--norm", "inf")["cells"]
     witness = Witness.load(cell["file"])
     attention = hs.SelfAttention.random(6, 2, dtype=torch.float32).in_dtype(torch.float64)
     matrix = dense_jacobian(attention, witness.x)
@@ -142,11 +142,11 @@ def test_the_infinity_norm_is_searched_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--radius", "layer"), ("--after", "h.0.ln_1")])
+@pytest.mark.parametrize("options", [("--over", "norm"), ("--over", "norm:h.0.ln_1")])
 def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str, str]) -> None:
     (cell,) = search(layer, "--heads", 2, "--lengths", 3, *options)["cells"]
     raw = load_file(layer)
-    tokens = TokenSet.after_layer_norm(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
+    tokens = Ellipsoid.layer_norm(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
     assert cell["size"] == tokens.radius
     z = (Witness.load(cell["file"]).x - tokens.centre) / raw["h.0.ln_1.weight"]
     assert float(z.norm(dim=-1).max()) <= 6**0.5 * (1 + 1e-6)
@@ -157,7 +157,7 @@ def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str
 def test_eps_searches_near_stored_tokens(layer: Path, tmp_path: Path) -> None:
     x = torch.randn(5, 6, dtype=torch.float64)
     np.save(tmp_path / "x.npy", x.numpy())
-    found = search(layer, "--heads", 2, "--input", tmp_path / "x.npy", "--eps", "0.1,0.01", "--lengths", "3,5")
+    found = search(layer, "--heads", 2, "--input", tmp_path / "x.npy", "--over", "around:10%,1%", "--lengths", "3,5")
     for cell in found["cells"]:
         witness = Witness.load(cell["file"])
         share = cell["size"] / float(x.norm(dim=-1).mean())
@@ -173,7 +173,9 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     (on_set,) = answer("worst-case", *asked)["cells"]
     assert (on_set["over"]["set"], on_set["over"]["origin"]) == ("normalised", "LayerNorm")
     (tmp_path / "story.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
-    (near,) = answer("worst-case", *asked, "--around", tmp_path / "story.txt", "--eps", "0.05", "--head", 3)["cells"]
+    (near,) = answer("worst-case", *asked, "--around", tmp_path / "story.txt", "--over", "around:5%", "--head", 3)[
+        "cells"
+    ]
     assert near["centre"] < near["lower"] < near["upper"]
     again = answer("measure", "minilm", "--witness", near["file"])
     assert again["witness"]["value"] == near["lower"]
@@ -185,7 +187,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     "options", [(), ("--head", 1), ("--norm", "inf"), ("--window", 2, "--softcap", 5, "--head", 0)]
 )
 def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> None:
-    (cell,) = search("random", *SMALL, "--causal", "--lengths", 4, "--radius", 1.5, "--seed", 3, *options)["cells"]
+    (cell,) = search("random", *SMALL, "--causal", "--lengths", 4, "--over", "ball:1.5", "--seed", 3, *options)["cells"]
     again = answer("measure", "--witness", cell["file"])
     assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]
     found = again["heads"]["value"][cell["head"]] if cell["head"] is not None else again["block"]["value"]
@@ -198,7 +200,7 @@ def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> N
 @pytest.mark.slow
 def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
     here = (layer, "--heads", 2)
-    (cell,) = search(*here, "--lengths", 3, "--radius", 1)["cells"]
+    (cell,) = search(*here, "--lengths", 3, "--over", "ball:1")["cells"]
     moved = layer.rename(layer.with_name("moved.safetensors"))
     assert answer("measure", moved, "--heads", 2, "--witness", cell["file"])["witness"]["value"] == cell["lower"]
     assert "no file" in refusal("measure", layer, "--witness", cell["file"])
@@ -207,7 +209,7 @@ def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
 
 
 def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None:
-    (cell,) = search(layer, "--heads", 2, "--lengths", 3, "--radius", 1)["cells"]
+    (cell,) = search(layer, "--heads", 2, "--lengths", 3, "--over", "ball:1")["cells"]
     changed = load_file(layer)
     changed["h.0.attn.q_proj.weight"][0, 0] += 1e-6
     save_file(changed, layer)
@@ -217,7 +219,7 @@ def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None
 @pytest.mark.slow
 def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
     """The factor on the logits is no weight: the hash does not know it, the number does."""
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", 2)["cells"]
+    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:2")["cells"]
     found = Witness.load(cell["file"])
     kept = found.source | {"scale": 0.3}
     Witness(**{**vars(found), "source": kept}).save(cell["file"])
@@ -227,7 +229,7 @@ def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
 
 @pytest.mark.slow
 def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", 1)["cells"]
+    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1")["cells"]
     whole = Path(cell["file"]).read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-40])
     (tmp_path / "empty.safetensors").write_bytes(b"")
@@ -238,7 +240,14 @@ def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
     assert "is no witness" in refusal("measure", "--witness", layer)
     assert "leave out --input" in refusal("measure", "--witness", cell["file"], "--length", 4)
     from_python = hs.SelfAttention.random(6, 2)
-    sandwich(from_python, [3], radii=[1.0], starts=1, steps=2, files=lambda n, over: tmp_path / "mine.safetensors")
+    sandwich(
+        from_python,
+        [3],
+        over=[hs.sets.Ball(1.0)],
+        starts=1,
+        steps=2,
+        files=lambda n, over: tmp_path / "mine.safetensors",
+    )
     assert "name the weights" in refusal("measure", "--witness", tmp_path / "mine.safetensors")
     named = answer("measure", "random[width=6,heads=2]", "--witness", tmp_path / "mine.safetensors")
     assert named["witness"]["value"] == named["witness"]["stored"]
@@ -299,7 +308,7 @@ def test_a_witness_of_the_version_before_is_replayed_to_the_same_number() -> Non
 
 @pytest.mark.slow
 def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
-    (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--radius", 1)["cells"]
+    (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--over", "ball:1")["cells"]
     said = refusal("measure", "--witness", cell["file"])
     assert f"howsmooth measure {layer} --witness" in said.replace("\n", "")
     again = answer("measure", layer, "--witness", cell["file"])  # --heads and --causal are those of the file
@@ -311,7 +320,7 @@ def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_files() -> None:
-    asked = ("random", *SMALL, "--lengths", "2,4", "--radius", "1")
+    asked = ("random", *SMALL, "--lengths", "2,4", "--over", "ball:1")
     first = search(*asked, "--out", "a")["cells"]
     second = search(*asked, "--out", "b")["cells"]
     for one, two in zip(first, second, strict=True):
@@ -324,51 +333,54 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "short.npy", np.ones((3, 6)))
     ask = ("worst-case", "random", *SMALL, "--lengths", 3)
     for wrong in ("0", "-1", "nan", "inf", "wide", "1,"):
-        assert "--radius takes positive numbers" in refusal(*ask, "--radius", wrong)
+        assert "names no set" in refusal(*ask, "--over", f"ball:{wrong}")
     for wrong in ("-0.1", "0", "nan"):
-        assert "--eps takes positive numbers" in refusal(*ask, "--eps", wrong)
-    assert "holds no normalisation" in refusal(*ask, "--radius", "layer")
-    assert "two different sets" in refusal(*ask, "--radius", 1, "--eps", 0.1)
-    assert "not how near" in refusal("worst-case", layer, "--heads", 2, "--input", tmp_path / "short.npy")
-    assert "lengths are numbers" in refusal(*ask[:-1], "0", "--radius", 1)
+        assert "names no set" in refusal(*ask, "--over", f"around:{wrong}%")
+    assert "holds no normalisation" in refusal(*ask, "--over", "norm")
+    assert "not a point" in refusal(*ask, "--over", "point")
+    assert "give its distance" in refusal("worst-case", layer, "--heads", 2, "--input", tmp_path / "short.npy")
+    assert "lengths are numbers" in refusal(*ask[:-1], "0", "--over", "ball:1")
     assert "leave out --length" in refusal(*ask, "--length", 4)
-    assert "there is no head 2" in refusal(*ask, "--head", 2, "--radius", 1)
+    assert "there is no head 2" in refusal(*ask, "--head", 2, "--over", "ball:1")
     assert "--seconds is a positive" in refusal(*ask, "--seconds", 0)
-    assert "give --after too" in refusal(*ask, "--rms")
     assert "--norm" in refusal(*ask, "--norm", "1")
     assert "are for models" in refusal(*ask, "--layer", 1)
-    assert "are for models" in refusal(*ask, "--around", tmp_path / "t.txt", "--eps", 0.1)
-    near = ("worst-case", layer, "--heads", 2, "--eps", 0.1)
+    assert "are for models" in refusal(*ask, "--around", tmp_path / "t.txt", "--over", "around:10%")
+    near = ("worst-case", layer, "--heads", 2, "--over", "around:10%")
     assert "the input has 3" in refusal(*near, "--input", tmp_path / "short.npy", "--lengths", 4)
     assert "holds 2" in refusal(*near, "--input", tmp_path / "batch.npy", "--lengths", 2)
-    assert "no normalisation 'h.7.ln_1.'" in refusal("worst-case", layer, "--heads", 2, "--after", "h.7.ln_1")
+    assert "no normalisation 'h.7.ln_1'" in refusal("worst-case", layer, "--heads", 2, "--over", "norm:h.7.ln_1")
     assert "cannot load the model" in refusal("worst-case", "no-such/model", "--lengths", 2)
     (tmp_path / "taken").write_text("")
-    assert "File exists" in refusal(*ask, "--radius", 1, "--out", tmp_path / "taken")
+    assert "File exists" in refusal(*ask, "--over", "ball:1", "--out", tmp_path / "taken")
 
 
 @pytest.mark.slow
 @needs_minilm
 def test_wrong_requests_about_a_model_are_one_line() -> None:
     assert "layer 6 does not exist" in refusal("worst-case", "minilm", "--layer", 6)
-    assert "there is no file none.txt" in refusal("worst-case", "minilm", "--around", "none.txt", "--eps", 0.1)
+    assert "there is no file none.txt" in refusal(
+        "worst-case", "minilm", "--around", "none.txt", "--over", "around:10%"
+    )
 
 
 def test_more_tokens_than_memory_are_refused_at_once() -> None:
     began = time.monotonic()
-    said = refusal("worst-case", "random", *SMALL, "--lengths", 100_000_000, "--radius", 1)
+    said = refusal("worst-case", "random", *SMALL, "--lengths", 100_000_000, "--over", "ball:1")
     assert time.monotonic() - began < 20
     assert "memory" in said or "GiB" in said
 
 
 @pytest.mark.slow
 def test_a_large_radius_gives_a_right_answer_and_a_larger_one_a_clear_error() -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--radius", "1e3")["cells"]
+    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1e3")["cells"]
     witness = Witness.load(cell["file"])
     assert cell["lower"] == pytest.approx(dense_norm(hs.SelfAttention.random(6, 2), witness.x), rel=1e-3)
     assert cell["upper"] >= cell["lower"]
     for radius in ("1e9", "1e160", "1e300"):
-        assert "choose a smaller radius" in refusal("worst-case", "random", *SMALL, "--lengths", 3, "--radius", radius)
+        assert "choose a smaller radius" in refusal(
+            "worst-case", "random", *SMALL, "--lengths", 3, "--over", f"ball:{radius}"
+        )
 
 
 def test_help_has_examples_and_every_option_of_the_map() -> None:
@@ -377,9 +389,8 @@ def test_help_has_examples_and_every_option_of_the_map() -> None:
     for option in (
         "--head",
         "--lengths",
-        "--radius",
+        "--over",
         "--around",
-        "--eps",
         "--seconds",
         "--out",
         "--kv-heads",
@@ -403,7 +414,7 @@ def stop_once_something_is_kept():
     os.kill(os.getpid(), signal.SIGINT)
 if {stopped}:
     threading.Thread(target=stop_once_something_is_kept, daemon=True).start()
-app('worst-case random --width 16 --heads 2 --lengths 24,32 --radius 3 --steps {steps}'.split())
+app('worst-case random --width 16 --heads 2 --lengths 24,32 --over ball:3 --steps {steps}'.split())
 """
 
 

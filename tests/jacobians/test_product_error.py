@@ -9,7 +9,7 @@ from torch import Tensor
 import howsmooth as hs
 from evidence import offsets
 from howsmooth.jacobians import attention_jacobian, attention_operator, tiles
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.product_error import spectral_bound as spectral
 from howsmooth.jacobians.token_blocks import TokenBlocks
@@ -201,7 +201,7 @@ def test_heads_taken_together_are_bounded_more_sharply_and_still_truly(
     attention = hs.SelfAttention(*weights, heads=heads, kv_heads=kv_heads)
     x = torch.randn(n, width, generator=generator)
     exact = attention_jacobian(attention.in_dtype(torch.float64), x.double())
-    point = Point.at(attention, x[None], torch.float32)
+    point = EvaluationPoint.at(attention, x[None], torch.float32)
     operator = attention_jacobian(attention, x)
     plain, together = (
         PathErrors.of(attention, point, operator.mixing, by_head=False, together=sharp) for sharp in (False, True)

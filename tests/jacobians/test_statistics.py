@@ -14,7 +14,7 @@ from howsmooth.jacobians import attention_jacobian
 from howsmooth.jacobians.dropped_tiles import statistics, tile_bounds
 from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
 from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.softmax_products import Mixing
 
 N, D, SIDE = 43, 6, 8
@@ -36,9 +36,9 @@ def maps() -> Iterator[AttentionMap]:
     yield hs.SigmoidAttention(*weights, heads=2)
 
 
-def point(attention: AttentionMap, dtype: torch.dtype = torch.float64) -> Point:
+def point(attention: AttentionMap, dtype: torch.dtype = torch.float64) -> EvaluationPoint:
     x = torch.randn(2, N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return Point.at(attention, x, dtype)
+    return EvaluationPoint.at(attention, x, dtype)
 
 
 @pytest.mark.parametrize("memory", [0, 3000, MEMORY])
@@ -87,7 +87,7 @@ def test_the_spread_of_keys_is_that_of_the_plain_way_where_all_tiles_count(monke
 
 def key_spreads(attention: AttentionMap, x: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The spreads of keys about their means, in float64 from all weights one by one, and as they come with sizes."""
-    at = Point.at(attention, x[None], dtype)
+    at = EvaluationPoint.at(attention, x[None], dtype)
     plain, (sized, _) = Mixing.at(attention, at, torch.float64, MEMORY), sized_mixing(attention, at, dtype, MEMORY)
     weights = torch.zeros(len(plain.query), len(x), len(x), dtype=torch.float64)
     for tile in plain.tiles:
@@ -174,7 +174,7 @@ def test_every_tile_is_within_its_sizes_and_they_are_not_far_off() -> None:
 
 def shares_of_sizes(attention: AttentionMap, x: Tensor) -> Tensor:
     """The exact norms of all tiles in float64, divided by their sizes from a pass in float32, ``(tiles, 3)``."""
-    at = Point.at(attention, x[None], torch.float64)
+    at = EvaluationPoint.at(attention, x[None], torch.float64)
     exact, _ = sized_mixing(attention, at, torch.float64, MEMORY)
     sizes = sized_mixing(attention, at, torch.float32, MEMORY)[1]
     norms = []

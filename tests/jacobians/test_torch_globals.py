@@ -111,10 +111,10 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "measure_heads": lambda f, x: hs.measure_heads(f, x).value,
     "explain": lambda f, x: hs.explain(f, x).total.value,
     "certify": lambda f, x: hs.certify(f, x).upper,
-    "certify, heads": lambda f, x: hs.certify(f, x, radius=0.01, per_head=True).upper,
-    "certify, ball": lambda f, x: hs.certify(f, x, radius=0.01).upper,
-    "table": lambda f, x: [row.value for row in hs.bounds.table(f, x=x).rows],
-    "worst_case": lambda f, x: hs.worst_case(f, 3, radius=1.0, starts=2, steps=2).value,
+    "certify, heads": lambda f, x: hs.certify(f, hs.sets.Around(x, 0.01), per_head=True).upper,
+    "certify, ball": lambda f, x: hs.certify(f, hs.sets.Around(x, 0.01)).upper,
+    "table": lambda f, x: [row.value for row in hs.bounds.table(f, over=x).rows],
+    "worst_case": lambda f, x: hs.worst_case(f, 3, over=hs.sets.Ball(1.0), starts=2, steps=2).value,
 }
 
 

@@ -63,10 +63,10 @@ def test_running_means_stretch_by_nearly_two_where_the_unmasked_constants_are_on
         assert float(local_constant(causal, Measure.of_tokens(tokens), rtol=1e-4)) == pytest.approx(norm, abs=6e-4)
         assert float(local_constant(plain, Measure.empirical(tokens))) == pytest.approx(1.0, rel=1e-9)
     for name in evidence.UNMASKED:
-        assert float(hs.bounds.get(name)(plain, radius=1.0)) == 1.0
+        assert float(hs.bounds.get(name)(plain, over=hs.sets.Ball(1.0))) == 1.0
         with pytest.raises(hs.DoesNotApply):
-            hs.bounds.get(name)(causal, radius=1.0)
-    assert float(hs.bounds.get("howsmooth.masked_mean_field")(causal, radius=1.0)) == 2.0
+            hs.bounds.get(name)(causal, over=hs.sets.Ball(1.0))
+    assert float(hs.bounds.get("howsmooth.masked_mean_field")(causal, over=hs.sets.Ball(1.0))) == 2.0
 
 
 def test_ratio_is_the_quotient_of_distances() -> None:

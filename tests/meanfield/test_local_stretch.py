@@ -79,7 +79,7 @@ def test_three_atoms_answer_for_a_billion_tokens() -> None:
     push = p[1:, :1] * (1 + (x[0] - mean[1:]) * -10 * x[1:])
     expected = (torch.tensor([[0.3], [0.7]]) * push.square()).sum().sqrt() / 1e-9**0.5
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
-    assert found.upper <= hs.bounds.get("howsmooth.mean_field")(head, radius=1.0)
+    assert found.upper <= hs.bounds.get("howsmooth.mean_field")(head, over=hs.sets.Ball(1.0))
 
 
 @pytest.mark.slow

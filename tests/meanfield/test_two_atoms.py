@@ -46,7 +46,11 @@ def test_measured_supremum_is_slightly_larger_and_below_the_bound(b: int) -> Non
         method="bounded",
     )
     assert -best.fun == pytest.approx(MEASURED[b], rel=2e-4)
-    assert two_atom(b, 1.0).value < -best.fun <= float(hs.bounds.get("howsmooth.mean_field")(head(b), radius=1.0))
+    assert (
+        two_atom(b, 1.0).value
+        < -best.fun
+        <= float(hs.bounds.get("howsmooth.mean_field")(head(b), over=hs.sets.Ball(1.0)))
+    )
 
 
 @pytest.mark.parametrize("b", [0.3, 1.0, 2.5])

@@ -320,7 +320,7 @@ NEWEST = ["deepseek_v3", "gpt_oss", "llama4_text", "olmo2", "qwen3_next"]
 def test_bounds_of_the_newest_maps_hold_or_refuse(kind: str) -> None:
     tiny = TINY[kind]
     for s in capture(tiny.build(), tiny.inputs(8)):
-        where = setting(s.attention, x=s.x)
+        where = setting(s.attention, over=s.x)
         heads, block = upper_bounds(where, per_head=True), upper_bounds(where)
         measured, whole = hs.measure_heads(s.attention, s.x, rtol=1e-4), hs.measure(s.attention, s.x, rtol=1e-4)
         assert all(bool((bound >= measured.lower).all()) for bound in heads.values())

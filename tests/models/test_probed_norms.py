@@ -14,8 +14,8 @@ import transformers.models
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import TokenSet
 from howsmooth.models.probed_norms import read_norm
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 WIDTH = 8
 FEW = {
@@ -70,7 +70,7 @@ def inputs() -> Tensor:
 def verdict(norm: nn.Module) -> str:
     """Whether the set is refused, right (holds every answer and is reached) or wrong."""
     try:
-        found = TokenSet.after(norm)
+        found = Ellipsoid.after(norm)
     except hs.InvalidInput:
         return "refused"
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_gains_and_means_are_read_off_the_answers(name: str) -> None:
     norm = next(found for entry in classes(folder) if entry.__name__ == wanted and (found := built(entry)))
     kind, extra = FEW[name]
     assert verdict(norm) == "right"
-    assert TokenSet.after(norm).origin == kind
+    assert Ellipsoid.after(norm).origin == kind
     assert torch.equal(read_norm(norm).gain, extra + norm.weight.detach())
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_normalisation_of_single_tokens_is_refused() -> None:
     none = next(found for entry in classes("mobilebert") if entry.__name__ == "NoNorm" and (found := built(entry)))
     for norm in (none, nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm((3, 4))):
         with pytest.raises(hs.InvalidInput):
-            TokenSet.after(norm)
+            Ellipsoid.after(norm)
 
 
 def test_bounds_behind_such_norms_hold() -> None:
@@ -107,13 +107,13 @@ def test_bounds_behind_such_norms_hold() -> None:
     with torch.no_grad():
         measured = float(hs.measure(head, gemma(x)).lower)
     assert measured > 2
-    assert float(hs.bounds.get("howsmooth.mean_field")(head, n=6, tokens=gemma)) >= measured
+    assert float(hs.bounds.get("howsmooth.mean_field")(head, n=6, over=gemma)) >= measured
 
 
 def test_norms_without_weights_take_the_width_of_the_attention() -> None:
     plain = nn.RMSNorm(4, elementwise_affine=False)
-    assert TokenSet.after(plain).radius == 2.0
-    assert float(hs.bounds.get("howsmooth.sqrt_n")(hs.SelfAttention.random(4), n=3, tokens=plain)) > 0
+    assert Ellipsoid.after(plain).radius == 2.0
+    assert float(hs.bounds.get("howsmooth.sqrt_n")(hs.SelfAttention.random(4), n=3, over=plain)) > 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth._util.common import rounded
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds import CATALOGUE, TokenSet
+from howsmooth.bounds import CATALOGUE
 from howsmooth.bounds.question_setting import setting
 
 STORED = Path(__file__).parent / "data" / "minilm.json"
@@ -88,7 +88,7 @@ def measure_layer(attention: AttentionMap, x: Tensor) -> tuple[list[dict[str, An
     """One row per head and one for the block, and the input energies ``(heads, n)``."""
     story = hs.explain(attention, x, per_head=True, influence=False)
     block = hs.explain(attention, x, influence=False)
-    where = setting(attention, x=x, n=len(x), tokens=TokenSet.around(x))
+    where = setting(attention, over=x, n=len(x))
     per_head = {name: CATALOGUE[name].at(where, per_head=True) for name in ("howsmooth.three_path", *HEAD_BOUNDS)}
     whole = float(CATALOGUE["howsmooth.three_path"].at(where))
     rows = []

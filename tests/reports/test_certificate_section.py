@@ -38,7 +38,7 @@ def test_every_rung_is_what_the_library_says(found: Ladder) -> None:
     assert found.measured == hs.certify(attention, x, per_head=True).lower.tolist()
     assert found.radii == tuple(0.1 * share for share in SHARES)
     for radius, worst, upper in zip(found.radii, found.worst, found.certified, strict=True):
-        assert upper == hs.certify(attention, x, per_head=True, radius=radius).upper.tolist()
+        assert upper == hs.certify(attention, hs.sets.Around(x, radius), per_head=True).upper.tolist()
         assert all(low <= most <= top for low, most, top in zip(found.measured, worst, upper, strict=True))
     assert all(small <= large for small, large in zip(found.worst[0], found.worst[-1], strict=True))
     assert max(found.worst[-1]) > 1.001 * max(found.measured)  # the search has moved

@@ -12,9 +12,10 @@ import torch
 import howsmooth as hs
 from howsmooth.engines import EngineError
 from howsmooth.search import Witness, distributed_starts, sandwich
+from howsmooth.sets import Ball
 
 N, STARTS = 5, 3
-ASKED: dict[str, Any] = {"radius": 1.5, "starts": STARTS, "steps": 12, "constructions": False}
+ASKED: dict[str, Any] = {"over": Ball(1.5), "starts": STARTS, "steps": 12, "constructions": False}
 
 
 @pytest.fixture
@@ -83,6 +84,6 @@ def test_ctrl_c_gives_the_best_so_far(attention: hs.SelfAttention) -> None:
 
 def test_both_ends_take_an_executor_too(attention: hs.SelfAttention) -> None:
     with ThreadPoolExecutor(2) as threads:
-        (cell,) = sandwich(attention, [3], radii=[1.0], starts=1, steps=4, executor=threads)
+        (cell,) = sandwich(attention, [3], over=[hs.sets.Ball(1.0)], starts=1, steps=4, executor=threads)
     assert cell.upper is not None
     assert 0 < cell.lower <= cell.upper.value

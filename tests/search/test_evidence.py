@@ -21,8 +21,8 @@ from howsmooth.bounds.bound_table import Row
 from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
-from howsmooth.search import Embeddings
-from howsmooth.sets import TokenSet
+from howsmooth.sets import Tokens
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian as dense
 
 F64 = torch.float64
@@ -46,7 +46,7 @@ def head_case(search: object = lambda n: 4 * n**0.5, gamma: float = 1.0) -> gpt2
 def test_a_point_has_the_dense_norm_at_every_construction() -> None:
     block = hs.SelfAttention.random(8, 2, dtype=F64, mask="causal")
     found = gpt2.head_point(block, 1, 6, 2.0)
-    alone, tokens = block.head(1), TokenSet.ball(2.0, 8)
+    alone, tokens = block.head(1), Ellipsoid.ball(2.0, 8)
     assert found.clusters == pytest.approx(dense_norm(alone, two_cluster_input(alone, tokens, 6)), rel=1e-9)
     assert found.theorem <= found.search * (1 + 1e-9)
     assert found.search <= found.upper.value
@@ -142,7 +142,7 @@ def test_a_missed_target_is_said_and_a_value_above_a_bound_is_refused() -> None:
 def test_embedded_tokens_are_what_the_first_layer_sees(name: str) -> None:
     opened = open_model(name)
     window = real.window(opened)
-    over = Embeddings(*real.embeddings(opened.model))
+    over = Tokens(*real.embeddings(opened.model))
     seen = Targets(opened, window).sites[0].x
     torch.testing.assert_close(over.sequence(window.ids[0]), seen.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(

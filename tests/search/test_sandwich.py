@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, TokenSet, table
+from howsmooth.bounds import CATALOGUE, table
 from howsmooth.bounds.bound_table import ContradictedBound
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.sandwich_curves import sandwich_figure
 from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.sandwich_result import in_words
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.search.witness import Witness
-from howsmooth.sets import Ball, InputSet, Neighbourhood, Normalised, Sphere
+from howsmooth.sets import Around, Ball, InputSet, Normalised, Sphere
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian
 
 QUICK = {"starts": 2, "steps": 25}
@@ -41,14 +41,16 @@ def against_identity(**options: object) -> hs.SelfAttention:
 @pytest.mark.slow
 def test_both_ends_hold_for_every_length_and_radius() -> None:
     attention = hs.SelfAttention.random(6, heads=2, mask="causal", seed=1)
-    found = sandwich(attention, [2, 5], radii=[2.0, 1.0], **QUICK)
+    found = sandwich(attention, [2, 5], over=[hs.sets.Ball(2.0), hs.sets.Ball(1.0)], **QUICK)
     assert [(cell.n, cell.size) for cell in found] == [(2, 1.0), (2, 2.0), (5, 1.0), (5, 2.0)]
     for cell in found:
         assert cell.witness.x.shape == (cell.n, 6)
         assert cell.over.excess(cell.witness.x) < 1e-9
         assert cell.lower == pytest.approx(dense_norm(attention, cell.witness.x), rel=1e-3)
         assert cell.lower <= dense_norm(attention, cell.witness.x) * (1 + 1e-9)
-        best = table(attention, n=cell.n, radius=cell.size).tightest("upper", ["ball", "global", "mean-field d2"])
+        best = table(attention, n=cell.n, over=hs.sets.Ball(cell.size)).tightest(
+            "upper", ["ball", "global", "mean-field d2"]
+        )
         assert best is not None
         assert cell.upper is not None
         assert (cell.upper.name, cell.upper.value) == (best.name, best.value)
@@ -58,7 +60,7 @@ def test_both_ends_hold_for_every_length_and_radius() -> None:
 
 def test_the_worst_case_of_minus_identity_lies_between_known_ends() -> None:
     """a = R² = 8: the search must reach 16.1 at n = 8, and no input exceeds a + (1 + a)√n."""
-    (cell,) = sandwich(against_identity(), [8], radii=[8**0.5])
+    (cell,) = sandwich(against_identity(), [8], over=[hs.sets.Ball(8**0.5)])
     assert cell.upper is not None
     assert cell.upper.value == pytest.approx(8 + 9 * 8**0.5)
     assert 16.1 <= cell.lower <= cell.upper.value
@@ -68,10 +70,10 @@ def test_the_worst_case_of_minus_identity_lies_between_known_ends() -> None:
 def test_one_head_has_ends_of_its_own() -> None:
     attention = hs.SelfAttention.random(6, heads=3, seed=2)
     for head in range(3):
-        (cell,) = sandwich(attention, [4], radii=[1.5], head=head, **QUICK)
+        (cell,) = sandwich(attention, [4], over=[hs.sets.Ball(1.5)], head=head, **QUICK)
         measured = hs.measure_heads(attention, cell.witness.x).value
         assert cell.lower == pytest.approx(float(measured[head]), rel=1e-6)
-        rows = [row for row in table(attention, n=4, radius=1.5, per_head=True) if row.kind == "upper"]
+        rows = [row for row in table(attention, n=4, over=hs.sets.Ball(1.5), per_head=True) if row.kind == "upper"]
         assert cell.upper is not None
         assert cell.upper.value == min(row.value for row in rows if (row.head, row.norm) == (head, 2))
         assert cell.upper.head == head
@@ -82,8 +84,11 @@ def test_a_larger_ball_is_never_left_below_a_smaller_one() -> None:
     """The smaller ball's witness is offered, so that one step from one start cannot fall behind it."""
     attention = hs.SelfAttention.random(5, seed=3)
     thorough, *hasty = (
-        sandwich(attention, [6], radii=[1.0], starts=6, steps=150),
-        *(sandwich(attention, [6], radii=[1.0, 1.0 + step], starts=1, steps=1) for step in (1e-3, 1e-6)),
+        sandwich(attention, [6], over=[hs.sets.Ball(1.0)], starts=6, steps=150),
+        *(
+            sandwich(attention, [6], over=[hs.sets.Ball(1.0), hs.sets.Ball(1.0 + step)], starts=1, steps=1)
+            for step in (1e-3, 1e-6)
+        ),
     )
     for found in hasty:
         assert found[1].lower >= found[0].lower * (1 - 1e-6)
@@ -93,16 +98,16 @@ def test_a_larger_ball_is_never_left_below_a_smaller_one() -> None:
 def test_a_longer_input_begins_from_the_shorter_ones_witness() -> None:
     """Repeating all tokens of an unmasked input leaves ‖J‖ as it is, so the longer input is not below the shorter."""
     attention = against_identity()
-    (short,) = sandwich(attention, [4], radii=[2.0], starts=4, steps=200)
+    (short,) = sandwich(attention, [4], over=[hs.sets.Ball(2.0)], starts=4, steps=200)
     doubled = short.witness.x.repeat_interleave(2, 0)
     assert float(hs.measure(attention, doubled, rtol=1e-9)) >= short.lower * (1 - 1e-6)
-    both = sandwich(attention, [4, 8], radii=[2.0], starts=1, steps=1)
+    both = sandwich(attention, [4, 8], over=[hs.sets.Ball(2.0)], starts=1, steps=1)
     assert both[1].lower >= both[0].lower * (1 - 1e-6)
 
 
 def test_the_table_says_when_an_earlier_witness_won() -> None:
     attention = hs.SelfAttention.random(5, seed=3)
-    first, second = sandwich(attention, [6], radii=[1.0, 1.0 + 1e-9], starts=3, steps=100)
+    first, second = sandwich(attention, [6], over=[hs.sets.Ball(1.0), hs.sets.Ball(1.0 + 1e-9)], starts=3, steps=100)
     assert (first.start, second.start) == (first.witness.start, "an earlier witness")
 
 
@@ -110,21 +115,21 @@ def test_the_table_says_when_an_earlier_witness_won() -> None:
 def test_near_an_input_the_witness_lies_between_its_value_and_the_neighbourhood_bound() -> None:
     attention = hs.SelfAttention.random(8, heads=2, seed=4)
     x = torch.randn(7, 8, generator=torch.Generator().manual_seed(5))
-    found = sandwich(attention, [3, 7], around=x, eps=[0.05, 0.2], **QUICK)
+    found = sandwich(attention, [3, 7], over=[hs.sets.Around(x, 0.05), hs.sets.Around(x, 0.2)], **QUICK)
     for cell in found:
-        assert isinstance(cell.over, Neighbourhood)
+        assert isinstance(cell.over, Around)
         assert float((cell.witness.x - x[: cell.n]).norm(dim=-1).max()) <= cell.over.eps * (1 + 1e-9)
         assert cell.centre == pytest.approx(dense_norm(attention, x[: cell.n].double()), rel=1e-3)
         assert cell.upper is not None
         assert cell.centre * (1 - 1e-6) <= cell.lower <= cell.upper.value
-        expected = CATALOGUE["howsmooth.three_path_ball"](attention, x=x[: cell.n], eps=cell.over.eps)
+        expected = CATALOGUE["howsmooth.three_path_ball"](attention, over=hs.sets.Around(x[: cell.n], cell.over.eps))
         assert cell.upper.value <= float(expected) * (1 + 1e-12)
     assert found[1].lower > found[0].lower
 
 
 def test_frobenius_balls_take_the_bound_of_the_ball_per_token_that_holds_them() -> None:
     attention, x = hs.SelfAttention.random(4, seed=6), torch.randn(5, 4)
-    together, each = Neighbourhood(x, 0.1, per_token=False), Neighbourhood(x, 0.1)
+    together, each = Around(x, 0.1, per_token=False), Around(x, 0.1)
     assert tightest_upper(attention, 5, together) == tightest_upper(attention, 5, each)
     (cell,) = sandwich(attention, [5], over=together, **QUICK)
     assert float((cell.witness.x - x).norm()) <= 0.1 * (1 + 1e-6)
@@ -133,17 +138,17 @@ def test_frobenius_balls_take_the_bound_of_the_ball_per_token_that_holds_them() 
 def test_a_normalisation_layer_and_its_token_set_are_the_same_set() -> None:
     attention, norm = hs.SelfAttention.random(6, heads=2, seed=7), nn.LayerNorm(6)
     nn.init.uniform_(norm.weight, 0.5, 1.5)
-    by_layer, by_set = (sandwich(attention, [4], over=over, **QUICK)[0] for over in (norm, TokenSet.after(norm)))
+    by_layer, by_set = (sandwich(attention, [4], over=over, **QUICK)[0] for over in (norm, Ellipsoid.after(norm)))
     assert by_layer.lower == by_set.lower
     assert Normalised(norm).excess(by_layer.witness.x) < 1e-9
     assert by_layer.upper == by_set.upper
-    assert by_layer.size == TokenSet.after(norm).radius
+    assert by_layer.size == Ellipsoid.after(norm).radius
 
 
 def test_several_sets_are_searched_one_after_the_other() -> None:
     sets: list[InputSet] = [Sphere(1.0), Ball(2.0)]
     found = sandwich(against_identity(), [3], over=sets, **QUICK)
-    assert [in_words(cell.over) for cell in found] == ["|x| = 1", "|x| ≤ 2"]
+    assert [str(cell.over) for cell in found] == ["|x| = 1", "|x| ≤ 2"]
     assert float((found[0].witness.x.norm(dim=-1) - 1).abs().max()) < 1e-9
 
 
@@ -179,7 +184,7 @@ def false_bound() -> Iterator[None]:
 @pytest.mark.usefixtures("false_bound")
 def test_a_false_bound_is_contradicted_loudly() -> None:
     with pytest.raises(ContradictedBound, match=r"false\.sqrt_n says .* but the witness"):
-        sandwich(against_identity(), [8], radii=[8**0.5])
+        sandwich(against_identity(), [8], over=[hs.sets.Ball(8**0.5)])
 
 
 def test_a_bound_is_contradicted_only_by_more_than_rounding() -> None:
@@ -198,7 +203,7 @@ def test_an_upper_bound_that_overflows_says_nothing() -> None:
         upper = tightest_upper(against_identity(), 4, Ball(radius))
         assert upper is not None
         assert upper.vacuous
-    (real,) = sandwich(against_identity(), [4], radii=[1.0], **QUICK)
+    (real,) = sandwich(against_identity(), [4], over=[hs.sets.Ball(1.0)], **QUICK)
     cell = replace(real, upper=not_passed(upper, real.lower))
     assert cell.ratio is None
     assert cell.to_dict()["vacuous"]
@@ -208,7 +213,7 @@ def test_an_upper_bound_that_overflows_says_nothing() -> None:
 
 def test_logits_beyond_the_resolution_of_float64_are_refused() -> None:
     with pytest.raises(InvalidInput, match="choose a smaller radius"):
-        sandwich(against_identity(), [4], radii=[1e160], **QUICK)
+        sandwich(against_identity(), [4], over=[hs.sets.Ball(1e160)], **QUICK)
 
 
 def test_interruption_keeps_what_was_found(tmp_path: Path) -> None:
@@ -221,7 +226,7 @@ def test_interruption_keeps_what_was_found(tmp_path: Path) -> None:
     def file(n: int, over: InputSet) -> Path:
         return files.setdefault(n, tmp_path / f"{n}.safetensors")
 
-    found = sandwich(against_identity(), [2, 3, 4], radii=[1.0], **QUICK, files=file, progress=interrupt)
+    found = sandwich(against_identity(), [2, 3, 4], over=[hs.sets.Ball(1.0)], **QUICK, files=file, progress=interrupt)
     assert found.interrupted
     assert [cell.n for cell in found] == [2, 3]
     assert [cell.witness.stopped == "interrupted" for cell in found] == [False, True]
@@ -233,14 +238,16 @@ def test_interruption_keeps_what_was_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_time_is_shared_by_all_searches() -> None:
     attention = hs.SelfAttention.random(16, heads=2, seed=8)
-    found = sandwich(attention, [16, 24], radii=[1.0], starts=8, steps=10**6, seconds=1.0)
+    found = sandwich(attention, [16, 24], over=[hs.sets.Ball(1.0)], starts=8, steps=10**6, seconds=1.0)
     assert [cell.witness.stopped in ("seconds", "settled") for cell in found] == [True, True]
     assert sum(cell.witness.seconds for cell in found) < 4
 
 
 def test_files_carry_the_source(tmp_path: Path) -> None:
     path, source = tmp_path / "w.safetensors", {"source": "here"}
-    (cell,) = sandwich(against_identity(), [2], radii=[1.0], **QUICK, files=lambda n, over: path, source=source)
+    (cell,) = sandwich(
+        against_identity(), [2], over=[hs.sets.Ball(1.0)], **QUICK, files=lambda n, over: path, source=source
+    )
     stored = Witness.load(path)
     assert stored.source == source
     assert torch.equal(stored.x, cell.witness.x)
@@ -250,7 +257,11 @@ def test_files_carry_the_source(tmp_path: Path) -> None:
 def test_progress_goes_from_nothing_to_all() -> None:
     seen: list[tuple[float, int]] = []
     sandwich(
-        against_identity(), [2, 3], radii=[1.0], **QUICK, progress=lambda _, done, of, best: seen.append((done, of))
+        against_identity(),
+        [2, 3],
+        over=[hs.sets.Ball(1.0)],
+        **QUICK,
+        progress=lambda _, done, of, best: seen.append((done, of)),
     )
     assert seen[0] == (0.0, 2)
     assert seen == sorted(seen)
@@ -258,7 +269,7 @@ def test_progress_goes_from_nothing_to_all() -> None:
 
 
 def test_rows_go_to_pandas_and_json() -> None:
-    found = sandwich(against_identity(), [2, 4], radii=[1.0, 2.0], **QUICK)
+    found = sandwich(against_identity(), [2, 4], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], **QUICK)
     frame = found.to_pandas()
     assert frame["lower"].tolist() == [cell.lower for cell in found]
     assert (frame["upper"] >= frame["lower"]).all()
@@ -268,7 +279,7 @@ def test_rows_go_to_pandas_and_json() -> None:
 
 @pytest.mark.slow
 def test_the_figure_shows_both_ends_against_n_and_against_the_radius() -> None:
-    found = sandwich(against_identity(), [2, 4, 8], radii=[1.0, 2.0], **QUICK)
+    found = sandwich(against_identity(), [2, 4, 8], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], **QUICK)
     figure = found.figure()
     assert [ax.get_xlabel() for ax in figure.axes] == ["number of tokens n", "radius R of the tokens"]
     left, right = ([line for line in ax.lines if len(line.get_xdata()) > 1] for ax in figure.axes)
@@ -279,7 +290,12 @@ def test_the_figure_shows_both_ends_against_n_and_against_the_radius() -> None:
         assert all(low <= high for low, high in zip(lower.get_ydata(), upper.get_ydata(), strict=True))
     (only,) = sandwich_figure(found[:1]).axes
     assert only.get_xlabel() == "number of tokens n"
-    near = sandwich(against_identity(), [2], around=torch.ones(2, 2), eps=[0.1, 0.2], **QUICK)
+    near = sandwich(
+        against_identity(),
+        [2],
+        over=[hs.sets.Around(torch.ones(2, 2), 0.1), hs.sets.Around(torch.ones(2, 2), 0.2)],
+        **QUICK,
+    )
     assert [ax.get_xlabel() for ax in near.figure().axes] == ["distance ε that tokens may move"]
 
 
@@ -287,21 +303,19 @@ def test_wrong_requests_are_refused() -> None:
     attention = against_identity()
     for wrong in ([], [0], [-2, 4], [2.5]):
         with pytest.raises(InvalidInput, match="whole number"):
-            sandwich(attention, wrong, radii=[1.0])
-    with pytest.raises(InvalidInput, match="at least one radius"):
-        sandwich(attention, [2], radii=[])
+            sandwich(attention, wrong, over=[hs.sets.Ball(1.0)])
+    with pytest.raises(InvalidInput, match="give at least one"):
+        sandwich(attention, [2], over=[])
     with pytest.raises(InvalidInput, match="got -1"):
-        sandwich(attention, [2], radii=[-1.0])
+        sandwich(attention, [2], over=[hs.sets.Ball(-1.0)])
     with pytest.raises(InvalidInput, match="got nan"):
-        sandwich(attention, [2], radii=[math.nan])
-    with pytest.raises(InvalidInput, match="give radii, or sets"):
-        sandwich(attention, [2], radii=[1.0], over=Ball(1.0))
-    with pytest.raises(InvalidInput, match="give radii, or sets"):
-        sandwich(attention, [2], around=torch.ones(2, 2))
+        sandwich(attention, [2], over=[hs.sets.Ball(math.nan)])
+    with pytest.raises(InvalidInput, match="give at least one"):
+        sandwich(attention, [2], over={3: [Ball(1.0)]})
     with pytest.raises(InvalidInput, match="the input has 2"):
-        sandwich(attention, [3], around=torch.ones(2, 2), eps=[0.1])
+        sandwich(attention, [3], over=[hs.sets.Around(torch.ones(2, 2), 0.1)])
     with pytest.raises(InvalidInput, match=r"got -0\.1"):
-        sandwich(attention, [2], around=torch.ones(2, 2), eps=[-0.1])
+        sandwich(attention, [2], over=[hs.sets.Around(torch.ones(2, 2), -0.1)])
     with pytest.raises(InvalidInput, match="width 3"):
         sandwich(attention, [2], over=nn.LayerNorm(3))
     with pytest.raises(InvalidInput, match="no search has ended"):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import TokenSet, get
+from howsmooth.bounds import get
 from howsmooth.bounds.head_constants import query_key, value_matrices
-from howsmooth.search import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
 from howsmooth.search.start_inputs import KINDS, constructions, random_starts, two_poles
+from howsmooth.sets import Around, Ball, Everywhere, InputSet, Normalised, Sphere
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian
 
 F64 = torch.float64
@@ -48,7 +49,7 @@ def test_constructions_reach_the_lower_bounds_of_the_catalogue(mask: str | None,
     head = hs.SelfAttention.from_bilinear(a, v, mask=mask)
     best = max(dense_norm(head, x) for x in named(head, Ball(1.5), 9, 3).values())
     for name in ("howsmooth.two_cluster", "howsmooth.equal_tokens", "castin2024.lower_sqrt_n"):
-        bound = float(get(name)(head, n=9, radius=1.5).nan_to_num())
+        bound = float(get(name)(head, n=9, over=hs.sets.Ball(1.5)).nan_to_num())
         assert bound <= best * (1 + 1e-12)
 
 
@@ -59,7 +60,7 @@ def test_two_poles_reach_what_their_proof_says(mask: str | None, seed: int) -> N
     generator = torch.Generator().manual_seed(seed)
     a, v = (torch.randn(4, 4, dtype=F64, generator=generator) for _ in range(2))
     head = hs.SelfAttention.from_bilinear(a, v, torch.randn(4, dtype=F64, generator=generator), mask=mask)
-    tokens = TokenSet.after_layer_norm(torch.rand(4, generator=generator) + 0.5, torch.randn(4, generator=generator))
+    tokens = Ellipsoid.layer_norm(torch.rand(4, generator=generator) + 0.5, torch.randn(4, generator=generator))
     n = 20
     x = two_poles(head, tokens, n)
     assert Normalised(tokens).excess(x) < 1e-12
@@ -81,7 +82,7 @@ def test_two_poles_are_rougher_than_two_clusters_by_a_factor_like_a() -> None:
     poles = dense_norm(head, found["two poles"])
     assert poles >= (30 / 2) ** 0.5 * 8
     assert poles > 3 * max(dense_norm(head, x) for name, x in found.items() if "clusters" in name)
-    assert poles <= float(get("howsmooth.unified")(head, n=32, radius=8**0.5))
+    assert poles <= float(get("howsmooth.unified")(head, n=32, over=hs.sets.Ball(8**0.5)))
 
 
 def test_the_tight_input_reaches_the_l2_bounds() -> None:
@@ -106,10 +107,10 @@ def test_the_tight_input_reaches_the_l2_bounds() -> None:
         Ball(1.5),
         Sphere(1.5),
         Ball(0.0),
-        Normalised(TokenSet.after_layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0]))),
-        Normalised(TokenSet.after_layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0])), surface=True),
-        Neighbourhood(torch.ones(7, 4), 0.1),
-        Neighbourhood(torch.ones(7, 4), 0.1, per_token=False),
+        Normalised(Ellipsoid.layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0]))),
+        Normalised(Ellipsoid.layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0])), surface=True),
+        Around(torch.ones(7, 4), 0.1),
+        Around(torch.ones(7, 4), 0.1, per_token=False),
     ],
     ids=lambda over: str(over.describe()),
 )

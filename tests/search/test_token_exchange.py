@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import InvalidInput
-from howsmooth.search import Embeddings, worst_case
+from howsmooth.search import worst_case
+from howsmooth.sets import Tokens
 from howsmooth.testing import dense_jacobian
 
 F64 = torch.float64
@@ -20,13 +21,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def transformed(width: int, n: int) -> Embeddings:
+def transformed(width: int, n: int) -> Tokens:
     """Learned positions, then a LayerNorm, as before the first attention of a language model."""
     positions, norm = 0.3 * draw(n, width, seed=9), nn.LayerNorm(width, dtype=F64)
-    return Embeddings(2 * draw(6, width, seed=1), transform=lambda e: norm(e + positions))
+    return Tokens(2 * draw(6, width, seed=1), transform=lambda e: norm(e + positions))
 
 
-def worst_of_all(f: nn.Module, over: Embeddings, n: int) -> float:
+def worst_of_all(f: nn.Module, over: Tokens, n: int) -> float:
     ids = torch.tensor(list(itertools.product(range(len(over.matrix)), repeat=n)))
     with torch.no_grad():
         x = over.sequence(ids)
@@ -38,7 +39,7 @@ def worst_of_all(f: nn.Module, over: Embeddings, n: int) -> float:
 @pytest.mark.slow
 def test_the_search_finds_the_worst_of_all_sequences(mask: str | None, seed: int) -> None:
     f = hs.SelfAttention.random(4, 2, seed=seed, dtype=F64, mask=mask)
-    over, n = Embeddings(3 * draw(6, 4, seed=seed)), 4
+    over, n = Tokens(3 * draw(6, 4, seed=seed)), 4
     exact = worst_of_all(f, over, n)
     witness = worst_case(f, n, over=over, starts=6, steps=30)
     assert witness.value == pytest.approx(exact, rel=1e-9)
@@ -57,7 +58,7 @@ def test_the_search_goes_through_a_transform() -> None:
 @pytest.mark.slow
 def test_functions_of_sequences_are_searched_too() -> None:
     weights = draw(3, 3, seed=2)
-    over, n = Embeddings(draw(5, 3, seed=3)), 3
+    over, n = Tokens(draw(5, 3, seed=3)), 3
 
     def f(x: Tensor) -> Tensor:
         return torch.tanh(x @ weights) * x.sum()
@@ -70,23 +71,23 @@ def test_functions_of_sequences_are_searched_too() -> None:
 
 def test_witnesses_are_sequences_of_the_vocabulary() -> None:
     f = hs.SelfAttention.random(4, dtype=F64)
-    over = Embeddings(draw(50, 4))
+    over = Tokens(draw(50, 4))
     witness = worst_case(f, 12, over=over, starts=4, steps=10)
     assert witness.ids is not None
     assert witness.ids.shape == (12,)
     assert torch.equal(witness.x, over.matrix[witness.ids])
     assert over.excess(witness.x) == 0
-    assert witness.over == {"set": "embeddings", "vocabulary": 50, "transformed": False}
+    assert witness.over == {"set": "tokens", "vocabulary": 50, "transformed": False}
     dense = dense_jacobian(f, witness.x)
     assert witness.value == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-9)
-    bound = hs.bounds.get("howsmooth.unified")(f, n=12, tokens=over.tokens)
+    bound = hs.bounds.get("howsmooth.unified")(f, n=12, over=over)
     assert witness.value <= float(bound)
 
 
 @pytest.mark.slow
 def test_the_search_is_the_same_for_the_same_seed_and_never_loses_its_start() -> None:
     f = hs.SelfAttention.random(4, dtype=F64)
-    over = Embeddings(draw(50, 4))
+    over = Tokens(draw(50, 4))
     first, second = (worst_case(f, 8, over=over, starts=3, steps=12, seed=5) for _ in range(2))
     assert first.ids is not None
     assert second.ids is not None
@@ -99,16 +100,16 @@ def test_the_search_is_the_same_for_the_same_seed_and_never_loses_its_start() ->
 
 def test_a_vocabulary_of_one_token_leaves_no_choice() -> None:
     f = hs.SelfAttention.random(4, dtype=F64)
-    witness = worst_case(f, 3, over=Embeddings(torch.ones(1, 4)), starts=2, steps=3)
+    witness = worst_case(f, 3, over=Tokens(torch.ones(1, 4)), starts=2, steps=3)
     assert witness.ids is not None
     assert witness.ids.tolist() == [0, 0, 0]
 
 
 def test_bad_questions_about_sequences_are_refused() -> None:
     f = hs.SelfAttention.random(4, dtype=F64)
-    over = Embeddings(draw(5, 4))
+    over = Tokens(draw(5, 4))
     with pytest.raises(InvalidInput, match="width 3"):
-        worst_case(f, 4, over=Embeddings(draw(5, 3)))
+        worst_case(f, 4, over=Tokens(draw(5, 3)))
     with pytest.raises(InvalidInput, match="vector of 4 token ids"):
         worst_case(f, 4, over=over, start=draw(4, 4))
     with pytest.raises(InvalidInput, match="between 0 and 4"):

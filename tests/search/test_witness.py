@@ -18,7 +18,8 @@ from evidence.damaged_files import outcomes, witness_case
 from howsmooth._util.checksummed import checksummed_bytes, read_checksummed
 from howsmooth._util.common import write_whole
 from howsmooth.errors import InvalidInput
-from howsmooth.search import Embeddings, Witness, worst_case
+from howsmooth.search import Witness, worst_case
+from howsmooth.sets import Tokens
 
 FIRST_FORMAT = Path(__file__).parent / "data" / "witness-1.safetensors"
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
@@ -26,12 +27,12 @@ HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 
 @pytest.fixture(scope="module")
 def witness() -> Witness:
-    return worst_case(HEAD, 4, radius=1.5, starts=2, steps=5)
+    return worst_case(HEAD, 4, over=hs.sets.Ball(1.5), starts=2, steps=5)
 
 
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_what_is_saved_is_read_back(norm: float, tmp_path: Path) -> None:
-    before = worst_case(HEAD, 4, radius=1.5, starts=2, steps=5, norm=norm)
+    before = worst_case(HEAD, 4, over=hs.sets.Ball(1.5), starts=2, steps=5, norm=norm)
     before.source["model"] = "random"
     before.save(tmp_path / "w.safetensors")
     after = Witness.load(tmp_path / "w.safetensors")
@@ -51,7 +52,7 @@ def test_what_is_saved_is_read_back(norm: float, tmp_path: Path) -> None:
 
 def test_token_ids_are_kept(tmp_path: Path) -> None:
     matrix = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    before = worst_case(HEAD, 3, over=Embeddings(matrix), starts=1, steps=2)
+    before = worst_case(HEAD, 3, over=Tokens(matrix), starts=1, steps=2)
     before.save(tmp_path / "w.safetensors")
     after = Witness.load(tmp_path / "w.safetensors")
     assert before.ids is not None
@@ -95,7 +96,7 @@ def test_files_that_are_no_witness_are_refused(witness: Witness, tmp_path: Path)
     path.write_bytes(b"")
     with pytest.raises(InvalidInput, match="damaged"):
         Witness.load(path)
-    save_file({"x": torch.zeros(2, 2)}, path)
+    save_file({"over": torch.zeros(2, 2)}, path)
     with pytest.raises(InvalidInput, match="no witness"):
         Witness.load(path)
     witness.save(path)
@@ -232,4 +233,4 @@ def test_links_planted_beside_a_witness_are_not_followed(witness: Witness, tmp_p
 def test_a_source_that_no_file_can_hold_is_refused_before_the_search(tmp_path: Path) -> None:
     for source in ({"a": torch.ones(2)}, {"a": math.nan}, 5):
         with pytest.raises(InvalidInput, match="source"):
-            worst_case(HEAD, 4, radius=1.0, starts=1, steps=1, source=source, save=tmp_path / "w")  # type: ignore[arg-type]
+            worst_case(HEAD, 4, over=hs.sets.Ball(1.0), starts=1, steps=1, source=source, save=tmp_path / "w")  # type: ignore[arg-type]

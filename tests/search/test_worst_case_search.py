@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import howsmooth as hs
-from howsmooth.bounds import TokenSet, get
+from howsmooth.bounds import get
 from howsmooth.errors import InvalidInput, NotDifferentiable
-from howsmooth.search import Ball, InputSet, Neighbourhood, Normalised, Sphere, Witness, worst_case
+from howsmooth.search import Witness, worst_case
 from howsmooth.search.start_inputs import constructions
+from howsmooth.sets import Around, Ball, InputSet, Normalised, Sphere
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian
 
 F64 = torch.float64
@@ -46,7 +48,7 @@ def minus_identity(mask: str | None = None) -> hs.SelfAttention:
     ("mask", "n", "least"), [(None, 8, 16.1), (None, 32, 31.9), ("causal", 8, 15.1), ("causal", 32, 27.1)]
 )
 def test_the_reference_values_for_minus_the_identity_are_reached(mask: str | None, n: int, least: float) -> None:
-    witness = worst_case(minus_identity(mask), n, radius=R)
+    witness = worst_case(minus_identity(mask), n, over=hs.sets.Ball(R))
     assert witness.value >= least
     assert witness.value == pytest.approx(dense_norm(minus_identity(mask), witness.x), rel=1e-12)
     assert Ball(R).excess(witness.x) < 1e-12
@@ -58,7 +60,7 @@ def test_the_reference_values_for_minus_the_identity_are_reached(mask: str | Non
 )
 def test_they_are_reached_by_search_alone(mask: str | None, n: int, least: float) -> None:
     """Without the constructions: the two poles are what the climb itself comes to."""
-    witness = worst_case(minus_identity(mask), n, radius=R, constructions=False, starts=32)
+    witness = worst_case(minus_identity(mask), n, over=hs.sets.Ball(R), constructions=False, starts=32)
     assert witness.value >= least
     assert witness.start.startswith("random")
 
@@ -88,14 +90,14 @@ def test_l2_attention_reaches_its_reference_at_a_thousand_tokens() -> None:
 
 
 def sets() -> dict[str, InputSet]:
-    layer = TokenSet.after_layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0]), torch.tensor([0.1, 0.0, 0.2, 0.0]))
+    layer = Ellipsoid.layer_norm(torch.tensor([0.5, 1.0, 2.0, 1.0]), torch.tensor([0.1, 0.0, 0.2, 0.0]))
     return {
         "ball": Ball(2.0),
         "sphere": Sphere(2.0),
         "ellipsoid": Normalised(layer),
         "surface": Normalised(layer, surface=True),
-        "per token": Neighbourhood(draw(6, 4, seed=1), 0.3),
-        "all tokens": Neighbourhood(draw(6, 4, seed=1), 0.3, per_token=False),
+        "per token": Around(draw(6, 4, seed=1), 0.3),
+        "all tokens": Around(draw(6, 4, seed=1), 0.3, per_token=False),
     }
 
 
@@ -112,10 +114,10 @@ def test_witnesses_are_true_lie_in_the_set_and_beat_its_constructions(name: str,
     assert witness.history == sorted(witness.history)
     assert witness.history[-1] <= witness.value * (1 + 1e-9)
     assert witness.over == over.describe()
-    tokens = over.token_set(4)
+    tokens = over.ellipsoid(4)
     assert tokens is not None
     if norm == 2:
-        assert witness.value <= float(get("howsmooth.sqrt_n")(f, n=6, tokens=tokens))
+        assert witness.value <= float(get("howsmooth.sqrt_n")(f, n=6, over=tokens))
 
 
 @pytest.mark.slow
@@ -126,7 +128,7 @@ def test_the_search_gains_on_its_constructions(seed: int) -> None:
     over = Ball(8**0.5)
     still, climbed = (worst_case(f, 16, over=over, starts=2, steps=steps) for steps in (0, 60))
     assert climbed.value > 1.002 * still.value
-    near = Neighbourhood(draw(16, 8, seed=seed), 0.3)
+    near = Around(draw(16, 8, seed=seed), 0.3)
     centre, climbed = (worst_case(f, over=near, starts=2, steps=steps) for steps in (0, 60))
     assert climbed.value > 1.2 * centre.value
 
@@ -135,17 +137,17 @@ def test_maps_without_curvature_are_equally_rough_everywhere() -> None:
     """A = 0 makes attention linear, and one token has no one else to look at: the norm is known."""
     v = draw(3, 3)
     for f, n in ((hs.SelfAttention.from_bilinear(torch.zeros(3, 3, dtype=F64), v), 5), (hs.SelfAttention.random(3), 1)):
-        witness = worst_case(f, n, radius=2.0, starts=2, steps=5)
+        witness = worst_case(f, n, over=hs.sets.Ball(2.0), starts=2, steps=5)
         assert witness.value == pytest.approx(dense_norm(f.to(F64), torch.zeros(n, 3, dtype=F64)), rel=1e-9)
 
 
 @pytest.mark.parametrize("head", [0, 1, 2])
 def test_one_head_is_searched_as_measure_heads_measures_it(head: int) -> None:
     f = hs.SelfAttention.random(6, 3, dtype=F64, mask="causal")
-    witness = worst_case(f, 6, radius=2.0, head=head, starts=2, steps=10)
+    witness = worst_case(f, 6, over=hs.sets.Ball(2.0), head=head, starts=2, steps=10)
     assert witness.head == head
     assert witness.value == pytest.approx(float(hs.measure_heads(f, witness.x).value[head]), rel=1e-9)
-    best = float(get("howsmooth.two_cluster")(f, n=6, radius=2.0, per_head=True)[head])
+    best = float(get("howsmooth.two_cluster")(f, n=6, over=hs.sets.Ball(2.0), per_head=True)[head])
     assert witness.value >= best
 
 
@@ -169,16 +171,16 @@ def test_a_function_with_a_known_worst_point_is_solved(norm: float) -> None:
 
 def test_modules_of_the_package_and_of_torch_are_taken() -> None:
     module = nn.MultiheadAttention(4, 2, batch_first=True)
-    witness = worst_case(module, 5, radius=1.0, starts=1, steps=3)
+    witness = worst_case(module, 5, over=hs.sets.Ball(1.0), starts=1, steps=3)
     assert witness.value == pytest.approx(float(hs.measure(hs.SelfAttention.from_torch(module), witness.x)), rel=1e-9)
     step = hs.GradientStepAttention(EYE, draw(3, 2), step=0.5)
-    assert worst_case(step, 2, radius=1.0, starts=1, steps=3).x.shape == (2, 2)
+    assert worst_case(step, 2, over=hs.sets.Ball(1.0), starts=1, steps=3).x.shape == (2, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weights_of_lower_precision_are_searched_in_float64(dtype: torch.dtype) -> None:
     f = hs.SelfAttention.random(4, 2, dtype=dtype)
-    witness = worst_case(f, 5, radius=2.0, starts=1, steps=5)
+    witness = worst_case(f, 5, over=hs.sets.Ball(2.0), starts=1, steps=5)
     assert witness.x.dtype == torch.float64
     assert witness.value == pytest.approx(dense_norm(f.in_dtype(F64), witness.x), rel=1e-9)
 
@@ -187,40 +189,47 @@ def test_tokens_that_see_nothing_are_no_trouble() -> None:
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[1] = False
     f = hs.SelfAttention.random(4, dtype=F64, mask=mask)
-    witness = worst_case(f, 4, radius=2.0, starts=2, steps=10)
+    witness = worst_case(f, 4, over=hs.sets.Ball(2.0), starts=2, steps=10)
     assert witness.value == pytest.approx(dense_norm(f, witness.x), rel=1e-9)
 
 
 def test_the_same_seed_gives_the_same_witness_with_and_without_company(tmp_path: Path) -> None:
     f = hs.SelfAttention.random(6, 2, dtype=F64)
-    plain = worst_case(f, 8, radius=2.0, starts=3, steps=15, seed=4)
+    plain = worst_case(f, 8, over=hs.sets.Ball(2.0), starts=3, steps=15, seed=4)
     seen: list[tuple[int, int, float]] = []
     watched = worst_case(
-        f, 8, radius=2.0, starts=3, steps=15, seed=4, save=tmp_path / "w", progress=lambda *step: seen.append(step)
+        f,
+        8,
+        over=hs.sets.Ball(2.0),
+        starts=3,
+        steps=15,
+        seed=4,
+        save=tmp_path / "w",
+        progress=lambda *step: seen.append(step),
     )
     assert torch.equal(plain.x, watched.x)
     assert plain.history == watched.history
     assert [(step, of) for step, of, _ in seen] == [(i + 1, 15) for i in range(15)]
     assert [best for *_, best in seen] == watched.history
     assert torch.equal(Witness.load(tmp_path / "w").x, plain.x)
-    other = worst_case(f, 8, radius=2.0, starts=3, steps=15, seed=5, constructions=False)
+    other = worst_case(f, 8, over=hs.sets.Ball(2.0), starts=3, steps=15, seed=5, constructions=False)
     assert not torch.equal(plain.x, other.x)
 
 
 def test_a_start_of_ones_own_is_never_lost() -> None:
     f = hs.SelfAttention.random(4, 2, dtype=F64)
-    good = worst_case(f, 6, radius=2.0, starts=4, steps=40)
-    again = worst_case(f, radius=2.0, start=good.x, starts=0, steps=3, constructions=False)
+    good = worst_case(f, 6, over=hs.sets.Ball(2.0), starts=4, steps=40)
+    again = worst_case(f, over=hs.sets.Ball(2.0), start=good.x, starts=0, steps=3, constructions=False)
     assert again.value >= good.value * (1 - 1e-12)
     assert again.start == "given"
     assert not again.measurement.notes
-    two = worst_case(f, radius=2.0, start=[0 * good.x, good.x], starts=0, steps=0, constructions=False)
+    two = worst_case(f, over=hs.sets.Ball(2.0), start=[0 * good.x, good.x], starts=0, steps=0, constructions=False)
     assert two.start == "given 1"
 
 
 def test_a_start_outside_the_set_is_brought_in_and_that_is_said() -> None:
     f = hs.SelfAttention.random(4, 2, dtype=F64)
-    witness = worst_case(f, radius=1.0, start=5 * torch.ones(3, 4), starts=0, steps=0, constructions=False)
+    witness = worst_case(f, over=hs.sets.Ball(1.0), start=5 * torch.ones(3, 4), starts=0, steps=0, constructions=False)
     assert witness.start == "given, brought into the set"
     assert "9 outside the set" in witness.measurement.notes[0]
     assert Ball(1.0).excess(witness.x) < 1e-12
@@ -232,7 +241,7 @@ def test_ctrl_c_returns_the_best_so_far(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     f = hs.SelfAttention.random(4, 2, dtype=F64)
-    witness = worst_case(f, 6, radius=2.0, steps=100, progress=interrupt, save=tmp_path / "w")
+    witness = worst_case(f, 6, over=hs.sets.Ball(2.0), steps=100, progress=interrupt, save=tmp_path / "w")
     assert witness.stopped == "interrupted"
     assert witness.steps == 5
     assert witness.value == pytest.approx(dense_norm(f, witness.x), rel=1e-9)
@@ -242,7 +251,7 @@ def test_ctrl_c_returns_the_best_so_far(tmp_path: Path) -> None:
 def test_a_budget_of_time_is_kept() -> None:
     f = hs.SelfAttention.random(16, dtype=F64)
     began = time.perf_counter()
-    witness = worst_case(f, 32, radius=4.0, steps=10**6, seconds=0.3)
+    witness = worst_case(f, 32, over=hs.sets.Ball(4.0), steps=10**6, seconds=0.3)
     assert witness.stopped == "seconds"
     assert 0 < witness.steps < 10**6
     assert time.perf_counter() - began < 10
@@ -297,7 +306,7 @@ def test_a_disk_that_is_lost_during_the_search_costs_the_file_and_not_the_result
 
     f = hs.SelfAttention.random(4, dtype=F64)
     with pytest.warns(UserWarning, match="not saved, only returned"):
-        witness = worst_case(f, 4, radius=1.0, starts=1, steps=3, save=folder / "w", progress=lose)
+        witness = worst_case(f, 4, over=hs.sets.Ball(1.0), starts=1, steps=3, save=folder / "w", progress=lose)
     assert witness.value == pytest.approx(dense_norm(f, witness.x), rel=1e-9)
 
 
@@ -306,17 +315,19 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_search(tmp_path: P
         raise AssertionError("the search has begun")
 
     with pytest.raises(InvalidInput, match="cannot write"):
-        worst_case(minus_identity(), 4, radius=1.0, starts=1, save=tmp_path / "missing" / "w", progress=never)
+        worst_case(
+            minus_identity(), 4, over=hs.sets.Ball(1.0), starts=1, save=tmp_path / "missing" / "w", progress=never
+        )
 
 
 def test_logits_that_are_large_give_right_answers_and_hopeless_ones_an_error() -> None:
     f = minus_identity()
-    witness = worst_case(f, 6, radius=1e3, starts=2, steps=20)
+    witness = worst_case(f, 6, over=hs.sets.Ball(1e3), starts=2, steps=20)
     assert witness.value == pytest.approx(dense_norm(f, witness.x), rel=1e-6)
     assert witness.value >= (4 / 2) ** 0.5 * 1e6  # the two poles: √((n−2)/2)·a
     for radius in (1e8, 1e160):
         with pytest.raises(InvalidInput, match="choose a smaller radius"):
-            worst_case(f, 6, radius=radius)
+            worst_case(f, 6, over=hs.sets.Ball(radius))
 
 
 def test_far_tokens_of_l2_attention_do_not_climb_rounding_errors() -> None:
@@ -329,25 +340,24 @@ def test_far_tokens_of_l2_attention_do_not_climb_rounding_errors() -> None:
 
 def test_more_tokens_than_memory_are_refused_at_once() -> None:
     with pytest.raises(InvalidInput, match="GiB of this machine"):
-        worst_case(hs.SelfAttention.random(8), 10**10, radius=1.0)
+        worst_case(hs.SelfAttention.random(8), 10**10, over=hs.sets.Ball(1.0))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"radius": -1.0}, "empty"),
-        ({"radius": math.nan}, "empty"),
         ({}, "no Lipschitz constant"),
-        ({"radius": 1.0, "over": Ball(1.0)}, "not both"),
-        ({"radius": 1.0, "norm": 1}, "choose 2 or inf"),
-        ({"radius": 1.0, "starts": -1}, "starts must be"),
-        ({"radius": 1.0, "steps": 1.5}, "steps must be"),
-        ({"radius": 1.0, "seconds": 0}, "seconds must be positive"),
-        ({"radius": 1.0, "head": 2}, "no head 2"),
-        ({"radius": 1.0, "start": torch.zeros(3, 5)}, "shape"),
-        ({"radius": 1.0, "start": torch.full((4, 4), math.nan)}, "NaN"),
-        ({"radius": 1.0, "starts": 0, "constructions": False}, "nothing to set out from"),
-        ({"over": Neighbourhood(torch.zeros(3, 4), 0.1)}, "3 tokens"),
+        ({"radius": 1.0}, "takes no argument 'radius'"),
+        ({"over": 1.0}, "over"),
+        ({"over": Ball(1.0), "norm": 1}, "choose 2 or inf"),
+        ({"over": Ball(1.0), "starts": -1}, "starts must be"),
+        ({"over": Ball(1.0), "steps": 1.5}, "steps must be"),
+        ({"over": Ball(1.0), "seconds": 0}, "seconds must be positive"),
+        ({"over": Ball(1.0), "head": 2}, "no head 2"),
+        ({"over": Ball(1.0), "start": torch.zeros(3, 5)}, "shape"),
+        ({"over": Ball(1.0), "start": torch.full((4, 4), math.nan)}, "NaN"),
+        ({"over": Ball(1.0), "starts": 0, "constructions": False}, "nothing to set out from"),
+        ({"over": Around(torch.zeros(3, 4), 0.1)}, "3 tokens"),
         ({"over": nn.LayerNorm(5)}, "width 5"),
     ],
 )
@@ -361,11 +371,11 @@ def test_other_bad_questions_are_refused() -> None:
     f = hs.SelfAttention.random(4, 2)
     for n in (0, -1, 2.0, True):
         with pytest.raises(InvalidInput, match="at least 1"):
-            worst_case(f, n, radius=1.0)  # type: ignore[arg-type]
+            worst_case(f, n, over=hs.sets.Ball(1.0))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="how many tokens"):
-        worst_case(f, radius=1.0)
+        worst_case(f, over=hs.sets.Ball(1.0))
     with pytest.raises(InvalidInput, match="how wide"):
-        worst_case(torch.tanh, 3, radius=1.0)
+        worst_case(torch.tanh, 3, over=hs.sets.Ball(1.0))
     with pytest.raises(InvalidInput, match="attention map with heads"):
         worst_case(torch.tanh, 3, over=Ball(1.0, width=2), head=0)
     with pytest.raises(NotDifferentiable):
@@ -375,6 +385,6 @@ def test_other_bad_questions_are_refused() -> None:
     broken = hs.SelfAttention.random(4)
     broken.query_weight[0, 0, 0] = math.nan
     with pytest.raises(InvalidInput, match="query_weight"):
-        worst_case(broken, 3, radius=1.0)
+        worst_case(broken, 3, over=hs.sets.Ball(1.0))
     with pytest.raises(InvalidInput, match="3 tokens"):
-        worst_case(hs.SelfAttention.random(4, mask=torch.ones(5, 5, dtype=torch.bool)), 3, radius=1.0)
+        worst_case(hs.SelfAttention.random(4, mask=torch.ones(5, 5, dtype=torch.bool)), 3, over=hs.sets.Ball(1.0))

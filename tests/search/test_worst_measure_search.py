@@ -13,7 +13,7 @@ import howsmooth as hs
 from howsmooth import InvalidInput
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.search.worst_measure_search import MeasureWitness, worst_measure
-from howsmooth.sets import Embeddings, Neighbourhood, Normalised, Sphere
+from howsmooth.sets import Around, Normalised, Sphere, Tokens
 from tests.meanfield.attention_on_measures import KINDS, build, by_hand
 
 SUPREMA = {1: 3.069, 2: 12.996, 3: 48.07, 4: 165.85, 5: 546.95}
@@ -37,9 +37,9 @@ def dense(attention: hs.SelfAttention | hs.L2SelfAttention, mu: Measure) -> floa
 @pytest.mark.parametrize("b", SUPREMA)
 @pytest.mark.slow
 def test_two_atom_suprema_are_reached_by_search_alone(b: int) -> None:
-    found = worst_measure(head(b), 2, radius=1.0, starts=8, steps=100)
+    found = worst_measure(head(b), 2, over=hs.sets.Ball(1.0), starts=8, steps=100)
     assert found.value == pytest.approx(SUPREMA[b], rel=1e-3)
-    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(b), radius=1.0))
+    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(b), over=hs.sets.Ball(1.0)))
     assert found.start.startswith("random")
     light = float(found.measure.weights.min())
     assert 0.1 < light * math.exp(2 * b) < 1  # the mass of the light atom is of the order of e^{−2b}
@@ -48,16 +48,16 @@ def test_two_atom_suprema_are_reached_by_search_alone(b: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("b", "atoms"), [(1, 4), (3, 3), (5, 4)])
 def test_more_atoms_add_nothing_where_all_directions_are_alike(b: int, atoms: int) -> None:
-    found = worst_measure(head(b / 4, width=2), atoms, radius=2.0, starts=8, steps=100)
+    found = worst_measure(head(b / 4, width=2), atoms, over=hs.sets.Ball(2.0), starts=8, steps=100)
     assert found.value == pytest.approx(SUPREMA[b], rel=1e-3)
-    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(b / 4, width=2), radius=2.0))
+    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(b / 4, width=2), over=hs.sets.Ball(2.0)))
 
 
 @pytest.mark.slow
 def test_three_atoms_are_rougher_than_two_where_attention_turns() -> None:
     identity = torch.eye(2, dtype=torch.float64)
     turning = hs.SelfAttention(3 * 2**0.5 * TURN.double(), identity, identity)  # A = 3·TURN
-    two, three = (worst_measure(turning, atoms, radius=1.0, starts=12, steps=100) for atoms in (2, 3))
+    two, three = (worst_measure(turning, atoms, over=hs.sets.Ball(1.0), starts=12, steps=100) for atoms in (2, 3))
     assert two.value == pytest.approx(8.144, rel=1e-3)
     assert three.value > 1.03 * two.value
     assert dense(turning, three.measure) == pytest.approx(three.value, rel=1e-9)
@@ -68,7 +68,7 @@ def test_three_atoms_are_rougher_than_two_where_attention_turns() -> None:
 @pytest.mark.slow
 def test_values_are_those_of_the_dense_jacobian_and_above_random_measures(kind: str, causal: bool) -> None:
     attention = build(kind, causal=causal)
-    found = worst_measure(attention, 3, radius=1.5, starts=6, steps=40)
+    found = worst_measure(attention, 3, over=hs.sets.Ball(1.5), starts=6, steps=40)
     truth = dense(attention, found.measure)
     assert float(local_constant(attention, found.measure)) == pytest.approx(truth, rel=1e-9)
     assert found.value <= truth * (1 + 1e-12)  # the lower end: masses of 1e-13 leave room for rounding
@@ -87,8 +87,8 @@ def test_values_are_those_of_the_dense_jacobian_and_above_random_measures(kind: 
 @pytest.mark.slow
 def test_no_search_passes_the_mean_field_bound(seed: int) -> None:
     attention = build("dot_product", seed=seed)
-    found = worst_measure(attention, 3, radius=0.5, starts=6, steps=60)
-    bound = float(hs.bounds.get("howsmooth.mean_field")(attention, radius=0.5))
+    found = worst_measure(attention, 3, over=hs.sets.Ball(0.5), starts=6, steps=60)
+    bound = float(hs.bounds.get("howsmooth.mean_field")(attention, over=hs.sets.Ball(0.5)))
     assert found.value <= bound
 
 
@@ -100,36 +100,40 @@ def test_the_running_mean_of_two_atoms_is_as_rough_as_its_matrix() -> None:
         return float(torch.linalg.matrix_norm(torch.tensor([[1, 0], [math.sqrt(w * (1 - w)), 1 - w]]), 2))
 
     best = -minimize_scalar(lambda w: -norm(w), bounds=(0, 1), method="bounded").fun
-    two, eight = (worst_measure(mean, atoms, radius=1.0, starts=6, steps=100) for atoms in (2, 8))
+    two, eight = (worst_measure(mean, atoms, over=hs.sets.Ball(1.0), starts=6, steps=100) for atoms in (2, 8))
     assert two.value == pytest.approx(best, rel=1e-5)
     assert two.value == pytest.approx(2 / math.sqrt(3), rel=1e-5)
     # Above 1, which the unmasked bound says for A = 0, and below 2, which the masked one says.
     unmasked = hs.SelfAttention.from_bilinear(torch.zeros(1, 1), torch.eye(1))
-    assert float(hs.bounds.get("howsmooth.mean_field")(unmasked, radius=1.0)) == 1 < two.value
-    assert 1.2 * two.value < eight.value < float(hs.bounds.get("howsmooth.masked_mean_field")(mean, radius=1.0))
+    assert float(hs.bounds.get("howsmooth.mean_field")(unmasked, over=hs.sets.Ball(1.0))) == 1 < two.value
+    assert (
+        1.2 * two.value
+        < eight.value
+        < float(hs.bounds.get("howsmooth.masked_mean_field")(mean, over=hs.sets.Ball(1.0)))
+    )
 
 
 @pytest.mark.slow
 def test_causal_attention_gains_with_every_further_atom_below_its_bound() -> None:
     causal = head(3, mask="causal")
-    two, four = (worst_measure(causal, atoms, radius=1.0, starts=6, steps=100) for atoms in (2, 4))
+    two, four = (worst_measure(causal, atoms, over=hs.sets.Ball(1.0), starts=6, steps=100) for atoms in (2, 4))
     limit = math.exp(3) * math.sqrt(1 + 6 + 12)  # of one light token before many, as n → ∞
     assert SUPREMA[3] <= two.value * (1 + 1e-3)
     assert 1.3 * two.value < four.value < limit
     assert float(four.measure.weights[0]) < 1e-3  # the light atom comes first
-    assert four.value <= float(hs.bounds.get("howsmooth.masked_mean_field")(causal, radius=1.0))
+    assert four.value <= float(hs.bounds.get("howsmooth.masked_mean_field")(causal, over=hs.sets.Ball(1.0)))
 
 
 @pytest.mark.slow
 def test_more_atoms_never_end_below_fewer() -> None:
     attention = build("dot_product", seed=4)
-    values = [worst_measure(attention, atoms, radius=2.0, starts=6, steps=40).value for atoms in (1, 2, 4)]
+    values = [worst_measure(attention, atoms, over=hs.sets.Ball(2.0), starts=6, steps=40).value for atoms in (1, 2, 4)]
     assert values[1] <= values[2]  # four atoms come by way of two
     assert values[0] < values[1]
 
 
 def test_one_atom_has_the_norm_of_the_values() -> None:
-    found = worst_measure(build("dot_product"), 1, radius=1.0, starts=2, steps=5)
+    found = worst_measure(build("dot_product"), 1, over=hs.sets.Ball(1.0), starts=2, steps=5)
     attention = build("dot_product")
     value = sum(attention.output_weight[h].T @ attention.value_weight[h] for h in range(2))
     assert found.value == pytest.approx(float(torch.linalg.matrix_norm(value, 2)), rel=1e-9)
@@ -137,13 +141,13 @@ def test_one_atom_has_the_norm_of_the_values() -> None:
 
 @pytest.mark.slow
 def test_tokens_spread_like_the_measure_are_as_rough() -> None:
-    one = worst_measure(head(1), 2, radius=1.0, starts=4, steps=100)
+    one = worst_measure(head(1), 2, over=hs.sets.Ball(1.0), starts=4, steps=100)
     bound = hs.bounds.get("howsmooth.unified")
     for n, share in ((2, 0.5), (30, 0.99), (400, 0.999)):
         x = one.tokens(n)
         assert x.shape == (n, 1)
         value = float(hs.measure(head(1).double(), x, rtol=1e-9))
-        assert share * one.value <= value <= float(bound(head(1), n=n, radius=1.0))
+        assert share * one.value <= value <= float(bound(head(1), n=n, over=hs.sets.Ball(1.0)))
 
 
 def witness(weights: list[float], causal: bool = False) -> MeasureWitness:
@@ -209,7 +213,7 @@ def test_atoms_stay_in_the_set(over: Sphere | Normalised | nn.Module) -> None:
 def test_a_layer_norm_is_searched_below_the_bound_of_its_ball() -> None:
     attention, layer = build("dot_product"), nn.LayerNorm(3)
     found = worst_measure(attention, 2, over=layer, starts=4, steps=60)
-    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(attention, radius=3**0.5))
+    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(attention, over=hs.sets.Ball(3**0.5)))
 
 
 def same(one: MeasureWitness, other: MeasureWitness) -> bool:
@@ -220,7 +224,9 @@ def same(one: MeasureWitness, other: MeasureWitness) -> bool:
 
 @pytest.mark.slow
 def test_the_seed_fixes_the_measure() -> None:
-    first, again, other = (worst_measure(head(1), 3, radius=1.0, starts=3, steps=10, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (
+        worst_measure(head(1), 3, over=hs.sets.Ball(1.0), starts=3, steps=10, seed=seed) for seed in (0, 0, 1)
+    )
     assert same(first, again)
     assert first.history == again.history
     assert not same(first, other)
@@ -228,7 +234,9 @@ def test_the_seed_fixes_the_measure() -> None:
 
 def test_history_rises_to_the_value_and_progress_sees_it() -> None:
     seen: list[tuple[int, int, float]] = []
-    found = worst_measure(head(2), 3, radius=1.0, starts=3, steps=10, progress=lambda *state: seen.append(state))
+    found = worst_measure(
+        head(2), 3, over=hs.sets.Ball(1.0), starts=3, steps=10, progress=lambda *state: seen.append(state)
+    )
     assert [step for step, _, _ in seen] == list(range(1, 21))  # two stages
     assert {steps for _, steps, _ in seen} == {20}
     assert [best for _, _, best in seen] == found.history == sorted(found.history)
@@ -244,8 +252,8 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
         if step == 15:
             raise KeyboardInterrupt
 
-    found = worst_measure(head(2), 2, radius=1.0, starts=3, steps=50, progress=interrupt)
-    whole = worst_measure(head(2), 2, radius=1.0, starts=3, steps=50)
+    found = worst_measure(head(2), 2, over=hs.sets.Ball(1.0), starts=3, steps=50, progress=interrupt)
+    whole = worst_measure(head(2), 2, over=hs.sets.Ball(1.0), starts=3, steps=50)
     assert (found.stopped, found.steps) == ("interrupted", 15)
     assert found.history == whole.history[:15]
     assert found.history[-1] <= found.value * (1 + 1e-12) <= whole.value * (1 + 1e-9)
@@ -254,7 +262,7 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
 def test_the_attention_is_left_as_it_was() -> None:
     attention = head(1, mask="causal")
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
-    worst_measure(attention, 2, radius=1.0, starts=2, steps=2)
+    worst_measure(attention, 2, over=hs.sets.Ball(1.0), starts=2, steps=2)
     assert len(attention.logit_biases) == 1
     assert isinstance(attention.logit_biases[0], hs.Causal)
     assert all(torch.equal(before[name], tensor) for name, tensor in attention.state_dict().items())
@@ -263,17 +271,17 @@ def test_the_attention_is_left_as_it_was() -> None:
 
 @pytest.mark.slow
 def test_half_precision_weights_are_searched_in_float64() -> None:
-    found = worst_measure(head(1).half(), 2, radius=1.0, starts=3, steps=60)
+    found = worst_measure(head(1).half(), 2, over=hs.sets.Ball(1.0), starts=3, steps=60)
     assert found.value == pytest.approx(SUPREMA[1], rel=1e-2)
     assert found.measure.atoms.dtype == torch.float64
 
 
 @pytest.mark.slow
 def test_steep_heads_are_searched_among_very_light_atoms() -> None:
-    found = worst_measure(head(30), 2, radius=1.0, starts=8, steps=150)
+    found = worst_measure(head(30), 2, over=hs.sets.Ball(1.0), starts=8, steps=150)
     assert float(found.measure.weights.min()) < 1e-20
     assert found.value == pytest.approx(hs.meanfield.two_atom(30, 1.0).value, rel=1e-2)
-    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(30).double(), radius=1.0))
+    assert found.value <= float(hs.bounds.get("howsmooth.mean_field")(head(30).double(), over=hs.sets.Ball(1.0)))
 
 
 def x(*shape: int) -> Tensor:
@@ -283,20 +291,17 @@ def x(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"radius": -1.0}, "a radius must be finite and not negative"),
-        ({"radius": math.nan}, "a radius must be finite and not negative"),
-        ({"radius": math.inf}, "a radius must be finite and not negative"),
         ({}, "each atom needs a bounded set"),
-        ({"over": Neighbourhood(x(2, 3), 0.1)}, "each atom needs a bounded set"),
-        ({"over": Embeddings(torch.eye(3))}, "each atom needs a bounded set"),
+        ({"over": Around(x(2, 3), 0.1)}, "each atom needs a bounded set"),
+        ({"over": Tokens(torch.eye(3))}, "each atom needs a bounded set"),
         ({"over": nn.LayerNorm(5)}, "tokens of width 5, but the map takes 3"),
-        ({"radius": 1.0, "over": Sphere(1.0)}, "either a radius or a set"),
-        ({"radius": 1.0, "atoms": 0}, "atoms must be at least 1, got 0"),
-        ({"radius": 1.0, "starts": 0}, "starts must be at least 1, got 0"),
-        ({"radius": 1.0, "steps": 0}, "steps must be at least 1, got 0"),
-        ({"radius": 1.0, "ordered": True}, "the attention is not causal"),
-        ({"radius": 1e4}, "drown the masses of atoms: choose a smaller radius"),
-        ({"radius": 1e200}, "drown the masses of atoms: choose a smaller radius"),
+        ({"radius": 1.0}, "takes no argument 'radius'"),
+        ({"over": hs.sets.Ball(1.0), "atoms": 0}, "atoms must be at least 1, got 0"),
+        ({"over": hs.sets.Ball(1.0), "starts": 0}, "starts must be at least 1, got 0"),
+        ({"over": hs.sets.Ball(1.0), "steps": 0}, "steps must be at least 1, got 0"),
+        ({"over": hs.sets.Ball(1.0), "ordered": True}, "the attention is not causal"),
+        ({"over": hs.sets.Ball(1e4)}, "drown the masses of atoms: choose a smaller radius"),
+        ({"over": hs.sets.Ball(1e200)}, "drown the masses of atoms: choose a smaller radius"),
     ],
 )
 def test_searches_without_an_answer_are_refused(options: dict, said: str) -> None:
@@ -318,10 +323,10 @@ def test_searches_without_an_answer_are_refused(options: dict, said: str) -> Non
 )
 def test_maps_that_are_none_of_measures_are_refused(attention: nn.Module, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        worst_measure(attention, 2, radius=1.0)
+        worst_measure(attention, 2, over=hs.sets.Ball(1.0))
 
 
 def test_a_single_point_as_a_set_gives_the_norm_of_the_values() -> None:
-    found = worst_measure(head(1), 2, radius=0.0, starts=2, steps=3)
+    found = worst_measure(head(1), 2, over=hs.sets.Ball(0.0), starts=2, steps=3)
     assert found.value == pytest.approx(1.0, rel=1e-9)
     assert not bool(found.measure.atoms.any())

@@ -5,7 +5,7 @@ attention map and where to bound it, and refuses outside its assumptions.
 
 >>> import torch, howsmooth as hs
 >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
->>> round(float(hs.bounds.get("howsmooth.sqrt_n")(head, n=100, radius=1.0)), 2)
+>>> round(float(hs.bounds.get("howsmooth.sqrt_n")(head, n=100, over=hs.sets.Ball(1.0))), 2)
 21.0
 """
 
@@ -42,7 +42,6 @@ from howsmooth.bounds.own import (  # noqa: F401  (each enters its theorems into
     token_set_bounds,
 )
 from howsmooth.bounds.question_setting import Setting, setting
-from howsmooth.sets import TokenSet
 
 __all__ = [
     "CATALOGUE",
@@ -55,7 +54,6 @@ __all__ = [
     "Stack",
     "Stage",
     "Table",
-    "TokenSet",
     "applicable",
     "castin2024",
     "dasoulas2021",

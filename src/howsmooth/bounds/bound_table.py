@@ -26,7 +26,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
 from howsmooth.norms.measurement import NormKind
-from howsmooth.sets import TokenSet
+from howsmooth.sets.near_sets import Over
 
 Kind = Literal["measured", "upper", "lower"]
 _CONTAINS: dict[str, tuple[str, ...]] = {
@@ -201,19 +201,16 @@ def table(
     attention: nn.Module,
     *,
     n: float | None = None,
-    radius: float | None = None,
-    tokens: TokenSet | nn.Module | None = None,
-    x: Tensor | None = None,
-    eps: float | None = None,
+    over: Over | None = None,
     per_head: bool = False,
     norm: float | str | None = None,
     rtol: Positive = 1e-3,
     seed: Seed = 0,
 ) -> Table:
-    """Every bound of the catalogue that applies, what is measured at x, and how far apart they are.
+    """Every bound of the catalogue that applies, the measurement at the input of the set, and their ratios.
 
     Args:
-        attention, n, radius, tokens, x, eps: as in `howsmooth.bounds.setting`.
+        attention, n, over: as in `howsmooth.bounds.setting`.
         per_head: one row per bound and head, each head with its own slice of the output matrix.
         norm: only bounds of this norm, 2, inf or "token"; None for the first two. Norms other than 2 are measured when
             n·d is small.
@@ -224,7 +221,7 @@ def table(
     >>> import torch
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-    >>> for row in table(head, n=100, radius=1.0):
+    >>> for row in table(head, n=100, over=hs.sets.Ball(1.0)):
     ...     if row.name in ("howsmooth.unified", "castin2024.sqrt_n"):
     ...         print(row.name, row.written, row.scope)
     howsmooth.unified ≤ 6.437 ball
@@ -232,7 +229,7 @@ def table(
     """
     if norm not in (None, 2, math.inf, "token"):
         raise InvalidInput(f"bounds are known for the norms 2, inf and 'token', got {norm}.")
-    where = setting(attention, n=n, radius=radius, tokens=tokens, x=x, eps=eps)
+    where = setting(attention, n=n, over=over)
     asked = [bound for bound in CATALOGUE.values() if bound.norm == norm or (norm is None and bound.norm != "token")]
     refused = {bound.name: reason for bound in asked if (reason := bound.refusal(where, per_head)) is not None}
     if norm is None:
@@ -243,8 +240,8 @@ def table(
     if not rows and where.tokens is None and where.x is None:
         given = "the weights" if where.n is None else "n"
         raise InvalidInput(
-            f"no bound of {where.kind} attention can be had from {given} alone: give a radius (or the LayerNorm before "
-            "it, as tokens), or an input x."
+            f"no bound of {where.kind} attention can be had from {given} alone: give a set (over), such as "
+            "Ball(1.0), the LayerNorm before it, or an input."
         )
     norms = dict.fromkeys([2.0] * (norm in (None, 2)) + [row.norm for row in rows] + [norm or 2.0])
     measurements = measurements_at(where, list(norms), per_head, rtol, seed)

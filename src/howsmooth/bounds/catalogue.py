@@ -40,7 +40,12 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "mean-field W2": ("tokens",),
     "mean-field d2": ("tokens",),
 }
-_HOW_TO_GIVE = {"x": "an input x", "eps": "eps", "n": "n", "tokens": "a radius (or the LayerNorm before it)"}
+_HOW_TO_GIVE = {
+    "x": "an input",
+    "eps": "a neighbourhood (Around)",
+    "n": "n",
+    "tokens": "a set of tokens (Ball, Normalised)",
+}
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ def least_upper_bound(
         scopes: where bounds must hold to count; on the set that the setting names by default.
 
     >>> import howsmooth as hs
-    >>> where = setting(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), n=100, radius=1.0)
+    >>> where = setting(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), n=100, over=hs.sets.Ball(1.0))
     >>> bound, value = least_upper_bound(where)
     >>> bound.name, round(float(value), 3)
     ('howsmooth.mean_field', 6.437)
@@ -282,4 +287,4 @@ def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:
     nearest = min(applicable(where, per_head), key=distance, default=None)
     if nearest is not None:
         return f"the nearest bound that does apply is {nearest.name} ({SCOPES[nearest.scope]})"
-    return "no bound applies with what was given: give an input x, or n and a radius"
+    return "no bound applies with what was given: give an input, or n and a set such as Ball(1.0)"

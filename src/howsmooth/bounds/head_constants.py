@@ -1,6 +1,6 @@
 r"""Weights in, numbers out: what the bounds on sets of tokens need to know of each head.
 
-For tokens :math:`x = c + \Gamma z,\ |z| \le \rho` (see `TokenSet`) and a head with logits
+For tokens :math:`x = c + \Gamma z,\ |z| \le \rho` (see `Ellipsoid`) and a head with logits
 
 .. math:: x_j^\top A_{ij} x_i + b_{ij}\cdot x_j + \beta_{ij}\cdot x_i + \text{const}, \qquad A_{ij} = K^\top R_{j-i} Q,
 
@@ -23,7 +23,7 @@ from howsmooth.attention.stages import Scale
 from howsmooth.bounds.point_error import gamma
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.small_matrices import spectral
-from howsmooth.sets import TokenSet
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 _MOST_OFFSETS = 4096
 """Rotations looked at one by one; beyond it ‖Q‖‖K‖ stands for the worst of them."""
@@ -78,12 +78,12 @@ def query_key(attention: AttentionMap) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @validated
-def head_numbers(attention: AttentionMap, tokens: TokenSet, n: float, folded: bool = True) -> HeadNumbers:
+def head_numbers(attention: AttentionMap, tokens: Ellipsoid, n: float, folded: bool = True) -> HeadNumbers:
     """The numbers of every head of dot-product attention with linear queries, keys and values.
 
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-2 * torch.eye(2), 3 * torch.eye(2))
-    >>> numbers = head_numbers(head, TokenSet.ball(1.5, width=2), n=8)
+    >>> numbers = head_numbers(head, Ellipsoid.ball(1.5, width=2), n=8)
     >>> float(numbers.value), float(numbers.score), float(numbers.swing)
     (3.0, 2.0, 4.5)
     """
@@ -122,7 +122,7 @@ def norm_rounding(attention: AttentionMap, folded: bool = True) -> tuple[Tensor,
     return outer * sizes[2], steps * sizes[0] * sizes[1] * math.prod(turned) ** 2
 
 
-def without_output(numbers: HeadNumbers, attention: AttentionMap, tokens: TokenSet) -> HeadNumbers:
+def without_output(numbers: HeadNumbers, attention: AttentionMap, tokens: Ellipsoid) -> HeadNumbers:
     """The same heads without their slices of the output matrix: the logits, which cost most, are those of before."""
     value = value_matrices(attention, folded=False)
     return replace(numbers, value=spectral(value), spread=tokens.reach * spectral(value @ tokens.axes))

@@ -16,7 +16,7 @@ from howsmooth.bounds.question_setting import setting
 from howsmooth.errors import DoesNotApply, InvalidInput, UnsupportedModel
 from howsmooth.models.forward_pass import temporary_hooks
 from howsmooth.models.model_pieces import AttentionPiece, MLPPiece, NormPiece, Piece, ResidualPiece, read_pieces
-from howsmooth.sets import TokenSet
+from howsmooth.sets.near_sets import Over
 
 
 @validated
@@ -25,7 +25,7 @@ def stack(
     n: int,
     *,
     variance: float | Mapping[str, float] | None = None,
-    radius: float | None = None,
+    over: Over | None = None,
     causal: bool = False,
 ) -> Stack:
     """The product bound on a model as a map of n tokens: from embeddings to the last hidden states.
@@ -36,7 +36,8 @@ def stack(
         n: number of tokens.
         variance: floors for the normalisations, by name as `measured_variances` gives them, or one for all. The bound
             then holds for the Jacobian at every input for which each normalisation sees tokens of at least its floor.
-        radius: of the input tokens, for a torch encoder whose first attention sees them as they are (norm_first=False).
+        over: the set of the input tokens, such as ``Ball(1.0)``, for a torch encoder whose first attention reads them
+            without a normalisation (norm_first=False).
         causal: whether a torch encoder is called with the causal mask.
 
     >>> encoder = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)
@@ -48,7 +49,7 @@ def stack(
     """
     reading = read_pieces(model, causal=causal)
     floors = _floors([norm.name for norm in reading.norms], variance)
-    return Stack(tuple(_stage(piece, n, floors, radius) for piece in reading.pieces))
+    return Stack(tuple(_stage(piece, n, floors, over) for piece in reading.pieces))
 
 
 @validated
@@ -82,11 +83,11 @@ def measured_variances(model: nn.Module, x: Tensor, *, causal: bool = False) -> 
     return smallest
 
 
-def _stage(piece: Piece, n: float, floors: Mapping[str, float], radius: float | None) -> Stage:
+def _stage(piece: Piece, n: float, floors: Mapping[str, float], over: Over | None) -> Stage:
     """The constant of a piece wherever the model can feed it."""
     match piece:
         case ResidualPiece(name, branch):
-            return Stage.around(name, [_stage(inner, n, floors, radius) for inner in branch])
+            return Stage.around(name, [_stage(inner, n, floors, over) for inner in branch])
         case NormPiece(name, module):
             floor, eps = floors.get(name), getattr(module, "eps", None)
             scope = "everywhere" if floor is None else f"token variance ≥ {floor:.3g}"
@@ -99,17 +100,16 @@ def _stage(piece: Piece, n: float, floors: Mapping[str, float], radius: float | 
                 raise UnsupportedModel(f"{name}: {error}") from error
             return Stage.of(name, mlp(weights, known), note=f"‖W₂‖·Lip({known.name})·‖W₁‖", kind="MLP")
         case AttentionPiece():
-            return _attention(piece, n, radius)
+            return _attention(piece, n, over)
 
 
-def _attention(piece: AttentionPiece, n: float, radius: float | None) -> Stage:
-    if piece.norm is None and radius is None:
+def _attention(piece: AttentionPiece, n: float, over: Over | None) -> Stage:
+    if piece.norm is None and over is None:
         raise DoesNotApply(
-            "the first attention of this encoder sees the tokens as they come (norm_first=False), and dot-product "
-            "attention is not Lipschitz on all inputs: give the radius of the ball tokens lie in."
+            "the first attention of this encoder reads the tokens without a normalisation (norm_first=False), and "
+            "dot-product attention is not Lipschitz on all inputs: give their set (over), such as Ball(1.0)."
         )
-    tokens = None if piece.norm is None else TokenSet.after(piece.norm)
-    where = setting(piece.map, n=n, tokens=tokens, radius=radius if tokens is None else None)
+    where = setting(piece.map, n=n, over=over if piece.norm is None else piece.norm)
     least = least_upper_bound(where)
     if least is None or where.tokens is None:
         raise DoesNotApply(f"{piece.name}: no theorem bounds this {where.kind} attention on a set.")

@@ -15,9 +15,9 @@ from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.bounds.head_constants import HeadNumbers, head_numbers, norm_rounding, without_output
 from howsmooth.bounds.three_paths import Paths, both_paths
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.sets import TokenSet
-from howsmooth.sets.input_sets import check_inside
+from howsmooth.sets import InputSet
+from howsmooth.sets.ellipsoid import Ellipsoid
+from howsmooth.sets.near_sets import Over, as_set
 
 PathNumber = Callable[[Paths, "Setting"], Tensor]
 """A number of each map of a group of `Paths`, ``(g,)``."""
@@ -30,14 +30,14 @@ class Setting:
     Attributes:
         attention: an `AttentionMap`, or another attention module with a ``kind``.
         n: number of tokens; ``inf`` for measures; None when not said.
-        tokens: the set every token lies in, when known.
+        tokens: the ellipsoid every token lies in, when known.
         x: the input, ``(n, d)``, when the bound is for one input.
         eps: every token may move by this much from x.
     """
 
     attention: nn.Module
     n: float | None = None
-    tokens: TokenSet | None = None
+    tokens: Ellipsoid | None = None
     x: Tensor | None = None
     eps: float | None = None
     _known: dict[tuple[PathNumber, bool], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -78,7 +78,7 @@ class Setting:
 
     @cached_property
     def _numbers(self) -> dict[bool, HeadNumbers]:
-        tokens = self.tokens or TokenSet.ball(1.0, self.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
+        tokens = self.tokens or Ellipsoid.ball(1.0, self.map.in_features)  # ‖V‖ and ‖A‖ are the same on every set
         numbers = head_numbers(self.map, tokens, math.inf if self.n is None else self.n)
         return {True: numbers, False: without_output(numbers, self.map, tokens)}
 
@@ -127,33 +127,27 @@ def setting(
     attention: nn.Module,
     *,
     n: float | None = None,
-    radius: float | None = None,
-    tokens: TokenSet | nn.Module | None = None,
-    x: Tensor | None = None,
-    eps: float | None = None,
+    over: Over | None = None,
 ) -> Setting:
-    """A checked `Setting`: refuses what no bound could answer, in one sentence each.
+    """A checked `Setting`; one sentence refuses each question that no bound can answer.
 
     Args:
         attention: an attention map, a layer of `howsmooth.nn`, or a `torch.nn.MultiheadAttention`.
-        n: number of tokens; taken from x when that is given.
-        radius: R of the ball B_R every token lies in.
-        tokens: instead of a radius a `TokenSet`, or the LayerNorm or RMSNorm that the tokens come from.
-        x: one input, ``(n, d)``. Without radius or tokens the ball is the smallest that holds its tokens.
-        eps: how far every token may move from x.
+        n: number of tokens; the set may know it.
+        over: the set of inputs (`howsmooth.sets`): `Ball`, `Normalised`, `Point`, `Around`, …; an input ``(n, d)`` is
+            its `Point`, a LayerNorm or RMSNorm its image. None for all inputs.
 
-    >>> import howsmooth as hs
-    >>> setting(hs.SelfAttention.random(4), n=8, radius=-1.0)
+    >>> import torch, howsmooth as hs
+    >>> setting(hs.SelfAttention.random(4), n=8, over=torch.ones(3, 4))
     Traceback (most recent call last):
-    howsmooth.errors.InvalidInput: radius must be positive and finite, got -1.0.
+    howsmooth.errors.InvalidInput: the input has 3 tokens, but n=8 was given: leave n out.
     """
-    if x is not None:
-        check_tokens(x)
-        if x.dim() != 2:
-            raise InvalidInput(f"bounds are for one input at a time, (n, d), got shape {tuple(x.shape)}.")
-        if n is not None and n != len(x):
-            raise InvalidInput(f"the input has {len(x)} tokens, but n={n} was given: leave n out.")
-        n = len(x)
+    width = getattr(attention, "in_features", None)
+    region = as_set(over, width if isinstance(width, int) else None)
+    if region.length is not None:
+        if n is not None and n != region.length:
+            raise InvalidInput(f"the input has {region.length} tokens, but n={n} was given: leave n out.")
+        n = region.length
     n = None if n is None else _count(n)
     attention = as_attention_map(attention, n, kind=nn.Module) or attention
     if not hasattr(attention, "kind"):
@@ -163,17 +157,13 @@ def setting(
         )
     for name, buffer in attention.state_dict().items():
         check_finite(buffer, f"the weight {name}")
-    if eps is not None and not (math.isfinite(eps) and eps >= 0 and x is not None):
-        raise InvalidInput(f"eps must be finite and not negative, and needs an input x, got {eps}.")
-    if radius is not None and tokens is not None:
-        raise InvalidInput("give either a radius or a set of tokens, not both.")
-    token_set = _tokens(attention, radius, tokens, x)
+    tokens = _tokens(int(attention.in_features), region)  # type: ignore[arg-type]
     if isinstance(attention, AttentionMap) and n is not None and math.isfinite(n):
         attention.terms.check(int(n), attention.heads, 1)
         blind = attention.terms.first_blind(int(n), attention.heads)
         if blind is not None:
             raise InvalidInput(f"token {blind} sees nothing under this mask: leave padded tokens out.")
-    return Setting(attention, n, token_set, x, eps)
+    return Setting(attention, n, tokens, region.x, region.eps)
 
 
 def _count(n: float) -> float:
@@ -187,19 +177,13 @@ def _count(n: float) -> float:
     return n if n <= 2**53 else most
 
 
-def _tokens(
-    attention: nn.Module, radius: float | None, tokens: TokenSet | nn.Module | None, x: Tensor | None
-) -> TokenSet | None:
-    width = int(attention.in_features)  # type: ignore[arg-type]
-    if x is not None and x.shape[-1] != width:
-        raise InvalidInput(f"the tokens are {x.shape[-1]} wide, but the attention takes {width}.")
-    token_set = tokens if isinstance(tokens, TokenSet) or tokens is None else TokenSet.after(tokens, width)
-    if radius is not None:
-        token_set = TokenSet.ball(radius, width)
-    if token_set is None:
-        return None if x is None or not bool(x.any()) else TokenSet.around(x)
-    if token_set.width != width:
-        raise InvalidInput(f"the set holds tokens of width {token_set.width}, but the attention takes {width}.")
-    if x is not None:
-        check_inside(x, token_set)
-    return token_set
+def _tokens(width: int, region: InputSet) -> Ellipsoid | None:
+    """The ellipsoid of the tokens, of the width that the attention takes."""
+    if region.x is not None and region.x.shape[-1] != width:
+        raise InvalidInput(f"the tokens are {region.x.shape[-1]} wide, but the attention takes {width}.")
+    if region.x is None and region.reach == 0:
+        raise InvalidInput("bounds on a ball need a ball of positive radius.")
+    tokens = region.ellipsoid(width)
+    if tokens is not None and tokens.width != width:
+        raise InvalidInput(f"the set holds tokens of width {tokens.width}, but the attention takes {width}.")
+    return tokens

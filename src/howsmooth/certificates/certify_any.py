@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import (
-    NotNegative,
     check_count,
     check_finite,
-    check_number,
     check_one_of,
     check_tensor,
     validated,
 )
 from howsmooth.attention import AttentionMap
-from howsmooth.certificates.ball.on_ball import enclose_block_around, enclose_heads_around, move_radii
+from howsmooth.certificates.ball.on_ball import enclose_block_around, enclose_heads_around
 from howsmooth.certificates.certificate import Certificate, Robustness
 from howsmooth.certificates.classifier.patch_transformer import PatchTransformer
 from howsmooth.certificates.classifier.robust_radius import BallMargins, Classifier
@@ -41,6 +39,7 @@ from howsmooth.certificates.point.enclosure import enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.errors import InvalidInput, UnsupportedModel
 from howsmooth.jacobians.function_checks import check_tokens
+from howsmooth.sets import Around, Box, Point
 
 BALLS = ("token", "frobenius")
 NORMS = (2, 1, torch.inf)
@@ -49,7 +48,7 @@ NORMS = (2, 1, torch.inf)
 @overload
 def certify(
     f: PatchTransformer | SequenceClassifier,
-    x: Tensor,
+    over: Tensor,
     label: int,
     *,
     ball: str = "token",
@@ -59,12 +58,9 @@ def certify(
 @overload
 def certify(
     f: Callable[[Tensor], Tensor],
-    x: Tensor,
+    over: Tensor | Around | Box,
     label: None = None,
     *,
-    radius: NotNegative = 0.0,
-    ball: str = "token",
-    tokens: Sequence[int] | None = None,
     per_head: bool = False,
 ) -> Certificate: ...
 @validated
@@ -73,19 +69,18 @@ def certify(
 @torch.no_grad()
 def certify(
     f: Callable[[Tensor], Tensor],
-    x: Tensor,
+    over: Tensor | Around | Box,
     label: int | None = None,
     *,
-    radius: NotNegative = 0.0,
     ball: str = "token",
     tokens: Sequence[int] | None = None,
     per_head: bool = False,
     norm: float = 2,
 ) -> Certificate | Robustness:
-    r"""A proof about ``f`` at ``x``.
+    r"""A proof about ``f`` at an input or on a set around it.
 
-    Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at x, or the upper end
-    for every input within ``radius`` of it; deterministic, with rounding accounted for
+    Without a label, for an attention map: :math:`\mathrm{lower} \le \|J\|_2 \le \mathrm{upper}` at the input, or the
+    upper end for every input of the set around it; deterministic, with rounding accounted for
     (`howsmooth.certificates.point.enclosure`, `howsmooth.certificates.ball.on_ball`). With a label: the largest radius
     found for which no input within it has another class (`howsmooth.certificates.classifier.robust_radius` for one
     layer read at its class token, `howsmooth.certificates.network.margins` for several).
@@ -93,39 +88,45 @@ def certify(
     Args:
         f: an attention map or a `torch.nn.MultiheadAttention`; with a label a `PatchTransformer` or a
             `SequenceClassifier`.
-        x: tokens ``(n, d)``; with a label an image of pixels between 0 and 1, or tokens or their numbers ``(n,)``.
-            Everything is computed in float64.
+        over: `Point`, `Around` or `Box` of `howsmooth.sets`; tokens ``(n, d)`` are their `Point`. With a label an image
+            of pixels between 0 and 1, or tokens or their numbers ``(n,)``. Everything is computed in float64.
         label: the class that is to stay; the radius is 0 where the network says another.
-        radius: how far inputs may be from x.
-        ball: "token", every token within the radius of its own place, or "frobenius", all of them together.
-        tokens: the tokens that move, all when None; the Jacobian is that of all tokens either way.
+        ball: with a label: "token", every token within the radius of its own place, or "frobenius", all together.
+        tokens: with a label: the tokens that move, all when None.
         per_head: one enclosure for every head x ↦ W_h f_h(x) instead of one for the block.
         norm: in which inputs are near, with a label: 2, 1 or inf.
 
     >>> import torch, howsmooth as hs
     >>> attention = hs.SelfAttention.random(8, heads=2, mask="causal")
     >>> x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    >>> proof, near = hs.certify(attention, x), hs.certify(attention, x, radius=0.01)
+    >>> proof, near = hs.certify(attention, x), hs.certify(attention, hs.sets.Around(x, 0.01))
     >>> bool(proof.lower <= hs.measure(attention, x, rtol=1e-6).value <= proof.upper), bool(proof.ratio < 1.01)
     (True, True)
     >>> bool(proof.upper <= near.upper <= 1.2 * proof.upper)
     True
     """
     start = perf_counter()
-    check_tensor(x, "x", floating=not isinstance(f, SequenceClassifier))
-    if x.is_floating_point():
-        check_finite(x, "x")
+    if isinstance(over, Tensor):
+        check_tensor(over, "x", floating=not isinstance(f, SequenceClassifier))
+        if over.is_floating_point():
+            check_finite(over, "x")
     if label is not None:
-        if radius or per_head:
-            raise InvalidInput("with a label the radius is what is found: leave out radius and per_head.")
+        if not isinstance(over, Tensor) or per_head:
+            raise InvalidInput(
+                "with a label the radius is the result: give the input alone, without a set or per_head."
+            )
+        x = over
         label = check_count(label, "label", least=0)
         if isinstance(f, SequenceClassifier):
             return certify_sequence(f, x, label, ball=ball, tokens=tokens, norm=norm)
         if tokens is not None or ball != "token":
-            raise InvalidInput("an image moves as a whole: leave out radius, ball and tokens.")
+            raise InvalidInput("an image moves as a whole: leave out ball and tokens.")
         return _robustness(f, x, label, norm, start)
     if isinstance(f, PatchTransformer | SequenceClassifier):
         raise InvalidInput("a network is certified for a class: pass its label.")
+    if tokens is not None or ball != "token":
+        raise InvalidInput("ball and tokens are for a label: give Around(x, eps, per_token=…, moving=…) instead.")
+    x = over if isinstance(over, Tensor) else over.x
     attention = unchanged_attention(f, "f", x.shape[-2] if x.dim() > 1 else None)
     if attention is None:
         raise UnsupportedModel(
@@ -135,24 +136,14 @@ def certify(
     if x.dim() != 2:
         raise InvalidInput(f"one input (n, d) is certified at a time, got shape {tuple(x.shape)}.")
     assert isinstance(f, nn.Module)
-    attention = read_map(f, x, radius)
-    return certify_tokens(attention, x, radius=radius, ball=ball, tokens=tokens, per_head=per_head)
+    region = Point(x) if isinstance(over, Tensor) else over
+    return certify_tokens(read_map(f, x, region.eps or 0.0), region, per_head=per_head)
 
 
-def certify_tokens(
-    attention: AttentionMap,
-    x: Tensor,
-    *,
-    radius: float = 0.0,
-    ball: str = "token",
-    tokens: Sequence[int] | None = None,
-    per_head: bool = False,
-) -> Certificate:
-    """The certificate of an attention map, with the arguments of `certify`."""
+def certify_tokens(attention: AttentionMap, over: Around | Box, *, per_head: bool = False) -> Certificate:
+    """The certificate of an attention map on a set around an input."""
     start = perf_counter()
-    check_one_of(ball, BALLS, "ball")
-    check_number(radius, "radius", least=0)
-    moves = move_radii(len(x), radius, tokens)
+    x, moves = over.x, over.moves
     moving = bool(moves.any())
     at = HeadsAt(attention, x, stored=moving)
     if per_head:
@@ -161,13 +152,16 @@ def certify_tokens(
         ends = [enclose_block_around(at, moves) if moving else enclose_block(at)]
     lower, upper = (torch.tensor(e, dtype=torch.float64) for e in zip(*((e.lower, e.upper) for e in ends), strict=True))
     notes = ["computed in float64"] if x.dtype != torch.float64 else []
+    ball = "box" if isinstance(over, Box) else BALLS[not over.per_token]
     if ball == "frobenius" and moving and len(x) > 1:
         notes.append("proved on the larger ball in which every token moves by the radius")
+    if ball == "box":
+        notes.append("proved on the balls that hold the box of every token")
     return Certificate(
         lower if per_head else lower[0],
         upper if per_head else upper[0],
         tuple(e.method for e in ends),
-        float(radius),
+        over.eps or 0.0,
         ball,
         per_head,
         perf_counter() - start,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import rich.box
 import rich.table
@@ -22,10 +21,11 @@ from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.cli.console import print_json, print_line, stdout, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, command
-from howsmooth.cli.set_options import named_norm, numbers_in
+from howsmooth.cli.set_options import OVER, norm_of
 from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
-from howsmooth.sets import TokenSet
+from howsmooth.sets import Around, InputSet, Point, SetText, Tokens
+from howsmooth.sets.set_text import numbers_in
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",
@@ -33,7 +33,6 @@ _NOTHING_BEYOND = {
     "mean-field W2": "no input of any length in the set",
     "mean-field d2": "no input of any length in the set",
 }
-_NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
 @command
@@ -41,12 +40,7 @@ def bounds(
     request: Request,
     settings: Settings,
     n: Annotated[str | None, Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
-    radius: Annotated[float | None, Option(help="Every token lies in the ball of this radius.")] = None,
-    after: Annotated[
-        str | None, Option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
-    ] = None,
-    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
-    eps: Annotated[float | None, Option(help="Also bound all inputs whose tokens move by at most this.")] = None,
+    over: Annotated[str, Option(help=OVER.format("The set of inputs"))] = "point",
     per_head: Annotated[bool, Option("--per-head", help="Bound every head by itself.")] = False,
     refused: Annotated[bool, Option("--refused", help="Also list the bounds that do not apply, and why.")] = False,
     figure: Annotated[Path | None, Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
@@ -55,23 +49,24 @@ def bounds(
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 
-    With a radius or a LayerNorm the bounds hold for all tokens of that set; with --input or a model they are compared
-    with what is measured there; with neither, at random tokens.
+    With --over ball, sphere or norm the bounds hold for all tokens of that set; with --input or a model they are
+    compared with the measurement there; by default, at random tokens.
 
     Examples:\n
-      howsmooth bounds random --width 64 --heads 4 --n 16,64,256 --radius 2\n
-      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --after h.0.ln_1. --n 1024 --per-head\n
+      howsmooth bounds random --width 64 --heads 4 --n 16,64,256 --over ball:2\n
+      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --over norm:h.0.ln_1 --n 1024\n
       howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png\n
-      howsmooth bounds layer.pt --heads 8 --input tokens.npy --eps 0.01 --json
+      howsmooth bounds layer.pt --heads 8 --input tokens.npy --over around:0.01 --json
     """
     if as_json and latex:
         raise InvalidInput("--json and --latex are two ways to print the same table: choose one.")
-    if rms and after is None:
-        raise InvalidInput("--rms says what --after names: give --after too.")
+    named = SetText.parse(over)
+    if len(named.sizes) > 1:
+        raise InvalidInput(f"bounds are for one set at a time: give one size in --over, got {over!r}.")
     if figure is not None:
         check_figure_path(figure)
     lengths = _numbers(n)
-    on_set = (radius is not None or after is not None) and request.input is None and not request.names_model
+    on_set = not named.near_input and request.input is None and not request.names_model
     if lengths and not on_set and request.input is None and settings.length is None:
         settings = replace(settings, length=_whole(lengths[-1]))
     tables: list[Table] = []
@@ -80,24 +75,21 @@ def bounds(
         site = request.open(settings)
         x = None if on_set else site.one_input
         lengths = lengths or [site.x.shape[-2]]
-        tokens = tokens_after(site, after, rms)
         inputs = {} if x is None else {count: _first(site, _whole(count)) for count in lengths}
-        if tokens is None and radius is None and x is not None and bool(x.any()):
-            every = torch.cat([each.flatten(0, -2) for each in (x, *inputs.values())])
-            tokens = TokenSet.around(every)  # one set for every n
-        where: dict[str, Any] = {"radius": radius, "tokens": tokens, "eps": eps, "seed": site.seeds["solver"]}
+        region, seed = _region(site, request, named, [] if x is None else [x, *inputs.values()]), site.seeds["solver"]
         for count in lengths:
             begin(f"bounds for n = {count:.12g}")
-            at: dict[str, Any] = {"n": count} if x is None else {"x": inputs[count]}
-            rows = table(site.attention, per_head=per_head, **where, **at)
+            near = region if x is None else _at(named, inputs[count], x, region)
+            rows = table(site.attention, n=count, over=near, per_head=per_head, seed=seed)
             drawn = figure is not None and x is None
-            tables.append(_with_random_tokens(rows, per_head, where["seed"]) if drawn else rows)
+            tables.append(_with_random_tokens(rows, per_head, seed) if drawn else rows)
         if figure is not None:
             begin("drawing")
             several = [_whole(count) for count in lengths] if len(lengths) > 1 else None
             from howsmooth.reports.figures import bounds_against_n, save_figure
 
-            save_figure(bounds_against_n(site.attention, lengths=several, x=x, **where), figure)
+            shown = region if x is None else _at(named, x, x, region)
+            save_figure(bounds_against_n(site.attention, lengths=several, over=shown, seed=seed), figure)
     converged = all(bool(m.converged.all()) for rows in tables for m in rows.measurements.values())
     if as_json:
         facts = site.describe() | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
@@ -111,6 +103,21 @@ def bounds(
         _print(site, tables, x, refused, figure)
     if not converged:
         raise typer.Exit(NOT_CONVERGED)
+
+
+def _region(site: Site, request: Request, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
+    """The set of --over; for one about an input the set of all its tokens, the same for every n."""
+    if not named.near_input:
+        return named.sets(norm=norm_of(site, request, named))[0]
+    every = torch.cat([x.flatten(0, -2) for x in inputs])
+    return Around(every, named.absolute(inputs[0])[0]) if named.sizes else Tokens(every)
+
+
+def _at(named: SetText, x: Tensor, whole: Tensor, region: InputSet) -> InputSet:
+    """The set of --over at an input; a share is one of the mean token norm of the whole input."""
+    if named.sizes and named.near_input:
+        return Around(x, named.absolute(whole)[0], named.form == "around", within=region)
+    return Point(x, within=region)
 
 
 def headline(rows: Table) -> str:
@@ -190,7 +197,7 @@ def _numbers(text: str | None) -> list[float]:
 
 def _whole(count: float) -> int:
     if math.isinf(count):
-        raise InvalidInput("--n inf is for a set without tokens and without a figure: give --radius or --after.")
+        raise InvalidInput("--n inf is for a set without an input and without a figure: give --over ball:2.")
     return int(count)
 
 
@@ -200,15 +207,3 @@ def _first(site: Site, n: int) -> Tensor:
     if n > x.shape[-2]:
         raise InvalidInput(f"--n asks for {n} tokens, but there are {x.shape[-2]}: ask for fewer.")
     return x
-
-
-def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
-    """What the normalisation named by --after can give out."""
-    if prefix is None:
-        return None
-    name = prefix.removesuffix(".")
-    if f"{name}.weight" not in site.tensors:
-        known = sorted(key.removesuffix("weight") for key in site.tensors if _NORM_NAMES.search(key))
-        choices = f": choose from {', '.join(known[:8])}" if known else ""
-        raise InvalidInput(f"{site.source} holds no normalisation {name + '.'!r}{choices}.")
-    return named_norm(site, name, rms)

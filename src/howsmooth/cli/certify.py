@@ -30,16 +30,16 @@ from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.certificate_section import write_certificates
 from howsmooth.reports.sections import check_section_path
 from howsmooth.search.attacks import minimal_norm_attack
+from howsmooth.sets import Around, SetText
 
 What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
 Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})
 _NORMS: dict[str, float] = {"2": 2, "1": 1, "inf": torch.inf}
-Ball = Enum("Ball", {"token": "token", "frobenius": "frobenius"})
 _LONG = 10.0
 """Seconds of work that are announced before they start."""
 _EXAMPLES = """Examples:\n
   howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
-  howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
+  howsmooth certify minilm --layer 2 --length 32 --what heads --over around:0.01\n
   howsmooth certify minilm --layer 2 --length 16 --what heads --report report.html\n
   howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
   howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --out radii.sqlite
@@ -51,8 +51,7 @@ def certify(
     request: Request,
     settings: Settings,
     what: Annotated[What, typer.Option(help="The block, its heads, or both.")] = What.both,
-    radius: Annotated[float, typer.Option(min=0, help="Certify all inputs this near, not the input alone.")] = 0.0,
-    ball: Annotated[Ball, typer.Option(help="What is near: every token, or all of them together.")] = Ball.token,
+    over: Annotated[str, typer.Option(help="The set: point, around:0.01, around:1% or together:0.01.")] = "point",
     images: Annotated[
         Path | None,
         typer.Option(
@@ -70,7 +69,7 @@ def certify(
         Path | None,
         typer.Option(
             help="A page: measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm, "
-            "or --radius). One that `howsmooth report` wrote gets a section, else a new one."
+            "or that of --over). One that `howsmooth report` wrote gets a section, else a new one."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -89,26 +88,28 @@ def certify(
     if count is not None or out is not None:
         option = "--out stores" if count is None else "--count chooses"
         raise InvalidInput(f"{option} images: give --images too.")
+    named = SetText.parse(over)
+    if not named.near_input or len(named.sizes) > 1:
+        raise InvalidInput(f"certify takes point, or one distance from the input such as around:0.01, got {over!r}.")
     site = request.open(settings)
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
     names = ["block", "heads"] if what is What.both else [what.value]
     costs = {"block": expected_block_seconds, "heads": expected_seconds}
     expected = sum(costs[name](site.attention, len(site.x)) for name in names)
-    if radius > 0 and "block" in names:
+    region = named.sets(site.x)[0]
+    assert isinstance(region, Around)
+    if named.sizes and "block" in names:
         expected += expected_change_seconds(site.attention, len(site.x))
     if expected > _LONG:
         stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
-    proofs = {
-        name: certify_tokens(site.attention, site.x, per_head=name == "heads", radius=radius, ball=ball.value)
-        for name in names
-    }
+    proofs = {name: certify_tokens(site.attention, region, per_head=name == "heads") for name in names}
     if as_json:
         print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in proofs.items()})
     else:
         _print(site, proofs)
     if report is not None:
-        _report(site, radius, report)
+        _report(site, region.eps or 0.0, report)
         if not as_json:
             stdout().print(f"report: {report}", markup=False, soft_wrap=True)
 

@@ -1,52 +1,52 @@
-"""Which set of inputs the options of a command name: balls, what a layer's own normalisation gives out."""
+"""The option ``--over`` of commands, and the image of the normalisation before a layer."""
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from howsmooth.cli.source_options import Request, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.models.probed_norms import norm_before, norm_beside, stored_gain
-from howsmooth.sets import TokenSet
+from howsmooth.sets import SetText
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def positive_numbers(text: str, option: str) -> list[float]:
-    """``1,2,5`` in rising order.
-
-    >>> positive_numbers("2, 0.5", "--radius")
-    [0.5, 2.0]
-    """
-    numbers = numbers_in(text)
-    if not all(math.isfinite(number) and number > 0 for number in numbers):
-        raise InvalidInput(f"{option} takes positive numbers such as 0.5,1,2, got {text!r}.")
-    return numbers
+OVER = "{}: point, around:0.01, around:1% (of the mean token norm), together:0.01, ball:2, sphere:2, norm, norm:NAME."
+"""Help of an option ``--over``."""
+_NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
-def numbers_in(text: str) -> list[float]:
-    """Numbers between commas in rising order; NaN alone where one of them is none."""
-    try:
-        return sorted({float(number) for number in text.split(",")})
-    except ValueError:
-        return [math.nan]
+def norm_of(site: Site, request: Request, over: SetText) -> Ellipsoid | None:
+    """The image of the normalisation that ``norm``, ``norm:NAME`` or ``rms:NAME`` means; None for another set."""
+    if over.form not in ("norm", "rms"):
+        return None
+    if over.name is None:
+        return layer_tokens(site, request)
+    name = over.name.removesuffix(".")
+    if f"{name}.weight" not in site.tensors:
+        known = sorted(key.removesuffix(".weight") for key in site.tensors if _NORM_NAMES.search(key))
+        choices = f": choose from {', '.join(known[:8])}" if known else ""
+        raise InvalidInput(f"{site.source} holds no normalisation {name!r}{choices}.")
+    return named_norm(site, name, over.form == "rms")
 
 
-def layer_tokens(site: Site, request: Request) -> TokenSet:
-    """What the normalisation before the attention of this layer can give out."""
+def layer_tokens(site: Site, request: Request) -> Ellipsoid:
+    """The image of the normalisation before the attention of this layer."""
     if site.model is not None:
         return tokens_before(site.model, request.layer or 0)
     name = norm_beside(site.tensors, request.prefix)
     if name is None:
-        raise InvalidInput(f"{site.source} holds no normalisation before this attention: give --radius as a number.")
-    # Normalisations without a shift are RMSNorms, and what a LayerNorm gives out lies in the set of an RMSNorm.
+        raise InvalidInput(f"{site.source} holds no normalisation before this attention: give --over ball:2.")
+    # Normalisations without a shift are RMSNorms, and the image of a LayerNorm lies in that of an RMSNorm.
     return named_norm(site, name, rms=f"{name}.bias" not in site.tensors)
 
 
-def tokens_before(model: PreTrainedModel, layer: int) -> TokenSet:
+def tokens_before(model: PreTrainedModel, layer: int) -> Ellipsoid:
     """The set of all tokens that the attention of a layer can receive: the image of the normalisation before it.
 
     >>> from transformers import GPT2Config, GPT2Model
@@ -54,14 +54,14 @@ def tokens_before(model: PreTrainedModel, layer: int) -> TokenSet:
     4.0
     """
     norm, x = norm_before(model, layer)
-    return TokenSet.after(norm, x.shape[-1])
+    return Ellipsoid.after(norm, x.shape[-1])
 
 
-def named_norm(site: Site, name: str, rms: bool) -> TokenSet:
-    """What the normalisation of that name in a file or model can give out."""
+def named_norm(site: Site, name: str, rms: bool) -> Ellipsoid:
+    """The image of the normalisation of that name in a file or model."""
     weight, shift = site.tensors[f"{name}.weight"], site.tensors.get(f"{name}.bias")
     if site.model is not None:
-        return TokenSet.after(site.model.get_submodule(name), len(weight))
+        return Ellipsoid.after(site.model.get_submodule(name), len(weight))
     gain, known = stored_gain(weight, name, site.source)
-    tokens = (TokenSet.after_rms_norm if rms else TokenSet.after_layer_norm)(gain, shift)
+    tokens = (Ellipsoid.rms_norm if rms else Ellipsoid.layer_norm)(gain, shift)
     return tokens if known else replace(tokens, origin=f"{tokens.origin} with gain w or 1 + w")

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import ROUND_FLOOR
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Option
 
-from howsmooth.cli.bounds import tokens_after
 from howsmooth.cli.console import print_json, progress_line, stdout, written
 from howsmooth.cli.engine_options import Place
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
 from howsmooth.cli.options import AsJson, command
 from howsmooth.cli.replay import remember
 from howsmooth.cli.scan import FOLDER
-from howsmooth.cli.set_options import layer_tokens, positive_numbers
+from howsmooth.cli.set_options import OVER, layer_tokens, norm_of
 from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
-from howsmooth.search.sandwich_result import Sandwich, size_of
+from howsmooth.search.sandwich_result import Sandwich
 from howsmooth.search.sandwich_search import sandwich
-from howsmooth.sets import InputSet, TokenSet
+from howsmooth.sets import Around, InputSet, SetText
+from howsmooth.sets.ellipsoid import Ellipsoid
+from howsmooth.sets.near_sets import Over
 
 Norm = Enum("Norm", {"two": "2", "inf": "inf"})
 _LENGTHS = "8,16,32"
-_AT_THE_LAYER = "layer"
 
 
 @command
@@ -42,18 +42,8 @@ def worst_case(
     settings: Settings,
     head: Annotated[int | None, Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
     lengths: Annotated[str | None, Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
-    radius: Annotated[
-        str | None,
-        Option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
-    ] = None,
-    after: Annotated[
-        str | None, Option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
-    ] = None,
-    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
-    around: Annotated[Path | None, Option(help="Search near what the layer sees of this text.")] = None,
-    eps: Annotated[
-        str | None, Option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
-    ] = None,
+    over: Annotated[str | None, Option(help=OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
+    around: Annotated[Path | None, Option(help="Text for --over around: search near the layer's input there.")] = None,
     norm: Annotated[Norm, Option(help="Which norm of the Jacobian.")] = Norm.two,
     starts: Annotated[int, Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
     steps: Annotated[int, Option(min=1, help="Steps of each search.")] = 200,
@@ -66,37 +56,39 @@ def worst_case(
     """Find the least smooth input of a set, and how far the best theorem is from it.
 
     For every number of tokens and every set: an input on which the attention reaches the lower bound, kept in a file
-    that `howsmooth measure --witness` replays, and the smallest proved upper bound. Without --radius the tokens are
+    that `howsmooth measure --witness` replays, and the smallest proved upper bound. Without --over the tokens are
     those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
     Ctrl-C keeps and prints the best so far. With --jobs or --engine every start is searched by a worker, to its end.
 
     Examples:\n
-      howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --radius 1,2\n
-      howsmooth worst-case minilm --layer 2 --head 0 --lengths 16,32 --radius layer\n
-      howsmooth worst-case minilm --layer 2 --around novel.txt --eps 0.01,0.05 --lengths 64\n
-      howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --radius layer --seconds 60
+      howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --over ball:1,2\n
+      howsmooth worst-case minilm --layer 2 --head 0 --lengths 16,32 --over norm\n
+      howsmooth worst-case minilm --layer 2 --around novel.txt --over around:1%,5% --lengths 64\n
+      howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --over norm --seconds 60
     """
     counts = parse_lengths(lengths or settings.length or _LENGTHS)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
     if lengths is not None and settings.length is not None:
         raise InvalidInput("--lengths says how many tokens there are: leave out --length.")
-    request, shares = _neighbourhood(request, radius, after, around, eps)
-    if rms and after is None:
-        raise InvalidInput("--rms says what --after names: give --after too.")
-    radii = None if radius in (None, _AT_THE_LAYER) else positive_numbers(str(radius), "--radius")
+    named = None if over is None else SetText.parse(over)
+    near = named is not None and named.near_input
+    if named is not None and named.form == "point":
+        raise InvalidInput("a search needs a set, not a point: howsmooth measure takes one input.")
+    request = _about(request, near, around)
     if request.input is None:
-        settings = replace(settings, length=counts[-1] if shares else 4)
+        settings = replace(settings, length=counts[-1] if near else 4)
     site = request.open(settings)
-    where = _where(site, request, counts, radii, after, rms, shares, radius == _AT_THE_LAYER)
+    sets = _sets(site, request, counts, named)
     out.mkdir(parents=True, exist_ok=True)
     source = remember(request, settings, site.attention)
-    stem, unit = _stem(request, source["sha256"], head, norm.value), where["eps"][0] / shares[0] if shares else 1.0
+    stem = _stem(request, source["sha256"], head, norm.value)
+    unit = named.absolute(site.one_input)[0] / named.sizes[0] if named is not None and named.share else 1.0
     with _searching() as progress:
         cells = sandwich(
             site.attention,
             counts,
-            **where,
+            over=sets,
             norm=math.inf if norm is Norm.inf else 2,
             head=head,
             starts=starts,
@@ -114,7 +106,7 @@ def worst_case(
 
         save_figure(cells.figure(), picture)
     if as_json:
-        facts = site.describe() | {"n": list(counts), "head": head} | ({} if shares else {"input": None})
+        facts = site.describe() | {"n": list(counts), "head": head} | ({} if near else {"input": None})
         content = {"setting": facts, "cells": cells.to_dict(), "interrupted": cells.interrupted}
         print_json(content | {"figure": None if picture is None else str(picture)})
     else:
@@ -125,50 +117,33 @@ def worst_case(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _neighbourhood(
-    request: Request, radius: str | None, after: str | None, around: Path | None, eps: str | None
-) -> tuple[Request, list[float]]:
-    """The request with the text of --around, and the shares of --eps; none when the set is another one."""
-    given = [name for name, value in (("--radius", radius), ("--after", after), ("--eps", eps)) if value is not None]
-    if len(given) > 1:
-        raise InvalidInput(f"{' and '.join(given)} name two different sets: choose one.")
-    if eps is None:
-        for option, value in (("--around", around), ("--text", request.text), ("--input", request.input)):
-            if value is not None:
-                raise InvalidInput(f"{option} says where to search, but not how near: give --eps, for example 0.01.")
-        return request, []
-    if around is not None:
-        if request.text is not None or request.input is not None:
-            raise InvalidInput("--around, --text and --input name the same thing: give one of them.")
-        request = replace(request, text=around)
-    return request, positive_numbers(eps, "--eps")
+def _about(request: Request, near: bool, around: Path | None) -> Request:
+    """The request with the text of --around, which a set about an input needs and another set refuses."""
+    given = [("--around", around), ("--text", request.text), ("--input", request.input)]
+    named = [option for option, value in given if value is not None]
+    if not near and named:
+        raise InvalidInput(f"{named[0]} gives an input to search near: give its distance, such as --over around:1%.")
+    if len(named) > 1 and around is not None:
+        raise InvalidInput("--around, --text and --input name the same thing: give one of them.")
+    return request if around is None else replace(request, text=around)
 
 
-def _where(
-    site: Site,
-    request: Request,
-    counts: Sequence[int],
-    radii: list[float] | None,
-    after: str | None,
-    rms: bool,
-    shares: list[float],
-    at_the_layer: bool,
-) -> dict[str, Any]:
+def _sets(
+    site: Site, request: Request, counts: Sequence[int], named: SetText | None
+) -> Over | Sequence[InputSet] | Mapping[int, Sequence[InputSet]]:
     """The sets, as `howsmooth.search.sandwich` takes them."""
-    if shares:
+    if named is not None and named.near_input:
         x = site.one_input.double()
         if x.dim() != 2:
-            raise InvalidInput(f"a search goes on near one input, but --input holds {len(x)}: store one by itself.")
-        eps = [share * float(x.norm(dim=-1).mean()) for share in shares]
-        return {"around": {n: site.first(n).double() for n in counts}, "eps": eps}
-    if radii is not None:
-        return {"radii": radii}
-    if after is not None:
-        return {"over": tokens_after(site, after, rms)}
-    if at_the_layer or site.model is not None:
-        return {"over": layer_tokens(site, request)}
+            raise InvalidInput(f"a search is near one input, but --input holds {len(x)}: store one by itself.")
+        sizes = named.absolute(x)
+        return {n: [Around(site.first(n).double(), eps, named.form == "around") for eps in sizes] for n in counts}
+    if named is not None:
+        return named.sets(norm=norm_of(site, request, named))
+    if site.model is not None:
+        return layer_tokens(site, request)
     width = site.attention.in_features
-    return {"over": TokenSet.ball(width**0.5, width, "tokens of unit RMS")}
+    return Ellipsoid.ball(width**0.5, width, "tokens of unit RMS")
 
 
 def _stem(request: Request, sha256: str, head: int | None, norm: str) -> str:
@@ -182,13 +157,13 @@ def _stem(request: Request, sha256: str, head: int | None, norm: str) -> str:
 def _set_name(over: InputSet) -> str:
     """The kind of set in a file name."""
     said = over.describe()
-    known = {"neighbourhood": "eps", "ball": "R"}
+    known = {"around": "eps", "ball": "R"}
     return known.get(said["set"]) or re.sub(r"\W+", "-", str(said.get("origin", said["set"])))
 
 
 def _size_name(over: InputSet, unit: float) -> str:
-    """R, or ε as a share of the mean token norm, ``unit``."""
-    return f"{(size_of(over) or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
+    """R, or ε in ``unit``: 1, or the mean token norm where ε is a share of it."""
+    return f"{(over.size or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
 
 
 def _print(site: Site, cells: Sandwich, head: int | None, picture: Path | None) -> None:

@@ -17,7 +17,7 @@ from howsmooth.attention.attention_map import AttentionMap, Heads
 from howsmooth.attention.memory_layout import prefers_channels_first
 from howsmooth.attention.stages import Chain
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.key_value_moments import Moments
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
@@ -71,7 +71,13 @@ class AttentionJacobian(JacobianOperator):
 
     @classmethod
     def of(
-        cls, attention: AttentionMap, point: Point, mixing: Mixing, items: torch.Size, per_head: bool, reduced: bool
+        cls,
+        attention: AttentionMap,
+        point: EvaluationPoint,
+        mixing: Mixing,
+        items: torch.Size,
+        per_head: bool,
+        reduced: bool,
     ) -> AttentionJacobian:
         """From the evaluated weights of a map, without bounds on rounding; ``items``: the batch shape of x."""
         dtype = mixing.query.dtype
@@ -228,7 +234,7 @@ class Rounding:
     """The source of bounds on the rounding of products: a map at its point, and the norms of its weights."""
 
     attention: AttentionMap
-    point: Point
+    point: EvaluationPoint
     norms: WeightNorms
 
     def bounded(
@@ -268,7 +274,7 @@ def attention_jacobian(
     tokens = x.detach().reshape(-1, *x.shape[-2:])
 
     def build(dtype: torch.dtype) -> tuple[AttentionJacobian, Rounding]:
-        point = Point.at(attention, tokens, dtype)
+        point = EvaluationPoint.at(attention, tokens, dtype)
         mixing = Mixing.at(attention, point, dtype, memory)
         rounding = Rounding(attention, point, WeightNorms(attention, dtype))
         return rounding.bounded(
@@ -290,7 +296,7 @@ def unbounded_jacobian(attention: AttentionMap, x: Tensor, memory: int) -> Atten
     """The Jacobian of a block in the dtype of x without bounds on rounding; `composed_jacobian` measures its error."""
     tokens = x.detach().reshape(-1, *x.shape[-2:])
     attention.terms.check(x.shape[-2], attention.heads, len(tokens))
-    point = Point.at(attention, tokens, x.dtype, errors=False)
+    point = EvaluationPoint.at(attention, tokens, x.dtype, errors=False)
     mixing = Mixing.at(attention, point, x.dtype, memory, moments=False)
     return AttentionJacobian(mixing, point.chains, BlockProjection.of(attention, x.dtype), x.shape[:-2])
 

@@ -32,7 +32,7 @@ from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, UnitNorm
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors
 from howsmooth.jacobians.projection import BlockProjection
@@ -171,7 +171,7 @@ def _product_error(attention: AttentionMap, x: Tensor, parent: AttentionJacobian
     size = torch.as_tensor(chain.size(), dtype=torch.float64, device=parent.device)
     size = size.expand(*parent.mixing.query.shape[:2], 1).amax((-2, -1))
     norms = tuple(size if i == number else torch.zeros_like(size) for i in range(3))
-    point = Point.at(attention, tokens, parent.dtype)
+    point = EvaluationPoint.at(attention, tokens, parent.dtype)
     errors = PathErrors.of(attention, point, parent.mixing, by_head=parent.by_head, norms=norms).along("all")
     errors = errors.reshape(*parent.batch_shape, -1)
     if parent.by_head:

@@ -19,7 +19,7 @@ from howsmooth.jacobians.product_error import per_map, spread_of_sum
 
 
 @dataclass(frozen=True)
-class Point:
+class EvaluationPoint:
     """Queries, keys and values after their stages, ``(maps, n, width)``.
 
     Attributes:
@@ -37,7 +37,7 @@ class Point:
     sizes: tuple[Tensor, ...]
 
     @classmethod
-    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> Point:
+    def at(cls, attention: AttentionMap, x: Tensor, dtype: torch.dtype, errors: bool = True) -> EvaluationPoint:
         """The point of ``x``, ``(batch, n, d)``, for products in ``dtype``; without ``errors`` they are not bounded."""
         wide = dtype if x.device.type == "mps" else torch.float64
         moved = torch.cat([x, x[:, :1]], dim=-2).to(wide)  # one array for the tokens, and their centre behind them

@@ -28,7 +28,7 @@ k_j, v_j, o_i in place of their differences: the sizes ``whole``. Then, to first
 - *ends*: the projections before and after, √m·u/4 of ``apart`` with their own number of terms m. The quarter is set by
   trial, not derived: partial sums along the features of a token stay far below the product of norms, and the largest
   error seen on hard maps was about half of what this allows;
-- *tokens*: q, k, v rounded to the dtype (part of *products*) and their errors before that (`Point.errors`);
+- *tokens*: q, k, v rounded to the dtype (part of *products*) and their errors before that (`EvaluationPoint.errors`);
 - *underflow*: every operation may lose the smallest normal number.
 
 All of it times a bound on ‖W_o‖. For a block of heads the errors are stacked before W_o, hence add in squares. As they
@@ -53,7 +53,7 @@ from torch import Tensor
 from howsmooth.attention.attention_map import AttentionMap
 
 if TYPE_CHECKING:
-    from howsmooth.jacobians.evaluation_point import Point
+    from howsmooth.jacobians.evaluation_point import EvaluationPoint
     from howsmooth.jacobians.softmax_products import Mixing
 
 
@@ -72,7 +72,7 @@ class PathErrors:
     def of(
         cls,
         attention: AttentionMap,
-        point: Point,
+        point: EvaluationPoint,
         mixing: Mixing,
         by_head: bool,
         norms: Sequence[Tensor] | None = None,
@@ -134,7 +134,7 @@ def _sizes(mixing: Mixing) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     )
 
 
-def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
+def _weight_errors(mixing: Mixing, point: EvaluationPoint) -> Tensor:
     """The largest relative error of a weight or slope of every map, ``(maps,)``."""
     eps = mixing.logits.eps
     query, key = (_lengths(t).amax(-1) for t in (mixing.query, mixing.key))
@@ -150,7 +150,7 @@ def _weight_errors(mixing: Mixing, point: Point) -> Tensor:
     return relative * (1 + relative)
 
 
-def _token_errors(mixing: Mixing, point: Point) -> tuple[Tensor, Tensor]:
+def _token_errors(mixing: Mixing, point: EvaluationPoint) -> tuple[Tensor, Tensor]:
     """The effect of the errors of q, k and v before their last rounding on the score path, as a map of dq and dk."""
     assert mixing.moments is not None
     seen, root = mixing.moments, mixing.moments.sink.sqrt()
@@ -202,12 +202,12 @@ class WeightNorms:
     def stacked_inputs(self) -> list[Tensor]:
         return [spectral_bound(weight.flatten(0, 1)) for weight in self._inputs]
 
-    def of_inputs(self, point: Point) -> tuple[Tensor, ...]:
+    def of_inputs(self, point: EvaluationPoint) -> tuple[Tensor, ...]:
         """N_q, N_k, N_v of every map: the projections and the stages after them, ``(maps,)``."""
         pairs = zip(self.inputs, point.sizes, strict=True)
         return tuple(per_map(norm, size, self.attention) * size for norm, size in pairs)
 
-    def of_stacked_inputs(self, point: Point) -> list[Tensor]:
+    def of_stacked_inputs(self, point: EvaluationPoint) -> list[Tensor]:
         """Bounds on the maps from x to dq, dk, dv of all heads together, one for each batch item."""
         heads = self.attention.heads
         return [

@@ -29,7 +29,7 @@ from torch import Tensor
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.memory_layout import add_product, channels_first, zeros_in_layout
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.key_value_moments import Moments, MomentSums, OutputSums
 from howsmooth.jacobians.tiles import Logits, Tile, WeightMemory, bands, fits_at_once
 from howsmooth.jacobians.workspace import Workspace
@@ -56,7 +56,9 @@ class Mixing:
 
     @classmethod
     @torch.no_grad()
-    def at(cls, attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int, moments: bool = True) -> Mixing:
+    def at(
+        cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int, moments: bool = True
+    ) -> Mixing:
         """Evaluate the weights once; store as many tiles of them as fit into ``memory`` bytes.
 
         Logits are evaluated in the dtype of the point, which may be wider than the ``dtype`` of the products; those of
@@ -87,7 +89,7 @@ class Mixing:
         return self.evaluated(kept, seen.output(), seen.moments())
 
     @classmethod
-    def unevaluated(cls, attention: AttentionMap, point: Point, dtype: torch.dtype) -> Mixing:
+    def unevaluated(cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype) -> Mixing:
         """No tiles and outputs yet, for products in this dtype from logits in the dtype of the point."""
         query, key, value = (t.to(dtype) for t in (point.query, point.key, point.value))
         tops, sums = torch.zeros_like(query[..., :1]), torch.ones_like(query[..., :1])

@@ -25,7 +25,7 @@ from howsmooth.models.named_models import FULL_PRECISION, NAMED, precision_in_wo
 from howsmooth.models.pretrained_files import gguf_precision, licence_in, load_pretrained
 from howsmooth.models.random_models import RANDOM_TWIN, is_random, random_model, random_name, random_twin
 from howsmooth.models.self_check import samples_of_frames
-from howsmooth.models.text_windows import Tokens, Window, spread_starts
+from howsmooth.models.text_windows import TokenisedText, Window, spread_starts
 from howsmooth.models.weight_files import SUFFIXES
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ class OpenModel:
             return min(_USUAL, self.limit, len(self._text(source)))
         return self.limit if self.limit < UNLIMITED else _USUAL
 
-    def _text(self, source: str | Path) -> Tokens:
+    def _text(self, source: str | Path) -> TokenisedText:
         if self.processor is None and not (self.reads_bytes or is_random(self.name)):
             raise InvalidInput(f"{self.name} has no tokenizer beside its weights: add one, or capture token ids.")
-        return Tokens(str(source), self.processor)
+        return TokenisedText(str(source), self.processor)
 
     def inputs(self, window: Window) -> dict[str, Tensor]:
         """The keyword arguments of the model for a window."""

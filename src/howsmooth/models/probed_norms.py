@@ -195,7 +195,7 @@ def norm_before(model: PreTrainedModel, layer: int) -> tuple[nn.Module, Tensor]:
                 return module, x[0]
     raise InvalidInput(
         f"the attention of layer {layer} of this {type(model).__name__} does not receive the output of a LayerNorm or "
-        "RMSNorm: give --radius as a number."
+        "RMSNorm: give --over ball:2."
     )
 
 

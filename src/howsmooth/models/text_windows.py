@@ -57,10 +57,10 @@ def byte_ids(text: str) -> list[int]:
     return [byte + SPECIAL for byte in text.encode("utf-8", errors="surrogateescape")]
 
 
-class Tokens:
+class TokenisedText:
     """A text as a sequence of tokens, and windows cut from it.
 
-    >>> text = Tokens("Down the rabbit hole", None)
+    >>> text = TokenisedText("Down the rabbit hole", None)
     >>> [window] = text.windows(length=6, count=1, seed=None)
     >>> window.tokens
     ['D', 'o', 'w', 'n', ' ', 't']

@@ -37,7 +37,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     rows = []
     for n in cell["lengths"]:
         ends = {
-            name: get(full)(attention, n=n, radius=RADIUS, per_head=True)
+            name: get(full)(attention, n=n, over=hs.sets.Ball(RADIUS), per_head=True)
             for name, full in (("upper", "howsmooth.sqrt_n"), ("lower", "howsmooth.two_cluster"))
         }
         for head, map_ in enumerate(alone):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 import howsmooth as hs
-from howsmooth.models.text_windows import Tokens
+from howsmooth.models.text_windows import TokenisedText
 from howsmooth.papers.experiment import CASTIN, Experiment, ExperimentOptions, Finding, Record, Rows
 from howsmooth.papers.experiment_inputs import RANDOM_BERT, RANDOM_GPT2, experiment_model, sites
 from howsmooth.papers.figure_style import finish, line, median_band, model_label, panels
@@ -26,7 +26,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     model = experiment_model(cell["model"])
     layers = sorted({min(layer, model.model.config.num_hidden_layers - 1) for layer in cell["layers"]})
     rows: list[Record] = []
-    if cell["length"] <= len(Tokens("", model.processor)):  # special tokens alone are no text
+    if cell["length"] <= len(TokenisedText("", model.processor)):  # special tokens alone are no text
         return rows
     for window, captured in enumerate(sites(cell["model"], layers, cell["length"], options.text, cell["windows"])):
         for site in captured:

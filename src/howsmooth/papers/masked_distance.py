@@ -33,7 +33,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
         after = float(conditional(push(head, first), push(head, second)))
         rows.append(
             {"seed": cell["seed"], "pair": pair, "before": before, "after": after}
-            | {"bound": float(get("howsmooth.masked_mean_field")(head, radius=radius))}
+            | {"bound": float(get("howsmooth.masked_mean_field")(head, over=hs.sets.Ball(radius)))}
         )
     return rows
 

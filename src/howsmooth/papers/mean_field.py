@@ -39,11 +39,17 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     mask, radius = cell["mask"], cell["R"]
     head = hs.SelfAttention.from_bilinear(-ONE, ONE, mask=None if mask == "no mask" else mask)
     if cell["n"] is None:
-        value = worst_measure(head, 2, radius=radius, starts=6, steps=options.pick(80, 150, 300), seed=0).value
+        value = worst_measure(
+            head, 2, over=hs.sets.Ball(radius), starts=6, steps=options.pick(80, 150, 300), seed=0
+        ).value
     else:
-        value = hs.worst_case(head, cell["n"], radius=radius, starts=4, steps=options.pick(60, 120, 200), seed=0).value
+        value = hs.worst_case(
+            head, cell["n"], over=hs.sets.Ball(radius), starts=4, steps=options.pick(60, 120, 200), seed=0
+        ).value
     ends = {"upper": UPPER[mask], "lower": LOWER[mask]}
-    return [cell | {"value": value} | {end: float(get(name)(head, radius=radius)) for end, name in ends.items()}]
+    return [
+        cell | {"value": value} | {end: float(get(name)(head, over=hs.sets.Ball(radius))) for end, name in ends.items()}
+    ]
 
 
 def draw(rows: Rows) -> Figure:

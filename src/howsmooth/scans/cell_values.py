@@ -97,7 +97,7 @@ def _bounds(
     attention: AttentionMap | Composite, x: Tensor, settings: ScanSettings, per_head: bool
 ) -> list[dict[str, float]]:
     """Upper bounds on the 2-norm by name, for every head or for the block."""
-    where = setting(attention, x=x)
+    where = setting(attention, over=x)
     wanted = [] if settings.bounds == "none" else [get(PROVED), get(PROVED_AROUND)]
     if settings.bounds in ("cheap", "all"):
         wanted = [b for b in CATALOGUE.values() if settings.bounds == "all" or b.name not in COSTLY]

@@ -1,4 +1,10 @@
-"""The least smooth input: worst-case search with the theorems' constructions among its starts."""
+"""Searches for the input at which a map is least smooth: lower bounds with a witness.
+
+Read `worst_case_search` (`worst_case`) and `search_question` (its checked arguments) first; then `start_inputs` (random
+starts and the inputs of theorems), `ascent` and `token_exchange` (the two climbs), `norm_gradient` (their gradient)
+and `multi_start` (one search from all its starts). `sandwich_search` adds upper bounds, `worst_measure_search`
+searches measures, `attacks` searches adversarial images.
+"""
 
 from howsmooth.search.attacks import Attack, minimal_norm_attack, projected_attack
 from howsmooth.search.sandwich_result import Sandwich
@@ -6,19 +12,11 @@ from howsmooth.search.sandwich_search import sandwich
 from howsmooth.search.witness import Witness
 from howsmooth.search.worst_case_search import worst_case
 from howsmooth.search.worst_measure_search import MeasureWitness, worst_measure
-from howsmooth.sets import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, Normalised, Sphere
 
 __all__ = [
     "Attack",
-    "Ball",
-    "Embeddings",
-    "Everywhere",
-    "InputSet",
     "MeasureWitness",
-    "Neighbourhood",
-    "Normalised",
     "Sandwich",
-    "Sphere",
     "Witness",
     "minimal_norm_attack",
     "projected_attack",

@@ -10,7 +10,7 @@ from howsmooth.attention import as_attention_map
 from howsmooth.bounds.bound_table import Row, compared_with
 from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
 from howsmooth.bounds.question_setting import setting
-from howsmooth.sets import InputSet, Neighbourhood
+from howsmooth.sets import InputSet
 
 Function = Callable[[Tensor], Tensor]
 
@@ -26,11 +26,8 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     attention = as_attention_map(f, n, kind=nn.Module) or f
     if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
         return None
-    tokens = over.token_set(int(attention.in_features))  # type: ignore[arg-type]
-    if isinstance(over, Neighbourhood):  # a ball per token holds the ball of all tokens together
-        where = setting(attention, x=over.x, eps=over.eps, tokens=tokens)
-    else:
-        where = setting(attention, n=n, tokens=tokens)
+    whole = over.x is None and over.reach == 0  # no theorem is about a single token
+    where = setting(attention, n=n, over=None if whole else over)  # a ball per token holds the ball of all together
     least = least_upper_bound(where, norm, head=head, scopes=("neighbourhood", *ON_SETS))
     if least is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -39,7 +38,8 @@ def best_of_all(
         interrupted = True
         load = load_of(executor)
         rounds = -(-len(starts) // load.width)
-        alone = _alone(asked, None if asked.seconds is None else asked.seconds / rounds)
+        seconds = None if asked.seconds is None else asked.seconds / rounds
+        alone = replace(asked, save=None, progress=None, source={}, given=(), seconds=seconds)  # for a worker
         failures = submit_all(executor, climb, [(alone, start) for start in starts], keep, load=load)
         interrupted = False
     if not witnesses:
@@ -64,14 +64,6 @@ def climb(item: tuple[Question, Start]) -> Witness:
     """The search from one start, in whatever process this runs."""
     asked, start = item
     return Search(asked, time.perf_counter(), [start]).run()
-
-
-def _alone(asked: Question, seconds: float | None) -> Question:
-    """The question as a worker is asked it: what is saved, told and remembered stays with the driver."""
-    question = copy.copy(asked)
-    question.save, question.progress, question.source, question.given = None, None, {}, ()
-    question.seconds = seconds
-    return question
 
 
 def _best(witnesses: dict[int, Witness]) -> Witness:

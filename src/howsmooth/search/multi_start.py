@@ -20,7 +20,7 @@ from howsmooth.search.search_question import Question, resolved
 from howsmooth.search.start_inputs import Start
 from howsmooth.search.token_exchange import Exchange
 from howsmooth.search.witness import Stopped, Witness
-from howsmooth.sets import Embeddings
+from howsmooth.sets import Tokens
 
 _SAVE_EVERY = 2.0
 _CONTENDERS, _MOST_CONTENDERS = 0.98, 4
@@ -57,7 +57,7 @@ class Search:
     def _climb(self) -> Climb:
         f, over, norm, seed = self.asked.f, self.asked.over, self.asked.norm, self.asked.seed
         roughness = AttentionRoughness(f, norm) if isinstance(f, AttentionMap) else FunctionRoughness(f, norm)
-        if isinstance(over, Embeddings):
+        if isinstance(over, Tokens):
             return Exchange(roughness, over, self.starts, seed)
         return Ascent(roughness, over, self.starts, seed)
 
@@ -145,7 +145,7 @@ class Search:
             steps=len(climb.history),
             seconds=time.perf_counter() - self.began,
             stopped=stopped,
-            ids=peak.z if isinstance(asked.over, Embeddings) else None,
+            ids=peak.z if isinstance(asked.over, Tokens) else None,
             source=asked.source,
         )
 

@@ -56,7 +56,7 @@ class Cell:
     @property
     def size(self) -> float | None:
         """R, or ε of a neighbourhood; None for a set that has neither."""
-        return size_of(self.over)
+        return self.over.size
 
     @property
     def ratio(self) -> float | None:
@@ -137,27 +137,5 @@ class Sandwich(Sequence[Cell]):
             upper = "none applies" if cell.upper is None else f"{cell.upper.written} ({cell.upper.name})"
             ratio = "–" if cell.ratio is None else rounded(cell.ratio, ROUND_CEILING, 3)
             lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)} ({cell.start})"
-            shown.add_row(str(cell.n), in_words(cell.over), *[centre] * near, lower, upper, ratio)
+            shown.add_row(str(cell.n), str(cell.over), *[centre] * near, lower, upper, ratio)
         return shown
-
-
-def in_words(over: InputSet) -> str:
-    """The set in a few characters.
-
-    >>> from howsmooth.sets import Ball
-    >>> in_words(Ball(2.0))
-    '|x| ≤ 2'
-    """
-    said = over.describe()
-    kind, size = said["set"], size_of(over)
-    if kind == "neighbourhood":
-        return f"{'each token' if said['per_token'] else 'all tokens'} within {size:.4g}"
-    if kind in ("ball", "sphere"):
-        return f"|x| {'≤' if kind == 'ball' else '='} {size:.4g}"
-    return str(said.get("origin", kind)) + ("" if size is None else f" (|x| ≤ {size:.4g})")
-
-
-def size_of(over: InputSet) -> float | None:
-    """R, or ε of a neighbourhood; None for a set that has neither."""
-    said = over.describe()
-    return said.get("radius", said.get("eps"))

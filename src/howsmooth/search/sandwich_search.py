@@ -7,7 +7,7 @@ on the whole set: no input of the set is worse than U, and the witness is one th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,9 +22,10 @@ from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.search.best_bound import not_passed, tightest_upper
 from howsmooth.search.initial_vectors import evaluate
-from howsmooth.search.sandwich_result import Cell, Sandwich, in_words, size_of
+from howsmooth.search.sandwich_result import Cell, Sandwich
 from howsmooth.search.worst_case_search import worst_case
-from howsmooth.sets import Ball, InputSet, Neighbourhood, TokenSet, as_set
+from howsmooth.sets import InputSet
+from howsmooth.sets.near_sets import Over, as_set
 
 Function = Callable[[Tensor], Tensor]
 Progress = Callable[[str, float, int, float], None]
@@ -34,11 +35,8 @@ Progress = Callable[[str, float, int, float], None]
 def sandwich(
     f: Function,
     lengths: Sequence[int],
-    radii: Sequence[float] | None = None,
     *,
-    over: InputSet | TokenSet | nn.Module | Sequence[InputSet | TokenSet | nn.Module] | None = None,
-    around: Tensor | Mapping[int, Tensor] | None = None,
-    eps: Sequence[float] | None = None,
+    over: Over | Sequence[Over] | Mapping[int, Sequence[Over]] | None = None,
     norm: float = 2,
     head: Size | None = None,
     starts: Size = 8,
@@ -58,10 +56,8 @@ def sandwich(
     Args:
         f: an attention map, or any differentiable function of x, for which there is no upper end.
         lengths: numbers of tokens.
-        radii: R of the balls that every token lies in.
-        over: instead, one set or several; also a `TokenSet`, or the normalisation layer before f.
-        around, eps: instead, the neighbourhoods of the first n tokens of an input, or of the input of n tokens that a
-            mapping gives, each token moving by at most eps.
+        over: one set or several, as in `howsmooth.worst_case`; of a set about an input (`Around`) the first n tokens. A
+            mapping gives the sets of each number of tokens. None for all inputs, for Lipschitz maps.
         norm: 2 or inf.
         head: one head of the map with its slice of the output projection; None for the whole.
         starts, steps, seed: of each search; see `howsmooth.worst_case`.
@@ -71,21 +67,19 @@ def sandwich(
         progress: called with a label, the cells done (in parts), all cells, and the best value of the present one.
         executor: for the starts of each search; see `howsmooth.worst_case`.
 
-    Without radii, sets and eps all inputs are meant, for maps that are Lipschitz everywhere.
-
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-    >>> for cell in sandwich(head, [4, 8], radii=[1.0], starts=2, steps=30):
+    >>> for cell in sandwich(head, [4, 8], over=hs.sets.Ball(1.0), starts=2, steps=30):
     ...     print(cell.n, cell.lower <= cell.upper.value, cell.upper.name)
     4 True howsmooth.sqrt_n
     8 True howsmooth.mean_field
     """
-    questions = [(n, region) for n in _checked(lengths) for region in _regions(n, radii, over, around, eps)]
+    questions = [(n, region) for n in _checked(lengths) for region in _regions(n, over)]
     began, cells = time.monotonic(), list[Cell]()
     try:
         with nullcontext() if executor is None else open_engine(executor) as workers:
             for done, (n, region) in enumerate(questions):
-                label = f"n = {n}, {in_words(region)}"
+                label = f"n = {n}, {region}"
                 attention = as_attention_map(f, n, kind=nn.Module) or f
                 alone = attention.head(head) if isinstance(attention, AttentionMap) and head is not None else attention
 
@@ -113,7 +107,7 @@ def sandwich(
                     progress=show,
                     executor=workers,
                 )
-                centre = float(evaluate(alone, region.x, norm)) if isinstance(region, Neighbourhood) else None
+                centre = None if region.x is None else float(evaluate(alone, region.x, norm))
                 cells.append(Cell(n, region, witness, not_passed(upper, witness.value), centre, file))
                 if witness.stopped == "interrupted":
                     raise KeyboardInterrupt
@@ -129,26 +123,13 @@ def _checked(lengths: Sequence[int]) -> list[int]:
     return [int(n) for n in counts]
 
 
-def _regions(
-    n: int, radii: Any, over: Any, around: Tensor | Mapping[int, Tensor] | None, eps: Any
-) -> Iterator[InputSet]:
+def _regions(n: int, over: object) -> list[InputSet]:
     """The sets for n tokens, smallest first where they have a size."""
-    if (around is None) != (eps is None) or sum(given is not None for given in (radii, over, eps)) > 1:
-        raise InvalidInput("give radii, or sets (over), or an input with its neighbourhoods (around and eps).")
-    regions: list[InputSet]
-    if isinstance(around, Mapping):
-        around = around[n]
-    if around is not None:
-        if n > around.shape[-2]:
-            raise InvalidInput(f"{n} tokens were asked for, but the input has {around.shape[-2]}: ask for fewer.")
-        regions = [Neighbourhood(around[..., :n, :], size) for size in eps]
-    elif radii is not None:
-        regions = [Ball(radius) for radius in radii]
-    else:
-        regions = [as_set(each, None) for each in (over if isinstance(over, Sequence) else [over])]
+    given = over.get(n, ()) if isinstance(over, Mapping) else over
+    regions = [as_set(each).first(n) for each in (given if isinstance(given, Sequence) else [given])]
     if not regions:
-        raise InvalidInput("there is no set to search: give at least one radius, set or eps.")
-    yield from sorted(regions, key=lambda region: size_of(region) or 0.0)
+        raise InvalidInput("there is no set to search: give at least one (over), such as Ball(1.0).")
+    return sorted(regions, key=lambda region: region.size or 0.0)
 
 
 def _offered(n: int, over: InputSet, cells: Sequence[Cell]) -> list[Tensor]:
@@ -156,8 +137,8 @@ def _offered(n: int, over: InputSet, cells: Sequence[Cell]) -> list[Tensor]:
     starts = [cell.witness.x for cell in cells if cell.n == n][-1:]
     for cell in [cell for cell in cells if cell.n < n and cell.over.describe() == over.describe()][-1:]:
         x = cell.witness.x
-        if isinstance(over, Neighbourhood):
-            starts.append(torch.cat([x, over.x[cell.n :]]))
+        if over.x is not None:
+            starts.append(torch.cat([x, over.x[cell.n :].to(x)]))
         else:  # every token repeated, or the last one alone: an outlier stays alone
             starts += [x[torch.arange(n) * cell.n // n], torch.cat([x, x[-1:].expand(n - cell.n, -1)])]
     return [over.project_(x.clone()) for x in starts]

@@ -1,10 +1,10 @@
-"""What a search is asked for, checked: one sentence for every question that has no answer."""
+"""The question of a search, checked: one sentence for every question that has no answer."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from howsmooth._util.validation import check_finite, check_tensor, memory
 from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.errors import InvalidInput
 from howsmooth.search.witness_files import plain_json
-from howsmooth.sets import Embeddings, Everywhere, InputSet, TokenSet, as_set
+from howsmooth.sets import Everywhere, InputSet, Tokens
+from howsmooth.sets.near_sets import Over, as_set
 
 _NORMS: dict[float | str, float] = {2: 2, "2": 2, math.inf: math.inf, "inf": math.inf}
 Progress = Callable[[int, int, float], None]
@@ -25,67 +26,77 @@ _RESOLUTION = 1e-3
 """Rounding of logits above which weights, and with them every number of the search, mean nothing."""
 
 
-class Question:
-    """What `howsmooth.worst_case` was asked, checked, or one sentence on why it has no answer; nothing is searched yet.
+@dataclass(frozen=True, eq=False)
+class SearchOptions:
+    """Options of one search, with the meaning that they have in `howsmooth.worst_case`.
 
     Attributes:
-        f: the map itself, of one head when a head was asked for.
-        over: the set. n, d: number of tokens and their width.
-        given: inputs to set out from, as they were given.
-        starts: how many more are drawn. constructions: whether the theorems' own are among them.
-        norm, head, steps, seconds, seed, save, source, progress: as asked.
+        given: the inputs of ``start``. save: the path of the file of the best witness.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Any],
-        n: int | None,
-        radius: float | None,
-        over: InputSet | TokenSet | nn.Module | None,
-        start: Tensor | Sequence[Tensor] | None,
-        norm: float | str,
-        head: int | None,
-        starts: int,
-        constructions: bool,
-        steps: int,
-        seconds: float | None,
-        seed: int,
-        save: str | os.PathLike[str] | None,
-        source: Mapping[str, Any] | None,
-        progress: Progress | None,
-    ):
-        if norm not in _NORMS:
-            raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
-        plain_json(source or {}, "source")
-        self.norm, self.head, self.source, self.progress = _NORMS[norm], head, dict(source or {}), progress
-        self.save = None if save is None else Path(save)
-        self.starts, self.constructions = starts, constructions
-        self.steps, self.seconds, self.seed = steps, seconds, seed
-        self.over, self.given = as_set(over, radius), _given(start)
-        self.n = _length(self.over, self.given, n)
-        self.f = as_attention_map(f, self.n, kind=nn.Module) or f
-        if isinstance(self.f, AttentionMap):
-            self.f = self.f if head is None else self.f.head(head)
-            _check_map(self.f, self.over)
-        elif head is not None:
-            raise InvalidInput(f"head={head} needs an attention map with heads, got {type(self.f).__name__}.")
-        self.d = _width(self.f, self.over, self.given, self.n)
-        self.over.check(self.n, self.d)
-        if not (self.given or starts or constructions):
+    given: tuple[Tensor, ...] = ()
+    norm: float | str = 2
+    head: int | None = None
+    starts: int = 8
+    constructions: bool = True
+    steps: int = 200
+    seconds: float | None = None
+    seed: int = 0
+    save: Path | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question(SearchOptions):
+    """A checked question of `howsmooth.worst_case`; no start is drawn yet.
+
+    Attributes:
+        f: the map, of one head when a head was requested; an attention map in float64, converted once.
+        over: the set. n, d: number of tokens and their width. norm: 2 or inf.
+    """
+
+    f: Callable[[Tensor], Any]
+    over: InputSet
+    n: int
+    d: int
+    norm: float
+
+    @classmethod
+    def of(cls, f: Callable[[Tensor], Any], n: int | None, over: Over | None, options: SearchOptions) -> Question:
+        """The question, or one sentence on why it has no answer."""
+        if options.norm not in _NORMS:
+            raise InvalidInput(f"norm={options.norm!r} cannot be searched: choose 2 or inf.")
+        plain_json(options.source, "source")
+        for x in options.given:
+            check_tensor(x, "the start", dims=(1, 2), floating=False)
+        region = as_set(over)
+        n = _length(region, options.given, n)
+        f = as_attention_map(f, n, kind=nn.Module) or f
+        if isinstance(f, AttentionMap):
+            f = (f if options.head is None else f.head(options.head)).in_dtype(torch.float64)
+            _check_map(f, region)
+        elif options.head is not None:
+            raise InvalidInput(f"head={options.head} needs an attention map with heads, got {type(f).__name__}.")
+        d = _width(f, region, options.given, n)
+        region.check(n, d)
+        if not (options.given or options.starts or options.constructions):
             raise InvalidInput("there is nothing to set out from: ask for starts, or allow constructions.")
-        _check_memory(self)
-        if isinstance(self.f, AttentionMap):
-            self.f.terms.check(self.n, self.f.heads, 1)
-            if not isinstance(self.over, Everywhere):
-                check_resolution(self.f, self.over.random(torch.Generator().manual_seed(0), self.n, self.d))
+        question = cls(**vars(options) | {"f": f, "over": region, "n": n, "d": d, "norm": _NORMS[options.norm]})
+        _check_memory(question)
+        if isinstance(f, AttentionMap):
+            f.terms.check(n, f.heads, 1)
+            if not isinstance(region, Everywhere):
+                check_resolution(f, region.random(torch.Generator().manual_seed(0), n, d))
+        return question
 
 
 def largest_logit(f: object, x: Tensor) -> float:
-    """A bound on the size of the logits of an attention map at x; 0 for other functions."""
+    """A bound on the size of the logits of an attention map in float64 at x; 0 for other functions."""
     if not isinstance(f, AttentionMap):
         return 0.0
     with torch.no_grad():
-        query, key, _ = f.in_dtype(torch.float64).staged(x.double()[None])
+        query, key, _ = f.staged(x.double()[None])
     return float((query.norm(dim=-1).amax(-1) * key.norm(dim=-1).amax(-1)).max())
 
 
@@ -113,21 +124,12 @@ def _check_map(attention: AttentionMap, region: InputSet) -> None:
     lipschitz = attention.kind == "cosine" or (attention.kind == "l2" and getattr(attention, "tied", False))
     if isinstance(region, Everywhere) and not lipschitz:
         raise InvalidInput(
-            f"this {attention.kind} attention has no Lipschitz constant on all inputs: give a radius, or a set (over)."
+            f"this {attention.kind} attention has no Lipschitz constant on all inputs: give a set such as Ball(1.0)."
         )
 
 
-def _given(start: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    if start is None:
-        return ()
-    given = (start,) if isinstance(start, Tensor) else tuple(start)
-    for x in given:
-        check_tensor(x, "the start", dims=(1, 2), floating=False)
-    return given
-
-
 def _length(region: InputSet, given: tuple[Tensor, ...], n: int | None) -> int:
-    """n, from whoever knows it."""
+    """n, from the argument, the set or a start."""
     if n is None:
         n = region.length if region.length is not None else len(given[0]) if given else None
     if n is None:
@@ -136,10 +138,10 @@ def _length(region: InputSet, given: tuple[Tensor, ...], n: int | None) -> int:
 
 
 def _width(f: object, region: InputSet, given: tuple[Tensor, ...], n: int) -> int:
-    """d, from whoever knows it."""
+    """d, from the map, the set or a start."""
     d = getattr(f, "in_features", None)
     d = d if isinstance(d, int) else region.width
-    if isinstance(region, Embeddings) and d is None:
+    if isinstance(region, Tokens) and d is None:
         d = region.sequence(torch.zeros(n, dtype=torch.long)).shape[-1]
     if d is None and given and given[0].dim() == 2:
         d = given[0].shape[1]

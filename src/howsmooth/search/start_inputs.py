@@ -26,7 +26,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.norms.small_matrices import spectral
 from howsmooth.search.search_question import Question, check_resolution
-from howsmooth.sets import Ball, Embeddings, Everywhere, InputSet, Neighbourhood, TokenSet
+from howsmooth.sets import Ball, Everywhere, InputSet, Tokens
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 _MOST_HEADS = 3
 """Heads of a block whose constructions are tried: those with the largest lower bounds, all only of the first."""
@@ -46,7 +47,7 @@ def starts_for(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
     """Where to set out from: inputs given, the theorems' own and random ones, and what is to be noted about them."""
     f, over, n, d = asked.f, asked.over, asked.n, asked.d
     starts, notes = _given(asked)
-    if isinstance(over, Embeddings):
+    if isinstance(over, Tokens):
         attention = f if asked.constructions and isinstance(f, AttentionMap) else None
         starts += _sequences(attention, over, n, asked.starts, asked.seed)
     else:
@@ -54,7 +55,7 @@ def starts_for(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
             starts += constructions(f, over, n, d)
         starts += random_starts(f, over, n, d, asked.starts, asked.seed)
     for start in starts:
-        check_resolution(f, over.sequence(start.x) if isinstance(over, Embeddings) else start.x)
+        check_resolution(f, over.sequence(start.x) if isinstance(over, Tokens) else start.x)
     return starts, notes
 
 
@@ -62,7 +63,7 @@ def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
     starts, notes, over = [], [], asked.over
     for i, x in enumerate(asked.given):
         name = "given" if len(asked.given) == 1 else f"given {i}"
-        if isinstance(over, Embeddings):
+        if isinstance(over, Tokens):
             starts.append(Start(name, _ids(x, over, asked.n)))
             continue
         check_tokens(x, "the start")
@@ -77,7 +78,7 @@ def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
     return starts, tuple(notes)
 
 
-def _ids(ids: Tensor, region: Embeddings, n: int) -> Tensor:
+def _ids(ids: Tensor, region: Tokens, n: int) -> Tensor:
     if ids.shape != (n,) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise InvalidInput(f"a start among embeddings is a vector of {n} token ids, got shape {tuple(ids.shape)}.")
     if not bool(((ids >= 0) & (ids < len(region.matrix))).all()):
@@ -93,11 +94,11 @@ def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
     the middle of two clusters at ±Ru (Kim et al. 2021). Two poles (`two_poles`). For L2 attention the input that is
     tight in the ∞-norm. All tokens equal, where ‖J‖ ≥ ‖V‖. In a neighbourhood its centre.
     """
-    if isinstance(over, Neighbourhood):
-        return [Start("the centre", over.x.clone())]
+    if over.x is not None and over.centre is not None:
+        return [Start("the centre", over.centre.clone())]
     starts = [Start("equal tokens", _centre(over, n, d))]
     if isinstance(f, AttentionMap) and n > 1:
-        tokens = over.token_set(d)
+        tokens = over.ellipsoid(d)
         if f.kind == "l2":
             starts += _l2(f, n)
         elif tokens is not None:
@@ -112,7 +113,7 @@ def _centre(over: InputSet, n: int, d: int) -> Tensor:
     return over.at(z)
 
 
-def _two_clusters(attention: AttentionMap, tokens: TokenSet, n: int) -> Iterator[Start]:
+def _two_clusters(attention: AttentionMap, tokens: Ellipsoid, n: int) -> Iterator[Start]:
     values = get("howsmooth.two_cluster").evaluate(Setting(attention, n, tokens), True)
     eigenvalues, eigenvectors = real_eigenpairs(attention)
     order = values.argsort(descending=True)[:_MOST_HEADS].tolist()
@@ -132,7 +133,7 @@ def _two_clusters(attention: AttentionMap, tokens: TokenSet, n: int) -> Iterator
         yield Start(f"one between two clusters{of}", _between(attention, tokens, n, head))
 
 
-def _between(attention: AttentionMap, tokens: TokenSet, n: int, head: int) -> Tensor:
+def _between(attention: AttentionMap, tokens: Ellipsoid, n: int, head: int) -> Tensor:
     """The last token in the centre, half of the others on either side of it along the top direction of A."""
     query, key, _ = query_key(attention)
     u, _ = _top_pair(key[head] @ tokens.axes, query[head] @ tokens.axes)
@@ -142,7 +143,7 @@ def _between(attention: AttentionMap, tokens: TokenSet, n: int, head: int) -> Te
     return tokens.at(z)
 
 
-def two_poles(attention: AttentionMap, tokens: TokenSet, n: int, head: int = 0) -> Tensor:
+def two_poles(attention: AttentionMap, tokens: Ellipsoid, n: int, head: int = 0) -> Tensor:
     r"""Two tokens far apart that all others look at alike, ``(n, d)``: rougher than two clusters by a factor like a.
 
     In coordinates z of the set, the others stand where they push hardest, :math:`w = \|A\|R\,l` with a unit vector l,
@@ -204,7 +205,7 @@ def random_starts(f: object, over: InputSet, n: int, d: int, count: int, seed: i
     return starts
 
 
-def _sequences(attention: AttentionMap | None, over: Embeddings, n: int, count: int, seed: int) -> list[Start]:
+def _sequences(attention: AttentionMap | None, over: Tokens, n: int, count: int, seed: int) -> list[Start]:
     """Token ids to set out from: the theorems' inputs rounded to the nearest embeddings, and random sequences.
 
     Random sequences are in turn drawn token by token, and made of one token throughout but for a rare one in front.

@@ -16,7 +16,7 @@ from howsmooth.search.ascent import Climb, Peak
 from howsmooth.search.initial_vectors import first_vectors
 from howsmooth.search.norm_gradient import Roughness
 from howsmooth.search.start_inputs import Start
-from howsmooth.sets import Embeddings
+from howsmooth.sets import Tokens
 
 TRIED = 16
 """Exchanges of one token that are tried in a step."""
@@ -32,7 +32,7 @@ _BETTER = 1 + 1e-9
 class Exchange(Climb):
     """Sequences ``(starts, n)`` of token ids, improved by exchanges."""
 
-    def __init__(self, roughness: Roughness, over: Embeddings, starts: list[Start], seed: int):
+    def __init__(self, roughness: Roughness, over: Tokens, starts: list[Start], seed: int):
         self.roughness, self.over = roughness, over
         self.generator = random_stream(seed, "exchanges")
         self.ids = torch.stack([start.x for start in starts])

@@ -69,7 +69,7 @@ class Witness:
         >>> import howsmooth as hs, tempfile
         >>> from howsmooth.search import worst_case
         >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-        >>> witness = worst_case(head, 4, radius=1.0, starts=1, steps=5)
+        >>> witness = worst_case(head, 4, over=hs.sets.Ball(1.0), starts=1, steps=5)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     witness.save(folder + "/w.safetensors")
         ...     Witness.load(folder + "/w.safetensors").value == witness.value

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth._util.display import search_bar
 from howsmooth._util.torch_globals import full_precision
@@ -16,10 +17,10 @@ from howsmooth._util.validation import Count, Positive, Seed, Size, validated
 from howsmooth.engines import Engine
 from howsmooth.search.distributed_starts import best_of_all
 from howsmooth.search.multi_start import Search
-from howsmooth.search.search_question import Progress, Question
+from howsmooth.search.search_question import Progress, Question, SearchOptions
 from howsmooth.search.start_inputs import starts_for
 from howsmooth.search.witness import Witness
-from howsmooth.sets import InputSet, TokenSet
+from howsmooth.sets.near_sets import Over
 
 
 @validated
@@ -28,8 +29,7 @@ def worst_case(
     f: Callable[[Tensor], Any],
     n: Count | None = None,
     *,
-    radius: float | None = None,
-    over: InputSet | TokenSet | nn.Module | None = None,
+    over: Over | None = None,
     start: Tensor | Sequence[Tensor] | None = None,
     norm: float | str = 2,
     head: int | None = None,
@@ -53,10 +53,9 @@ def worst_case(
         f: an attention map, a layer of `howsmooth.nn` or `torch.nn.MultiheadAttention`, or any function or module of x
             ``(n, d)`` that can be differentiated twice.
         n: number of tokens; may be left out when the set or a start says it.
-        radius: search the ball of this radius for every token: short for ``over=Ball(radius)``.
-        over: the set: `Ball`, `Sphere`, `Normalised`, `Neighbourhood` or `Embeddings` of `howsmooth.search`, a
-            `howsmooth.bounds.TokenSet`, or a normalisation layer. None is all of R^{n × d}, for Lipschitz maps.
-        start: inputs of your own to set out from, ``(n, d)`` each (token ids, ``(n,)``, for `Embeddings`); one that
+        over: the set (`howsmooth.sets`): `Ball`, `Sphere`, `Normalised`, `Around`, `Box` or `Tokens`; a normalisation
+            layer means its image. None is all of R^{n × d}, for Lipschitz maps.
+        start: inputs of your own to set out from, ``(n, d)`` each (token ids, ``(n,)``, for `Tokens`); one that
             lies outside the set is brought into it, which the witness notes.
         norm: 2 or inf.
         head: one head of the map, with its own slice of the output projection.
@@ -78,14 +77,25 @@ def worst_case(
 
     >>> import torch, howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-    >>> witness = worst_case(head, 8, radius=8**0.5, starts=2, steps=20)
+    >>> witness = worst_case(head, 8, over=hs.sets.Ball(8**0.5), starts=2, steps=20)
     >>> round(witness.value, 1), witness.start
     (16.1, 'two poles')
     """
-    began, told = time.perf_counter(), progress or search_bar()
-    question = Question(
-        f, n, radius, over, start, norm, head, starts, constructions, steps, seconds, seed, save, source, told
+    began = time.perf_counter()
+    options = SearchOptions(
+        given=() if start is None else (start,) if isinstance(start, Tensor) else tuple(start),
+        norm=norm,
+        head=head,
+        starts=starts,
+        constructions=constructions,
+        steps=steps,
+        seconds=seconds,
+        seed=seed,
+        save=None if save is None else Path(save),
+        source=dict(source or {}),
+        progress=progress or search_bar(),
     )
+    question = Question.of(f, n, over, options)
     starts_, notes = starts_for(question)
     if executor is None:
         return Search(question, began, starts_, notes).run()

@@ -33,7 +33,8 @@ from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
 from howsmooth.search.norm_gradient import unit
-from howsmooth.sets import Embeddings, InputSet, TokenSet, as_set
+from howsmooth.sets import InputSet, Tokens
+from howsmooth.sets.near_sets import Over, as_set
 
 _RATE, _MASS_RATE = 0.1, 0.3
 _JITTER = 0.05
@@ -94,9 +95,8 @@ class MeasureWitness:
 def worst_measure(
     attention: nn.Module,
     atoms: Count = 2,
-    radius: float | None = None,
     *,
-    over: InputSet | TokenSet | nn.Module | None = None,
+    over: Over | None = None,
     ordered: bool | None = None,
     starts: Count = 16,
     steps: Count = 200,
@@ -111,8 +111,7 @@ def worst_measure(
     Args:
         attention: softmax attention without positions, unmasked or causal.
         atoms: how many at most.
-        radius: every atom within this distance of the origin; or
-        over: another set of tokens, as in `howsmooth.worst_case`: a sphere or what a normalisation layer gives out.
+        over: the set of every atom: `Ball`, `Sphere` or `Normalised` of `howsmooth.sets`.
         ordered: whether atoms stand at increasing positions; by default as the mask of the attention has it.
         starts: how many climb side by side.
         steps: of every stage.
@@ -121,14 +120,14 @@ def worst_measure(
 
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
-    >>> witness = worst_measure(head, 2, radius=1.0, starts=4, steps=100)
+    >>> witness = worst_measure(head, 2, over=hs.sets.Ball(1.0), starts=4, steps=100)
     >>> round(witness.value, 2)
     3.07
     """
     began = time.perf_counter()
     known = as_attention_map(attention)
     causal = known is not None and known.terms.is_causal
-    where, in_order = _bounded(over, radius), causal if ordered is None else ordered
+    where, in_order = _bounded(over), causal if ordered is None else ordered
     climbs: list[_Climb] = []
     history: list[float] = []
     stopped, sizes = "steps", _sizes(atoms)
@@ -171,11 +170,11 @@ def _sizes(atoms: int) -> list[int]:
     return [atoms] if atoms <= 2 else [*_sizes(-(-atoms // 2)), atoms]
 
 
-def _bounded(over: InputSet | TokenSet | nn.Module | None, radius: float | None) -> InputSet:
-    """A set that says of every atom by itself where it may be."""
-    region = as_set(over, radius)
-    if region.body not in ("ball", "sphere") or region.length is not None or isinstance(region, Embeddings):
-        raise InvalidInput("each atom needs a bounded set: give a radius, a sphere or a normalisation layer.")
+def _bounded(over: Over | None) -> InputSet:
+    """The set of every single atom; refused where atoms depend on each other."""
+    region = as_set(over)
+    if region.body not in ("ball", "sphere") or region.length is not None or isinstance(region, Tokens):
+        raise InvalidInput("each atom needs a bounded set: give a Ball, a Sphere or a normalisation layer (over).")
     return region
 
 

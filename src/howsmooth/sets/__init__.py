@@ -1,11 +1,25 @@
-"""Where inputs live: balls and ellipsoids of tokens, spheres, neighbourhoods, sequences of embeddings.
+"""Sets of inputs: the places where a map is bounded, searched and certified, one noun for every ``over=``.
 
-A `TokenSet` is what theorems know of single tokens; an `InputSet` holds whole inputs, to project onto and to search.
+Read `input_sets` first: `InputSet` and its subclasses `Ball`, `Sphere`, `Normalised` and `Everywhere`; then
+`near_sets` (`Point`, `Around` and `Box`: inputs near a given one), `tokens` (sequences of given tokens) and `set_text`
+(the texts of the command line, such as ``around:1%``). `ellipsoid` holds the value that theorems take from a set: the
+ellipsoid in which every single token lies.
 """
 
-from howsmooth.sets.embeddings import Embeddings
-from howsmooth.sets.input_sets import Ball, Everywhere, InputSet, Neighbourhood, Normalised, Sphere, as_set
-from howsmooth.sets.token_sets import TokenSet
+from howsmooth.sets.input_sets import Ball, Everywhere, InputSet, Normalised, Sphere
+from howsmooth.sets.near_sets import Around, Box, Point
+from howsmooth.sets.set_text import SetText
+from howsmooth.sets.tokens import Tokens
 
-__all__ = ["Ball", "Embeddings", "Everywhere", "InputSet", "Neighbourhood", "Normalised", "Sphere", "TokenSet"]
-__all__ += ["as_set"]
+__all__ = [
+    "Around",
+    "Ball",
+    "Box",
+    "Everywhere",
+    "InputSet",
+    "Normalised",
+    "Point",
+    "SetText",
+    "Sphere",
+    "Tokens",
+]

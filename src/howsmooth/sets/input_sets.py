@@ -1,9 +1,9 @@
-r"""Where the worst case is looked for: the sets an input X may come from.
+r"""Sets of inputs X, in the coordinates of a search, with the ellipsoid that theorems use.
 
-Every set but that of sequences is an affine image of a simple body: :math:`X = C + \rho Z\Gamma^\top` with Z in a body
-of unit size, which is a ball for each token, a sphere for each token, a ball for all tokens together, or everything.
-The search climbs in the coordinates Z, where keeping to the set means dividing by a length; after a normalisation layer
-that also gives every axis of the ellipsoid its own unit of length.
+Every set but a box and that of sequences is an affine image of a simple body: :math:`X = C + \rho Z\Gamma^\top` with Z
+in a body of unit size, which is a ball for each token, a sphere for each token, a ball for all tokens together, or
+everything. A search moves the coordinates Z, where projection onto the set is division by a length; after a
+normalisation layer every axis of the ellipsoid gets its own unit of length in this way.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from torch import Tensor, nn
 
 from howsmooth._util.validation import Count, shown, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.jacobians.function_checks import check_tokens
-from howsmooth.sets.token_sets import TokenSet
+from howsmooth.sets.ellipsoid import Ellipsoid
 
-Body = Literal["ball", "sphere", "all tokens", "everything"]
+Body = Literal["ball", "sphere", "all tokens", "box", "everything"]
 _ROUNDING = 1e-6
-"""By how much of its radius an input may miss a set and still be in it; more where its dtype is coarser."""
+"""Tolerance of `check_inside`, as a share of the radius; larger for an input of a coarser dtype."""
 
 
 class InputSet(ABC):
-    """A set of inputs; `contains` by `excess`, kept to by `project_`.
+    """A set of inputs: `excess` measures the distance of an input from it, `project_` moves an input into it.
 
     Attributes:
-        body: what the coordinates Z may be: see the module.
+        body: the body of the coordinates Z: see the module.
         reach: ρ.
         centre: C, ``(d,)`` or ``(n, d)``, or None for the origin.
         axes: Γ, ``(d, r)`` of full column rank, or None for the identity.
         length: number of tokens, when the set fixes it.
         width: d, when the set fixes it.
+        x: the input ``(n, d)`` that the set is about, when there is one.
+        eps: the largest distance of a token from that of x; None without x and at x alone.
+        size: the radius, or eps, for tables; None for a set that has neither.
     """
 
     body: Body = "ball"
@@ -43,26 +45,32 @@ class InputSet(ABC):
     axes: Tensor | None = None
     length: int | None = None
     width: Count | None = None
+    x: Tensor | None = None
+    eps: float | None = None
+    size: float | None = None
 
-    @property
-    def tokens(self) -> TokenSet | None:
-        """A set that holds every token, for upper bounds; None when there is none or the width is not known."""
-        return None if self.width is None else self.token_set(self.width)
-
-    def token_set(self, width: int) -> TokenSet | None:
-        """A set that holds every token of this width, or None."""
+    def ellipsoid(self, width: int) -> Ellipsoid | None:
+        """The ellipsoid around every token of this width, for theorems; None for a set without one."""
         return None
+
+    def first(self, n: int) -> InputSet:
+        """The set of the first n tokens, for a set that fixes the number of tokens; the set itself otherwise."""
+        return self
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Plain Python for files and tables."""
+
+    def __str__(self) -> str:
+        """The set in a few characters."""
+        return str(self.describe()["set"])
 
     def check(self, n: int, d: int) -> None:
         """Refuse sizes that do not fit the set."""
         if self.width not in (None, d):
             raise InvalidInput(f"the set holds tokens of width {self.width}, but the map takes {d}.")
         if self.length not in (None, n):
-            raise InvalidInput(f"the set holds inputs of {self.length} tokens, but n={n} was asked for: leave n out.")
+            raise InvalidInput(f"the set holds inputs of {self.length} tokens, but n={n} was requested: leave n out.")
 
     def at(self, z: Tensor) -> Tensor:
         """The inputs at coordinates z, ``(…, n, r)`` → ``(…, n, d)``."""
@@ -84,7 +92,7 @@ class InputSet(ABC):
         return shifted / self.reach
 
     def restrict_(self, z: Tensor) -> Tensor:
-        """Bring coordinates back into the body, in place."""
+        """Project coordinates onto the body, in place."""
         if self.body == "ball":
             z.div_(z.norm(dim=-1, keepdim=True).clamp(min=1.0))
         elif self.body == "sphere":
@@ -100,7 +108,7 @@ class InputSet(ABC):
         return step - z * (z * step).sum(-1, keepdim=True) if self.body == "sphere" else step
 
     def stride(self, z: Tensor) -> Tensor:
-        """A length for steps of single tokens, ``(…, 1, 1)``: of the order of what tokens can move in coordinates."""
+        """A length for steps of single tokens, ``(…, 1, 1)``: of the order of their possible moves in coordinates."""
         ones = torch.ones_like(z[..., :1, :1])
         if self.body == "all tokens":
             return ones * z.shape[-2] ** -0.5
@@ -121,16 +129,16 @@ class InputSet(ABC):
         return d if self.axes is None else self.axes.shape[1]
 
     def project_(self, x: Tensor) -> Tensor:
-        """Bring inputs ``(…, n, d)`` into the set, in place: to the nearest point, in the metric of the coordinates."""
+        """Project inputs ``(…, n, d)`` onto the set, in place: to the nearest point in their coordinates."""
         return x.copy_(self.at(self.restrict_(self.coordinates(x))))
 
     def outside(self, x: Tensor) -> Tensor:
-        """How far each token of x lies outside, ``(…, n, d)`` → ``(…, n)``: from where `project_` brings it."""
+        """The distance of each token of x from its projection, ``(…, n, d)`` → ``(…, n)``."""
         x = x.double()
         return (x - self.project_(x.clone())).norm(dim=-1)
 
     def excess(self, x: Tensor) -> float:
-        """How far x lies outside: the largest of the distances of its tokens."""
+        """The distance of x from the set: the largest of the distances of its tokens."""
         return float(self.outside(x).max())
 
 
@@ -143,14 +151,17 @@ class Ball(InputSet):
 
     @validated
     def __init__(self, radius: float, width: Count | None = None):
-        self.radius = self.reach = _size("a radius", radius)
+        self.radius = self.reach = self.size = check_size("a radius", radius)
         self.width = width
 
-    def token_set(self, width: int) -> TokenSet | None:
-        return TokenSet.ball(self.radius, width) if self.radius > 0 else None
+    def ellipsoid(self, width: int) -> Ellipsoid | None:
+        return Ellipsoid.ball(self.radius, width) if self.radius > 0 else None
 
     def describe(self) -> dict[str, Any]:
         return {"set": type(self).__name__.lower(), "radius": self.radius}
+
+    def __str__(self) -> str:
+        return f"|x| {'=' if self.body == 'sphere' else '≤'} {self.radius:.4g}"
 
 
 class Sphere(Ball):
@@ -170,62 +181,52 @@ class Sphere(Ball):
 
 
 class Normalised(InputSet):
-    """Every token in the image of a normalisation layer: the ellipsoid {c + Γz : |z| ≤ ρ} of a `TokenSet`.
+    """Every token in the image of a normalisation layer: an ellipsoid {c + Γz : |z| ≤ ρ}.
 
     Args:
-        tokens: the ellipsoid, or the normalisation layer itself.
-        surface: only |z| = ρ, which is what the layer gives out for tokens whose variance is large beside its ε.
+        norm: the normalisation module; see `layer_norm` and `rms_norm` for gains without a module.
+        surface: only |z| = ρ, the image of tokens whose variance is large beside the ε of the layer.
+
+    Attributes:
+        radius: R with |x| ≤ R on the whole set: √d·max|γ| + |β|.
 
     >>> layer = nn.LayerNorm(4)
     >>> over = Normalised(layer)
     >>> over.excess(layer(torch.randn(5, 4, generator=torch.Generator().manual_seed(0))).detach()) < 1e-6
     True
+    >>> over.radius, Normalised.rms_norm(torch.tensor([1.0, 2.0])).radius == 2 * 2**0.5
+    (2.0, True)
     """
 
     @validated
-    def __init__(self, tokens: TokenSet | nn.Module, surface: bool = False):
-        ellipsoid = tokens if isinstance(tokens, TokenSet) else TokenSet.after(tokens)
-        left, size, _ = torch.linalg.svd(ellipsoid.axes, full_matrices=False)
-        kept = size > 1e-12 * size[0]
-        self.axes = left[:, kept] * size[kept]  # |z| ≤ ρ maps onto the same ellipsoid, without idle coordinates
-        self.centre, self.reach, self.width = ellipsoid.centre, ellipsoid.reach, ellipsoid.width
+    def __init__(self, norm: Ellipsoid | nn.Module, surface: bool = False):
+        self._ellipsoid = norm if isinstance(norm, Ellipsoid) else Ellipsoid.after(norm)
+        left, size, _ = torch.linalg.svd(self._ellipsoid.axes, full_matrices=False)
+        full = size > 1e-12 * size[0]
+        self.axes = left[:, full] * size[full]  # |z| ≤ ρ maps onto the same ellipsoid, without idle coordinates
+        self.centre, self.reach, self.width = self._ellipsoid.centre, self._ellipsoid.reach, self._ellipsoid.width
         self.body = "sphere" if surface else "ball"
-        self._tokens = ellipsoid
+        self.radius = self.size = self._ellipsoid.radius
 
-    def token_set(self, width: int) -> TokenSet:
-        return self._tokens
+    @classmethod
+    def layer_norm(cls, gain: Tensor, shift: Tensor | None = None, surface: bool = False) -> Normalised:
+        """The image of LayerNorm with this gain and shift."""
+        return cls(Ellipsoid.layer_norm(gain, shift), surface)
+
+    @classmethod
+    def rms_norm(cls, gain: Tensor, shift: Tensor | None = None, surface: bool = False) -> Normalised:
+        """The image of RMSNorm with this gain and shift."""
+        return cls(Ellipsoid.rms_norm(gain, shift), surface)
+
+    def ellipsoid(self, width: int) -> Ellipsoid:
+        return self._ellipsoid
 
     def describe(self) -> dict[str, Any]:
-        ellipsoid = self._tokens
-        kind = {"set": "normalised", "origin": ellipsoid.origin, "radius": ellipsoid.radius}
+        kind = {"set": "normalised", "origin": self._ellipsoid.origin, "radius": self.radius}
         return kind | ({"surface": True} if self.body == "sphere" else {})
 
-
-class Neighbourhood(InputSet):
-    """Inputs near x: every token within eps of its own, or ‖X − x‖_F ≤ eps with ``per_token=False``.
-
-    >>> near = Neighbourhood(torch.zeros(2, 1), eps=0.5)
-    >>> near.excess(torch.tensor([[0.5], [2.0]]))
-    1.5
-    """
-
-    @validated
-    def __init__(self, x: Tensor, eps: float, per_token: bool = True):
-        check_tokens(x)
-        if x.dim() != 2:
-            raise InvalidInput(f"a neighbourhood is that of one input, (n, d), got shape {tuple(x.shape)}.")
-        self.x = self.centre = x.detach().double().cpu()
-        self.eps = self.reach = _size("eps", eps)
-        self.per_token = per_token
-        self.body = "ball" if per_token else "all tokens"
-        self.length, self.width = self.x.shape
-
-    def token_set(self, width: int) -> TokenSet | None:
-        radius = float(self.x.norm(dim=-1).max()) + self.eps
-        return TokenSet.ball(radius, width, "largest token near the input") if radius > 0 else None
-
-    def describe(self) -> dict[str, Any]:
-        return {"set": "neighbourhood", "eps": self.eps, "per_token": self.per_token}
+    def __str__(self) -> str:
+        return f"{self._ellipsoid.origin} (|x| ≤ {self.radius:.4g})"
 
 
 class Everywhere(InputSet):
@@ -237,27 +238,10 @@ class Everywhere(InputSet):
         return {"set": "everywhere"}
 
 
-def as_set(over: InputSet | TokenSet | nn.Module | None, radius: float | None) -> InputSet:
-    """The set meant by ``over`` and ``radius``: at most one of them is given."""
-    if radius is not None:
-        if over is not None:
-            raise InvalidInput("give either a radius or a set (over), not both.")
-        return Ball(radius)
-    if over is None:
-        return Everywhere()
-    if isinstance(over, TokenSet | nn.Module):
-        return Normalised(over)
-    if not isinstance(over, InputSet):
-        raise InvalidInput(
-            f"over is one of the sets in howsmooth.search (Ball, Sphere, Normalised, …), got {type(over).__name__}."
-        )
-    return over
+def check_inside(x: Tensor, tokens: Ellipsoid) -> None:
+    """Refuse an input ``(n, d)`` with a token outside the ellipsoid, beyond the rounding of its dtype.
 
-
-def check_inside(x: Tensor, tokens: TokenSet) -> None:
-    """Refuse an input ``(n, d)`` with a token outside the set, beyond the rounding of its dtype.
-
-    >>> check_inside(torch.tensor([[1.0, 0.0], [3.0, 4.0]]), TokenSet.ball(2.0, width=2))
+    >>> check_inside(torch.tensor([[1.0, 0.0], [3.0, 4.0]]), Ellipsoid.ball(2.0, width=2))
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: token 1 of the input lies outside the set: its norm 5 is outside the radius 2.
     """
@@ -272,7 +256,8 @@ def check_inside(x: Tensor, tokens: TokenSet) -> None:
     raise InvalidInput(f"token {farthest} of the input lies outside the set{why}")
 
 
-def _size(name: str, value: float) -> float:
+def check_size(name: str, value: float) -> float:
+    """A finite number that is not negative: a radius, or a distance."""
     if not 0 <= value <= sys.float_info.max:
         raise InvalidInput(f"{name} must be finite and not negative, or the set is empty, got {shown(value)}.")
     return float(value)

@@ -287,13 +287,13 @@ def test_intervals_of_the_start_of_a_plateau_cover_it(inputs: int) -> None:
 def test_the_mean_field_regime_is_found_where_its_theorem_puts_it() -> None:
     head = hs.SelfAttention.from_bilinear(-2 * torch.eye(1), torch.eye(1))
     bound, lengths = hs.bounds.get("howsmooth.unified"), [2**k for k in range(1, 13)]
-    found = growth([float(bound(head, n=n, radius=1.0)) for n in lengths], lengths)
+    found = growth([float(bound(head, n=n, over=hs.sets.Ball(1.0))) for n in lengths], lengths)
     assert found.verdict == "plateau"
     assert found.plateau is not None
     assert found.plateau.interval is None
     assert 32 < found.plateau.start < 64  # the neighbours of e^{2a} = 54.6 among the lengths
     below = [n for n in lengths if n < math.exp(4)]  # a + (1+a)√n, before the bend
-    part = growth([float(bound(head, n=n, radius=1.0)) for n in below], below)
+    part = growth([float(bound(head, n=n, over=hs.sets.Ball(1.0))) for n in below], below)
     assert part.plateau is None
     assert 0.3 < part.exponent < 0.5
 

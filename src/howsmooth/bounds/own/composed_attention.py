@@ -49,7 +49,7 @@ def composed(where: Setting, folded: bool = True) -> Tensor:
     >>> import howsmooth as hs
     >>> sinks = hs.attention.ComposedAttention(hs.SelfAttention.random(8, heads=2), sinks=torch.zeros(2))
     >>> x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    >>> bound = hs.bounds.get("howsmooth.composed")(sinks, x=x, per_head=True)
+    >>> bound = hs.bounds.get("howsmooth.composed")(sinks, over=x, per_head=True)
     >>> bool((hs.measure_heads(sinks, x).value <= bound).all())
     True
     """

@@ -49,7 +49,7 @@ from howsmooth.bounds.head_constants import query_key, value_matrices
 from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
-from howsmooth.sets import TokenSet
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 Sums = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """From the exponents δ·w to c_0, c_1, c_2."""
@@ -132,7 +132,7 @@ def equal_tokens(value: Tensor) -> Tensor:
     return spectral(value)
 
 
-def clusters(attention: AttentionMap, tokens: TokenSet) -> Clusters:
+def clusters(attention: AttentionMap, tokens: Ellipsoid) -> Clusters:
     """Where to put the outlier and the others, in every head: six pairs, each at several scales.
 
     Along the extreme directions u of the symmetric part of ΓᵀAΓ: −u against u and u against −u (the first branch of
@@ -155,7 +155,7 @@ def clusters(attention: AttentionMap, tokens: TokenSet) -> Clusters:
     return outlier, others
 
 
-def two_cluster_input(attention: AttentionMap, tokens: TokenSet, n: int, head: int = 0) -> Tensor:
+def two_cluster_input(attention: AttentionMap, tokens: Ellipsoid, n: int, head: int = 0) -> Tensor:
     """The input that attains the bound for one head: the outliers first, then the others, ``(n, d)``."""
     (outlier, others), causal = clusters(attention, tokens), attention.terms.is_causal
     values = _evaluate(attention, (outlier, others), partial(sums_for, n=n, causal=causal), folded=True)[head]

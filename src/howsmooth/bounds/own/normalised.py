@@ -35,7 +35,7 @@ from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.head_constants import value_matrices
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
-from howsmooth.sets import TokenSet
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Reach:
     slope: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, stages: Iterable[nn.Module], tokens: TokenSet | None) -> Reach:
+    def of(cls, weight: Tensor, bias: Tensor | None, stages: Iterable[nn.Module], tokens: Ellipsoid | None) -> Reach:
         """Of stages(weight·x + bias) for all x, or for those of a set.
 
         >>> Reach.of(torch.eye(2)[None], None, [UnitNorm(eps=0.25, length=3.0)], None)
@@ -93,7 +93,7 @@ def normalised(value: Tensor, spread: Tensor, query: Reach, key: Reach, growth: 
     return growth * value + spread * (key.most * query.slope + growth * query.most * key.slope)
 
 
-def queries_and_keys(attention: AttentionMap, tokens: TokenSet | None) -> tuple[Reach, Reach]:
+def queries_and_keys(attention: AttentionMap, tokens: Ellipsoid | None) -> tuple[Reach, Reach]:
     """The reach of every head's queries and keys, for all tokens or for those of a set."""
     key_bias = None if attention.key_bias is None else attention.per_head(attention.key_bias)
     return (

@@ -32,7 +32,7 @@ from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.head_constants import HeadScores, output_factor, value_matrices
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
-from howsmooth.sets import TokenSet
+from howsmooth.sets.ellipsoid import Ellipsoid
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def sigmoid(numbers: SigmoidNumbers, n: float) -> Tensor:
 
     >>> import howsmooth as hs
     >>> attention = hs.SigmoidAttention(*torch.eye(1).repeat(3, 1, 1))
-    >>> [round(float(hs.bounds.get("howsmooth.sigmoid")(attention, n=n, radius=1.0)), 2) for n in (1, 100, 10**6)]
+    >>> bound, ball = hs.bounds.get("howsmooth.sigmoid"), hs.sets.Ball(1.0)
+    >>> [round(float(bound(attention, n=n, over=ball)), 2) for n in (1, 100, 10**6)]
     [1.18, 7.8, 8.15]
     """
     low, high = torch.sigmoid(numbers.low), torch.sigmoid(numbers.high)
@@ -74,7 +75,7 @@ def sigmoid(numbers: SigmoidNumbers, n: float) -> Tensor:
     return n * (p * numbers.value + p * (1 - p) * cross + diagonal)
 
 
-def sigmoid_numbers(attention: AttentionMap, tokens: TokenSet, n: int, folded: bool = True) -> SigmoidNumbers:
+def sigmoid_numbers(attention: AttentionMap, tokens: Ellipsoid, n: int, folded: bool = True) -> SigmoidNumbers:
     """The numbers of every head of sigmoid attention with linear queries, keys and values.
 
     Queries are q₀ + QΓz and keys k₀ + KΓz on the set, |z| ≤ ρ; their dot product is multiplied out. Rotations are

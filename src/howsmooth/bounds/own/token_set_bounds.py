@@ -60,7 +60,7 @@ def unified(numbers: HeadNumbers, n: float) -> Tensor:
 
     >>> import howsmooth as hs
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
-    >>> [round(float(hs.bounds.get("howsmooth.unified")(head, n=n, radius=1.0)), 2) for n in (4, 10**9)]
+    >>> [round(float(hs.bounds.get("howsmooth.unified")(head, n=n, over=hs.sets.Ball(1.0))), 2) for n in (4, 10**9)]
     [5.0, 6.44]
     """
     return torch.minimum(sqrt_n(numbers, n), mean_field(numbers))

@@ -34,7 +34,7 @@ def certified_constants(
 ) -> Tensor:
     """The proved upper end of every head on the ball, ``(heads,)``, differentiable in x and in the weights.
 
-    Its value is that of ``hs.certify(attention, x, radius=radius, tokens=tokens, per_head=True).upper``.
+    Its value is that of ``hs.certify(attention, Around(x, radius, moving=tokens), per_head=True).upper``.
 
     Args:
         attention: an attention map. x: tokens ``(n, d)``; computed in float64.

@@ -16,7 +16,7 @@ from howsmooth.certificates.ball.on_ball import enclose_heads_around, move_radii
 from howsmooth.certificates.point.enclosure import enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.search import worst_case
-from howsmooth.sets import Neighbourhood
+from howsmooth.sets import Around
 
 SHARES = (0.01, 0.1, 0.3, 1.0)
 """Of the largest radius."""
@@ -83,5 +83,5 @@ def ladder(
 
 
 def _worst_found(attention: AttentionMap, x: Tensor, radius: float, head: int, steps: int) -> float:
-    over = Neighbourhood(x, radius)
+    over = Around(x, radius)
     return worst_case(attention, over=over, start=x, head=head, starts=1, steps=steps, constructions=False).value

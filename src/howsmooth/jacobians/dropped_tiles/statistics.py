@@ -27,7 +27,7 @@ from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.jacobians.dropped_tiles.tile_bounds import TileSizes, fine_side
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.key_value_moments import Moments, MomentSums
 from howsmooth.jacobians.softmax_products import Mixing
 from howsmooth.jacobians.tiles import TILE_COLS, Tile
@@ -37,7 +37,9 @@ _WEIGHTY = 1 / 16
 
 
 @torch.no_grad()
-def sized_mixing(attention: AttentionMap, point: Point, dtype: torch.dtype, memory: int) -> tuple[Mixing, TileSizes]:
+def sized_mixing(
+    attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype, memory: int
+) -> tuple[Mixing, TileSizes]:
     """As `Mixing.at`, with the sizes of all tiles that can be dropped."""
     mixing = Mixing.unevaluated(attention, point, dtype)
     sums = _TileSums(mixing, attention.output_weight)

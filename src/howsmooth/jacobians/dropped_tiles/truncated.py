@@ -24,7 +24,7 @@ from howsmooth.jacobians.attention_operator import (
 )
 from howsmooth.jacobians.dropped_tiles.statistics import sharp_moments, sized_mixing
 from howsmooth.jacobians.dropped_tiles.tile_bounds import DroppedTiles, TileSizes
-from howsmooth.jacobians.evaluation_point import Point
+from howsmooth.jacobians.evaluation_point import EvaluationPoint
 from howsmooth.jacobians.function_checks import random_like
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
 from howsmooth.jacobians.product_error import PathErrors, WeightNorms, per_map
@@ -208,7 +208,7 @@ def truncated_jacobian(
     tokens = x.detach().reshape(-1, *x.shape[-2:])
 
     def build(dtype: torch.dtype) -> tuple[TruncatedAttention, Rounding]:
-        point = Point.at(attention, tokens, dtype)
+        point = EvaluationPoint.at(attention, tokens, dtype)
         mixing, sizes = sized_mixing(attention, point, dtype, memory)
         exact = AttentionJacobian.of(attention, point, mixing, x.shape[:-2], per_head, reduced)
         operator = _truncated(exact, sizes, path_norms(attention, point), skip, memory)
@@ -235,7 +235,7 @@ def truncated_jacobian(
     return operator
 
 
-def path_norms(attention: AttentionMap, point: Point) -> Tensor:
+def path_norms(attention: AttentionMap, point: EvaluationPoint) -> Tensor:
     """N_q, N_k, N_v of `tile_bounds` and ‖W_O‖, ``(4, maps)``: exact norms of the projections."""
     weights = (attention.query_weight, attention.key_weight, attention.value_weight)
     norms = [torch.linalg.matrix_norm(weight.double(), 2) for weight in weights]

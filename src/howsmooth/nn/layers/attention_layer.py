@@ -19,6 +19,7 @@ from howsmooth.bounds import least_upper_bound, setting
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn.layers.blockwise_attention import BlockwiseAttention
 from howsmooth.nn.layers.call_masks import CallMasks
+from howsmooth.sets import Ball
 
 _NORMS = {2: 2.0, "2": 2.0, "inf": math.inf, math.inf: math.inf}
 Mask = LogitBias | Tensor | str | None
@@ -102,7 +103,7 @@ class AttentionLayer(nn.Module, ABC):
             mask: as in `map`.
         """
         check_length(n)
-        where, order = setting(self.map(mask, n), n=n, radius=radius), as_norm(norm)
+        where, order = setting(self.map(mask, n), n=n, over=None if radius is None else Ball(radius)), as_norm(norm)
         least = least_upper_bound(where, order)
         if least is not None:
             return least[1]

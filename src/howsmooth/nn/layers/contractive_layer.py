@@ -22,6 +22,7 @@ from howsmooth.nn.layers.attention_layer import Mask, NormOrder, as_norm, check_
 from howsmooth.nn.layers.call_masks import CallMasks
 from howsmooth.nn.layers.l2_layer import L2Attention, Weights, average_2
 from howsmooth.nn.layers.weight_norms import SpectralNorm
+from howsmooth.sets import Ball
 
 
 class ContractiveL2Attention(L2Attention):
@@ -107,7 +108,7 @@ class ContractiveL2Attention(L2Attention):
         check_length(n)
         masks, order = CallMasks(n, as_mask(mask)), as_norm(norm)
         theorem = get("howsmooth.l2_lip_2" if order == 2 else "howsmooth.l2_lip_inf")
-        if theorem.refusal(setting(self.map(mask, n), n=n, radius=radius)) is not None:
+        if theorem.refusal(setting(self.map(mask, n), n=n, over=None if radius is None else Ball(radius))) is not None:
             raise DoesNotApply(f"{self.refusal}.")
         with torch.no_grad():
             weights = self.weights_by_head()

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from howsmooth._util.common import evaluating
 from howsmooth._util.validation import check_count, validated
 from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWindow
-from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.layers.registry import LAYER_KINDS
 from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.papers.training.training_settings import TrainingSettings
+from howsmooth.sets import Normalised
 
 _MLP_FACTOR = 4
 _EMBEDDING_STD = 0.1
@@ -96,7 +96,7 @@ class LayerNormBlock(nn.Module):
         except DoesNotApply:
             if not self.norm_first:
                 raise
-            radius = TokenSet.after_layer_norm(norm.weight.detach(), norm.bias.detach()).radius
+            radius = Normalised.layer_norm(norm.weight.detach(), norm.bias.detach()).radius
             return float(self.attention.lipschitz_bound(n, radius=radius, mask=mask).detach())
 
 

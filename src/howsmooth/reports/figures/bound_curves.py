@@ -20,7 +20,9 @@ from howsmooth.bounds.own.token_set_bounds import crossover
 from howsmooth.bounds.question_setting import Setting, setting
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import axes, light_grid
-from howsmooth.sets import TokenSet
+from howsmooth.sets import Around, Point
+from howsmooth.sets.ellipsoid import Ellipsoid
+from howsmooth.sets.near_sets import Over
 
 _DECADES = 6
 """Curves that end this far above the smallest upper bound are named, not drawn: they would flatten the others."""
@@ -50,10 +52,7 @@ def bounds_against_n(
     attention: nn.Module,
     *,
     lengths: Sequence[int] | None = None,
-    radius: float | None = None,
-    tokens: TokenSet | nn.Module | None = None,
-    x: Tensor | None = None,
-    eps: float | None = None,
+    over: Over | None = None,
     seed: int = 0,
     ax: Axes | None = None,
 ) -> Figure:
@@ -63,17 +62,18 @@ def bounds_against_n(
 
     Args:
         lengths: the n; by default powers of two, up to the length of x or to 4096.
-        attention, radius, tokens, x, eps, seed: as in `howsmooth.bounds.table`. The set stays the same for every n.
+        attention, over, seed: as in `howsmooth.bounds.table`. The set of tokens stays the same for every n.
         ax: where to draw; a new figure without.
 
     >>> import howsmooth as hs
-    >>> figure = bounds_against_n(hs.SelfAttention.random(4), lengths=[2, 8], radius=1.0)
+    >>> figure = bounds_against_n(hs.SelfAttention.random(4), lengths=[2, 8], over=hs.sets.Ball(1.0))
     >>> figure.axes[0].get_xscale()
     'log'
     """
-    where = setting(attention, radius=radius, tokens=tokens, x=x, eps=eps)
+    where = setting(attention, over=over)
+    x = where.x
     if where.tokens is None:
-        raise InvalidInput("a picture of bounds against n needs a set: give a radius, the LayerNorm before it, or x.")
+        raise InvalidInput("a picture of bounds against n needs a set (over): a Ball, a LayerNorm or an input.")
     places = _lengths(lengths, x)
     crossings = _crossovers(where, places[-1])
     if x is None:  # the bend of the unified bound is drawn where it is
@@ -108,8 +108,10 @@ def _lengths(lengths: Sequence[int] | None, x: Tensor | None) -> list[int]:
 
 def _at(where: Setting, n: int, seed: int) -> Table:
     if where.x is None:
-        return table(where.attention, n=n, tokens=where.tokens, norm=2)
-    return table(where.attention, x=where.x[:n], tokens=where.tokens, eps=where.eps, norm=2, seed=seed)
+        return table(where.attention, n=n, over=where.tokens, norm=2)
+    x, within = where.x[:n], where.tokens
+    near = Point(x, within=within) if where.eps is None else Around(x, where.eps, within=within)
+    return table(where.attention, over=near, norm=2, seed=seed)
 
 
 def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
@@ -128,7 +130,7 @@ def _curves(tables: Sequence[Table], places: Sequence[int]) -> dict[str, Curve]:
     return {" = ".join(sorted(same)): curve for curve, same in names.items()}
 
 
-def boundary_tokens(tokens: TokenSet, seed: int) -> Tensor:
+def boundary_tokens(tokens: Ellipsoid, seed: int) -> Tensor:
     """512 random tokens on the boundary of a set."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(_MEASURED, tokens.axes.shape[1], generator=generator, dtype=torch.float64)

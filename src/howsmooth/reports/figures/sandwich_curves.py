@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import light_grid, new_figure
-from howsmooth.search.sandwich_result import Cell, in_words
+from howsmooth.search.sandwich_result import Cell
 
 _CURVES, _TICKS = 10, 8
 """Maximum number of curves in the legend, and of labelled ticks."""
@@ -29,7 +29,7 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     >>> import torch, howsmooth as hs
     >>> from howsmooth.search import sandwich
     >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
-    >>> figure = sandwich_figure(sandwich(head, [2, 4], radii=[1.0, 2.0], starts=1, steps=5))
+    >>> figure = sandwich_figure(sandwich(head, [2, 4], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], starts=1, steps=5))
     >>> [ax.get_xlabel() for ax in figure.axes]
     ['number of tokens n', 'radius R of the tokens']
     """
@@ -39,7 +39,7 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     lengths, sizes = {cell.n for cell in cells}, {cell.size for cell in cells} - {None}
     panels: list[tuple[str, Callable[[Cell], Any], Callable[[Cell], str]]] = []
     if len(lengths) > 1 or len(sizes) < 2:
-        panels.append(("number of tokens n", lambda cell: cell.n, lambda cell: in_words(cell.over)))
+        panels.append(("number of tokens n", lambda cell: cell.n, lambda cell: str(cell.over)))
     if len(sizes) > 1:
         name = "distance ε that tokens may move" if near else "radius R of the tokens"
         panels.append((name, lambda cell: cell.size, lambda cell: f"n = {cell.n}"))

@@ -1,4 +1,4 @@
-"""Sequences of tokens from a vocabulary: the one set whose inputs cannot be moved a little."""
+"""Sequences of given tokens: the one discrete set of inputs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from howsmooth._util.validation import check_finite, validated
 from howsmooth.errors import InvalidInput
+from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.sets.input_sets import InputSet
-from howsmooth.sets.token_sets import TokenSet
 
 
-class Embeddings(InputSet):
-    """Sequences of tokens from a vocabulary: X = transform(E[ids]), each row of ``matrix`` a token.
+class Tokens(InputSet):
+    """Sequences of given tokens: X = transform(E[ids]), each row of ``matrix`` a token.
 
     Args:
-        matrix: E, ``(vocabulary, d)``, such as a language model's input embeddings.
-        transform: what happens between the embeddings ``(…, n, d)`` and the map, such as adding positions and the
-            first normalisation; differentiable, and given a batch of sequences at once.
+        matrix: E, ``(vocabulary, d)``, such as a language model's input embeddings, or the tokens of a text.
+        transform: a function between the tokens ``(…, n, d)`` and the map, such as adding positions and the first
+            normalisation; differentiable, and called with a batch of sequences at once.
 
-    >>> over = Embeddings(torch.eye(3))
+    >>> over = Tokens(torch.eye(3))
     >>> over.sequence(torch.tensor([2, 0]))
     tensor([[0., 0., 1.],
             [1., 0., 0.]], dtype=torch.float64)
@@ -32,22 +32,22 @@ class Embeddings(InputSet):
     def __init__(self, matrix: Tensor, transform: Callable[[Tensor], Tensor] | None = None):
         if matrix.dim() != 2 or 0 in matrix.shape or not matrix.is_floating_point():
             raise InvalidInput(
-                f"embeddings are a floating (vocabulary, d) matrix with at least one row, got {matrix.dtype} of shape "
+                f"tokens are rows of a floating (vocabulary, d) matrix, at least one, got {matrix.dtype} of shape "
                 f"{tuple(matrix.shape)}."
             )
-        check_finite(matrix, "the embedding matrix")
+        check_finite(matrix, "the matrix of tokens")
         self.matrix, self.transform = matrix.detach().double().cpu(), transform
         if transform is None:
             self.width = matrix.shape[1]
 
-    def token_set(self, width: int) -> TokenSet | None:
+    def ellipsoid(self, width: int) -> Ellipsoid | None:
         radius = float(self.matrix.norm(dim=-1).max())
         if self.transform is not None or radius == 0:
             return None
-        return TokenSet.ball(radius, width, "largest embedding")
+        return Ellipsoid.ball(radius, width, "largest token")
 
     def describe(self) -> dict[str, Any]:
-        return {"set": "embeddings", "vocabulary": len(self.matrix), "transformed": self.transform is not None}
+        return {"set": "tokens", "vocabulary": len(self.matrix), "transformed": self.transform is not None}
 
     def sequence(self, ids: Tensor) -> Tensor:
         """The input of these token ids, ``(…, n)`` → ``(…, n, d)``."""
@@ -58,11 +58,11 @@ class Embeddings(InputSet):
         return self.sequence(z)
 
     def transformed(self, embedded: Tensor) -> Tensor:
-        """What the map is given for these embeddings."""
+        """The input of the map for these tokens."""
         return embedded if self.transform is None else self.transform(embedded)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """The ids of the embeddings nearest to the tokens of x, ``(…, n, d)`` → ``(…, n)``."""
+        """The ids of the rows nearest to the tokens of x, ``(…, n, d)`` → ``(…, n)``."""
         return (self.matrix.square().sum(-1) - 2 * x.double() @ self.matrix.mT).argmin(-1)
 
     def random(self, generator: torch.Generator, n: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -70,5 +70,5 @@ class Embeddings(InputSet):
 
     def project_(self, x: Tensor) -> Tensor:
         if self.transform is not None:
-            raise InvalidInput("inputs cannot be brought back through the transform of embeddings: give ids instead.")
+            raise InvalidInput("inputs cannot be projected through the transform of the tokens: give ids instead.")
         return x.copy_(self.matrix[self.nearest(x)])

@@ -1,4 +1,4 @@
-"""The sets tokens live in: balls, and the ellipsoids that normalisation layers map onto."""
+"""The ellipsoid in which every token of a set lies: a ball, or the image of a normalisation layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from howsmooth.models.probed_norms import read_norm
 
 
 @dataclass(frozen=True)
-class TokenSet:
+class Ellipsoid:
     r"""Every token lies in :math:`\{c + \Gamma z : |z| \le \rho\}`: a ball when Γ is the identity, else an ellipsoid.
 
     The theorems of the papers speak of balls around the origin and use `radius`; this project's own bounds use the
@@ -26,10 +26,10 @@ class TokenSet:
         radius: R with |x| ≤ R on the whole set; √d·max|γ| + |β| after normalisation.
         origin: where the set comes from, for tables.
 
-    >>> TokenSet.ball(2.0, width=3).radius
+    >>> Ellipsoid.ball(2.0, width=3).radius
     2.0
     >>> gain, shift = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
-    >>> TokenSet.after_rms_norm(gain, shift).radius == 2 * 2**0.5 + 1
+    >>> Ellipsoid.rms_norm(gain, shift).radius == 2 * 2**0.5 + 1
     True
     """
 
@@ -41,7 +41,7 @@ class TokenSet:
 
     @classmethod
     @validated
-    def ball(cls, radius: float, width: int, origin: str = "given") -> TokenSet:
+    def ball(cls, radius: float, width: int, origin: str = "given") -> Ellipsoid:
         """The ball B_R around the origin."""
         radius = check_positive(radius, "radius")
         check_weights(2 * check_count(width, "width") ** 2, "a ball of this width")
@@ -50,47 +50,37 @@ class TokenSet:
 
     @classmethod
     @validated
-    def around(cls, x: Tensor) -> TokenSet:
-        """The smallest ball around the origin that holds every token of x."""
-        if x.dim() == 0 or not x.numel():
-            raise InvalidInput("tokens are vectors: give x of shape (n, d), at least one, not a single number.")
-        return cls.ball(
-            float(check_numbers(x.detach(), "x").norm(dim=-1).max()), x.shape[-1], "largest token of the input"
-        )
-
-    @classmethod
-    @validated
-    def after_rms_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
-        r"""What RMSNorm can give out: :math:`x = \gamma \circ z + \beta` with :math:`|z| \le \sqrt d`."""
+    def rms_norm(cls, gain: Tensor, shift: Tensor | None = None) -> Ellipsoid:
+        r"""The image of RMSNorm: :math:`x = \gamma \circ z + \beta` with :math:`|z| \le \sqrt d`."""
         return cls._after(gain, shift, 0.0, "RMSNorm")
 
     @classmethod
     @validated
-    def after_layer_norm(cls, gain: Tensor, shift: Tensor | None = None) -> TokenSet:
-        r"""What LayerNorm can give out: as RMSNorm, with z in the hyperplane of centred vectors."""
+    def layer_norm(cls, gain: Tensor, shift: Tensor | None = None) -> Ellipsoid:
+        r"""The image of LayerNorm: as that of RMSNorm, with z in the hyperplane of centred vectors."""
         return cls._after(gain, shift, 1.0, "LayerNorm")
 
     @classmethod
     @validated
-    def after(cls, norm: nn.Module, width: int | None = None) -> TokenSet:
+    def after(cls, norm: nn.Module, width: int | None = None) -> Ellipsoid:
         """The image of a normalisation module: `nn.LayerNorm`, `nn.RMSNorm`, or a model's own class.
 
-        What it does is read off its answers (`howsmooth.models.probed_norms`), not its name: gains of 1 + weight and
-        RMSNorms called LayerNorm are what they are, and what is neither is refused.
+        The module is probed (`howsmooth.models.probed_norms`), its name is ignored: gains of 1 + weight and RMSNorms
+        called LayerNorm are recognised, and a module that is neither norm is refused.
 
         Args:
             width: of the tokens, for a module that does not know it.
 
-        >>> TokenSet.after(nn.LayerNorm(4)).radius
+        >>> Ellipsoid.after(nn.LayerNorm(4)).radius
         2.0
         """
         image = read_norm(norm, width)
-        make = cls.after_layer_norm if image.centred else cls.after_rms_norm
+        make = cls.layer_norm if image.centred else cls.rms_norm
         return make(image.gain, image.shift)
 
     @classmethod
-    def _after(cls, gain: Tensor, shift: Tensor | None, centring: float, name: str) -> TokenSet:
-        """γ ∘ z + β; ``centring`` is 1 where the mean is taken off before and 0 where it is not."""
+    def _after(cls, gain: Tensor, shift: Tensor | None, centring: float, name: str) -> Ellipsoid:
+        """γ ∘ z + β; ``centring`` is 1 where the mean is subtracted first and 0 where it is not."""
         gain = check_numbers(gain, "gain")
         centre = torch.zeros_like(gain) if shift is None else check_numbers(shift, "shift")
         if gain.dim() != 1 or centre.shape != gain.shape:
