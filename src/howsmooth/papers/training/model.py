@@ -30,8 +30,8 @@ from howsmooth.bounds import TokenSet
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
 from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.layers.l2_layer import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.papers.training.training_settings import TrainingSettings
 
 _MLP_FACTOR = 4
