@@ -20,7 +20,7 @@ what a `SmoothnessMonitor` adds: to a step in which it only waits (its hooks and
 measures every attention layer at the first text of the batch, by 4 steps of Golub–Kahan–Lanczos from the vectors of
 last time. The additions are timed by themselves, because between two steps the machine changes by more than they are.
 The cost is that of a monitor with `every=100`: 99 times the first addition and once the second, over 100 plain steps.
-Values are lower bounds; the last columns have them over the certified upper end of σ at the same batch, the least and
+Values are lower bounds; the last columns have them over the upper end of σ at the same batch, the least and
 the median over layers and batches, every batch another."""
 MOST, EVERY, BATCH = 0.05, 100, 8
 
@@ -97,9 +97,9 @@ def cost(model: Any, batches: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def nearness(model: Any, batches: list[Tensor]) -> Tensor:
-    """Values over certified σ, batch by batch, without those of the first, which has no vectors yet."""
+    """Values over the upper end of σ, batch by batch, without those of the first, which has no vectors yet."""
     step, found = trainer(model, batches), []
-    with SmoothnessMonitor(model, every=1) as cheap, SmoothnessMonitor(model, every=1, certified=True) as exact:
+    with SmoothnessMonitor(model, every=1) as cheap, SmoothnessMonitor(model, every=1, upper_bound=True) as exact:
         for _ in batches[:5]:
             step()
             value = cheap.step()
@@ -109,7 +109,7 @@ def nearness(model: Any, batches: list[Tensor]) -> Tensor:
 
 
 def run(quick: bool, report: Callable[[str], None]) -> Section:
-    """Time the three kinds of steps in turns, then compare values with certified ones."""
+    """Time the three kinds of steps in turns, then compare values with upper ends."""
     rows, worst = [], 0.0
     for name, make in cases(quick).items():
         report(name)

@@ -92,7 +92,7 @@ def test_the_summary_says_bits_split_and_bound(text: Path, attention: str) -> No
 def test_a_run_has_a_folder_of_its_own_and_goes_on_only_when_asked(text: Path) -> None:
     run(text, *TINY)
     assert (default_folder(text, "dot-product-depth2-seed0") / "run.sqlite").is_file()
-    assert "go on with --resume" in refusal(text, *TINY)
+    assert "continue it with --resume" in refusal(text, *TINY)
     assert run(text, *TINY, "--resume").exit_code == 0
     assert "width 8 ≠ 16" in refusal(text, *TINY, "--width", 16, "--resume")
 

@@ -1,7 +1,7 @@
-r"""Caps on spectral norms: after every step of the optimiser, singular values above a cap are brought down to it.
+r"""Caps on spectral norms: after every step of the optimiser, singular values are clipped at a cap.
 
 The projection of M on :math:`\{\|M\|_2 \le c\}` clips singular values: :math:`M - \sum_i(\sigma_i - c)_+u_iv_i^\top`.
-Only those above c are needed, so that a few vectors which follow M from step to step do.
+Only those above c are needed, so that a subspace of a few vectors that follows M from step to step is enough.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from howsmooth.norms.small_matrices import spectral
 _WIDTH = 16
 _TOLERANCE = 1e-3
 _FUSED = {"in_proj.weight": 0, "in_proj_weight": 0, "c_attn.weight": 1}
-"""Query, key and value in one matrix: names and the axis along which they lie."""
+"""Names of matrices that hold query, key and value, and the axis along which they are stacked."""
 
 
 class SpectralCaps:
-    """No singular value of a module's weight matrices above ``cap``: call `step` after every step of the optimiser.
+    """Clips the singular values of a module's weight matrices at ``cap``: call `step` after every optimiser step.
 
-    Queries, keys and values that share one matrix are capped one by one; embeddings are left alone. A matrix whose
-    Frobenius norm is within the cap is passed over. For the others a subspace of 16 vectors follows M by a step of
-    orthogonal iteration, and what it finds above the cap is brought down. **Exact decomposition** takes its place when
-    the subspace has not settled (residual above 0.1 % of the cap) or is full of values above the cap, every
-    ``exact_every`` steps, and in `exact`. In between the largest singular value may pass the cap by what the subspace
-    has not seen; after `exact` it does not, but for rounding.
+    Queries, keys and values that share one matrix are capped one by one; embeddings are not capped. A matrix whose
+    Frobenius norm is within the cap is skipped. For the others a subspace of 16 vectors follows M by a step of
+    orthogonal iteration, and its singular values above the cap are clipped. **Exact decomposition** replaces it when
+    the subspace has not converged (residual above 0.1 % of the cap) or all its values exceed the cap, every
+    ``exact_every`` steps, and in `exact`. In between the largest singular value may exceed the cap by a direction that
+    the subspace misses; after `exact` it does not, up to rounding.
 
     Args:
-        module: whose matrices; its embeddings, and what is tied to them, are left out.
+        module: owner of the matrices; embeddings and weights tied to them are excluded.
         cap: largest singular value.
-        exact_every: steps from one exact projection of all to the next.
+        exact_every: number of steps between exact projections.
 
     >>> layer = nn.Linear(4, 4)
     >>> caps = SpectralCaps(layer, cap=0.1)
@@ -55,7 +55,7 @@ class SpectralCaps:
             raise InvalidInput(f"this {type(module).__name__} has no weight matrices to cap.")
 
     def matrices(self) -> Iterator[tuple[str, Tensor]]:
-        """The capped matrices, each a view of a parameter, with their names."""
+        """Yield the names of the capped matrices, and the matrices as views of parameters."""
         embedded = {m.weight.data_ptr() for m in self._module.modules() if isinstance(m, nn.Embedding)}
         for name, parameter in self._module.named_parameters():
             if parameter.dim() != 2 or parameter.data_ptr() in embedded:
@@ -69,7 +69,7 @@ class SpectralCaps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Bring down what has grown above the cap since the last step."""
+        """Clip singular values that have exceeded the cap since the last step."""
         self._steps += 1
         if self._steps % self.exact_every == 0:
             return self.exact()
@@ -80,12 +80,12 @@ class SpectralCaps:
 
     @torch.no_grad()
     def exact(self) -> None:
-        """Bring down every singular value above the cap, by decompositions in float64."""
+        """Clip every singular value above the cap, by decompositions in float64."""
         for name, matrix in self.matrices():
             self._clip(name, matrix)
 
     def norms(self) -> dict[str, float]:
-        """The largest singular value of each matrix, exactly."""
+        """Return the exact largest singular value of each matrix."""
         return {name: float(spectral(matrix.double())) for name, matrix in self.matrices()}
 
     def _clip(self, name: str, matrix: Tensor) -> None:
@@ -97,7 +97,7 @@ class SpectralCaps:
             matrix.copy_((left * sizes.clamp(max=self.cap)) @ right)
 
     def _follow(self, name: str, matrix: Tensor) -> bool:
-        """Whether the subspace has dealt with the matrix."""
+        """Clip by the subspace, and return whether that was enough."""
         space = self._spaces.get(name)
         if space is None or space.shape[1] == min(matrix.shape):
             return False

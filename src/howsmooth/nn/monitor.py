@@ -1,4 +1,4 @@
-"""Watching smoothness in training: σ of every attention layer, and of its heads, at the batch it has just seen."""
+"""A monitor of smoothness in training: σ of every attention layer, and of its heads, at the latest batch."""
 
 from __future__ import annotations
 
@@ -24,39 +24,40 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 Log = Callable[..., object]
-_COLD = 3
-_SPICE = 0.1
+_AtTokens = tuple[Callable[[Tensor], Tensor], Tensor]
+_FIRST_FACTOR = 3
+_RANDOM_PART = 0.1
 
 
 class SmoothnessMonitor:
     r"""σ_max of the Jacobian of attention layers at real inputs while a model trains.
 
-    Every ``every`` steps each layer is measured at the first text of the batch that it has just seen, without padding,
-    dropout or what stands around the layer. ``steps`` steps of Golub–Kahan–Lanczos from the singular vector of last
-    time (two products of the Jacobian each, and one more) give a value that is **never above** σ and seldom far below;
-    it is logged as ``sigma_lower/<path>``. With ``certified`` the value is pinned down from both sides, at a higher
-    price: ``sigma_upper/<path>`` holds with a probability of 99 %.
+    Every ``every`` steps each layer is measured at the first text of its latest batch, without padding, dropout or the
+    residual and normalisation around it. ``steps`` steps of Golub–Kahan–Lanczos from the previous singular vector (two
+    products of the Jacobian each, and one more) give a value that **never exceeds** σ and is seldom far below it,
+    logged as ``sigma_lower/<path>``. With ``upper_bound`` an upper bound is computed too, at a higher cost:
+    ``sigma_upper/<path>`` holds with a probability of 99 %.
 
-    Everything is computed again from the tokens that a layer received, so that it does not matter how the model itself
-    computes: with SDPA or flash kernels, under ``torch.compile`` (each watched layer then breaks the graph), with the
-    LoRA adapters of PEFT. Measuring changes nothing in training: not a weight, a gradient, a random number or a
-    mode. A layer that cannot be measured (NaN in its tokens or weights, nothing but padding) has no value; ``problems``
-    says why, and a warning says so once.
+    All values are recomputed from the input tokens of a layer, independently of the model's own kernels: SDPA, flash
+    attention, ``torch.compile`` (each measured layer then breaks the graph) and the LoRA adapters of PEFT all work.
+    Measurements change no weight, gradient, random number or mode. A layer that cannot be measured (NaN in its tokens
+    or weights, only padding) has no value; ``problems`` gives the reason, and one warning is issued.
 
     Args:
-        model: that trains.
+        model: the model in training.
         every: steps from one measurement to the next; the first step is measured.
-        layers: dotted paths of modules; by default every attention layer (see `hosting.call_recorder.CallRecorder`). A
-            module that is no attention layer is measured as a function of the whole batch, the largest over its texts.
+        layers: dotted paths of modules; by default every attention layer (see `hosting.call_recorder.CallRecorder`).
+            Other modules are measured as functions of the whole batch; their value is the maximum over texts.
         log: called as ``log(values, step=step)`` (``wandb.log`` is such a function), or a ``SummaryWriter`` of
-            TensorBoard, or a folder for one; None keeps values in ``latest`` only.
-        steps: of the iteration; three times as many where there is no vector yet.
-        certified: whether to measure with both ends to a relative accuracy of ``rtol``.
-        heads: also every head by itself: its σ from below, and what `howsmooth.nn.signals` lists (largest logit,
-            entropy, sink share and token, ‖P‖, relative condition), as ``<signal>/<path>/head.<number>``.
+            TensorBoard, or a folder for one; None stores values in ``latest`` only.
+        steps: steps of the iteration; three times as many without a previous vector.
+        upper_bound: whether to compute both ends to a relative accuracy of ``rtol``.
+        heads: whether to measure every head too: a lower bound of its σ and the signals of `howsmooth.nn.signals`
+            (largest logit, entropy, sink share and token, ‖P‖, relative condition), as
+            ``<signal>/<path>/head.<number>``.
         alarm: called with an `Alarm` when a signal has grown (entropy: fallen) by ``factor`` within ``within`` steps;
             ``print`` is such a function. All alarms of the latest measurement are in ``alarms``.
-        factor, within: of the alarms.
+        factor, within: thresholds of the alarms.
 
     >>> model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     >>> monitor = SmoothnessMonitor(model, every=10)
@@ -78,7 +79,7 @@ class SmoothnessMonitor:
         log: Log | str | Path | Any | None = None,
         *,
         steps: int = 4,
-        certified: bool = False,
+        upper_bound: bool = False,
         rtol: float = 1e-2,
         heads: bool = False,
         alarm: Callable[[Alarm], object] | None = None,
@@ -87,10 +88,10 @@ class SmoothnessMonitor:
     ):
         self.every = check_count(every, "every")
         self.steps = check_count(steps, "steps", least=2)  # one step would stay at its start
-        self.certified, self.rtol = certified, check_fraction(rtol, "rtol")
+        self.upper_bound, self.rtol = upper_bound, check_fraction(rtol, "rtol")
         self.heads = heads
         if not 1 < factor < math.inf:
-            raise InvalidInput(f"factor is how often a signal may grow before it alarms, above 1, got {factor}.")
+            raise InvalidInput(f"factor is the growth of a signal that raises an alarm, above 1, got {factor}.")
         self._watch, self._alarm = AlarmHistory(factor, check_count(within, "within")), alarm
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model, self._log = model, as_log(log)
@@ -104,14 +105,14 @@ class SmoothnessMonitor:
 
     @property
     def layers(self) -> list[str]:
-        """The paths of the modules that are watched."""
+        """Return the paths of the measured modules."""
         return list(self._recorder.modules)
 
     def step(self, step: int | None = None) -> dict[str, float]:
-        """To be called once per step of training, after the forward pass; the values, when it was time for them.
+        """Measure if it is due; call it once per training step, after the forward pass.
 
         Args:
-            step: its number, when the count does not start at 0.
+            step: number of the step, when the count does not start at 0.
         """
         now = self._next if step is None else step
         self._next = now + 1
@@ -129,17 +130,17 @@ class SmoothnessMonitor:
 
     def _values(self, name: str, heard: RecordedCall, now: int) -> dict[str, float]:
         try:
-            attention = attention_of(self._model, heard)
+            attention = self._attention(heard)
             measured = self._measured(name, heard, attention)
             if bool(torch.isnan(measured.lower).any() | torch.isnan(measured.upper).any()):
                 raise InvalidInput("the Jacobian holds NaN.")
             of_heads = self._of_heads(attention) if self.heads and attention is not None else {}
-        except HowsmoothError as error:  # a layer that is not what it should be must not end a training run
+        except HowsmoothError as error:  # a layer that cannot be measured must not end a training run
             self._report(name, str(error))
             return {}
         place: int | str = name if heard.site is None else heard.site.layer
         values = {"sigma_lower": float(measured.lower.max())}
-        if self.certified:
+        if self.upper_bound:
             values["sigma_upper"] = float(measured.upper.max())
         if self.heads and attention is not None:
             values |= self._condition(*attention, values["sigma_lower"])
@@ -151,8 +152,17 @@ class SmoothnessMonitor:
             named |= {f"{signal}/{name}/head.{head}": value for signal, value in numbers.items()}
         return named
 
+    def _attention(self, heard: RecordedCall) -> _AtTokens | None:
+        """Return the attention of a call and its tokens, both in at least float32; None for other modules."""
+        found = attention_of(self._model, heard)
+        if found is None:
+            return None
+        f, x = found
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return f.in_dtype(x.dtype) if isinstance(f, AttentionMap | ComposedAttention) else f, x
+
     def _report(self, name: str, problem: str) -> None:
-        """Remember why a layer has no value, and say so once."""
+        """Record why a layer has no value, and warn once."""
         self.problems[name] = problem
         self._vectors.pop(name, None)
         if name not in self._warned:
@@ -160,21 +170,17 @@ class SmoothnessMonitor:
             warnings.warn(f"the smoothness of {name or 'the layer'} cannot be measured: {problem}", stacklevel=4)
 
     def _condition(self, f: Callable[[Tensor], Tensor], x: Tensor, sigma: float) -> dict[str, float]:
-        """σ‖X‖/‖f(X)‖ of the whole layer; nothing where its output vanishes."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        """Compute σ‖X‖/‖f(X)‖ of the whole layer; nothing where its output vanishes."""
         with torch.no_grad():
-            f = f.in_dtype(x.dtype) if isinstance(f, AttentionMap | ComposedAttention) else f
             size = float(f(x).norm())
         return {"condition": sigma * float(x.norm()) / size} if size > 0 else {}
 
-    def _of_heads(self, attention: tuple[Callable[[Tensor], Tensor], Tensor]) -> dict[str, list[float]]:
-        """Each signal of every head; of maps without heads none."""
+    def _of_heads(self, attention: _AtTokens) -> dict[str, list[float]]:
+        """Compute each signal of every head; none for maps without heads."""
         f, x = attention
         if not isinstance(f, AttentionMap | ComposedAttention):
             return {}
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        f = f.in_dtype(x.dtype)
-        sigma = measure_heads(f, x, rtol=1e-3, max_steps=_COLD * self.steps).lower
+        sigma = measure_heads(f, x, rtol=1e-3, max_steps=_FIRST_FACTOR * self.steps).lower
         signals = head_signals(f, x)
         size = signals.pop("output").double().clamp_min(torch.finfo(torch.float32).tiny)
         signals = {"sigma_lower": sigma, **signals, "condition": sigma.double() * float(x.norm()) / size}
@@ -182,9 +188,7 @@ class SmoothnessMonitor:
             raise InvalidInput("a signal of a head is NaN.")
         return {signal: values.tolist() for signal, values in signals.items()}
 
-    def _measured(
-        self, name: str, heard: RecordedCall, attention: tuple[Callable[[Tensor], Tensor], Tensor] | None
-    ) -> Measurement:
+    def _measured(self, name: str, heard: RecordedCall, attention: _AtTokens | None) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
         with evaluating(heard.module):
@@ -192,24 +196,24 @@ class SmoothnessMonitor:
 
     def _solve(self, name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> Measurement:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        if self.certified:
+        if self.upper_bound:
             return measure(f, x, rtol=self.rtol)
         known = self._vectors.get(name)
         start = torch.randn(x.shape, generator=random_stream(self._next, name)).to(x)
-        steps = _COLD * self.steps
+        steps = _FIRST_FACTOR * self.steps
         if known is not None and known.shape == x.shape:
             steps = self.steps
-            # A little of everything, should the old vector be blind to what has become largest.
-            start = known.to(x) / known.norm() + _SPICE * start / start.norm()
+            # A random part, should the old vector be orthogonal to the new largest direction.
+            start = known.to(x) / known.norm() + _RANDOM_PART * start / start.norm()
         measured = measure(f, x, rtol=1e-6, start=start, max_steps=steps)
         assert measured.right is not None
         self._vectors[name] = measured.right
         return measured
 
     def callback(self) -> TrainerCallback:
-        """For the transformers Trainer: ``Trainer(..., callbacks=[monitor.callback()])``.
+        """Make a callback of the transformers Trainer: ``Trainer(..., callbacks=[monitor.callback()])``.
 
-        Values are measured when an optimiser step ends, and added to the trainer's log history.
+        It measures when an optimiser step ends, and adds values to the trainer's log history.
         """
         from transformers import TrainerCallback
 
@@ -217,7 +221,7 @@ class SmoothnessMonitor:
 
         class Monitoring(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                # The trainer has counted this step already.
+                # The trainer has already counted this step.
                 values = monitor.step(state.global_step - 1)
                 if values:
                     state.log_history.append({**values, "step": state.global_step})
@@ -228,7 +232,7 @@ class SmoothnessMonitor:
         return Monitoring()
 
     def close(self) -> None:
-        """Stop listening to the model."""
+        """Remove the hooks from the model."""
         self._recorder.close()
 
     def __enter__(self) -> SmoothnessMonitor:
@@ -239,7 +243,7 @@ class SmoothnessMonitor:
 
 
 def as_log(log: Any) -> Log | None:
-    """A function of values and step, from a function, a TensorBoard writer, or a folder for one.
+    """Return a function of values and step, from a function, a TensorBoard writer, or a folder for one.
 
     >>> as_log(lambda values, step: print(step, values))({"sigma_lower/attn": 1.5}, step=3)
     3 {'sigma_lower/attn': 1.5}
@@ -250,7 +254,7 @@ def as_log(log: Any) -> Log | None:
         except ImportError:
             raise InvalidInput("TensorBoard is not installed: run `pip install tensorboard`.") from None
         if Path(log).exists() and not Path(log).is_dir():
-            raise InvalidInput(f"{shown(str(log))} is no folder: TensorBoard's files go into one.")
+            raise InvalidInput(f"{shown(str(log))} is no folder: TensorBoard writes its files into a folder.")
         log = SummaryWriter(str(log))
     if hasattr(log, "add_scalar"):
         writer = log

@@ -1,11 +1,11 @@
-r"""Penalties that steer smoothness: terms of a loss, differentiable in the weights.
+r"""Penalties on smoothness: terms of a loss, differentiable in the weights.
 
 **Jacobian norm.** With unit vectors u, v close to the top singular vectors, :math:`\sigma \approx \langle u,
 Jv\rangle`, and :math:`d\sigma = \langle u, (dJ)v\rangle` when they are exact: the vectors may be held fixed. One step
-of the power method per call keeps them near, as weights change slowly. The value never exceeds σ.
+of the power method per call updates them, as weights change slowly. The value never exceeds σ.
 
 **Softmax Jacobian.** :math:`\|\mathrm{diag}\,p - pp^\top\| \le g(p) = p_1(1-p_1+p_2)` (Yudin et al. 2025) is small for
-weights that are flat and for those that look at one token; the mean of g over all rows of P is the penalty.
+flat weights and for weights on a single token; the mean of g over all rows of P is the penalty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from howsmooth.nn.layers.dot_product_layers import SigmoidAttention
 
 
 class _Penalty(ABC):
-    """The mean over layers of a number that depends on what each layer was called with."""
+    """The mean over layers of a number that depends on the last call of each layer."""
 
     @validated
     def __init__(self, model: nn.Module, layers: Iterable[str] | None = None):
@@ -36,21 +36,21 @@ class _Penalty(ABC):
             self._check(name, module)
 
     def _check(self, name: str, module: nn.Module) -> None:
-        """Refuse what the penalty does not speak of; most speak of every layer."""
+        """Refuse a module for which the penalty is undefined."""
         return
 
     @abstractmethod
     def _value(self, name: str, heard: RecordedCall) -> Tensor:
-        """The number of one layer."""
+        """Return the number of one layer."""
 
     def __call__(self) -> Tensor:
-        """The penalty for the forward pass that has just been made; add it to the loss.
+        """Return the penalty of the latest forward pass; add it to the loss.
 
-        A layer whose tokens or weights are NaN or infinite has none, and is refused by name.
+        The error for tokens or weights of NaN or infinity names the layer.
         """
         heard = self._recorder.take()
         if not heard:
-            raise InvalidInput("the penalty speaks of what the layers have seen: run the model, with gradients, first.")
+            raise InvalidInput("the penalty depends on a forward pass: run the model, with gradients, first.")
         values = []
         for name, call in heard.items():
             with evaluating(call.module):
@@ -58,26 +58,26 @@ class _Penalty(ABC):
             if not bool(values[-1].detach().isfinite()):
                 raise InvalidInput(
                     f"the penalty of {name or 'the layer'} is {float(values[-1].detach())}, because its tokens or its "
-                    "weights are NaN or infinite, or as good as: leave this step out, or train with a lower rate."
+                    "weights are NaN, infinite or too large: leave this step out, or train with a lower rate."
                 )
         return torch.stack(values).mean()
 
     def close(self) -> None:
-        """Stop listening to the model."""
+        """Remove the hooks from the model."""
         self._recorder.close()
 
 
 class JacobianPenalty(_Penalty):
-    """The mean of σ² (or σ) over layers and texts, at the tokens that each layer has just seen.
+    """The mean of σ² (or σ) over layers and texts, at the latest tokens of each layer.
 
-    Tokens count as given: the gradient is that of the layers' own weights. A layer is what is called: for transformers'
-    own blocks that includes what they hold besides attention (in BERT's family residual and LayerNorm).
+    Tokens count as constants: the gradient is that of the layers' own weights. A layer is the called module: a block of
+    transformers includes all its parts besides attention (in BERT's family residual and LayerNorm).
 
     Args:
-        model: that trains.
+        model: the model in training.
         layers: dotted paths; by default every attention layer.
         power: 2 for σ², 1 for σ.
-        steps: of the power method, for each call.
+        steps: steps of the power method in each call.
 
     >>> layer = nn.Linear(3, 3, bias=False)
     >>> penalty = JacobianPenalty(nn.Sequential(layer), layers=["0"], steps=50)
@@ -97,7 +97,7 @@ class JacobianPenalty(_Penalty):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         known = self._vectors.pop(name, None)
         squares, left = power_method_norm(lambda y: first_output(heard, y), x, known, self.steps, self.power)
-        if bool(left.isfinite().all()):  # a vector of NaN would spoil every later step
+        if bool(left.isfinite().all()):  # a vector of NaN would spoil all later steps
             self._vectors[name] = left
         return squares.mean()
 
@@ -105,10 +105,10 @@ class JacobianPenalty(_Penalty):
 def power_method_norm(
     f: Callable[[Tensor], Tensor], x: Tensor, left: Tensor | None = None, steps: int = 1, power: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """|Jᵀu|^power ≤ σ^power for every text of x after steps of the power method from ``left``, and the new u.
+    """Return |Jᵀu|^power ≤ σ^power for every text of x after steps of the power method from ``left``, and the new u.
 
-    Differentiable in whatever f depends on, with u held fixed. J comes from reverse mode alone: Jᵀu is linear in u, so
-    that Jv is its derivative in u along v.
+    The value is differentiable in all parameters of f, with u held fixed. J comes from reverse mode alone: Jᵀu is
+    linear in u, so that Jv is its derivative in u along v.
 
     >>> matrix = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64)).requires_grad_()
     >>> value, _ = power_method_norm(lambda x: x @ matrix, torch.ones(1, 2, dtype=torch.float64), steps=40)
@@ -129,7 +129,7 @@ def power_method_norm(
             left = left.detach().requires_grad_()
             (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
             (pushed,) = torch.autograd.grad(pulled, left, _unit(pulled.detach(), dims), retain_graph=True)
-            # Where J vanishes there is no direction to prefer.
+            # Where J vanishes, all directions are equal.
             left = torch.where(pushed.any(), _unit(pushed, dims), left.detach())
         left = left.detach()
         (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
@@ -143,9 +143,9 @@ def _unit(v: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 class SoftmaxJacobianPenalty(_Penalty):
-    """The mean over layers of `softmax_jacobian_penalty` at the tokens that each layer has just seen.
+    """The mean over layers of `softmax_jacobian_penalty` at the latest tokens of each layer.
 
-    For layers that can return their weights: those of `howsmooth.nn` (but sigmoid attention, which has no softmax)
+    For layers that can return their weights: those of `howsmooth.nn` (except sigmoid attention, which has no softmax)
     and `torch.nn.MultiheadAttention`. Give the weights of a transformers model, ``output_attentions=True`` with eager
     attention, to `softmax_jacobian_penalty` itself.
 
@@ -166,14 +166,14 @@ class SoftmaxJacobianPenalty(_Penalty):
 
     def _value(self, name: str, heard: RecordedCall) -> Tensor:
         changed: dict[str, Any] = {"need_weights": True, "average_attn_weights": False}
-        return softmax_jacobian_penalty(heard.again(heard.tokens, **changed)[1])
+        return softmax_jacobian_penalty(heard.repeat(heard.tokens, **changed)[1])
 
 
 @validated
 def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
-    """The mean of g(p) = p₁(1 − p₁ + p₂) over rows p of attention weights, from 0 to ½.
+    """Return the mean of g(p) = p₁(1 − p₁ + p₂) over rows p of attention weights, from 0 to ½.
 
-    Rows that see nothing do not count.
+    Rows of zeros do not count.
 
     Args:
         weights: ``(…, n, m)``, or several such, whose means are averaged.
@@ -184,7 +184,9 @@ def softmax_jacobian_penalty(weights: Tensor | Iterable[Tensor]) -> Tensor:
     if not isinstance(weights, Tensor):
         means = [softmax_jacobian_penalty(each) for each in weights]
         if not means:
-            raise InvalidInput("there are no attention weights: ask for output_attentions=True with eager attention.")
+            raise InvalidInput(
+                "there are no attention weights: call the model with output_attentions=True and eager attention."
+            )
         return torch.stack(means).mean()
     if weights.dim() < 1 or not weights.is_floating_point() or weights.shape[-1] == 0:
         raise InvalidInput(f"attention weights have shape (…, n, m), got {weights.dtype} {tuple(weights.shape)}.")

@@ -1,12 +1,12 @@
-r"""What a head shows beside σ: logits, entropy, its sink, ‖P‖; and alarms in words when one of them runs away.
+r"""Signals of a head besides σ: logits, entropy, sink, ‖P‖; and alarms when one of them grows fast.
 
 With logits S, weights P and f_h the map of a head with its slice of the output projection, at n tokens X:
 
-- ``largest_logit``: max |S| over the pairs that see each other;
+- ``largest_logit``: max |S| over all visible pairs;
 - ``entropy``: the mean over rows of −Σ_j P_ij ln P_ij, in nats; a learned sink counts as one more key;
-- ``sink_share`` and ``sink_token``: max_j Σ_i P_ij / n, the share of all attention that one token gets, and which;
+- ``sink_share`` and ``sink_token``: max_j Σ_i P_ij / n, the largest share of attention on one token, and that token;
 - ``weights_norm``: ‖P‖₂, from below, by a few steps of the power method;
-- ``condition``: σ‖X‖/‖f(X)‖, how many times larger, relatively, a change comes out than it went in.
+- ``condition``: σ‖X‖/‖f(X)‖, the amplification of relative changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap, ComposedAttention
 
 SIGNALS = ("sigma_lower", "largest_logit", "entropy", "sink_share", "weights_norm", "condition")
-"""What alarms are about; entropy falls, the others grow."""
+"""The signals that raise alarms; entropy falls, the others grow."""
 _FALLING = ("entropy",)
 _WORDS = {
     "sigma_lower": "σ",
@@ -31,14 +31,14 @@ _WORDS = {
     "weights_norm": "‖P‖",
     "condition": "relative condition",
 }
-_LEAST = {"largest_logit": 4.0, "sink_share": 0.25, "weights_norm": 1.5}
-"""Below these nothing is wrong, however fast it grew."""
+_MINIMUM = {"largest_logit": 4.0, "sink_share": 0.25, "weights_norm": 1.5}
+"""Smaller values raise no alarm."""
 _POWER_STEPS = 8
 
 
 @torch.no_grad()
 def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict[str, Tensor]:
-    """The numbers of every head at tokens ``(n, d)``, ``(heads,)`` each, and ``output``: ‖f_h(X)‖.
+    """Compute the signals of every head at tokens ``(n, d)``, ``(heads,)`` each, and ``output``: ‖f_h(X)‖.
 
     >>> import howsmooth as hs
     >>> signals = head_signals(hs.SelfAttention.random(8, heads=2, mask="causal"), torch.zeros(4, 8))
@@ -73,10 +73,10 @@ def head_signals(attention: AttentionMap | ComposedAttention, x: Tensor) -> dict
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal that has run away.
+    """A signal that has grown (entropy: fallen) fast.
 
     Attributes:
-        step: at which it was seen. layer: the number of the layer, or the path of its module. head: None for the whole.
+        step: step of the alarm. layer: number of the layer, or path of its module. head: None for the whole layer.
         signal: one of `SIGNALS`. before, now: its values, ``since`` steps apart.
 
     >>> print(Alarm(400, 7, 3, "largest_logit", 4.1, 8.3, 200))
@@ -104,9 +104,9 @@ class Alarm:
 
 
 class AlarmHistory:
-    """The past of every signal, and whether it has grown (entropy: fallen) by a factor within so many steps.
+    """The recent values of every signal, and alarms when one grows (entropy: falls) by a factor within some steps.
 
-    After an alarm the past of that signal begins anew, so that it is told again only when it has grown once more.
+    After an alarm the history of that signal starts anew, so that the next alarm needs further growth.
 
     >>> watch = AlarmHistory(factor=2.0, within=100)
     >>> seen = {0: 1.0, 50: 1.5, 90: 2.1}
@@ -119,7 +119,7 @@ class AlarmHistory:
         self._past: dict[tuple[int | str, int | None, str], deque[tuple[int, float]]] = {}
 
     def alarms(self, step: int, layer: int | str, head: int | None, values: dict[str, float]) -> Iterator[Alarm]:
-        """Alarms of one layer or head at a step."""
+        """Yield the alarms of one layer or head at a step."""
         for signal, value in values.items():
             if signal not in SIGNALS:
                 continue
@@ -130,7 +130,7 @@ class AlarmHistory:
             if past:
                 since, before = min(reversed(past), key=lambda pair: -pair[1] if falling else pair[1])
                 grown = value * self.factor <= before if falling else value >= self.factor * before
-                if grown and before > 0 and value >= _LEAST.get(signal, 0.0):
+                if grown and before > 0 and value >= _MINIMUM.get(signal, 0.0):
                     past.clear()
                     yield Alarm(step, layer, head, signal, before, value, step - since)
             past.append((step, value))

@@ -86,17 +86,16 @@ def judge(rows: Rows) -> Finding:
     causal = rows[rows["model"].str.startswith("random:gpt2") | rows["model"].str.endswith(".safetensors")]
     share = (causal["sigma"] / causal["value_norm"] / causal["n"] ** 0.5).groupby(causal["n"]).mean()
     outside = int(((rows["sigma"] > rows["upper"]) | (rows["sigma"] < rows["lower"] * (1 - 1e-3))).sum())
-    held = not outside
     exponents = [
         hs.growth(some["sigma"].tolist(), some["n"].tolist()).exponent for _, some in rows.groupby(["model", "head"])
     ]
     near = bool(share.between(0.95, 1.05).all())
     return Finding.of(
-        held and near,
+        not outside and near,
         f"causal heads: σ ÷ (‖V‖√n) is {share.min():.3f} to {share.max():.3f} in the mean, n = {rows['n'].min()} … "
         f"{rows['n'].max()}, R = {RADIUS:g}; exponents of all heads {min(exponents):.3f} to {max(exponents):.3f}; "
         f"{outside or 'no'} values above howsmooth.sqrt_n or below howsmooth.two_cluster.",
-        other_constant=held and min(exponents) > 0.4,
+        other_constant=not outside and min(exponents) > 0.4,
     )
 
 

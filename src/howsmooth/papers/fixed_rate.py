@@ -1,4 +1,4 @@
-"""Stability at a fixed learning rate: how deep does it train without warm-up (Kim et al. 2021, Section 5)?"""
+"""Stability at a fixed learning rate: the maximum depth that trains without warm-up (Kim et al. 2021, Section 5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """Bits per character, beside those of guessing characters by how often they occur."""
+    """Bits per character, beside those of guessing characters by their frequencies."""
     row, corpus = trained(options, cell)
     return [row | {"guessing": unigram_bits(corpus)}]
 
@@ -52,11 +52,11 @@ def judge(rows: Rows) -> Finding:
     """The greatest depth at which each kind does better than guessing."""
     trained = rows[rows["bits"].notna() & (rows["bits"] < rows["guessing"])]
     deepest = {kind: int(trained[trained["attention"] == kind]["depth"].max() or 0) for kind in _KINDS}
-    most = rows["depth"].max()
-    as_claimed = deepest["dot-product"] <= 10 and min(deepest["l2"], deepest["contractive-2"]) == most
+    maximum = rows["depth"].max()
+    as_claimed = deepest["dot-product"] <= 10 and min(deepest["l2"], deepest["contractive-2"]) == maximum
     return Finding.of(
-        as_claimed and most > 10,
-        f"deepest that trains, of {most}: "
+        as_claimed and maximum > 10,
+        f"deepest that trains, of {maximum}: "
         + ", ".join(f"{kind} {depth}" for kind, depth in deepest.items())
         + f". Width {rows['width'].max()}, {rows['steps'].max()} steps, rate {rows['rate'].max():g}.",
     )

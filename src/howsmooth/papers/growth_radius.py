@@ -52,7 +52,7 @@ def draw(rows: Rows) -> Figure:
 
 
 def judge(rows: Rows) -> Finding:
-    """No window's σ at c times its radius is above c²σ, c > 1; how steep it is on the way is said as well."""
+    """No window's σ at c times its radius is above c²σ, c > 1; the slopes in between are reported."""
     text = rows[rows["factor"] == 1].set_index(["model", "window"])["sigma"]
     beyond = rows[rows["factor"] > 1].set_index(["model", "window"])
     share = float((beyond["sigma"] / beyond["factor"] ** 2 / text.reindex(beyond.index)).max())

@@ -57,7 +57,7 @@ def bits_by_depth(rows: Rows, title: str) -> Axes:
 
 
 def judge(rows: Rows) -> Finding:
-    """Tied L2 a little behind dot-product at equal depth, contractive further behind and better the deeper it is."""
+    """Tied L2 is slightly worse than dot-product at equal depth; contractive is worse, and improves with depth."""
     best = rows.groupby("attention")["bits"].min()
     gap = rows[rows["depth"] == rows["depth"].max()].groupby("attention")["bits"].mean()
     usual, tied = gap["dot-product"], gap["l2"]

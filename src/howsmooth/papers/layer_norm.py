@@ -1,4 +1,4 @@
-"""What normalisation does: σ of the attention block alone, behind its normalisation, and with the residual."""
+"""The effect of normalisation: σ of the attention block alone, and with its residual and normalisation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     window: Record = {"lengths": cell["length"], "windows": cell["windows"], "layers": LAYERS}
     window |= {"bounds": "none", "explain": False}
     scan = hs.scan(experiment_model(cell["model"]), options.text, what="attention,residual", **window)
-    kept = ("what", "layer", "length", "window", "value", "lower", "upper")
-    return [{"model": cell["model"]} | {name: row[name] for name in kept} for row in scan.rows]
+    columns = ("what", "layer", "length", "window", "value", "lower", "upper")
+    return [{"model": cell["model"]} | {name: row[name] for name in columns} for row in scan.rows]
 
 
 def draw(rows: Rows) -> Figure:
@@ -43,8 +43,8 @@ def draw(rows: Rows) -> Figure:
 
 
 def judge(rows: Rows) -> Finding:
-    """How far the two quantities lie apart, and whether they grow alike."""
-    said, apart = [], []
+    """Compare the ratio and the growth of the two quantities."""
+    parts, apart = [], []
     for (model, layer), some in rows.groupby(["model", "layer"]):
         grown = {}
         for quantity in _PARTS:
@@ -52,12 +52,12 @@ def judge(rows: Rows) -> Finding:
             grown[quantity] = hs.growth(middle.tolist(), middle.index.tolist()).exponent
         ratio = some[some["what"] == "residual"]["value"].median() / some[some["what"] == "attention"]["value"].median()
         apart.append(abs(grown["residual"] - grown["attention"]))
-        said.append(
+        parts.append(
             f"{model} layer {layer}: ratio {ratio:.3g}, n^{grown['residual']:.2f} against n^{grown['attention']:.2f}"
         )
     return Finding.of(
         max(apart) < 0.1,
-        f"with residual and normalisation against the block alone: {'; '.join(said)}.",
+        f"with residual and normalisation against the block alone: {'; '.join(parts)}.",
     )
 
 

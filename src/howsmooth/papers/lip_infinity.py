@@ -1,4 +1,4 @@
-"""How tight is the bound on Lip_∞ of L2 attention: Figure 2 of Kim et al. 2021, with a construction and a proof."""
+"""The tightness of the bound on Lip_∞ of L2 attention: Figure 2 of Kim et al. 2021, with a construction and a proof."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KNOWN_ASCENTS = {10: 4.407, 100: 10.095, 200: 12.093, 500: 14.875, 1000: 17.066}
 
 
 def cells(options: ExperimentOptions) -> list[Record]:
-    """Lengths up to 1000; 50 random starts in full. Beyond 200 tokens steps are dear, and 60 of them are enough."""
+    """Lengths up to 1000; 50 random starts in full. Beyond 200 tokens steps are slow, and 60 of them are enough."""
     lengths = options.pick((10, 100, 1000), (10, 20, 50, 100, 200, 500, 1000), (10, 20, 50, 100, 200, 500, 1000))
     steps = options.pick(60, 120, 200)
     near, far = options.pick((4, 2), (16, 2), (50, 50))
@@ -25,7 +25,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """What climbing reaches from random starts alone and with the construction, between both theorems."""
+    """The maxima of ascents from random starts alone and with the construction, between both theorems."""
     n, head = cell["n"], hs.L2SelfAttention(ONE, ONE)
     search = {"norm": math.inf, "steps": cell["steps"], "seed": 0}
     alone = hs.worst_case(head, n, constructions=False, starts=cell["starts"], **search)

@@ -1,4 +1,4 @@
-"""The bound on Lip₂ of L2 attention: as it is printed, corrected, this project's, and what is measured."""
+"""The bound on Lip₂ of L2 attention as printed, as corrected and of this project, beside measured values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw(rows: Rows) -> Figure:
 
 
 def judge(rows: Rows) -> Finding:
-    """The corrected bound holds; the printed power is passed by inputs that were found."""
+    """The corrected bound holds; some inputs exceed the printed one."""
     broken = rows[rows["measured"] > rows["printed"] * (1 + 1e-9)]
     held = bool((rows["measured"] <= rows[["corrected", "howsmooth"]].min(axis=1)).all())
     closest = (rows["corrected"] / rows["measured"]).min()

@@ -68,18 +68,18 @@ def draw(rows: Rows) -> Figure:
 def judge(rows: Rows) -> Finding:
     """n: the last doubling adds little and stays below the bound; R: the logarithm grows by 2γ per unit of R²."""
     inside = bool((rows["value"] <= rows["upper"]).all())
-    said, level = [], []
+    parts, level = [], []
     for mask, some in rows[rows["against"] == "n"].groupby("mask"):
         last = some.sort_values("n")["value"].to_numpy()
         level.append(last[-1] / last[-2])
-        said.append(f"{mask}: {last[0]:.3g} at n = {some['n'].min():g}, {last[-1]:.3g} at n = {some['n'].max():g}")
+        parts.append(f"{mask}: {last[0]:.3g} at n = {some['n'].min():g}, {last[-1]:.3g} at n = {some['n'].max():g}")
     grown = rows[(rows["against"] == "R") & (rows["mask"] == "no mask")].sort_values("R")
     rate = (math.log(grown["value"].iloc[-1]) - math.log(grown["value"].iloc[-2])) / (
         grown["R"].iloc[-1] ** 2 - grown["R"].iloc[-2] ** 2
     )
     return Finding.of(
         inside and max(level) < 1.25 and 0.8 < rate < 1.6,
-        f"{'; '.join(said)} (the last step in n adds {max(level) - 1:.1%} at most). Between the two largest radii "
+        f"{'; '.join(parts)} (the last step in n adds {max(level) - 1:.1%} at most). Between the two largest radii "
         f"ln(constant) grows by {rate:.2f} per unit of R² (γ = 1 at width 1). The proved upper bound is "
         f"{(rows['upper'] / rows['value']).min():.2f} to {(rows['upper'] / rows['value']).max():.3g} times the value.",
     )

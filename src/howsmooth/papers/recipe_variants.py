@@ -1,7 +1,6 @@
-"""What else differs: dropout on, residual and normalisation in, heads cut by rows; σ_max(J) and √‖Jᵀf(X)‖ of each.
+"""Other choices of the released scripts: dropout, residual and normalisation, heads cut by rows.
 
-These are choices that the released scripts make. Each is tried alone, on the same windows as the attention block, so
-that it can be seen what follows from it.
+Each choice is tested alone, by σ_max(J) and √‖Jᵀf(X)‖ on the same windows as the attention block.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VARIANTS = {
     ENCODER: (_BLOCK, "residual and LayerNorm in"),
 }
 DROPPED = 0.1
-"""The share that GPT-2 drops in training, of the attention weights and of the output."""
+"""The dropout rate of GPT-2, of the attention weights and of the output."""
 
 
 def cells(options: ExperimentOptions) -> list[Record]:
@@ -45,7 +44,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """Both quantities of one variant, at the tokens that reach it in the windows."""
+    """Both quantities of one variant, at its input tokens in the windows."""
     source, layer = PLACES[cell["place"]]
     model = experiment_model(source.format(seed=cell["seed"]))
     rows = []
@@ -61,14 +60,14 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
 
 
 def varied(attention: AttentionMap, variant: str, seed: int) -> AttentionMap | Callable[[Tensor], Tensor]:
-    """The block itself, with dropout, or with its weights read the other way."""
+    """Return the block itself, with dropout, or with transposed weights."""
     if variant == "dropout on":
         return with_dropout(attention, seed)
     return cut_by_rows(attention) if variant == "heads cut by rows" else attention
 
 
 def with_dropout(attention: AttentionMap, seed: int) -> Callable[[Tensor], Tensor]:
-    """The block in training mode with one draw of what is dropped, held fixed so that it is a map at all."""
+    """Return the block in training mode with one fixed draw of dropout."""
 
     def function(x: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -82,12 +81,12 @@ def with_dropout(attention: AttentionMap, seed: int) -> Callable[[Tensor], Tenso
 
 
 def dropout_factors(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """What dropout multiplies by: 0 with probability `DROPPED`, else what keeps the mean."""
+    """Draw the factors of dropout: 0 with probability `DROPPED`, else 1/(1 − `DROPPED`)."""
     return (torch.rand(shape, generator=generator) >= DROPPED).float() / (1 - DROPPED)
 
 
 def cut_by_rows(attention: AttentionMap) -> hs.SelfAttention:
-    """GPT-2 keeps W as inputs × outputs; read as outputs × inputs, its heads are rows of W instead of columns."""
+    """Read the weights as outputs × inputs; GPT-2 stores inputs × outputs, so that heads become rows of W."""
     query, key, value = (
         weight.flatten(0, 1).T for weight in (attention.query_weight, attention.key_weight, attention.value_weight)
     )
@@ -104,18 +103,18 @@ def draw(rows: Rows) -> Figure:
 
 
 def judge(rows: Rows) -> Finding:
-    """Whether a variant leaves the exponent of σ_max of the block as it is (to 0.05)."""
-    said, moved = [], []
+    """Compare the exponents of every variant with that of σ_max of the block (to 0.05)."""
+    parts, moved = [], []
     for stack in VARIANTS:
         here = rows[rows["place"] == stack]
         block = exponents(here[here["variant"] == _BLOCK])["sigma"]
         for variant, some in here.groupby("variant", sort=False):
             alphas = exponents(some)
             moved += [value for value in alphas.values() if abs(value - block) >= 0.05]
-            said.append(f"{stack}, {variant}: {alphas['sigma']:.2f} and {alphas['released']:.2f}")
+            parts.append(f"{stack}, {variant}: {alphas['sigma']:.2f} and {alphas['released']:.2f}")
     return Finding.of(
         not moved,
-        f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(said)}. {len(moved)} of {2 * len(said)} are 0.05 or more "
+        f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(parts)}. {len(moved)} of {2 * len(parts)} are 0.05 or more "
         "from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not known.",
     )
 

@@ -1,4 +1,4 @@
-"""What differs: √‖Jᵀf(X)‖, which the released scripts return, beside σ_max(J) on the same inputs."""
+"""The quantity of the released scripts, √‖Jᵀf(X)‖, beside σ_max(J) on the same inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cells(options: ExperimentOptions) -> list[Record]:
 
 
 def run(options: ExperimentOptions, cell: Record) -> list[Record]:
-    """Both quantities for the attention block alone, at the tokens that reach it."""
+    """Both quantities for the attention block alone, at its input tokens."""
     model = experiment_model(SOURCE.format(seed=cell["seed"]))
     rows = []
     for number, window in enumerate(model.windows(alice(), length=cell["n"], count=options.pick(2, 5, 10))):
@@ -36,7 +36,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
 
 
 def quantities(attention: AttentionMap | Callable[[Tensor], Tensor], x: Tensor, rtol: float = 1e-3) -> dict[str, float]:
-    """σ_max(J), and √‖Jᵀf(X)‖: a power iteration that keeps the primal output where it needs the product."""
+    """Return σ_max(J), and √‖Jᵀf(X)‖: a power iteration with the primal output in place of the product."""
     j = hs.jacobian(attention, x)
     with torch.no_grad():
         back = j.rmatvec(attention(x))
@@ -61,7 +61,7 @@ def exponents(rows: Rows) -> dict[str, float]:
 
 
 def judge(rows: Rows) -> Finding:
-    """Whether σ_max grows as the recipe's quantity does."""
+    """Compare the growth of σ_max with that of the recipe's quantity."""
     alphas = exponents(rows)
     alike = abs(alphas["sigma"] - alphas["released"]) < 0.05
     return Finding.of(

@@ -556,7 +556,7 @@ def test_masks_of_transformers_are_read() -> None:
     assert torch.equal(found.mask[0, 0], ~window)
     with pytest.raises(InvalidInput, match="set_attn_implementation"):
         TransformersMask.of(torch.ones(3), (1, 3), 3, True)
-    with pytest.raises(InvalidInput, match="look at"):
+    with pytest.raises(InvalidInput, match="attend to"):
         TransformersMask.of(torch.ones(1, 1, 2, 3), (1, 3), 3, True)
 
 

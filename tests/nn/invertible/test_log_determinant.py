@@ -125,7 +125,7 @@ def test_samples_that_are_all_alike_have_no_error_bar_of_zero() -> None:
 def test_blocks_without_a_causal_mask_are_refused_and_would_be_wrong() -> None:
     block = InvertibleResidual(ContractiveL2Attention(4, 2, 0.9)).double().eval()
     x = tokens(1, 5, 4) / 4
-    with pytest.raises(hs.DoesNotApply, match="look ahead"):
+    with pytest.raises(hs.DoesNotApply, match="depends on later tokens"):
         block.log_det(x, "blocks")
     blocks = block.branch.diagonal_blocks(x).detach()
     wrong = torch.linalg.slogdet(torch.eye(4, dtype=torch.float64) + blocks).logabsdet.sum(1)

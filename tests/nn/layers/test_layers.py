@@ -160,17 +160,14 @@ def test_gradients_reach_all_weights_and_pass_gradcheck(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASKED)
 def test_layer_in_blocks_equals_layer_at_once_in_both_directions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import attention_layer, blockwise_attention
+    from howsmooth.nn.layers import blockwise_attention
 
     layer, x = make(kind), tokens(2, N).requires_grad_()
     for call in ({"is_causal": True}, {"attn_mask": ~seen()}, {"attn_mask": hs.SlidingWindow(2)}):
         found = []
         for block, kept in ((2**20, 2**26), (2 * H * N * 2, 2**26), (2 * H * N * 2, 0)):
-            monkeypatch.setattr(
-                attention_layer,
-                "BlockwiseAttention",
-                lambda *a, block=block, kept=kept: blockwise_attention.BlockwiseAttention(*a, block=block, kept=kept),
-            )
+            monkeypatch.setattr(blockwise_attention, "BLOCK_WEIGHTS", block)
+            monkeypatch.setattr(blockwise_attention, "STORED_WEIGHTS", kept)
             out = layer(x, **call)[0]
             found.append((out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))))
         for blocks in found[1:]:
@@ -236,9 +233,9 @@ def test_padding_given_as_a_mask_is_sent_to_its_own_argument() -> None:
 
 
 def test_lipschitz_norm_refuses_masks() -> None:
-    with pytest.raises(InvalidInput, match="looks at all tokens"):
+    with pytest.raises(InvalidInput, match="depends on all tokens"):
         make("lipschitz-norm")(tokens(N), is_causal=True)
-    with pytest.raises(InvalidInput, match="looks at all tokens"):
+    with pytest.raises(InvalidInput, match="depends on all tokens"):
         make("lipschitz-norm").lipschitz_bound(N, mask="causal")
 
 
@@ -352,17 +349,14 @@ def test_dropout_is_at_work_in_training_only() -> None:
 
 @pytest.mark.parametrize("kind", ["l2", "dot-product"])
 def test_long_sequences_keep_no_square_of_n_for_the_way_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth.nn.layers import attention_layer, blockwise_attention
+    from howsmooth.nn.layers import blockwise_attention
 
     n, layer = 300, make(kind)
     x = tokens(n).requires_grad_()
     saved = []
     for kept in (2**26, 0):
-        monkeypatch.setattr(
-            attention_layer,
-            "BlockwiseAttention",
-            lambda *a, kept=kept: blockwise_attention.BlockwiseAttention(*a, block=H * n * 20, kept=kept),
-        )
+        monkeypatch.setattr(blockwise_attention, "BLOCK_WEIGHTS", H * n * 20)
+        monkeypatch.setattr(blockwise_attention, "STORED_WEIGHTS", kept)
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:

@@ -13,8 +13,8 @@ import howsmooth as hs
 from howsmooth.cli.train import Model
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention, replace_attention
+from howsmooth.nn.layers.l2_layer import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.training_settings import ATTENTIONS
 

@@ -10,7 +10,7 @@ import howsmooth as hs
 import howsmooth.nn as layers
 from howsmooth.attention import Causal, SlidingWindow
 from howsmooth.errors import DoesNotApply, InvalidInput
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
+from howsmooth.nn.layers.l2_layer import UntiedL2Attention
 from howsmooth.papers.training import CharacterModel, TrainingSettings
 from howsmooth.papers.training.model import ContractiveBlock, LayerNormBlock, WithinDocuments
 from howsmooth.papers.training.training_settings import ATTENTIONS
@@ -180,7 +180,7 @@ def test_tied_keys_are_the_untied_layer_with_equal_weights() -> None:
 
 
 def test_lipschitz_norm_is_left_out_because_it_takes_no_causal_mask() -> None:
-    with pytest.raises(InvalidInput, match="looks at all tokens"):
+    with pytest.raises(InvalidInput, match="depends on all tokens"):
         layers.LipschitzNormAttention(8, 2)(torch.randn(1, 6, 8), is_causal=True)
     with pytest.raises(InvalidInput, match="attention is"):
         TrainingSettings(attention="lipschitz-norm")  # type: ignore[arg-type]

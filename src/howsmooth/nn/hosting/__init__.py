@@ -1,1 +1,1 @@
-"""Inside other people's models: our layers in the place of their attention, and listening to either."""
+"""Layers inside models of transformers and torch: replacement of attention, and recording of its calls."""

@@ -1,4 +1,4 @@
-"""A layer of `howsmooth.nn` in the place of a transformers model's attention: its call, its masks, its cache."""
+"""An adapter from the call of a transformers attention, with its masks and cache, to a layer of `howsmooth.nn`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from howsmooth.nn.layers.attention_layer import AttentionLayer
 
 
 class AttentionAdapter(nn.Module):
-    """Called as transformers calls attention, answered by a layer.
+    """A layer with the call of a transformers attention.
 
-    **Masks** are taken in every form in which transformers makes them (none, additive, boolean, per token). A token
-    that no one sees is padding: its output is zero before the output bias. Other masks go to the layer as they are, so
-    that L2 attention refuses those that hide a token from itself.
+    **Masks** may have every form that transformers makes (none, additive, boolean, per token). A token that no token
+    sees is padding: its output is zero before the output bias. Other masks reach the layer unchanged, so that L2
+    attention refuses those that hide a token from itself.
 
-    **Cache.** What is kept of earlier tokens is what the attention received, not keys and values: every kind of layer
-    computes from tokens, and some (L2) centre them. A step of generation then costs one attention over the sequence so
-    far, while the rest of the model sees the new tokens only; outputs equal those without a cache.
+    **Cache.** The cache stores the inputs of the attention, not keys and values: every kind of layer computes from
+    tokens, and some (L2) centre them. A step of generation then costs one attention over the sequence so far, while the
+    rest of the model processes the new tokens only; outputs equal those without a cache.
 
     Args:
         layer: the attention.
-        causal: whether the model's attention is, which it does not always say by a mask.
+        causal: whether the model's attention is causal, which not every model states by a mask.
         layer_idx: number of the block in the model's cache.
-        dropout: on the output, where the old block had one.
-        names: of the arguments of the old block after the tokens, for models that do not say them.
+        dropout: dropout on the output, as in the old block.
+        names: names of the old block's arguments after the tokens, for models that pass them by position.
     """
 
     def __init__(
@@ -46,14 +46,16 @@ class AttentionAdapter(nn.Module):
         super().__init__()
         self.names = tuple(names)
         self.layer, self.layer_idx = layer, layer_idx
-        self.is_causal = causal  # as transformers' own attention says it
+        self.is_causal = causal  # an attribute of transformers' own attention
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Output of the new tokens, ``(batch, new, d)``; weights are not returned, ask the layer's map for them."""
+        """Return the output of the new tokens, ``(batch, new, d)``; weights are available from the layer's map."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if given.get("encoder_hidden_states") is not None:
-            raise InvalidInput("this attention was replaced by self-attention: it cannot look at an encoder's output.")
+            raise InvalidInput(
+                "this attention was replaced by self-attention: it cannot attend to an encoder's output."
+            )
         cache, position_ids = given.get("past_key_values"), given.get("position_ids")
         new = hidden_states.shape[1]
         tokens = hidden_states if cache is None else self._with_past(hidden_states, cache)
@@ -70,19 +72,19 @@ class AttentionAdapter(nn.Module):
         return self.dropout(out[:, -new:]), None
 
     def _with_past(self, tokens: Tensor, cache: Any) -> Tensor:
-        """All tokens so far; the cache keeps the new ones as keys, with values of no width."""
+        """Return all tokens so far; the cache stores the new ones as keys, with values of width 0."""
         token_cache = getattr(cache, "self_attention_cache", cache)
         before = int(token_cache.get_seq_length(self.layer_idx))
-        kept, _ = token_cache.update(tokens[:, None], tokens[:, None, :, :0], self.layer_idx)
-        if kept.shape[-2] > before + tokens.shape[1]:
+        stored, _ = token_cache.update(tokens[:, None], tokens[:, None, :, :0], self.layer_idx)
+        if stored.shape[-2] > before + tokens.shape[1]:
             raise InvalidInput(
-                "replaced attention keeps a cache that grows with the text, but this one has a fixed length: generate "
+                "replaced attention needs a cache that grows with the text, but this one has a fixed length: generate "
                 'with cache_implementation="dynamic", or with use_cache=False.'
             )
-        return kept[:, 0]
+        return stored[:, 0]
 
     def attention_map(self, n: int | None = None) -> AttentionMap:
-        """What a text of n tokens without padding or cache meets; see `AttentionLayer.attention_map`."""
+        """Return the map of a text of n tokens without padding or cache; see `AttentionLayer.attention_map`."""
         check_no_dropout(self, self.dropout.p)
         return self.layer.attention_map(n, "causal" if self.is_causal else None)
 
@@ -92,12 +94,12 @@ class AttentionAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class TransformersMask:
-    """Who sees whom, as a layer's call wants it.
+    """A mask of transformers as arguments of a layer's call.
 
     Attributes:
-        mask: ``(batch, heads or 1, n, n)``, booleans (True hides) or logits to add; None when ``causal`` says it all.
+        mask: ``(batch, heads or 1, n, n)``, booleans (True hides) or logits to add; None when ``causal`` is enough.
         causal: whether token i sees all tokens j ≤ i that are not padded, and no other.
-        padding: ``(batch, n)``, True for tokens that no one sees; None when there are none.
+        padding: ``(batch, n)``, True for tokens that no token sees; None when there are none.
     """
 
     mask: Tensor | None
@@ -106,9 +108,9 @@ class TransformersMask:
 
     @classmethod
     def of(cls, mask: Tensor | None, shape: tuple[int, int] | torch.Size, new: int, causal: bool) -> TransformersMask:
-        """From a mask of transformers for the last ``new`` of n tokens; ``shape`` is (batch, n).
+        """Read a mask of transformers for the last ``new`` of n tokens; ``shape`` is (batch, n).
 
-        What earlier tokens see is not in such a mask. Their outputs are not used, so that it does not matter.
+        Rows of earlier tokens are missing in such a mask and arbitrary, because their outputs are not used.
 
         >>> TransformersMask.of(torch.tensor([[1, 1, 0]]), (1, 3), 3, causal=False)
         TransformersMask(mask=None, causal=False, padding=tensor([[False, False,  True]]))
@@ -125,15 +127,15 @@ class TransformersMask:
             return cls(None, causal, padding if bool(padding.any()) else None)
         mask = mask[..., :n]
         if mask.shape[-2:] != (new, n) or len(mask) not in (1, batch):
-            raise InvalidInput(f"the mask has shape {tuple(mask.shape)}, but {new} token(s) of {batch} look at {n}.")
-        # Additive masks hide with the least number of a dtype, not always with −∞.
+            raise InvalidInput(f"the mask has shape {tuple(mask.shape)}, but {new} token(s) of {batch} attend to {n}.")
+        # Additive masks hide with the smallest number of a dtype, not always with −∞.
         sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         adds = mask.dtype != torch.bool and bool(mask.masked_fill(~sees, 0.0).any())
         sees = sees.expand(batch, -1, -1, -1)
         padding = ~sees.any(-2).any(1)
         past = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
         earlier = past[: n - new].expand(*sees.shape[:2], -1, -1)
-        # What padded tokens see, and who sees them, is said by the padding alone.
+        # Rows and columns of padded tokens do not matter: the padding hides them.
         free = padding[:, None, :, None] | padding[:, None, None]
         sees = torch.cat([earlier, sees], dim=-2) | free
         padded = None if not bool(padding.any()) else padding
@@ -149,7 +151,7 @@ class TransformersMask:
 
 
 def _check_consecutive(positions: Tensor, seen: TransformersMask) -> None:
-    """Refuse positions that jump between tokens that see each other: layers turn by how many tokens lie between."""
+    """Refuse positions that jump between tokens that see each other: layers rotate by the number of tokens between."""
     new = positions.shape[-1]
     jumps = nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0))
     if seen.padding is not None:
@@ -157,7 +159,7 @@ def _check_consecutive(positions: Tensor, seen: TransformersMask) -> None:
         jumps = jumps & ~(padding | nn.functional.pad(padding[:, :-1], (1, 0)))
     if not bool(jumps.any()):
         return
-    run = jumps.cumsum(-1)  # runs of consecutive positions; packed texts, when a mask keeps them apart
+    run = jumps.cumsum(-1)  # runs of consecutive positions: packed texts, when a mask separates them
     apart = run[:, None, :, None] != run[:, None, None]
     hides = None if seen.mask is None else seen.mask if seen.mask.dtype == torch.bool else seen.mask == HIDDEN
     if hides is None or bool((apart & ~hides[..., -new:, -new:]).any()):

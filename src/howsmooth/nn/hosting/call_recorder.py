@@ -1,4 +1,4 @@
-"""Listening to the attention of a model in training: what each layer was really called with."""
+"""Recording of the calls of attention layers while a model trains: their tokens, masks and other arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from howsmooth.nn.layers.call_masks import CallMasks
 
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
 _REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
-"""Whether a call is one of our own, which no listener should take for training."""
+"""Whether the current call repeats a recorded one; recorders ignore it."""
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 
 
@@ -35,8 +35,8 @@ class RecordedCall:
     """One call of a module.
 
     Attributes:
-        module: that was called. site: where it is, when it is the attention of a transformers model.
-        args, kwargs: what with; the first floating tensor is the tokens.
+        module: the called module. site: its place, when it is the attention of a transformers model.
+        args, kwargs: its arguments; the first floating tensor holds the tokens.
     """
 
     module: nn.Module
@@ -46,14 +46,14 @@ class RecordedCall:
 
     @property
     def tokens(self) -> Tensor:
-        """The first floating tensor among the arguments."""
+        """Return the first floating tensor among the arguments."""
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point():
                 return value
         raise InvalidInput(f"{type(self.module).__name__} receives no floating-point tensor: name another module.")
 
-    def again(self, x: Tensor, **changed: Any) -> Any:
-        """The module's answer to other tokens, all else as it was, its parameters in at least float32."""
+    def repeat(self, x: Tensor, **changed: Any) -> Any:
+        """Repeat the call with other tokens, with parameters in at least float32."""
         old, precise = self.tokens, torch.promote_types(x.dtype, torch.float32)
 
         def put(value: Any) -> Any:
@@ -74,17 +74,17 @@ class RecordedCall:
 
 
 class CallRecorder:
-    """Hooks on attention layers, or on any modules, that keep what each was last called with while ``open``.
+    """Hooks on attention layers, or on any modules, that record the last call of each while ``open``.
 
-    Only calls with gradients count: evaluation in between is not training.
+    Only calls with gradients are recorded, so that evaluation between steps is ignored.
 
     Args:
         model: any module.
-        layers: dotted paths of modules; None for every attention layer that is found: those of `howsmooth.nn`,
+        layers: dotted paths of modules; None for all attention layers: those of `howsmooth.nn`,
             `torch.nn.MultiheadAttention`, and the blocks of transformers models that `howsmooth.models` can read.
 
-    >>> listener = CallRecorder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    >>> list(listener.modules)
+    >>> recorder = CallRecorder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    >>> list(recorder.modules)
     ['self_attn']
     """
 
@@ -92,11 +92,11 @@ class CallRecorder:
         self.modules, self.sites = _find(model, layers)
         self.calls: dict[str, RecordedCall] = {}
         self.open = True
-        hooks = ((module, partial(self._hear, name)) for name, module in self.modules.items())
+        hooks = ((module, partial(self._record, name)) for name, module in self.modules.items())
         self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
 
-    @torch.compiler.disable  # a compiled model breaks its graph here, and hands over what it really saw
-    def _hear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @torch.compiler.disable  # a compiled model breaks its graph here and passes its real inputs
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.open and torch.is_grad_enabled() and not _REPEATING.get():
             self.calls[name] = RecordedCall(module, args, kwargs, self.sites.get(name))
 
@@ -142,7 +142,7 @@ def _sites(model: Any) -> list[AttentionSite]:
 
 
 def attention_of(model: nn.Module, heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
-    """The attention of a call as a map with a closed form, and the first text it saw, ``(n, d)``, without padding.
+    """Return the attention of a call as a map in closed form, and its first text, ``(n, d)``, without padding.
 
     None for a module that is no attention layer.
     """
@@ -158,7 +158,7 @@ def _layer(heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
     query = given["query"]
     if any(given.get(name) is not None and given[name] is not query for name in ("key", "value")):
-        raise InvalidInput("this layer attends to other tokens than its own, which is no self-attention.")
+        raise InvalidInput("this layer attends to tokens of another sequence, but only self-attention can be measured.")
     x = query[None] if query.dim() == 2 else query if layer.batch_first else query.transpose(0, 1)
     shape, causal = (*x.shape[:2], layer.num_heads), given.get("is_causal", False)
     masks = CallMasks.of(shape, given.get("attn_mask"), causal, given.get("key_padding_mask"))
@@ -173,17 +173,17 @@ def _layer(heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
 
 
 def _first_text(x: Tensor, keep: Tensor | None) -> tuple[int, Tensor]:
-    """The first item of a batch that is not all padding, and which of its tokens are none."""
+    """Find the first item of a batch with real tokens, and the places of its real tokens."""
     keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
     real = keep.any(-1)
     if not bool(real.any()):
-        raise InvalidInput("the batch holds nothing but padding.")
+        raise InvalidInput("the batch holds only padding.")
     item = int(real.int().argmax())
     return item, keep[item]
 
 
 def _mask_of(masks: CallMasks, item: int, keep: Tensor, heads: int, like: Tensor) -> LogitBias | None:
-    """The masks of one text as one term."""
+    """Combine the masks of one text in one term."""
     if not masks.terms or masks.terms.is_causal:
         return Causal() if masks.terms else None
     maps = Maps.every(item + 1, heads, masks.n, like.float()).select(slice(item * heads, (item + 1) * heads))
@@ -211,5 +211,5 @@ def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> tuple[Callab
 
 
 def first_output(heard: RecordedCall, x: Tensor) -> Tensor:
-    """The tensor that goes on from a module called again with other tokens."""
-    return first_tensor(heard.again(x))
+    """Repeat a call with other tokens, and return its first tensor."""
+    return first_tensor(heard.repeat(x))

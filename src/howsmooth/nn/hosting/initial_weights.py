@@ -1,12 +1,12 @@
-"""First weights of a layer from an attention that has been trained: what can be kept is kept.
+"""Initial weights of a layer from a trained attention: every weight with a counterpart is copied.
 
 ================  ====================================================================================================
-dot-product       everything: the layer computes what the old attention did
-sigmoid, cosine,  all four matrices and biases; the function differs by its weights P. Norm-controlled layers then bring
-norm-controlled   singular values down to their cap
-lipschitz-norm    all four matrices; the biases of values move into the output, the others have no place
+dot-product       everything: the layer computes the same function as the old attention
+sigmoid, cosine,  all four matrices and biases; the function differs by its weights P. Norm-controlled layers then clip
+norm-controlled   singular values at their cap
+lipschitz-norm    all four matrices; the biases of values move into the output, the others are dropped
 l2,               W_h = W^Q_h/√2 (or keys, or the mean), so that 2 z_i·z_j/s is the old size of q_i·q_j/√k; W^V, W^O and
-contractive-l2    the bias. The factor A_h is new, so that the function is another one
+contractive-l2    the bias. The factor A_h is new, so that the function changes
 l2-untied         the same, with W^K_h/√2 for the keys
 gradient-step     nothing: it has other weights
 ================  ====================================================================================================
@@ -25,21 +25,20 @@ from howsmooth.nn.layers.attention_layer import AttentionLayer
 from howsmooth.nn.layers.contractive_layer import ContractiveL2Attention
 from howsmooth.nn.layers.dot_product_layers import DotProductAttention, NormControlledAttention
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
-from howsmooth.nn.layers.l2_layer import L2Attention
+from howsmooth.nn.layers.l2_layer import L2Attention, UntiedL2Attention
 from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
 from howsmooth.nn.layers.registry import LAYER_KINDS
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 Tie = Literal["query", "key", "mean"]
 
 
 def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, **options: Any) -> AttentionLayer:
-    """A layer of a kind with the shape of ``old`` and no weights of it yet.
+    """Make a layer of a kind with the shape of ``old`` and its own initial weights.
 
     Args:
-        rotary: positions that turn queries and keys, for layers that have both.
-        dropout: of the old attention, for layers that take it.
-        options: of the layer's class.
+        rotary: rotary positions, for layers with queries and keys.
+        dropout: dropout of the old attention, for layers that take it.
+        options: options of the layer's class.
 
     >>> build("l2", SelfAttention.random(8, heads=2), None, 0.0)
     L2Attention(
@@ -50,9 +49,9 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
     )
     """
     chosen = LAYER_KINDS[kind]
-    said = sorted(chosen.options.keys() & options.keys())
-    if said:
-        raise InvalidInput(f"{kind} attention says its {said[0]} by its name: leave the option out.")
+    fixed = sorted(chosen.options.keys() & options.keys())
+    if fixed:
+        raise InvalidInput(f"{kind} attention says its {fixed[0]} by its name: leave the option out.")
     heads, width, d = old.query_weight.shape
     if heads * width != d or old.out_features != d or old.value_weight.shape[1] != width:
         raise UnsupportedModel(
@@ -77,7 +76,7 @@ def build(kind: str, old: SelfAttention, rotary: Rotary | None, dropout: float, 
 
 
 def check_plain(old: SelfAttention, where: str) -> None:
-    """Refuse attention with features that no layer of `howsmooth.nn` has."""
+    """Refuse attention with features that every layer of `howsmooth.nn` lacks."""
     features = {
         "a soft-cap on its logits": old.softcap is not None,
         "normalised queries and keys": any(isinstance(stage, UnitNorm) for stage in old.query_stages),
@@ -90,7 +89,7 @@ def check_plain(old: SelfAttention, where: str) -> None:
 
 @torch.no_grad()
 def start_from(layer: AttentionLayer, old: SelfAttention, tie: Tie = "query") -> None:
-    """Set the weights of a layer to what they can keep of an old attention; shared keys and values are repeated."""
+    """Copy the weights of an old attention as far as possible; shared keys and values are repeated."""
     if tie not in get_args(Tie):
         raise InvalidInput(f"queries and keys are tied from 'query', 'key' or 'mean', got {tie!r}.")
     if isinstance(layer, GradientStepAttention):
@@ -119,7 +118,7 @@ def start_from(layer: AttentionLayer, old: SelfAttention, tie: Tie = "query") ->
 
 
 def _share(old: SelfAttention) -> float:
-    """What queries and keys are multiplied by, each: layers have 1/√k on their logits, a model may have another."""
+    """Return the factor of queries and of keys: layers scale logits by 1/√k, a model may use another scale."""
     return float(old.scale * old.query_weight.shape[1] ** 0.5) ** 0.5
 
 

@@ -1,8 +1,8 @@
-"""Attention of howsmooth in models that exist: transformers models and `torch.nn.TransformerEncoder`.
+"""Replacement of the attention of transformers models and of `torch.nn.TransformerEncoder` by layers of `howsmooth.nn`.
 
-transformers has a socket for attention functions (`AttentionInterface`), but it hands out queries, keys and values that
-are already projected, and projects the result itself. Layers with a Lipschitz bound need more: L2 attention folds the
-value and output matrices into one, contractive layers divide by a norm of all of them. So blocks are replaced whole.
+transformers has an interface for attention functions (`AttentionInterface`), but it passes projected queries, keys and
+values, and projects the result itself. Layers with a Lipschitz bound need the weights: L2 attention multiplies
+value and output matrices, contractive layers divide by a norm of all of them. So whole blocks are replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from howsmooth.nn.layers.registry import LAYER_KINDS, check_layer_kind
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Model = TypeVar("Model", bound=nn.Module)
+_Model = TypeVar("_Model", bound=nn.Module)
 
 REPLACEABLE = (
     *("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta", "vit"),
@@ -46,35 +46,35 @@ _DROPOUTS = ("attn_dropout", "attention_dropout", "dropout")
 
 @validated
 def replace_attention(
-    model: Model,
+    model: _Model,
     kind: str,
     layers: Iterable[int] | None = None,
     *,
     tie: Tie = "query",
     drop_positions: bool = False,
     **options: Any,
-) -> Model:
+) -> _Model:
     """Replace the self-attention of a model, in place, by layers of `howsmooth.nn`; the model is returned.
 
-    Weights start from the old ones as far as the new kind can keep them: see `hosting.start`. Masks, padding,
-    gradients and generation work as before. transformers models remember in their configuration what was replaced:
-    save them with ``save_pretrained`` and load them with `load_replaced`.
+    The new layers start from the old weights as far as possible: see `hosting.initial_weights`. Masks, padding,
+    gradients and generation work as before. The configuration of a transformers model records the replacement: save it
+    with ``save_pretrained`` and load it with `load_replaced`.
 
     Args:
         model: a transformers model of a type in `REPLACEABLE`, a `torch.nn.TransformerEncoder`, or any module that
             holds `torch.nn.TransformerEncoderLayer`.
         kind: a name of `howsmooth.nn.layers.registry.KINDS`: "l2", "contractive-l2", "sigmoid", "cosine",
             "lipschitz-norm", "gradient-step", "norm-controlled", "dot-product" or "l2-untied".
-        layers: which to replace, counted from 0; all when None.
-        tie: what the tied weights of L2 attention start from: "query", "key", or their "mean".
-        drop_positions: leave rotary positions out where the kind has no place for them. A causal model can still count
-            tokens; an encoder is then blind to their order.
-        options: of the layer, such as ``coefficient`` of "contractive-l2". In causal models the layer must not depend
-            on the number of tokens, which grows in generation, so that ``max_tokens`` of "contractive-l2" and
+        layers: numbers of the layers to replace, from 0; all when None.
+        tie: initial tied weights of L2 attention: those of "query", of "key", or their "mean".
+        drop_positions: drop rotary positions where the kind cannot use them. A causal model can still count tokens; an
+            encoder then ignores their order.
+        options: options of the layer, such as ``coefficient`` of "contractive-l2". In causal models the layer must not
+            depend on the number of tokens, which grows in generation, so that ``max_tokens`` of "contractive-l2" and
             ``logit_shift`` of "sigmoid" are by default those of the longest text that the model takes.
 
     Raises:
-        UnsupportedModel: there is no attention that can be replaced, or it has features which the layers lack.
+        UnsupportedModel: the model has no replaceable attention, or one with features that the layers lack.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99))
@@ -98,18 +98,18 @@ def replace_attention(
 
 @validated
 def replaced_layers(model: nn.Module) -> Iterator[tuple[str, AttentionLayer]]:
-    """The layers of howsmooth in a model with their dotted paths."""
+    """Iterate over the layers of howsmooth in a model, with their dotted paths."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AttentionLayer))
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """What `replace_attention` did to a transformers model, as its configuration tells it (``howsmooth_attention``).
+    """The record of `replace_attention` in the configuration of a transformers model (``howsmooth_attention``).
 
     Attributes:
-        kind: of the layers. layers: which were replaced, counted from 0.
-        drop_positions: whether rotary positions were left out.
-        options: of the layers, numbers and names only.
+        kind: kind of the new layers. layers: numbers of the replaced layers, from 0.
+        drop_positions: whether rotary positions were dropped.
+        options: options of the layers, numbers and names only.
     """
 
     kind: str
@@ -118,13 +118,13 @@ class Replacement:
     options: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """For config.json."""
+        """Return the record for config.json."""
         return {**vars(self), "layers": list(self.layers), "options": dict(self.options)}
 
     def apply(self, model: nn.Module) -> None:
-        """Replace the attention of a model built from the configuration: its weights then have the names saved.
+        """Replace the attention of a model built from the configuration: its weights then have the saved names.
 
-        New layers have first weights, to be overwritten by those that were saved.
+        The saved weights must then overwrite the initial ones.
         """
         if any(True for _ in replaced_layers(model)):
             raise InvalidInput("attention of this model has been replaced already: build the model anew.")
@@ -132,7 +132,7 @@ class Replacement:
 
 
 def replacement_of(config: Any) -> Replacement | None:
-    """What was replaced in the model of a transformers configuration; None when nothing was.
+    """Read the record of a replacement from a transformers configuration; None when there is none.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> replacement_of(GPT2Config()) is None
@@ -147,18 +147,17 @@ def replacement_of(config: Any) -> Replacement | None:
     wanted = {"kind": str, "layers": list, "drop_positions": bool, "options": dict}
     if not isinstance(note, dict) or any(not isinstance(note.get(name), kind) for name, kind in wanted.items()):
         raise InvalidInput(
-            f"the configuration says in {_NOTE} what was replaced, but not as replace_attention writes it: save the "
-            "model again."
+            f"the entry {_NOTE} of the configuration was not written by replace_attention: save the model again."
         )
     kind = check_layer_kind(note["kind"])
     layers = note["layers"]
     if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
-        raise InvalidInput(f"the configuration says that layers {layers!r} were replaced, which are no numbers.")
+        raise InvalidInput(f"the configuration lists replaced layers {layers!r}, which are no numbers.")
     return Replacement(kind, tuple(layers), note["drop_positions"], _written(note["options"]))
 
 
 def _written(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as config.json can hold them: numbers, names, True, False and None."""
+    """Convert options to values for config.json: numbers, names, True, False and None."""
     plain_options = {name: "inf" if name == "norm" and value == math.inf else value for name, value in options.items()}
     for name, value in plain_options.items():
         plain = value is None or isinstance(value, str | bool | int | float)
@@ -169,11 +168,11 @@ def _written(options: dict[str, Any]) -> dict[str, Any]:
 
 @validated
 def load_replaced(folder: str | Path) -> PreTrainedModel:
-    """A model that `replace_attention` changed and ``save_pretrained`` wrote.
+    """Load a model that `replace_attention` changed and ``save_pretrained`` wrote.
 
-    The configuration names the model's class and what was replaced; weights are read from safetensors files only, and
-    each must find its place. transformers' own ``from_pretrained`` knows nothing of the replacement: it would warn of
-    missing weights, and give them at random.
+    The configuration names the model's class and the replacement; weights are read from safetensors files only, and
+    each must fit. transformers' own ``from_pretrained`` ignores the replacement: it would warn of missing weights and
+    draw them at random.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2Model
@@ -196,7 +195,7 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
     architecture = getattr(transformers, str(names[0]), None)
     if not (isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)):
         raise UnsupportedModel(f"the model in {folder} is a {names[0]}, which transformers does not have.")
-    with torch.random.fork_rng(devices=[]):  # first weights are drawn only to be overwritten
+    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         model = architecture(config)
         replacement.apply(model)
     _load_weights(model, folder)
@@ -209,14 +208,14 @@ def load_replaced(folder: str | Path) -> PreTrainedModel:
 def _replace_in_transformers(
     model: Any, kind: str, layers: Iterable[int] | None, tie: Tie | None, drop_positions: bool, options: dict[str, Any]
 ) -> None:
-    """Without ``tie`` the new layers keep their first weights."""
+    """Replace and record; without ``tie`` the new layers have their own initial weights."""
     if model.config.model_type not in REPLACEABLE:
         raise UnsupportedModel(
             f"attention of a {type(model).__name__} (model type {model.config.model_type!r}) cannot be replaced, but "
             f"that of {', '.join(REPLACEABLE)} can."
         )
-    chosen, hosted = _chosen(attention_sites(model), layers), []
-    for site in chosen:  # all are made before the first is put in: a refusal leaves the model as it was
+    chosen, adapters = _chosen(attention_sites(model), layers), []
+    for site in chosen:  # all are made before the first is inserted: a refusal leaves the model unchanged
         old = plain_map(read_attention(model, site), "replacing attention")
         assert isinstance(old, SelfAttention)
         check_plain(old, f"layer {site.layer} of this {type(model).__name__}")
@@ -230,18 +229,18 @@ def _replace_in_transformers(
         options = _for_any_length(kind, model.config, options) if causal else options
         if causal and not LAYER_KINDS[kind].causal:
             raise InvalidInput(
-                "the divisor of LipschitzNorm looks at all tokens, so a causal model would see the future: choose l2."
+                "the divisor of LipschitzNorm depends on all tokens, so a causal model would see the future: choose l2."
             )
         rotary = None if drop_positions else next((s for s in old.query_stages if isinstance(s, Rotary)), None)
         layer = _make(kind, old, rotary, _dropout(site.owner), options, tie)
         number, after = getattr(site.owner, "layer_idx", site.layer), getattr(site.owner, "resid_dropout", None)
         names = list(inspect.signature(site.owner.forward).parameters)[1:]
-        hosted.append(AttentionAdapter(layer, causal, number, getattr(after, "p", 0.0), names))
-        hosted[-1].train(site.block.training)
-    for site, new in zip(chosen, hosted, strict=True):
+        adapters.append(AttentionAdapter(layer, causal, number, getattr(after, "p", 0.0), names))
+        adapters[-1].train(site.block.training)
+    for site, new in zip(chosen, adapters, strict=True):
         if site.owner is site.block:
             model.set_submodule(site.path, new)
-        else:  # BERT: the output projection lies outside, before a LayerNorm that stays
+        else:  # BERT: the output projection lies outside, before a LayerNorm that remains
             model.set_submodule(f"{site.path}.{site.names.inputs[0].rpartition('.')[0]}", new)
             model.set_submodule(f"{site.path}.{site.names.output}", nn.Identity())
     note = Replacement(kind, tuple(site.layer for site in chosen), drop_positions, options)
@@ -256,7 +255,7 @@ def _replace_in_torch(
     if not blocks:
         raise UnsupportedModel(
             f"this {type(model).__name__} holds no self-attention that can be replaced: give a transformers model, or "
-            "a module with nn.TransformerEncoderLayer that has its own attention still."
+            "a module with nn.TransformerEncoderLayer whose attention is still torch's own."
         )
     chosen, new = _chosen(blocks, layers), []
     for block in chosen:
@@ -281,13 +280,13 @@ def _make(
 
 
 def _for_any_length(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a causal model, in which outputs must not change when the text grows."""
+    """Fix the options of a causal model, whose outputs must not change when the text grows."""
     longest = getattr(config, "max_position_embeddings", None)
     wanted = LAYER_KINDS[kind].by_length
     if wanted is None or options.get(wanted) is not None:
         return options
     if longest is None:
-        raise InvalidInput(f"this model does not say how long a text it takes: give {wanted} to {kind} attention.")
+        raise InvalidInput(f"this model states no maximum length of a text: give {wanted} to {kind} attention.")
     return options | {wanted: longest if wanted == "max_tokens" else -math.log(longest)}
 
 
@@ -301,7 +300,7 @@ def _chosen(blocks: list[Any], layers: Iterable[int] | None) -> list[Any]:
 
 
 def _dropout(owner: nn.Module) -> float:
-    """The share of attention weights that the old attention dropped in training."""
+    """Return the dropout rate of the old attention weights."""
     for name in _DROPOUTS:
         dropout = getattr(owner, name, None)
         if isinstance(dropout, nn.Dropout | float):
@@ -318,7 +317,7 @@ def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     wrong = [name for name, weight in weights.items() if name not in state or state[name].shape != weight.shape]
     if wrong:
         raise InvalidInput(f"{folder} holds weights that do not fit its configuration, such as {wrong[0]}.")
-    # Tied weights are saved once: what shares memory with a saved weight has been saved.
+    # Tied weights are saved once: a weight that shares memory with a saved one is saved.
     saved = {state[name].data_ptr() for name in weights}
     missing = [name for name, weight in state.items() if weight.numel() and weight.data_ptr() not in saved]
     if missing:

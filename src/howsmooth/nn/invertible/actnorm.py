@@ -13,12 +13,12 @@ from howsmooth.nn.invertible.log_determinant import LogDeterminant
 class ActNorm(nn.Module):
     """y = e^s·(x + b) with s, b for every feature, or for every feature of every position.
 
-    The first batch seen in training sets them so that y has mean 0 and variance 1 over the batch (and the tokens,
-    unless positions are apart); from then on they are ordinary parameters. Before that the map is the identity.
+    The first batch in training sets them so that y has mean 0 and variance 1 over the batch (and the tokens, unless
+    every position has its own); from then on they are ordinary parameters. Before that the map is the identity.
 
     Args:
         width: features d of a token.
-        tokens: number n of positions with scales and shifts of their own; None for one set for all positions.
+        tokens: number n of positions, each with its own scales and shifts; None for one set for all positions.
 
     >>> norm = ActNorm(1)
     >>> y = norm(torch.tensor([[[1.0], [3.0]], [[5.0], [7.0]]])).detach()
@@ -44,21 +44,21 @@ class ActNorm(nn.Module):
         return (x + self.shift) * self.log_scale.exp()
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The x with forward(x) = y."""
+        """Return the x with forward(x) = y."""
         self._check(y)
         return y * (-self.log_scale).exp() - self.shift
 
     @torch.no_grad()
     def inverse_rounding(self, y: Tensor) -> Tensor:
-        """Bounds on the rounding of `inverse`, entry by entry: of exp, a product and a sum that may cancel."""
+        """Bound the rounding of `inverse`, entry by entry: of exp, a product and a sum that may cancel."""
         return 4 * torch.finfo(y.dtype).eps * (y.abs() * (-self.log_scale).exp() + self.shift.abs())
 
     def inverse_lipschitz(self) -> float:
-        """The Lipschitz constant of the inverse, the same in every p-norm: the largest e^−s."""
+        """Return the Lipschitz constant of the inverse, the same in every p-norm: the largest e^−s."""
         return float((-self.log_scale.detach().double()).exp().max())
 
     def log_det(self, x: Tensor) -> LogDeterminant:
-        """The sum of s over all tokens, the same for every item."""
+        """Return the sum of s over all tokens, the same for every item."""
         self._check(x)
         value = self.log_scale.sum() * (x.shape[-2] if self.tokens is None else 1)
         zeros = torch.zeros(x.shape[:-2], dtype=value.dtype, device=value.device)
@@ -69,7 +69,9 @@ class ActNorm(nn.Module):
         check_finite(x, "the first batch of ActNorm")
         samples = x.reshape(-1, x.shape[-1]) if self.tokens is None else x.reshape(-1, *x.shape[-2:])
         spread, mean = torch.std_mean(samples, dim=0, correction=0)
-        spread = torch.where(spread > 1e-6 * (1 + mean.abs()), spread, 1.0)  # a constant feature keeps its scale
+        spread = torch.where(
+            spread > 1e-6 * (1 + mean.abs()), spread, 1.0
+        )  # the scale of a constant feature is unchanged
         self.shift.copy_(-mean.view_as(self.shift))
         self.log_scale.copy_(-spread.log().view_as(self.log_scale))
         self.initialised.fill_(True)

@@ -1,11 +1,11 @@
-r"""Branches of invertible residual blocks: maps of sequences that know a bound on their own Lipschitz constant.
+r"""Branches of invertible residual blocks: maps of sequences with a bound on their Lipschitz constant.
 
-x ↦ x + f(x) can be inverted when f is a contraction. What a branch must know for that is its Lipschitz bound, and for
-the determinant how far an output token looks: at its own input token, at the past, or at all tokens. Both follow for
-multiples (`ScaledBranch`) and compositions (`ComposedBranch`) of branches:
+x ↦ x + f(x) can be inverted when f is a contraction. A branch has a Lipschitz bound for that, and for the determinant
+its reach: an output token depends on its own input token, on the past, or on all tokens. Both follow
+for multiples (`ScaledBranch`) and compositions (`ComposedBranch`) of branches:
 
 .. math:: \mathrm{Lip}(sf) = |s|\,\mathrm{Lip}(f), \qquad \mathrm{Lip}(f\circ g) \le \mathrm{Lip}(f)\,\mathrm{Lip}(g),
-          \qquad (J^{f\circ g})_{ii} = J^f_{ii}\,J^g_{ii} \text{ when neither looks ahead.}
+          \qquad (J^{f\circ g})_{ii} = J^f_{ii}\,J^g_{ii} \text{ when neither depends on later tokens.}
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -26,14 +26,14 @@ from howsmooth.nn.invertible.diagonal_blocks import causal_blocks, l2_blocks, to
 from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
 
 BranchReach = Literal["token", "past", "all"]
-_FAR: tuple[BranchReach, ...] = ("token", "past", "all")
+_REACHES: tuple[BranchReach, ...] = get_args(BranchReach)
 
 
 class Branch(nn.Module, ABC):
     """A map of sequences ``(batch, n, d)`` with a Lipschitz bound.
 
     Attributes:
-        reach: what an output token looks at: its own "token", the "past" with it, or "all" tokens.
+        reach: the inputs on which an output token depends: its own "token", also the "past", or "all" tokens.
     """
 
     reach: BranchReach = "all"
@@ -43,14 +43,14 @@ class Branch(nn.Module, ABC):
 
     @abstractmethod
     def lipschitz_bound(self, n: int, norm: float = 2) -> Tensor | float:
-        """A proved upper bound for n tokens, norm 2 or inf of a sequence seen as one vector; or `DoesNotApply`."""
+        """Return a proved upper bound for n tokens, in the norm 2 or inf of the flat sequence; or `DoesNotApply`."""
 
     def reach_at(self, n: int) -> BranchReach:
-        """``reach`` on sequences of n tokens."""
+        """Return the reach on sequences of n tokens."""
         return self.reach
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
-        """The blocks J_ii, ``(batch, n, d_out, d)``."""
+        """Return the blocks J_ii, ``(batch, n, d_out, d)``."""
         return token_wise_blocks(self, x) if self.reach_at(x.shape[1]) == "token" else causal_blocks(self, x)
 
 
@@ -58,7 +58,7 @@ class AttentionBranch(Branch):
     """An attention layer or map under a fixed mask.
 
     Args:
-        attention: a layer of `howsmooth.nn`, or an attention map (which has its mask already).
+        attention: a layer of `howsmooth.nn`, or an attention map (with its own mask).
         mask: for a layer: None, "causal", booleans ``(n, n)`` (True = may look), or a `LogitBias`.
 
     >>> import torch, howsmooth as hs
@@ -72,13 +72,15 @@ class AttentionBranch(Branch):
     def __init__(self, attention: AttentionLayer | AttentionMap, mask: Mask = None):
         super().__init__()
         if isinstance(attention, AttentionMap) and mask is not None:
-            raise InvalidInput("an attention map has its mask already: give the mask to the map, not to the branch.")
+            raise InvalidInput("an attention map has its own mask: give the mask to the map, not to the branch.")
         if isinstance(attention, AttentionLayer) and not attention.batch_first:
             raise InvalidInput("an attention layer in a branch must be batch_first: make it with batch_first=True.")
         self.attention = attention
         self.terms = attention.terms if isinstance(attention, AttentionMap) else as_mask(mask)
         if self.terms.items > 1:
-            raise InvalidInput("items stop one by one, so a branch needs one mask for all items, not one for each.")
+            raise InvalidInput(
+                "a branch needs one mask for all items, not one for each, because items converge one by one."
+            )
         self.mask = self.terms if isinstance(attention, AttentionLayer) and self.terms else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class AttentionBranch(Branch):
         return self.attention(x)
 
     def attention_map(self, n: int | None = None) -> AttentionMap:
-        """The attention under the mask of this branch; see `AttentionLayer.attention_map`."""
+        """Return the attention under the mask of this branch; see `AttentionLayer.attention_map`."""
         layer = self.attention
         return layer.attention_map(n, self.mask) if isinstance(layer, AttentionLayer) else layer
 
@@ -95,13 +97,13 @@ class AttentionBranch(Branch):
         if isinstance(self.attention, AttentionLayer):
             return self.attention.lipschitz_bound(n, norm=norm, mask=self.mask)
         where = setting(self.attention, n=n)
-        least = least_upper_bound(where, norm)
-        if least is None:
+        found = least_upper_bound(where, norm)
+        if found is None:
             raise DoesNotApply(
                 f"no theorem bounds this {where.kind.replace('_', '-')} attention on all inputs in the {norm:g}-norm: "
                 "use L2 attention with tied weights, in which every token sees itself."
             )
-        return least[1]
+        return found[1]
 
     def reach_at(self, n: int) -> BranchReach:
         heads = self.attention.num_heads if isinstance(self.attention, AttentionLayer) else self.attention.heads
@@ -164,7 +166,7 @@ class ComposedBranch(Branch):
         return math.prod(float(branch.lipschitz_bound(n, norm)) for branch in self._branches())
 
     def reach_at(self, n: int) -> BranchReach:
-        return max((branch.reach_at(n) for branch in self._branches()), key=_FAR.index)
+        return max((branch.reach_at(n) for branch in self._branches()), key=_REACHES.index)
 
     def diagonal_blocks(self, x: Tensor) -> Tensor:
         first, *others = self._branches()
@@ -177,13 +179,13 @@ class ComposedBranch(Branch):
 
 
 class _CustomBranch(Branch):
-    """A module of the user's, with ``lipschitz_bound(n)`` or taken on trust without, and perhaps with a ``reach``."""
+    """A module of the user with ``lipschitz_bound(n)``, or trusted without one, and optionally with a ``reach``."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
         self.reach = getattr(module, "reach", "all")
-        if self.reach not in _FAR:
+        if self.reach not in _REACHES:
             raise InvalidInput(f"reach is 'token', 'past' or 'all', got {self.reach!r}.")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,15 +198,15 @@ class _CustomBranch(Branch):
         if "norm" in inspect.signature(bound).parameters:
             return bound(n, norm=norm)
         if norm != 2:
-            raise DoesNotApply(f"{type(self.module).__name__}.lipschitz_bound knows no norm but 2.")
+            raise DoesNotApply(f"{type(self.module).__name__}.lipschitz_bound supports the norm 2 only.")
         return bound(n)
 
 
 def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch:
-    """``f`` as a branch, or the reason why it cannot be one.
+    """Convert ``f`` to a branch, or refuse it with the reason.
 
     Args:
-        trust: let a module without ``lipschitz_bound`` pass.
+        trust: accept a module without ``lipschitz_bound``.
     """
     if isinstance(f, AttentionLayer | AttentionMap):
         _refuse_dot_product(f, (f.map(n=2) if isinstance(f, AttentionLayer) else f).kind)
@@ -219,7 +221,7 @@ def as_branch(f: nn.Module, mask: Mask = None, *, trust: bool = False) -> Branch
         return _CustomBranch(f)
     raise InvalidInput(
         f"{type(f).__name__} has no certificate: a branch needs lipschitz_bound(n), a proved bound on its Lipschitz "
-        "constant, as ContractiveL2Attention and ContractiveMLP have it."
+        "constant, like that of ContractiveL2Attention and ContractiveMLP."
     )
 
 

@@ -2,8 +2,8 @@ r"""A token-wise network with a Lipschitz constant of at most c, whatever its we
 
 x ↦ c · W_k a(… a(W_1x + b_1) …) + b_k with every W_i divided by max(1, ‖W_i‖) and 1-Lipschitz activations: the constant
 is at most c, for one token and hence for n (the Jacobian is block diagonal). Many hidden units under one spectral norm
-have small rows, and a smooth activation is a straight line to them. So every unit has a sharpness β of its own:
-t ↦ a(βt)/β is 1-Lipschitz with a, whatever β > 0.
+have small rows, on which a smooth activation is almost linear. So every unit has its own sharpness β: t ↦ a(βt)/β is
+1-Lipschitz like a, for every β > 0.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ NONEXPANSIVE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class ContractiveMLP(Branch):
     """c · W_k a(… a(W_1x + b_1) …) + b_k on every token, with a Lipschitz constant of at most c.
 
-    **In training** with norm 2 spectral norms are estimates from warm-started power iteration, never above the truth:
-    the map may be a little steeper than c. **At evaluation** they are exact. `lipschitz_bound` is a proof in either
-    mode. In the ∞-norm the norms (largest absolute row sums) are exact always.
+    **In training** with norm 2 spectral norms are lower estimates from a warm-started iteration: the constant may
+    exceed c slightly. **At evaluation** they are exact. `lipschitz_bound` is a proof in either
+    mode. In the ∞-norm the norms (largest absolute row sums) are always exact.
 
     Args:
         width: d of a token.
@@ -94,7 +94,7 @@ class ContractiveMLP(Branch):
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Kinks spread over where tokens of size 1 fall, and sharp enough to be seen there."""
+        """Spread the kinks over the range of tokens of size 1, and make them sharp on that scale."""
         for norm, linear in zip(self.norms, self.linears, strict=True):
             norm.follow(linear.weight)  # type: ignore[operator]
         for log_sharpness, weight, linear in zip(self.log_sharpness, self._weights(), self.linears, strict=False):
@@ -103,7 +103,7 @@ class ContractiveMLP(Branch):
             log_sharpness.copy_((3 / rows).log())
 
     def _weights(self, follow: bool = True) -> list[Tensor]:
-        """The weights in use: each divided by max(1, norm)."""
+        """Return the weights in use: each divided by max(1, norm)."""
         weights = [linear.weight for linear in self.linears if isinstance(linear, nn.Linear)]
         if self.norm == 2:
             sizes = [norm(weight, follow) for norm, weight in zip(self.norms, weights, strict=True)]
@@ -120,7 +120,7 @@ class ContractiveMLP(Branch):
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: NormOrder = 2) -> Tensor:
-        """c times the norms of the weights in use, in float64: the same for every n."""
+        """Return c times the norms of the weights in use, in float64: the same for every n."""
         weights = [weight.double() for weight in self._weights(follow=False)]
         sizes = [spectral(w) if as_norm(norm) == 2 else torch.linalg.matrix_norm(w, math.inf) for w in weights]
         return self.coefficient * torch.stack(sizes).prod()

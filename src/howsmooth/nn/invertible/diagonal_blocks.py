@@ -1,7 +1,7 @@
-r"""The blocks J_ii of a Jacobian: how output token i moves with input token i alone, ``(batch, n, d_out, d)``.
+r"""The diagonal blocks J_ii of a Jacobian, of output token i in input token i, ``(batch, n, d_out, d)``.
 
-When no token looks ahead (token-wise maps, causal attention) the Jacobian is block lower triangular, and these blocks
-hold its whole determinant: :math:`\det(I+J) = \prod_i \det(I+J_{ii})`. All three ways are differentiable.
+Without dependence on later tokens (token-wise maps, causal attention) the Jacobian is block lower triangular, and these
+blocks determine its determinant: :math:`\det(I+J) = \prod_i \det(I+J_{ii})`. All three functions are differentiable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TokenMap = Callable[[Tensor], Tensor]
 
 
 def token_wise_blocks(f: TokenMap, x: Tensor) -> Tensor:
-    """Blocks of a map that acts on every token by itself: d backward passes for all tokens together.
+    """Compute the blocks of a token-wise map: d backward passes for all tokens together.
 
     >>> x = torch.tensor([[[1.0, 2.0]]])
     >>> token_wise_blocks(torch.square, x).detach()
@@ -33,15 +33,15 @@ def token_wise_blocks(f: TokenMap, x: Tensor) -> Tensor:
 
 
 def vector_jacobian_product(out: Tensor, x: Tensor, u: Tensor | None = None, create_graph: bool = False) -> Tensor:
-    """Jᵀu of what has been computed from x, zeros where it does not depend on x; the graph is kept."""
+    """Return Jᵀu of an output computed from x, zeros where it does not depend on x; the graph is retained."""
     options = {"create_graph": create_graph, "retain_graph": True, "materialize_grads": True, "allow_unused": True}
     return torch.autograd.grad(out, x, u, **options)[0]
 
 
 def causal_blocks(f: TokenMap, x: Tensor) -> Tensor:
-    """Blocks of any map of sequences: one copy of the sequence for each token, in which that token alone moves.
+    """Compute the blocks of any map of sequences: one copy of the sequence for each token, in which only it varies.
 
-    Costs as much as the dense Jacobian in time, but not in memory, and its determinants are those of d × d blocks.
+    The time is that of the dense Jacobian, the memory is less, and determinants are those of d × d blocks.
     """
     batch, n, _ = x.shape
     moved = torch.eye(n, dtype=torch.bool, device=x.device)[:, None, :, None]  # copy i moves token i
@@ -51,12 +51,12 @@ def causal_blocks(f: TokenMap, x: Tensor) -> Tensor:
         out = f(copies.flatten(0, 1)).unflatten(0, (n, batch))
         return out.diagonal(dim1=0, dim2=2).movedim(-1, 1)  # output i of copy i
 
-    # A view of its own, so that the gradient with respect to the moving tokens is not that of the fixed ones.
+    # A separate view: the gradient with respect to the varying tokens excludes the fixed ones.
     return token_wise_blocks(all_copies, x.view_as(x) if x.requires_grad else x)
 
 
 def l2_blocks(attention: L2SelfAttention, x: Tensor) -> Tensor:
-    r"""Blocks of L2 attention in closed form, for any mask, in O(nD³) and one pass over the weights; W^Q = W^K.
+    r"""Compute the blocks of tied L2 attention in closed form, for any mask, in O(nD³) and one pass over the weights.
 
     With :math:`z_i = W_h^\top x_i/\sqrt s` the weights are :math:`P_{ij} \propto e^{-|z_i-z_j|^2}`. The
     distance of token i to itself stays 0 when it moves, so its weights move by

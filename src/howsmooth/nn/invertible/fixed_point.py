@@ -1,17 +1,17 @@
-r"""Fixed points of contractions, one per item of a batch, with a proved bound on what is left of the error.
+r"""Fixed points of contractions, one per item of a batch, with a proved bound on the remaining error.
 
 Let T be a contraction, :math:`|T(a)-T(b)| \le c|a-b|` with c < 1. It has one fixed point x*, and (Banach 1922) at any x̂
 
 .. math:: |T(\hat x) - x^*| \le \frac{c}{1-c}\,|T(\hat x)-\hat x|,
 
-whatever way x̂ was found. What is computed is T̃(x̂), off by at most E; then
+for every x̂. With a computed T̃(x̂) that is off by at most E,
 
 .. math:: |\tilde T(\hat x) - x^*| \le \frac{c\,|\tilde T(\hat x)-\hat x| + E}{1-c}.
 
 So x̂ may come from Anderson acceleration (1965): the combination of the last points whose
-linearised residual is smallest. A plain step x̂ ← T(x̂) shrinks the residual by c at least; an accelerated one is kept
-only when it does as well, otherwise the plain step is taken from the last point kept. Hence every second evaluation
-at the latest shrinks the residual by c.
+linearised residual is smallest. A plain step x̂ ← T(x̂) shrinks the residual by c at least; an accelerated one is
+accepted only when it does as well, otherwise the plain step is taken from the last accepted point. Hence at least every
+second evaluation shrinks the residual by c.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from howsmooth.errors import DoesNotApply, HowsmoothError
 FixedPointMap = Callable[[Tensor, Tensor], Tensor]
 RoundingBound = Callable[[Tensor], Tensor]
 DEFAULT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Relative error to reach when none is asked for."""
+"""Default relative error."""
 ROUNDING_UNITS = 16
-"""Rounding errors of one evaluation of T, in units of the last place of |x| + |y|, where no bound on them is given."""
+"""Default bound on the rounding of one evaluation of T, in units in the last place of |x| + |y|."""
 NEGLIGIBLE_SHARE = 1 / 16
-"""Part of the bound on rounding below which what is left of the iteration does not matter."""
+"""Share of the bound on rounding below which the error of the iteration is negligible."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Contraction:
     """|T(a) − T(b)| ≤ coefficient·|a − b|, coefficient < 1, in a norm: 2, 1 or inf of an item seen as one vector.
 
     Attributes:
-        certified: whether that is proved; otherwise it is somebody's word.
+        certified: whether that is proved; otherwise it is the user's assumption.
     """
 
     coefficient: float
@@ -49,16 +49,16 @@ class Contraction:
 
     @property
     def dual(self) -> Contraction:
-        """The same for the transposed Jacobian, which contracts the dual norm."""
+        """Return the contraction of the transposed Jacobian, in the dual norm."""
         return replace(self, norm={2: 2, 1: math.inf, math.inf: 1}[self.norm])
 
     def size(self, x: Tensor) -> Tensor:
-        """The norm of every item of a batch."""
+        """Return the norm of every item of a batch."""
         return torch.linalg.vector_norm(x.flatten(1), self.norm, dim=1)
 
 
 class DidNotConverge(HowsmoothError, RuntimeError):
-    """A fixed point was not reached; ``result`` holds the best that was found."""
+    """A fixed point was not reached; ``result`` holds the best points."""
 
     def __init__(self, message: str, result: FixedPoint):
         super().__init__(message)
@@ -72,10 +72,10 @@ class FixedPoint:
     Attributes:
         x: the points, shape of the start.
         error_bound: ``(batch,)`` bounds on |x − x*|; they hold when the contraction constant does.
-        residual: ``(batch,)`` |T(x̂) − x̂| at the point x̂ that x = T(x̂) was made from.
+        residual: ``(batch,)`` |T(x̂) − x̂| at the point x̂ with x = T(x̂).
         iterations: ``(batch,)`` evaluations of T.
         converged: ``(batch,)`` whether the error bound met the tolerance.
-        accelerated: ``(batch,)`` how many accelerated steps were kept.
+        accelerated: ``(batch,)`` number of accepted accelerated steps.
     """
 
     x: Tensor
@@ -98,15 +98,15 @@ def solve_fixed_point(
     rounding_bound: RoundingBound | None = None,
     checked: bool = True,
 ) -> FixedPoint:
-    """The fixed points of ``step``, ``(batch, …)``; items stop one by one, when their own error bound is small enough.
+    """Compute the fixed points of ``step``, ``(batch, …)``; each item stops when its own error bound is small enough.
 
     Args:
-        step: T; takes the points still at work and their positions in the batch.
-        start: where to begin.
-        contraction: what is known of T. Two points met on the way that contradict it, beyond rounding, are an error:
-            the bound would be false. ``checked=False`` leaves that out.
-        scale: ``(batch,)`` size of what else enters T (|y| for x = y − f(x)), for the default bound on rounding.
-        tolerance: relative error to reach; by default 1e-12 (float64), 1e-5 (float32) or what rounding allows.
+        step: T; takes the points of the active items and their positions in the batch.
+        start: initial points.
+        contraction: constant and norm of T. Two iterates that contradict it, beyond rounding, raise an error, for the
+            bound would be false; ``checked=False`` omits the check.
+        scale: ``(batch,)`` size of the other inputs of T (|y| for x = y − f(x)), for the default bound on rounding.
+        tolerance: relative error to reach; by default 1e-12 (float64), 1e-5 (float32) or as far as rounding allows.
         memory: number of earlier points that acceleration combines; 0 for plain steps.
         rounding_bound: bounds on |T̃(x) − T(x)| for points of the batch; by default 16 units in the last place of
             |x| + |y|.
@@ -122,12 +122,10 @@ def solve_fixed_point(
     work, scale = _ActiveItems(start, memory), scale.to(start)
     eps, places = torch.finfo(start.dtype).eps, math.prod(start.shape[1:])
     made_from = start.clone()
-    rounded = (
-        start.new_zeros(batch) if rounding_bound is None else rounding_bound(start)
-    )  # about what it will be at the end
+    rounded = start.new_zeros(batch) if rounding_bound is None else rounding_bound(start)  # about its final value
 
     def certified(points: Tensor, residual: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-        """Error bounds, and the part of them that is rounding."""
+        """Return error bounds, and their part from rounding."""
         rounding = (0.0 if rounding_bound is None else rounding_bound(points)) + ROUNDING_UNITS * eps * magnitude
         return (c * residual * (1 + places * eps) + rounding) / (1 - c), rounding / (1 - c)
 
@@ -139,36 +137,36 @@ def solve_fixed_point(
         if checked:
             _check_claim(work, image, residual, contraction, scale[work.index], rounding_bound)
         magnitude = size(image) + scale[work.index]
-        left = c / (1 - c) * residual
+        remaining = c / (1 - c) * residual
         wanted = magnitude * (DEFAULT_TOLERANCE[start.dtype] if tolerance is None else tolerance)
         better = torch.isfinite(residual) & ~(answer.residual[work.index] <= residual)
         items = work.index[better]
         answer.x[items], answer.residual[items], made_from[items] = image[better], residual[better], work.point[better]
         answer.iterations[work.index] += 1
         floor = torch.maximum(NEGLIGIBLE_SHARE * rounded[work.index], ROUNDING_UNITS * eps * magnitude) / (1 - c)
-        aim = torch.maximum(wanted, floor) if tolerance is None else wanted  # as far as rounding lets it come
-        done = better & (left <= aim)
+        aim = torch.maximum(wanted, floor) if tolerance is None else wanted  # as far as rounding allows
+        done = better & (remaining <= aim)
         if bool(done.any()):
             bound, rounding = certified(work.point, residual, magnitude)
             done &= bound <= (torch.maximum(wanted, 2 * rounding) if tolerance is None else wanted)
             answer.error_bound[work.index[done]] = bound[done]
             answer.converged[work.index[done]] = True
-        lost = work.plain & ~torch.isfinite(residual)
-        kept = work.plain | (residual <= c * work.residual)
-        answer.accelerated[work.index[kept & ~work.plain]] += 1
-        work.advance(image, residual, kept)
-        work.keep(~(done | lost))
+        failed = work.plain & ~torch.isfinite(residual)
+        accepted = work.plain | (residual <= c * work.residual)
+        answer.accelerated[work.index[accepted & ~work.plain]] += 1
+        work.advance(image, residual, accepted)
+        work.select(~(done | failed))
     late = ~answer.converged & torch.isfinite(answer.residual)
     if bool(late.any()):
         bound, rounding = certified(made_from[late], answer.residual[late], size(answer.x[late]) + scale[late])
         answer.error_bound[late] = bound
-        if tolerance is None:  # all that is left is rounding
+        if tolerance is None:  # only rounding remains
             answer.converged[late] = bound <= 2 * rounding
     return answer
 
 
 class _ActiveItems:
-    """The items still at work: for each the last point kept, its image, earlier points, and where to look next."""
+    """The items that have not converged: the last accepted point of each, its image, earlier points, the next point."""
 
     def __init__(self, start: Tensor, memory: int):
         batch = len(start)
@@ -181,22 +179,22 @@ class _ActiveItems:
         self.images = torch.zeros_like(self.points)
         self.filled = torch.zeros(batch, memory, dtype=torch.bool, device=start.device)
 
-    def advance(self, image: Tensor, residual: Tensor, kept: Tensor) -> None:
-        """Take the kept points over, forget the past of the others, and choose the next points."""
-        remembered = torch.isfinite(self.residual) & kept  # nothing before the first evaluation
+    def advance(self, image: Tensor, residual: Tensor, accepted: Tensor) -> None:
+        """Store the accepted points, drop the history of the others, and choose the next points."""
+        remembered = torch.isfinite(self.residual) & accepted  # nothing before the first evaluation
         if self.filled.shape[1]:
             self.points = torch.cat([self.best.flatten(1)[:, None], self.points[:, :-1]], dim=1)
             self.images = torch.cat([self.image.flatten(1)[:, None], self.images[:, :-1]], dim=1)
-            self.filled = torch.cat([remembered[:, None], self.filled[:, :-1]], dim=1) & kept[:, None]
+            self.filled = torch.cat([remembered[:, None], self.filled[:, :-1]], dim=1) & accepted[:, None]
         shape = (-1,) + (1,) * (image.dim() - 1)
-        self.best = torch.where(kept.view(shape), self.point, self.best)
-        self.image = torch.where(kept.view(shape), image, self.image)
-        self.residual = torch.where(kept, residual, self.residual)
-        self.plain = ~self.filled.any(1) if self.filled.shape[1] else torch.ones_like(kept)
+        self.best = torch.where(accepted.view(shape), self.point, self.best)
+        self.image = torch.where(accepted.view(shape), image, self.image)
+        self.residual = torch.where(accepted, residual, self.residual)
+        self.plain = ~self.filled.any(1) if self.filled.shape[1] else torch.ones_like(accepted)
         self.point = torch.where(self.plain.view(shape), self.image, self._combined())
 
-    def keep(self, which: Tensor) -> None:
-        """Go on with some of the items."""
+    def select(self, which: Tensor) -> None:
+        """Continue with some of the items."""
         if bool(which.all()):
             return
         for name in ("index", "point", "plain", "best", "image", "residual", "points", "images", "filled"):
@@ -224,7 +222,7 @@ def _check_claim(
     scale: Tensor,
     rounding_bound: RoundingBound | None,
 ) -> None:
-    """Refuse a contraction constant that two points in sight contradict beyond rounding."""
+    """Refuse a contraction constant that two iterates contradict beyond rounding."""
     size = contraction.size
     apart = size(work.point - work.best)
     moved = size(image - work.image)

@@ -1,8 +1,8 @@
 """Normalizing flows made of invertible blocks, for the `normflows` library (Stimper et al. 2023).
 
-A flow takes latent z to data x. Its densities need the way back, x ↦ z, and that is where the cheap direction of a
-residual block belongs: ``inverse`` here is y = x + f(x), one evaluation, and ``forward``, for samples, the fixed point.
-Turn a flow round with ``normflows.flows.Reverse``.
+A flow maps latent z to data x. Its densities need the direction x ↦ z, for which the cheap direction of a residual
+block is used: ``inverse`` here is y = x + f(x), one evaluation, and ``forward``, for samples, the fixed point.
+``normflows.flows.Reverse`` exchanges the two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class InvertibleFlow(normflows.flows.Flow):
     """An `InvertibleTransformer` or `InvertibleResidual` as a flow of `normflows`.
 
     Args:
-        module: what takes data to latent variables: ``forward``, ``inverse`` and ``log_det``.
-        options: of its ``log_det``: method, samples, tolerance, generator.
+        module: map from data to latent variables with ``forward``, ``inverse`` and ``log_det``.
+        options: options of its ``log_det``: method, samples, tolerance, generator.
 
     >>> import torch
     >>> flow = InvertibleFlow(InvertibleTransformer(2, mask="causal").double().eval())
@@ -40,20 +40,20 @@ class InvertibleFlow(normflows.flows.Flow):
         self.module, self.options = module, options
 
     def inverse(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """From data to latent variables, and the log-determinant of that."""
+        """Map data to latent variables, and return the log-determinant too."""
         if isinstance(self.module, InvertibleTransformer):
             z, log_det = self.module.forward_and_log_det(x, **self.options)
             return z, log_det.value
         return self.module(x), self.module.log_det(x, **self.options).value  # type: ignore[operator]
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """From latent variables to data, and the log-determinant of that."""
+        """Map latent variables to data, and return the log-determinant too."""
         x = self.module.inverse(z).x  # type: ignore[operator]
         return x, -self.module.log_det(x, **self.options).value  # type: ignore[operator]
 
 
 def sequence_flow(transformer: InvertibleTransformer, n: int, width: int, **options: Any) -> normflows.NormalizingFlow:
-    """A density on sequences of n tokens: a Gaussian with trainable mean and scale behind an invertible transformer.
+    """Make a density on sequences of n tokens: a trainable diagonal Gaussian behind an invertible transformer.
 
     Its ``log_prob(x)`` is exact when the transformer is causal. Train on ``-flow.log_prob(x).mean()``; normflows' own
     ``forward_kld`` is the same number added up in float32.

@@ -1,14 +1,14 @@
 r"""log|det(I + J)| of x ↦ x + f(x), for densities.
 
-Exact where it can be: when no token looks ahead, the Jacobian is block lower triangular and
+Exact where possible: without dependence on later tokens the Jacobian is block lower triangular and
 :math:`\log|\det(I+J)| = \sum_i \log|\det(I_d + J_{ii})|`, O(n d³); for few coordinates by the dense Jacobian.
 Otherwise, with Lip(f) ≤ c < 1, the power series and Hutchinson's traces, v with independent entries ±1,
 
 .. math:: \log\det(I+J) = \sum_{k\ge1} \frac{(-1)^{k+1}}{k}\,\mathrm{tr}\,J^k
           = \mathbb E_v \sum_{k\ge1} \frac{(-1)^{k+1}}{k}\,v^\top J^kv,
 
-cut off after K terms, or weighted by 1/P(at least k terms are drawn) ("Russian roulette", Chen, Behrmann, Duvenaud,
-Jacobsen 2019), which is unbiased but for a cut after `MAX_TERMS`. What a cut leaves out of one sample is at most
+truncated after K terms, or weighted by 1/P(at least k terms are drawn) ("Russian roulette", Chen, Behrmann, Duvenaud,
+Jacobsen 2019), which is unbiased up to the truncation after `MAX_TERMS`. The truncation error of one sample is at most
 
 .. math:: \sum_{k>K} \frac{|v^\top J^kv|}{k} \le \frac{c\,|v|\,|w_K|}{(K+1)(1-c)}, \qquad w_K = (J^\top)^Kv,
 
@@ -17,7 +17,7 @@ never more than :math:`N c^{K+1}/((K+1)(1-c))`, N = nd, and in practice far less
 **Error bars.** With A the sum of the series, a sample is :math:`v^\top Av`, of variance at most
 :math:`2(\|A\|_F^2 - \sum_i A_{ii}^2)`, which is twice the sum over coordinates of the variance of
 :math:`v_i(Av)_i`: known far better than the variance of the few sums, which may even be all alike. The worst case is a
-variance that sits in one direction, :math:`A = auu^\top`: samples are then χ² with one degree of freedom (for
+variance in one direction, :math:`A = auu^\top`: samples are then χ² with one degree of freedom (for
 Gaussian u·v), and the variance is underestimated together with the value. Bars are wide enough for that. All m samples
 can be alike, though the variance is not 0, with a probability of :math:`2^{1-m}`; beyond that confidence only the
 proved limits :math:`N\log(1-c) \le \log|\det(I+J)| \le N\log(1+c)` are given.
@@ -45,21 +45,21 @@ from howsmooth.nn.invertible.fixed_point import Contraction
 Method = Literal["auto", "blocks", "dense", "series", "roulette"]
 METHODS: tuple[str, ...] = get_args(Method)
 DENSE = 256
-"""Most coordinates n·d for which "auto" takes the dense Jacobian."""
+"""Maximum number of coordinates n·d for which "auto" uses the dense Jacobian."""
 MAX_TERMS = 1000
 
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """log|det(I + J)| of every item, with what is known about its error.
+    """log|det(I + J)| of every item, with bounds on its error.
 
     Attributes:
         value: ``(batch,)``, differentiable.
         standard_error: ``(batch,)`` of the mean over samples, or a bound on it when that is larger; 0 when exact.
-        truncation: ``(batch,)`` proved bound on what the cut series leaves out of the mean; 0 when exact.
+        truncation: ``(batch,)`` proved bound on the truncation error of the mean; 0 when exact.
         method: "blocks", "dense", "series" or "roulette".
         samples: number of random vectors.
-        limit: ``(batch,)`` proved bound on the error, whatever the samples; None when there is none.
+        limit: ``(batch,)`` proved bound on the error for all samples; None when there is none.
     """
 
     value: Tensor
@@ -71,13 +71,13 @@ class LogDeterminant:
 
     @property
     def exact(self) -> bool:
-        """Whether there is no error but rounding."""
+        """Return whether the only error is rounding."""
         return self.samples == 0
 
     def error_bar(self, confidence: float = 0.99) -> Tensor:
-        """Half the width of an interval that holds the truth with this probability, what the cut leaves out included.
+        """Return half the width of an interval that contains the value with this probability, truncation included.
 
-        Not a theorem, but tried on the worst case known; with m samples, 2^(1−m) > 1 − confidence, and where it is
+        Not a theorem, but tested on the worst known case; with m samples, 2^(1−m) > 1 − confidence, and where it is
         narrower, it is the proved ``limit``.
         """
         check_fraction(confidence, "confidence")
@@ -90,7 +90,7 @@ class LogDeterminant:
 
 
 def _quantile(confidence: float, samples: int) -> float:
-    """Standard errors to each side: Student's, or more where the error itself is estimated from χ² variables.
+    """Return the number of standard errors to each side: Student's, or more where the error is estimated from χ².
 
     >>> [round(_quantile(0.99, samples), 2) for samples in (16, 64, 10_000)]
     [4.54, 3.32, 2.62]
@@ -101,9 +101,9 @@ def _quantile(confidence: float, samples: int) -> float:
 
 
 def sum_log_determinants(terms: Sequence[LogDeterminant]) -> LogDeterminant:
-    """The log-determinant of a composition: values and cuts add up, standard errors of independent samples in squares.
+    """Return the log-determinant of a composition: values and truncations add up, standard errors in squares.
 
-    The error bar uses the smallest number of samples of any term, which makes it no narrower.
+    The error bar uses the smallest number of samples of any term, which does not make it narrower.
     """
     value = torch.stack([term.value for term in terms]).sum(0)
     spread = torch.stack([term.standard_error for term in terms]).square().sum(0).sqrt()
@@ -123,13 +123,13 @@ def log_determinant(
     tolerance: float,
     generator: torch.Generator | None,
 ) -> LogDeterminant:
-    """log|det(I + J)| of ``x + branch(x)`` at every item of x, ``(batch, n, d)``.
+    """Compute log|det(I + J)| of ``x + branch(x)`` at every item of x, ``(batch, n, d)``.
 
     Args:
-        method: "auto" takes "blocks" when no token looks ahead, "dense" up to 256 coordinates, "series" beyond.
-        contraction: says what is known of the branch, for the series.
+        method: "auto" chooses "blocks" without dependence on later tokens, "dense" up to 256 coordinates or "series".
+        contraction: returns the contraction constant of the branch, for the series.
         samples: random vectors of "series" and "roulette".
-        tolerance: the series is cut when the proved bound on the rest is below this many nats.
+        tolerance: the series is truncated when the proved bound on the remainder is below this many nats.
         generator: for the random vectors; torch's own by default.
     """
     if method not in METHODS:
@@ -141,7 +141,7 @@ def log_determinant(
     if method == "blocks":
         if reach == "all":
             raise DoesNotApply(
-                "tokens of this branch look ahead, so its Jacobian is not block triangular: use a causal mask, or "
+                "this branch depends on later tokens, so its Jacobian is not block triangular: use a causal mask, or "
                 "method='dense' or 'series'."
             )
         return _exact(branch.diagonal_blocks(x), method)
@@ -185,9 +185,9 @@ class _Estimate:
         return self._sum(branch, "series", lambda k: ones, more, rest)
 
     def roulette(self, branch: Branch) -> LogDeterminant:
-        """Two terms always, each further one with probability q = max(½, c), so that the weights stay bounded.
+        """Sum two terms, and each further one with probability q = max(½, c), so that the weights are bounded.
 
-        More than `MAX_TERMS` are never summed: what that leaves out of the expected value is bounded from c alone.
+        At most `MAX_TERMS` are summed: c bounds the truncation of the expected value.
         """
         q, certain = max(0.5, self.c), 2
         uniform = torch.rand(self.samples, generator=self.generator, dtype=torch.float64)
@@ -197,9 +197,9 @@ class _Estimate:
             return (drawn >= k) / q ** max(0, k - certain)
 
         most = int(drawn.max())
-        left_out = self.coordinates * self.c ** (MAX_TERMS + 1) / ((MAX_TERMS + 1) * (1 - self.c))
+        truncated = self.coordinates * self.c ** (MAX_TERMS + 1) / ((MAX_TERMS + 1) * (1 - self.c))
         return self._sum(
-            branch, "roulette", weight, lambda k, moved: k < most, lambda k, moved: moved.new_tensor(left_out)
+            branch, "roulette", weight, lambda k, moved: k < most, lambda k, moved: moved.new_tensor(truncated)
         )
 
     def _sum(
@@ -229,7 +229,7 @@ class _Estimate:
         variance = 2 * (self.probes * applied).flatten(2).var(0).sum(-1)
         spread = torch.maximum(values.var(0), variance).sqrt() / self.samples**0.5
         cut = rest(k, moved.detach()).expand_as(spread)
-        # How far the value can be from a log-determinant of eigenvalues 1 + λ, |λ| ≤ c.
-        least, most = (self.coordinates * math.log1p(sign * self.c) for sign in (-1, 1))
-        limit = torch.maximum(value.detach() - least, most - value.detach())
+        # The distance to the log-determinants of eigenvalues 1 + λ, |λ| ≤ c.
+        low, high = (self.coordinates * math.log1p(sign * self.c) for sign in (-1, 1))
+        limit = torch.maximum(value.detach() - low, high - value.detach())
         return LogDeterminant(value, spread, cut, method, self.samples, limit)

@@ -38,19 +38,19 @@ from howsmooth.nn.layers.attention_layer import Mask, without_autocast
 
 @dataclass(frozen=True)
 class Inversion(FixedPoint):
-    """x with g(x) = y, item by item; fields as in `FixedPoint` (without a batch axis when y has none).
+    """The x with g(x) = y, item by item; fields as in `FixedPoint` (without a batch axis when y has none).
 
     Attributes:
-        contraction: what the error bound rests on. It is a theorem when ``contraction.certified``. Otherwise it holds
-            if the given coefficient is right, and, for a branch of your own with operations that
-            `invertible.rounding` does not know, if their rounding is a few units in the last place of |x| + |y|.
+        contraction: basis of the error bound, which is a theorem when ``contraction.certified``. Otherwise it holds if
+            the given coefficient is right and, for a custom branch with operations unknown to
+            `invertible.running_error`, if their rounding is a few units in the last place of |x| + |y|.
     """
 
     contraction: Contraction
 
     @property
     def certified(self) -> bool:
-        """Whether the error bound is proved."""
+        """Return whether the error bound is proved."""
         return self.contraction.certified
 
 
@@ -60,11 +60,11 @@ class InvertibleResidual(nn.Module):
     Args:
         f: a layer of `howsmooth.nn` with a global bound, `ContractiveMLP`, `ScaledBranch`, `ComposedBranch`, or any
             module with ``lipschitz_bound(n)``. Dot-product attention is refused: it has no Lipschitz constant.
-        coefficient: the c that must hold; by default what f certifies for the number of tokens at hand.
+        coefficient: the required c; by default the bound of f for the given number of tokens.
         mask: of an attention layer: None, "causal", booleans (True = may look), or a `LogitBias`.
         norm: 2 or inf; by default 2, or inf when c < 1 is certified only there.
-        trust: take ``coefficient`` on your word where f certifies none so small. Error bounds are then conditional,
-            and two points met on the way that contradict it are an error.
+        trust: assume ``coefficient`` where f certifies none so small. Error bounds are then conditional, and two
+            iterates that contradict it raise an error.
 
     >>> import howsmooth as hs
     >>> from howsmooth.nn.invertible.branches import ScaledBranch
@@ -100,7 +100,7 @@ class InvertibleResidual(nn.Module):
 
     @torch.no_grad()
     def contraction(self, n: int) -> Contraction:
-        """The contraction constant for n tokens of f as it is in evaluation, or the reason why there is none."""
+        """Return the contraction constant of f in evaluation for n tokens, or refuse with the reason."""
         reasons = []
         limit = 1.0 if self.coefficient is None else self.coefficient
         for norm in (2, math.inf) if self.norm is None else (self.norm,):
@@ -131,11 +131,11 @@ class InvertibleResidual(nn.Module):
     def inverse(
         self, y: Tensor, *, tolerance: float | None = None, max_iterations: int = 500, accelerate: bool = True
     ) -> Inversion:
-        """The x with x + f(x) = y, for f as it is in evaluation (no dropout, exact norms).
+        """Return the x with x + f(x) = y, for f in evaluation (no dropout, exact norms).
 
         Args:
-            y: ``(n, d)`` or ``(batch, n, d)``; half precision is computed, and returned, in float32.
-            tolerance: relative error to reach by the bound; by default 1e-12 in float64, 1e-5 in float32.
+            y: ``(n, d)`` or ``(batch, n, d)``; for half precision the result is float32.
+            tolerance: relative error bound to reach; by default 1e-12 in float64, 1e-5 in float32.
             max_iterations: evaluations of f after which `DidNotConverge` is raised.
             accelerate: use Anderson acceleration.
 
@@ -163,7 +163,7 @@ class InvertibleResidual(nn.Module):
         return Inversion(**values, contraction=contraction)
 
     def _allowance(self, x: Tensor, contraction: Contraction) -> RoundingBound | None:
-        """Bounds on the rounding of the branch at points like x; None when it has operations that are not analysed."""
+        """Return bounds on the rounding of the branch at points like x; None for operations without a rule."""
 
         def rounding_bound(points: Tensor) -> Tensor:
             return contraction.size(evaluation_error(self.branch, points))
@@ -175,7 +175,7 @@ class InvertibleResidual(nn.Module):
         return rounding_bound
 
     def _attached(self, y: Tensor, x: Tensor, contraction: Contraction, options: dict[str, Any]) -> Tensor:
-        """x = y − f(x) with a backward pass that solves (I + Jᵀ)w = u."""
+        """Return x = y − f(x) with a backward pass that solves (I + Jᵀ)w = u."""
         leaf = x.detach().requires_grad_()
         moved = self.branch(leaf)
 
@@ -187,7 +187,7 @@ class InvertibleResidual(nn.Module):
                 every = torch.zeros_like(u).index_copy(0, index, w)
                 return (u - vector_jacobian_product(moved, leaf, every))[index]
 
-            # That the map contracts has been checked on the way to x.
+            # The contraction was checked during the iteration for x.
             return _solved(step, u, contraction.dual, options | {"checked": False}, "gradient of the inverse").x
 
         attached = y - moved
@@ -203,10 +203,10 @@ class InvertibleResidual(nn.Module):
         tolerance: float = 1e-3,
         generator: torch.Generator | None = None,
     ) -> LogDeterminant:
-        """log|det(I + J(x))| of every item; see `howsmooth.nn.invertible.log_determinant`. Differentiable.
+        """Compute log|det(I + J(x))| of every item; see `howsmooth.nn.invertible.log_determinant`. Differentiable.
 
-        In evaluation the contraction is checked, whatever the method: a density needs an invertible map. In training,
-        where spectral norms are estimates, f may be a little steeper than the contraction that cuts the series.
+        In evaluation every method checks the contraction, because a density needs an invertible map. In training, where
+        spectral norms are estimates, the constant of f may slightly exceed the one that truncates the series.
         """
         tokens = _in_dtype_of(self.branch, _tokens(x))
         if not self.training:
@@ -221,7 +221,7 @@ class InvertibleResidual(nn.Module):
 
 
 def _solved(step: FixedPointMap, y: Tensor, contraction: Contraction, options: dict[str, Any], what: str) -> FixedPoint:
-    """The fixed points, or an error that says how far they were."""
+    """Return the fixed points, or raise an error with the residual."""
     fixed = solve_fixed_point(step, y, contraction=contraction, scale=contraction.size(y), **options)
     failed = ~fixed.converged
     if not bool(failed.any()):
@@ -236,7 +236,7 @@ def _solved(step: FixedPointMap, y: Tensor, contraction: Contraction, options: d
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """x with a batch axis, checked."""
+    """Check x, and add a batch axis where it has none."""
     if x.dim() not in (2, 3) or not x.is_floating_point() or 0 in x.shape[-2:]:
         raise InvalidInput(
             f"tokens must be floating, of shape (n, d) or (batch, n, d) with n, d ≥ 1, got {x.dtype} of shape "
@@ -246,7 +246,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _in_dtype_of(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Finite tokens in the dtype of the module, which must be float32 or float64."""
+    """Convert finite tokens to the dtype of the module, which must be float32 or float64."""
     check_finite(tokens.detach(), "the input")
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

@@ -1,14 +1,14 @@
-r"""How far rounding can have moved the result of a computation: running error analysis, operation by operation.
+r"""Running error analysis: bounds on the rounding error of a computation, operation by operation.
 
-Every tensor t̃ of a computation carries a bound e with :math:`|\tilde t - t| \le e`, entry by entry, t being what exact
-arithmetic gives (Wilkinson 1986; Higham 2002, §3.3). An operation passes the errors of its operands on, by its
+Every tensor t̃ of a computation carries a bound e with :math:`|\tilde t - t| \le e`, entry by entry, t being the result
+in exact arithmetic (Wilkinson 1986; Higham 2002, §3.3). An operation passes the errors of its operands on, by its
 derivatives or by a bound on them, and adds its own: with u = ε/2, :math:`\gamma_k = ku/(1-ku)`,
 
 .. math:: |\tilde a\tilde b - ab| \le |\tilde a|e_b + |\tilde b|e_a + e_ae_b + u|\tilde a\tilde b|, \qquad
           |\widetilde{AB} - AB| \le (|\tilde A| + E_A)E_B + E_A|\tilde B| + \gamma_k|\tilde A||\tilde B|,
 
 the latter for any order of the sums. A softmax whose logits are off by λ has weights off by at most a factor
-:math:`e^{2\lambda}`. Nothing is assumed about signs, so the bound is a proof, and larger than what is seen.
+:math:`e^{2\lambda}`. Nothing is assumed about signs, so the bound is a proof, and larger than measured errors.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-Rule = Callable[..., Tensor]
+_Rule = Callable[..., Tensor]
 ELEMENTARY = 4
-"""Units in the last place by which exp, tanh and the like may be off; torch's are within 1 or 2."""
+"""Error of exp, tanh and the like in units in the last place; those of torch are within 1 or 2."""
 SAFETY = 1.01
-"""The bounds are computed in floating point themselves."""
+"""Factor for the rounding of the bounds themselves."""
 
 
 class UnknownRounding(Exception):
-    """An operation that no rule is known for."""
+    """An operation without a rule."""
 
 
 def evaluation_error(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Bounds on |f̃(x) − f(x)|, entry by entry: what was computed against exact arithmetic on the same x and weights.
+    """Bound |f̃(x) − f(x)|, entry by entry: the computed result against exact arithmetic on the same x and weights.
 
     Raises:
-        UnknownRounding: f has an operation that is not analysed.
+        UnknownRounding: f has an operation without a rule.
 
     >>> x = torch.tensor([[1e8, 1.0, -1e8]])
     >>> bound = evaluation_error(lambda x: x.sum(-1), x)
@@ -51,14 +51,14 @@ def evaluation_error(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _Running(TorchDispatchMode):
-    """Carries errors along while operations run; tensors it has not seen are exact."""
+    """Computes the error of every operation while it runs; tensors from elsewhere are exact."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._errors: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the tensor is kept, so that no id is used twice
+        self._errors: dict[int, tuple[Tensor, Tensor]] = {}  # by id; the stored tensor keeps its id from being reused
 
     def error(self, tensor: Any) -> Tensor | None:
-        """None for zero."""
+        """Return the error of a tensor, None for zero."""
         entry = self._errors.get(id(tensor))
         return None if entry is None else entry[1]
 
@@ -67,13 +67,13 @@ class _Running(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func.overloadpacket
         if name in _SHAPES or name in _PIECES:
-            moved = self._moved(func, args, kwargs)
-            if moved is not None:
-                self._keep(out, moved)
+            errors = self._reshaped(func, args, kwargs)
+            if errors is not None:
+                self._store(out, errors)
             return out
-        if name is torch.ops.howsmooth.top_singular_vectors:  # any u, v do, but they must be of length one
+        if name is torch.ops.howsmooth.top_singular_vectors:  # any u, v of length one are exact
             for vector in out:
-                self._keep(vector, _unit(vector) * len(vector) * vector.abs())
+                self._store(vector, _unit(vector) * len(vector) * vector.abs())
             return out
         if not isinstance(out, Tensor) or not out.is_floating_point():
             if isinstance(out, tuple | list):
@@ -81,15 +81,15 @@ class _Running(TorchDispatchMode):
             self._check_decision(func, args)
             return out
         if not any(isinstance(a, Tensor) for a in args):
-            return out  # made from numbers
+            return out  # computed from numbers alone
         rule = _RULES.get(name)
         if rule is None:
             raise UnknownRounding(str(func))
-        self._keep(out, rule(self, out, *args, **kwargs).masked_fill(~out.isfinite(), 0.0))
+        self._store(out, rule(self, out, *args, **kwargs).masked_fill(~out.isfinite(), 0.0))
         return out
 
     def _check_decision(self, func: Any, args: Any) -> None:
-        """Refuse booleans and numbers that would be others without rounding."""
+        """Refuse booleans and numbers that rounding may have changed."""
         inexact = [a for a in args if isinstance(a, Tensor) and self.error(a) is not None]
         if not inexact or func.overloadpacket in (aten.isfinite, aten.isnan):
             return
@@ -99,15 +99,15 @@ class _Running(TorchDispatchMode):
                 return
         raise UnknownRounding(str(func))
 
-    def _keep(self, out: Any, error: Any) -> None:
+    def _store(self, out: Any, error: Any) -> None:
         if isinstance(out, Tensor):
             self._errors[id(out)] = (out, error)
         else:
             for each, its in zip(out, error, strict=True):
-                self._keep(each, its)
+                self._store(each, its)
 
-    def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same change of shape on the errors."""
+    def _reshaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Apply the same change of shape to the errors."""
         if func.overloadpacket in (aten.cat, aten.stack):
             if all(self.error(tensor) is None for tensor in args[0]):
                 return None
@@ -116,7 +116,7 @@ class _Running(TorchDispatchMode):
         return None if error is None else func(error, *args[1:], **kwargs)
 
     def of(self, value: Any) -> Any:
-        """The error of an operand, zeros when it is exact, 0 for a number."""
+        """Return the error of an operand: zeros when it is exact, 0 for a number."""
         if not isinstance(value, Tensor):
             return 0.0
         error = self.error(value)
@@ -128,7 +128,7 @@ def _unit(like: Tensor) -> float:
 
 
 def _tiny(like: Tensor) -> float:
-    """What underflow can cost one operation."""
+    """Bound the cost of underflow in one operation."""
     return torch.finfo(like.dtype).tiny
 
 
@@ -138,8 +138,13 @@ def _gamma(k: int, like: Tensor) -> float:
 
 
 def _size(value: Any) -> Any:
-    """|value|, with what masks hide (±∞) counted as nothing: it is exact."""
+    """Return |value|, and 0 for the ±∞ of masks, which are exact."""
     return value.abs().masked_fill(~value.isfinite(), 0.0) if isinstance(value, Tensor) else abs(value)
+
+
+def _ulp(out: Tensor) -> Tensor:
+    """Return u·|out|, the rounding of one operation."""
+    return _unit(out) * _size(out)
 
 
 def _sum(run: _Running, out: Tensor, a: Any, b: Any, *, alpha: float = 1, **_: Any) -> Tensor:
@@ -148,13 +153,13 @@ def _sum(run: _Running, out: Tensor, a: Any, b: Any, *, alpha: float = 1, **_: A
 
 def _product(run: _Running, out: Tensor, a: Any, b: Any, **_: Any) -> Tensor:
     ea, eb = run.of(a), run.of(b)
-    return _size(a) * eb + _size(b) * ea + ea * eb + _unit(out) * _size(out) + _tiny(out)
+    return _size(a) * eb + _size(b) * ea + ea * eb + _ulp(out) + _tiny(out)
 
 
 def _quotient(run: _Running, out: Tensor, a: Any, b: Any, **_: Any) -> Tensor:
-    room = (_size(b) - run.of(b)) * torch.ones_like(out)
-    moved = (run.of(a) + _size(out) * run.of(b)) / room
-    return torch.where(room > 0, moved, math.inf) + _unit(out) * _size(out) + _tiny(out)
+    margin = (_size(b) - run.of(b)) * torch.ones_like(out)
+    moved = (run.of(a) + _size(out) * run.of(b)) / margin
+    return torch.where(margin > 0, moved, math.inf) + _ulp(out) + _tiny(out)
 
 
 def _matrices(run: _Running, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -171,12 +176,12 @@ def _added(run: _Running, out: Tensor, c: Tensor, a: Tensor, b: Tensor, *, beta:
 
 def _reduced(run: _Running, out: Tensor, a: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
     dims = list(range(a.dim())) if dim is None or dim == [] else dim
-    count = a.numel() // max(1, out.numel())
-    return run.of(a).sum(dims, keepdim) + _gamma(count, out) * _size(a).sum(dims, keepdim)
+    return run.of(a).sum(dims, keepdim) + _gamma(_terms(out, a), out) * _size(a).sum(dims, keepdim)
 
 
-def _mean(run: _Running, out: Tensor, a: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
-    return _reduced(run, out, a, dim, keepdim) / (a.numel() // max(1, out.numel())) + _unit(out) * _size(out)
+def _terms(out: Tensor, a: Tensor) -> int:
+    """Count the entries of a that one entry of a reduction depends on."""
+    return a.numel() // max(1, out.numel())
 
 
 def _power(run: _Running, out: Tensor, a: Tensor, exponent: float) -> Tensor:
@@ -193,20 +198,16 @@ def _root(run: _Running, out: Tensor, a: Tensor) -> Tensor:
 
 
 def _inverse_root(run: _Running, out: Tensor, a: Tensor) -> Tensor:
-    room = 1 - run.of(a) / a
-    moved = out * (room.clamp(min=0.0).rsqrt() - 1)
-    return torch.where(room > 0, moved, math.inf) + 4 * _unit(out) * out
-
-
-def _exponential(run: _Running, out: Tensor, a: Tensor) -> Tensor:
-    return out * torch.expm1(run.of(a)) + ELEMENTARY * 2 * _unit(out) * out + _tiny(out)
+    margin = 1 - run.of(a) / a
+    moved = out * (margin.clamp(min=0.0).rsqrt() - 1)
+    return torch.where(margin > 0, moved, math.inf) + 4 * _unit(out) * out
 
 
 def _softmax(run: _Running, out: Tensor, a: Tensor, dim: int, _: bool) -> Tensor:
-    """Weights off by a factor e^(λ_j + Λ): λ_j what logits are off by, Λ = log Σ_j P_j e^λ_j their denominator.
+    """Weights are off by a factor e^(λ_j + Λ): λ_j the error of the logits, Λ = log Σ_j P_j e^λ_j their denominator.
 
-    λ_j includes the rounding of the difference that exp is taken of. Weights lie between 0 and 1, and as they sum to
-    one, none can be off by more than all others together: a token that sees one other alone is hardly off at all.
+    λ_j includes the rounding of the difference in the argument of exp. Weights lie between 0 and 1 and sum to one, so
+    none is off by more than all others together: the error is small for a token that sees only one other.
     """
     moved = run.of(a) + 2 * _unit(out) * (_size(a.amax(dim, keepdim=True)) + _size(a))
     floor = out + _tiny(out)
@@ -217,52 +218,35 @@ def _softmax(run: _Running, out: Tensor, a: Tensor, dim: int, _: bool) -> Tensor
     return torch.minimum(error, total - error + rounding * (total + 2)) + rounding * floor
 
 
-def _steep(slope: float) -> Rule:
-    """A function that is nowhere steeper than this, with the precision of an elementary one."""
-
-    def rule(run: _Running, out: Tensor, a: Tensor, *_: Any) -> Tensor:
-        return slope * run.of(a) + 2 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
-
-    return rule
+def _with_slope(slope: float) -> _Rule:
+    """Make the rule of an elementary function with derivatives up to ``slope``."""
+    return lambda run, out, a, *_: slope * run.of(a) + 2 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
 
 
 def _softplus(run: _Running, out: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    """torch returns the argument itself where it is above a threshold, and leaves log(1 + e^−a) out."""
-    left_out = torch.where(beta * a > threshold, torch.exp(-beta * a) / beta, 0.0)
-    return run.of(a) + left_out + 3 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
-
-
-def _exact(run: _Running, out: Tensor, a: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Functions that do not round, and move no further apart what they are given."""
-    return run.of(a)
-
-
-def _constant(run: _Running, out: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros_like(out)
-
-
-def _largest(run: _Running, out: Tensor, a: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return run.of(a).amax(dim, keepdim)
-
-
-def _filled(run: _Running, out: Tensor, a: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return run.of(a).masked_fill(mask, 0.0) + torch.zeros_like(out)
-
-
-def _chosen(run: _Running, out: Tensor, condition: Tensor, a: Any, b: Any) -> Tensor:
-    return torch.where(condition, run.of(a), run.of(b)) + torch.zeros_like(out)
+    """torch returns the argument itself above a threshold, and drops log(1 + e^−a)."""
+    dropped = torch.where(beta * a > threshold, torch.exp(-beta * a) / beta, 0.0)
+    return run.of(a) + dropped + 3 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
 
 
 def _length(run: _Running, out: Tensor, a: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
-    dims = list(range(a.dim())) if dim is None else dim
-    count = a.numel() // max(1, out.numel())
+    dims, count = list(range(a.dim())) if dim is None else dim, _terms(out, a)
     moved = torch.linalg.vector_norm(run.of(a), order, dims, keepdim)
     return moved + _gamma(count + 4, out) * out + count * _tiny(out)
 
 
 def _converted(run: _Running, out: Tensor, a: Tensor, **_: Any) -> Tensor:
-    narrower = torch.finfo(out.dtype).bits < torch.finfo(a.dtype).bits if a.is_floating_point() else False
-    return run.of(a).to(out.dtype) + (_unit(out) * _size(out) if narrower or not a.is_floating_point() else 0.0)
+    exact = a.is_floating_point() and torch.finfo(out.dtype).bits >= torch.finfo(a.dtype).bits
+    return run.of(a).to(out.dtype) + (0.0 if exact else _ulp(out))
+
+
+def _exact(run: _Running, out: Tensor, a: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Functions without rounding whose slope is at most one."""
+    return run.of(a)
+
+
+def _constant(run: _Running, out: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(out)
 
 
 _SHAPES = {
@@ -272,11 +256,11 @@ _SHAPES = {
 }
 _COMPARISONS = {aten.gt, aten.ge, aten.lt, aten.le, aten.eq, aten.ne}
 _PIECES = {aten.split, aten.split_with_sizes, aten.chunk, aten.unbind}
-_RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.add, aten.sub, aten.rsub), _sum),  # rsub is b − a, with the same errors
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys((aten.add, aten.sub, aten.rsub), _sum),  # rsub is b − a, with the same error
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _matrices),
     **dict.fromkeys((aten.addmm, aten.baddbmm), _added),
-    **dict.fromkeys((aten.tanh, aten.sin, aten.cos), _steep(1.0)),
+    **dict.fromkeys((aten.tanh, aten.sin, aten.cos), _with_slope(1.0)),
     **dict.fromkeys((aten.relu, aten.abs, aten.neg, aten.clamp, aten.clamp_min, aten.lift_fresh), _exact),
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like), _constant),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full), _constant),
@@ -285,17 +269,17 @@ _RULES: dict[Any, Rule] = {
     aten.reciprocal: lambda run, out, a: _quotient(run, out, 1.0, a),
     aten.rsqrt: _inverse_root,
     aten.sum: _reduced,
-    aten.mean: _mean,
+    aten.mean: lambda run, out, a, *dims, **_: _reduced(run, out, a, *dims) / _terms(out, a) + _ulp(out),
     aten.pow: _power,
     aten.sqrt: _root,
-    aten.exp: _exponential,
+    aten.exp: lambda run, out, a: out * torch.expm1(run.of(a)) + ELEMENTARY * 2 * _unit(out) * out + _tiny(out),
     aten._softmax: _softmax,
-    aten.sigmoid: _steep(0.25),
-    aten.silu: _steep(1.1),
+    aten.sigmoid: _with_slope(0.25),
+    aten.silu: _with_slope(1.1),
     aten.softplus: _softplus,
-    aten.amax: _largest,
-    aten.masked_fill: _filled,
-    aten.where: _chosen,
+    aten.amax: lambda run, out, a, dim=(), keepdim=False: run.of(a).amax(dim, keepdim),
+    aten.masked_fill: lambda run, out, a, mask, value: run.of(a).masked_fill(mask, 0.0) + torch.zeros_like(out),
+    aten.where: lambda run, out, condition, a, b: torch.where(condition, run.of(a), run.of(b)) + torch.zeros_like(out),
     aten.linalg_vector_norm: _length,
     aten._to_copy: _converted,
 }

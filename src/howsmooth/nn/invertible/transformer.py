@@ -1,7 +1,7 @@
 r"""An invertible transformer: ActNorm, x + contractive attention, ActNorm, x + contractive network, and again.
 
-Its inverse goes back layer by layer. An error e in the input of a layer's inverse becomes at most e/(1−c) for a
-residual block and e·max e^{−s} for ActNorm; with what each layer adds itself, the bounds compose to one for x.
+Its inverse runs backwards layer by layer. An error e in the input of a layer's inverse becomes at most e/(1−c) for a
+residual block and e·max e^{−s} for ActNorm; with the error of each layer itself, the bounds compose to one for x.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class InvertibleTransformer(nn.Module):
         hidden: width of the networks' hidden layer; 4·width by default.
         coefficient: c < 1 of every branch.
         mask: None, "causal", booleans (True = may look), or a `LogitBias`.
-        attention_width: let attention work in this many dimensions, between a network that leads there and one that
-            leads back; by default in those of the tokens. Narrow tokens need it.
-        tokens: fixed number of tokens, whose positions then have ActNorm scales and shifts of their own.
-        norm: 2 or inf, in which branches contract.
+        attention_width: width of the attention, between two networks that map tokens to it and back; by default
+            ``width``. Narrow tokens need it.
+        tokens: fixed number of tokens; every position then has its own ActNorm scales and shifts.
+        norm: 2 or inf, the norm in which branches contract.
 
     >>> model = InvertibleTransformer(2, depth=2, mask="causal").double().eval()
     >>> x = torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ class InvertibleTransformer(nn.Module):
         return x
 
     def inverse(self, y: Tensor, **options: Any) -> Inversion:
-        """The x with forward(x) = y and a bound on its error; options as in `InvertibleResidual.inverse`.
+        """Return the x with forward(x) = y and a bound on its error; options as in `InvertibleResidual.inverse`.
 
         Iterations and accelerated steps are sums over the layers, the residual is the largest of theirs.
         """
@@ -109,11 +109,11 @@ class InvertibleTransformer(nn.Module):
         return replace(inversion, x=y, error_bound=error)
 
     def log_det(self, x: Tensor, **options: Any) -> LogDeterminant:
-        """log|det| of the Jacobian at x; options as in `InvertibleResidual.log_det`."""
+        """Compute log|det| of the Jacobian at x; options as in `InvertibleResidual.log_det`."""
         return self.forward_and_log_det(x, **options)[1]
 
     def forward_and_log_det(self, x: Tensor, **options: Any) -> tuple[Tensor, LogDeterminant]:
-        """The output and its log-determinant."""
+        """Return the output and its log-determinant."""
         terms = []
         for layer in self.layers:
             assert isinstance(layer, InvertibleResidual | ActNorm)
@@ -123,12 +123,12 @@ class InvertibleTransformer(nn.Module):
         return x, sum_log_determinants(terms)
 
     def residuals(self) -> Iterator[InvertibleResidual]:
-        """The residual blocks, in order."""
+        """Iterate over the residual blocks, in order."""
         return (layer for layer in self.layers if isinstance(layer, InvertibleResidual))
 
 
 def _sizes(x: Tensor, inversion: Inversion | None) -> Tensor:
-    """The norm of every item, in the norm of the branches."""
+    """Return the norm of every item, in the norm of the branches."""
     contraction = Contraction(0.0) if inversion is None else inversion.contraction
     sizes = contraction.size(x[None] if x.dim() == 2 else x)
     return sizes[0] if x.dim() == 2 else sizes

@@ -1,1 +1,1 @@
-"""Trainable attention layers, one module per kind; `named` has them all by name, the others what they share."""
+"""Trainable attention layers, one module per kind; `attention_layer` is their base, `registry` lists them by name."""

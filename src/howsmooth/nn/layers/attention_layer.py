@@ -1,4 +1,4 @@
-"""What every trainable attention layer shares: the call of `torch.nn.MultiheadAttention`, heads, bounds."""
+"""The base of all trainable attention layers: the call of `torch.nn.MultiheadAttention`, heads, bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionLayer(nn.Module, ABC):
 
     Args:
         embed_dim: width d of a token.
-        num_heads: heads, which share the width between them.
+        num_heads: number of heads, each of width d / num_heads.
         bias: whether projections have biases.
         batch_first: inputs are ``(batch, n, d)``; with False ``(n, batch, d)``. A single sequence is ``(n, d)``.
         dropout: share of attention weights dropped in training. Bounds are those of the map without dropout.
@@ -42,9 +42,9 @@ class AttentionLayer(nn.Module, ABC):
     """
 
     in_proj_bias = None
-    """`torch.nn.TransformerEncoderLayer` sees by it that its fused dot-product path does not apply."""
+    """`torch.nn.TransformerEncoderLayer` then skips its fused dot-product path."""
     refusal = "this attention has no global Lipschitz bound: give a radius"
-    """Said when no bound of the catalogue applies to all inputs."""
+    """The message when no bound of the catalogue applies to all inputs."""
 
     @validated
     def __init__(
@@ -62,20 +62,20 @@ class AttentionLayer(nn.Module, ABC):
         self.make_weights(bias)
 
     def make_weights(self, bias: bool) -> None:
-        """Make the projections, with biases or without, once the sizes are known."""
+        """Make the projections, with or without biases."""
 
     @abstractmethod
     def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Output and, when asked for, weights ``(batch, heads, n, ·)`` of a batch ``(batch, n, d)``."""
+        """Return the output of a batch ``(batch, n, d)``, and on request the weights ``(batch, heads, n, ·)``."""
 
     @abstractmethod
     def attached_map(self, mask: Mask, n: int | None) -> nn.Module:
-        """`map` on weights that autograd still follows."""
+        """Return `map` without detaching its weights."""
 
     def map(self, mask: Mask = None, n: int | None = None) -> AttentionMap:
-        """This layer without dropout as an attention map: for measuring, for bounds, for worst cases.
+        """Return this layer without dropout as an attention map: for measurements, bounds and worst cases.
 
-        It shares the weights where it can and is a snapshot of products of them: take it anew after training.
+        The map shares weights but holds products of weights as they are now: make a new one after training.
 
         Args:
             mask: None, "causal", booleans (True = may look) or a `LogitBias`, as in `howsmooth.SelfAttention`.
@@ -83,22 +83,22 @@ class AttentionLayer(nn.Module, ABC):
         """
         with torch.no_grad():
             attached = self.attached_map(mask, n)
-        for module in attached.modules():  # views of parameters still ask for gradients, even when made without
+        for module in attached.modules():  # views of parameters require gradients, even those made under no_grad
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.detach()
         return attached  # type: ignore[return-value]
 
     def attention_map(self, n: int | None = None, mask: Mask = None) -> AttentionMap:
-        """`map`, but refused while dropout is at work: as what `howsmooth.measure` and its like take this layer."""
+        """Return `map`, and refuse a layer in training with dropout; `howsmooth.measure` and others call it."""
         check_no_dropout(self, self.dropout)
         return self.map(mask, n)
 
     def lipschitz_bound(self, n: int, radius: float | None = None, norm: NormOrder = 2, mask: Mask = None) -> Tensor:
-        """A proved upper bound on the Lipschitz constant: the least of those in the catalogue that apply.
+        """Return a proved upper bound on the Lipschitz constant: the smallest applicable one of the catalogue.
 
         Args:
             n: number of tokens.
-            radius: no token is longer than this; without, tokens are any.
+            radius: maximum norm of a token; None for all inputs.
             norm: 2 (Frobenius norm of the tokens) or "inf" (largest entry).
             mask: as in `map`.
         """
@@ -108,7 +108,7 @@ class AttentionLayer(nn.Module, ABC):
         if least is not None:
             return least[1]
         if order != 2:
-            raise DoesNotApply("no bound in the ∞-norm is known for this attention and mask: ask for norm=2.")
+            raise DoesNotApply("no bound in the ∞-norm is known for this attention and mask: choose norm=2.")
         raise DoesNotApply(f"{self.refusal}." if radius is None else "no bound is known for this attention and mask.")
 
     def forward(
@@ -122,15 +122,15 @@ class AttentionLayer(nn.Module, ABC):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of the tokens, and the weights P when asked for.
+        """Compute the self-attention of the tokens, and on request the weights P.
 
         Args:
             query: the tokens; ``key`` and ``value`` are None or the same tensor.
             key_padding_mask: ``(batch, n)``, True (or −∞) for padded tokens.
-            need_weights, average_attn_weights: whether to return P, and as the mean over heads.
+            need_weights, average_attn_weights: whether to return P, and whether as its mean over heads.
             attn_mask: booleans (True = hidden, as in torch) or logits to add, ``(n, n)``, ``(batch·heads, n, n)`` or
                 ``(batch, heads or 1, n, n)``; or a `LogitBias` such as `howsmooth.SlidingWindow`.
-            is_causal: token i sees the tokens j ≤ i, on its own or on top of ``attn_mask``.
+            is_causal: token i sees the tokens j ≤ i, also in addition to ``attn_mask``.
         """
         self._check(query, key, value)
         single = query.dim() == 2
@@ -147,7 +147,7 @@ class AttentionLayer(nn.Module, ABC):
         if any(other is not None and other is not query for other in (key, value)):
             raise InvalidInput(
                 f"{type(self).__name__} is self-attention: leave key and value out, or pass the tensor of the query "
-                "(its bounds speak of tokens that see each other)."
+                "(its bounds hold for tokens that attend to each other)."
             )
         if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim or not query.is_floating_point():
             raise InvalidInput(
@@ -163,7 +163,7 @@ class AttentionLayer(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class ProjectedTokens:
-    """Projected tokens, each ``(batch, heads, n, ·)``, and what is added to the logits of each key (or of all).
+    """Projected tokens, each ``(batch, heads, n, ·)``, and a term for the logits of each key (or of all).
 
     Attributes:
         shift: broadcasts with ``(batch, heads, 1, n)``.
@@ -176,12 +176,12 @@ class ProjectedTokens:
 
 
 class ProjectedAttention(AttentionLayer):
-    """A layer in which tokens are projected, meet, and are combined.
+    """A layer with queries, keys and values: projection, weighted sums, output projection.
 
     Attributes:
         scale: factor on the dot products of queries and keys.
         weighting: "softmax" or "sigmoid".
-        exact_logits: whether logits stay in the dtype of the queries also under autocast.
+        exact_logits: whether logits have the dtype of the queries also under autocast.
     """
 
     out_proj: nn.Linear
@@ -191,10 +191,10 @@ class ProjectedAttention(AttentionLayer):
 
     @abstractmethod
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
-        """Queries, keys and values of x, ``(batch, n, d)``, ready to meet."""
+        """Return queries, keys and values of x, ``(batch, n, d)``."""
 
     def combine(self, mixed: Tensor, masks: CallMasks) -> Tensor:
-        """The output, from the weighted sums of all heads side by side, ``(batch, n, d)``: their output projection."""
+        """Apply the output projection to the weighted sums of all heads side by side, ``(batch, n, d)``."""
         return self.out_proj(mixed)
 
     def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -204,22 +204,32 @@ class ProjectedAttention(AttentionLayer):
         query, key, value = (
             tokens.reshape(-1, n, tokens.shape[-1]) for tokens in (heads.query, heads.key, heads.value)
         )
-        maps = Maps.every(batch, self.num_heads, n, query)
-        shift = self._shift(heads.shift, masks, batch, query)
-        dropout = self.dropout if self.training else 0.0
-        mixing = BlockwiseAttention(masks.terms, self.scale, self.weighting, dropout, masks.keep is not None)
+        attention = BlockwiseAttention(
+            query,
+            key,
+            Maps.every(batch, self.num_heads, n, query),
+            self._shift(heads.shift, masks, batch, query),
+            masks.terms,
+            self.scale,
+            self.weighting,
+            self.dropout if self.training else 0.0,
+            masks.keep is not None,
+        )
         with without_autocast(query) if self.exact_logits else nullcontext():
-            mixed = mixing(query, key, value, maps, shift)
-            weights = mixing.weights(query, key, maps, shift) if need_weights else None
-        mixed = mixed.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2)
-        out = self.combine(masks.zero_padding(mixed).to(x.dtype), masks)
+            mixed = attention.apply(value)
+            weights = attention.weights(slice(0, n), slice(0, n)) if need_weights else None
+
+        def by_token(of_heads: Tensor) -> Tensor:
+            side_by_side = of_heads.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2)
+            return masks.zero_padding(side_by_side)
+
+        out = self.combine(by_token(mixed).to(x.dtype), masks)
         if weights is not None:
-            weights = masks.zero_padding(weights.unflatten(0, (batch, self.num_heads)).transpose(1, 2).flatten(2))
-            weights = weights.unflatten(2, (self.num_heads, n)).transpose(1, 2)
+            weights = by_token(weights).unflatten(2, (self.num_heads, n)).transpose(1, 2)
         return out, weights
 
     def _shift(self, shift: Tensor | None, masks: CallMasks, batch: int, like: Tensor) -> Tensor | None:
-        """What is added to logits, padding included, as ``(maps, 1, n)``."""
+        """Return the term for the logits of each key, padding included, as ``(maps, 1, n)``."""
         hidden = masks.padded_keys
         if hidden is not None:
             zero = like.new_zeros(()) if shift is None else shift
@@ -228,7 +238,7 @@ class ProjectedAttention(AttentionLayer):
 
 
 def check_length(n: float) -> None:
-    """Refuse what is not a number of tokens.
+    """Refuse a value that is no number of tokens.
 
     >>> check_length(0)
     Traceback (most recent call last):
@@ -238,24 +248,24 @@ def check_length(n: float) -> None:
 
 
 def as_norm(norm: NormOrder) -> float:
-    """2 or ∞ as a number.
+    """Return the norm 2 or ∞ as a number.
 
     >>> as_norm("inf"), as_norm("2")
     (inf, 2.0)
     """
     try:
         return _NORMS[norm]
-    except (KeyError, TypeError):  # another one, or nothing that could be looked up
+    except (KeyError, TypeError):  # another norm, or an unhashable value
         raise InvalidInput(f"layers are bounded in norm 2 or 'inf', got {shown(norm)}.") from None
 
 
 def without_autocast(like: Tensor) -> torch.autocast:
-    """A context in which matrix products keep the dtype of their factors."""
+    """Return a context in which matrix products have the dtype of their factors."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 def glorot(rows: int, columns: int, parts: int = 1, bias: bool = False) -> nn.Linear:
-    """A linear map of ``parts`` blocks on top of each other, each with Glorot's uniform weights, and no bias yet."""
+    """Make a linear map of ``parts`` stacked blocks, each with Glorot's uniform weights, and a bias of zero."""
     linear = nn.Linear(columns, rows * parts, bias=bias)
     for block in linear.weight.detach().chunk(parts):
         nn.init.xavier_uniform_(block)

@@ -1,4 +1,4 @@
-"""Who sees whom in one call of a layer: the masks of `torch.nn.MultiheadAttention` as terms of the logits."""
+"""The masks of one call of a layer, as `torch.nn.MultiheadAttention` takes them, as terms of the logits."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class CallMasks:
         is_causal: bool,
         key_padding_mask: Tensor | None,
     ) -> CallMasks:
-        """From the arguments of a layer; ``shape`` is (batch, n, heads).
+        """Read the arguments of a layer; ``shape`` is (batch, n, heads).
 
         >>> list(CallMasks.of((1, 3, 2), torch.ones(3, 3).triu(1).bool(), False, None).terms)
         [Causal()]
         """
         batch, n, heads = shape
         mask = _dense(attn_mask, batch, heads) if isinstance(attn_mask, Tensor) else attn_mask
-        said = is_causal and mask is not None and mask.is_causal  # torch then looks at the flag, not at the mask
-        terms = Terms([] if mask is None or said else [mask])
+        repeated = is_causal and mask is not None and mask.is_causal  # torch then reads the flag, not the mask
+        terms = Terms([] if mask is None or repeated else [mask])
         if any(isinstance(term, Padding) for term in terms):
-            raise InvalidInput("padding is no attn_mask here: pass key_padding_mask, True for padded tokens.")
+            raise InvalidInput("padding cannot be an attn_mask here: pass key_padding_mask, True for padded tokens.")
         terms.check(n, heads, batch)
         if terms.is_causal or is_causal:
             terms = Terms([Causal(), *(term for term in terms if not term.is_causal)])
@@ -57,7 +57,7 @@ class CallMasks:
         return None if self.keep is None else ~self.keep & self.keep.any(-1, keepdim=True)
 
     def zero_padding(self, tokens: Tensor) -> Tensor:
-        """Zero at padded tokens; ``tokens`` is ``(batch, n, ·)``."""
+        """Set padded tokens to zero; ``tokens`` is ``(batch, n, ·)``."""
         return tokens if self.keep is None else tokens.masked_fill(~self.keep[..., None], 0.0)
 
     def require_self(self, heads: int, batch: int) -> None:
@@ -78,7 +78,7 @@ class CallMasks:
 
 
 def _dense(mask: Tensor, batch: int, heads: int) -> DenseBias:
-    """A mask of torch, where True hides, as a term."""
+    """Convert a mask of torch, where True hides, to a term."""
     if mask.dim() == 3:
         if len(mask) != batch * heads:
             raise InvalidInput(
@@ -90,7 +90,7 @@ def _dense(mask: Tensor, batch: int, heads: int) -> DenseBias:
 
 
 def _keep(padding: Tensor, batch: int, n: int) -> Tensor:
-    """True for real tokens, from torch's mask of padded ones (True, or −∞)."""
+    """Return True for real tokens, from torch's mask of padded ones (True, or −∞)."""
     padding = padding[None] if padding.dim() == 1 else padding
     if padding.shape != (batch, n):
         raise InvalidInput(f"the padding mask has shape {tuple(padding.shape)}, but there are {batch} × {n} tokens.")

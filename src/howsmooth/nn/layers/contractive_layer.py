@@ -28,11 +28,10 @@ from howsmooth.sets import Ball
 class ContractiveL2Attention(L2Attention):
     """c·F/bound with F an `L2Attention`: Lipschitz with constant at most c for every input and every weights.
 
-    **In training** with norm 2 the two spectral norms of the bound are estimates from a warm-started iteration
-    (`layers.weight_norms`), never above the truth: the layer may be a little steeper than c, in trials never by
-    more than 0.1 %. **At evaluation** they are exact, from a singular value decomposition that is kept until the
-    weights change. `lipschitz_bound` is a proof in either mode. In the ∞-norm the bound is exact always. Gradients flow
-    through the division.
+    **In training** with norm 2 the two spectral norms of the bound are lower estimates from a warm-started iteration
+    (`layers.weight_norms`): the constant may exceed c slightly, in trials by at most 0.1 %. **At evaluation** the norms
+    are exact, from a singular value decomposition that is cached until the weights change. `lipschitz_bound` is a proof
+    in either mode. In the ∞-norm the bound is always exact. Gradients flow through the division.
 
     Padded tokens do not count: an item is divided by the bound for its own number of tokens.
 
@@ -40,8 +39,8 @@ class ContractiveL2Attention(L2Attention):
         coefficient: c > 0; below 1 the layer contracts, and x + layer(x) can be inverted.
         norm: "2" (Frobenius norm of the tokens) or "inf" (largest entry) in which the constant is c.
         bound: "howsmooth", or with norm "inf" "kim2021" for the bound printed in the paper.
-        max_tokens: divide by the bound for so many tokens, whatever the length of the input, and refuse more. Without,
-            outputs of the same tokens differ between a longer sequence and a shorter, which matters in generation.
+        max_tokens: divide by the bound for so many tokens, whatever the length of the input, and refuse more. By
+            default outputs of the same tokens change with the length of the sequence, which matters in generation.
         embed_dim, num_heads, bias, batch_first: as in `L2Attention`. Dropout is refused: it breaks the bound.
 
     >>> layer = ContractiveL2Attention(8, num_heads=2, coefficient=0.9).eval()
@@ -81,7 +80,7 @@ class ContractiveL2Attention(L2Attention):
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """Bring the estimates to weights that were set from outside; in training it follows by itself."""
+        """Update the estimates after weights were set from outside; training updates them in every call."""
         if self.norm == 2:
             weights = self.weights_by_head()
             tied, mixing = balanced(weights[0], mixing_matrix(*weights))
@@ -89,7 +88,7 @@ class ContractiveL2Attention(L2Attention):
             self.mixing_norm.follow(mixing)
 
     def factor(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor:
-        """c over the bound, for all items together or, with padding, for each."""
+        """Return c over the bound, for all items together or, with padding, for each."""
         bound = self._bound(masks, weights, mixing, follow)
         counts = self._counts(masks)
         bounds = {n: bound(n) for n in set(counts)}
@@ -102,7 +101,7 @@ class ContractiveL2Attention(L2Attention):
         """At most c in the layer's own norm at evaluation; a proof in both norms, in training too, padded or not.
 
         An item of m ≤ n tokens is divided by the bound for m, so this is the largest over m of the bound of the L2
-        attention in the norm asked for times c over that divisor. Both grow with m, so beyond a few tokens intervals of
+        attention in the requested norm times c over that divisor. Both grow with m, so beyond a few tokens intervals of
         m stand for their members, with the last one above and the first one below.
         """
         check_length(n)
@@ -124,11 +123,11 @@ class ContractiveL2Attention(L2Attention):
             return self.coefficient * size * torch.stack(slopes).amax()
 
     def _growth(self, masks: CallMasks, order: float, n: int) -> float:
-        """The constant of the Gaussian average of n tokens: how the bound of L2 attention depends on n."""
+        """Return the constant of the Gaussian average of n tokens, on which the bound of L2 attention depends."""
         return average_2(masks, n) if order == 2 else l2_bounds.average_lip_inf(masks.terms.most_seen(n), self.head_dim)
 
     def _bound(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool) -> Callable[[int], Tensor]:
-        """The Lipschitz bound of the L2 attention as a function of n."""
+        """Return the Lipschitz bound of the L2 attention as a function of n."""
         with without_autocast(mixing):
             if self.norm == 2:
                 tied, mixed = balanced(weights[0], mixing)
@@ -138,10 +137,10 @@ class ContractiveL2Attention(L2Attention):
             return lambda n: form(*weights, masks.terms.most_seen(n))
 
     def _counts(self, masks: CallMasks) -> list[int]:
-        """How many tokens the items have: one number when it is the same for all."""
+        """Return the numbers of tokens of the items: one number when all are equal."""
         if self.max_tokens is None:
             if masks.n == 0:
-                raise InvalidInput("this layer divides by a bound that depends on n: ask for map(mask, n=...).")
+                raise InvalidInput("this layer divides by a bound that depends on n: call map(mask, n=...).")
             return [masks.n] if masks.keep is None else masks.keep.sum(-1).clamp(min=1).tolist()
         if masks.n > self.max_tokens:
             raise InvalidInput(
@@ -155,7 +154,7 @@ class ContractiveL2Attention(L2Attention):
 
 
 def _spans(n: int) -> Iterator[tuple[int, int]]:
-    """Intervals that cover 1 … n: single numbers at first, then growing by a twentieth.
+    """Yield intervals that cover 1 … n: single numbers at first, then growing by a twentieth.
 
     >>> list(_spans(3)), list(_spans(1000))[-1]
     ([(1, 1), (2, 2), (3, 3)], (992, 1000))

@@ -1,7 +1,6 @@
-"""Layers with queries, keys and values of their own: dot-product attention and what differs from it by a stage.
+"""Dot-product attention and its variants with other stages after the projections.
 
-Each is a trainable shell around an attention map of `howsmooth.attention`: the map says what happens to projected
-tokens before they meet, and carries the theory.
+Each layer trains the weights of an attention map of `howsmooth.attention`; the map defines the stages and their theory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class DotProductAttention(ProjectedAttention):
         "use L2Attention"
     )
     map_class: type[SelfAttention] = SelfAttention
-    """The map this layer is a shell around."""
+    """The class of the layer's attention map."""
 
     def make_weights(self, bias: bool) -> None:
         self.in_proj = glorot(self.embed_dim, self.embed_dim, parts=3, bias=bias)
@@ -129,7 +128,7 @@ class SigmoidAttention(DotProductAttention):
 class CosineAttention(DotProductAttention):
     """Scaled cosine attention ν·softmax(τ q̂ k̂ᵀ) v̂, t̂ = t/√(|t|² + ε) (LipsFormer, Qi et al. 2023).
 
-    Values are normalised too: without, no global constant exists. The bound grows as ε^{−½}.
+    Values are normalised too: otherwise no global constant exists. The bound grows as ε^{−½}.
 
     Args:
         temperature: τ. value_scale: ν. eps: ε > 0.
@@ -164,10 +163,11 @@ class CosineAttention(DotProductAttention):
 
 
 class NormControlledAttention(DotProductAttention):
-    """Dot-product attention whose norms are kept in check (Newhouse et al. 2025): logits q·k/d_head, output × 1/3.
+    """Dot-product attention with capped norms (Newhouse et al. 2025): logits q·k/d_head, output × 1/3.
 
-    Call `cap_` after every step of the optimiser: no weight is then longer than ``cap``. Lipschitz on bounded sets
-    only, so `lipschitz_bound` needs a radius; with weights of norm one and tokens in the unit ball a = 1/d_head.
+    Call `cap_` after every step of the optimiser: no spectral norm of a weight then exceeds ``cap``. Lipschitz on
+    bounded sets only, so `lipschitz_bound` needs a radius; with weights of norm one and tokens in the unit ball
+    a = 1/d_head.
 
     Args:
         cap: largest spectral norm of the four weight matrices.
@@ -208,5 +208,5 @@ class NormControlledAttention(DotProductAttention):
         return attention_map.replace(output_weight=attention_map.output_weight / 3)
 
     def cap_(self) -> None:
-        """Bring singular values above ``cap`` down to it, in place; those below stay as they are."""
+        """Clip the singular values of all weights at ``cap``, in place."""
         SpectralCaps(self, self.cap).exact()

@@ -2,8 +2,8 @@ r"""Gradient-step attention to train with: non-expansive, whatever the weights a
 
 .. math:: x \mapsto \frac1H\sum_h\Big(x - \eta_h\sum_j \mathrm{softmax}_j(\langle x, A_hy_{hj}\rangle)\,A_hy_{hj}\Big)
 
-with a learned context y_h (Furuya et al. 2026). A token attends to the context, not to other tokens: what the theorem
-bounds is the step in the query for a fixed context. The mean of non-expansive maps is non-expansive.
+with a learned context y_h (Furuya et al. 2026). A token attends to the context, not to other tokens: the theorem
+bounds the step in the query for a fixed context. The mean of non-expansive maps is non-expansive.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from howsmooth.nn.layers.attention_layer import AttentionLayer, Mask
 from howsmooth.nn.layers.call_masks import CallMasks
 
 CONTEXT = 64
-"""Learned points per head, unless others are asked for."""
+"""Default number of learned points per head."""
 
 
 class GradientStepAttention(AttentionLayer):
-    """The mean of H gradient steps in the full width; masks and padding change nothing for the tokens that stay.
+    """The mean of H gradient steps in the full width; masks and padding do not change the other tokens.
 
-    Steps are η_h = step·2/max_j|A_hy_hj|², so that the layer is non-expansive for every context. Weights, when asked
-    for, are those of the context, ``(batch, n, context_size)``.
+    Steps are η_h = step·2/max_j|A_hy_hj|², so that the layer is non-expansive for every context. Returned
+    weights are those of the context, ``(batch, n, context_size)``.
 
     Args:
         context_size: learned points per head.
@@ -73,7 +73,7 @@ class GradientStepAttention(AttentionLayer):
         return out if self.bias is None else out + self.bias, weights if need_weights else None
 
     def _length(self, points: Tensor) -> Tensor:
-        """η of a head; zero where all points are at zero, or as good as: there is nowhere to go."""
+        """Return η of a head; zero where all points are at zero or too close to it."""
         far = longest_step(points.detach()) <= torch.finfo(points.dtype).max
         # Chosen before the division: where it divides by zero the gradient would be NaN, chosen or not.
         return torch.where(far, self.step * longest_step(torch.where(far, points, 1.0)), 0.0)

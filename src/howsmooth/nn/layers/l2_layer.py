@@ -1,4 +1,4 @@
-r"""L2 self-attention to train with: tied queries and keys, the factor A_h, masks that keep self.
+r"""L2 self-attention to train with: tied queries and keys, the factor A_h, masks that let a token see itself.
 
 .. math:: F(X) = \sum_h P_h X A_h W_h^V W_h^O, \quad P_{ij} \propto e^{-|W_h^\top(x_i - x_j)|^2/s},
           \quad A_h = W_hW_h^\top/s, \quad s = \sqrt{d/H}
@@ -46,7 +46,7 @@ class L2Attention(ProjectedAttention):
     """
 
     key_weight: Tensor | None = None
-    """Of keys with weights of their own; None where they are tied to the queries."""
+    """Weights of untied keys; None where keys are tied to the queries."""
     refusal = "L2 attention is bounded only when every token sees itself and nothing is added to the logits"
 
     def make_weights(self, bias: bool) -> None:
@@ -59,15 +59,15 @@ class L2Attention(ProjectedAttention):
     def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
         masks.require_self(self.num_heads, len(x))
         tokens = self.by_head(self.qk_proj(x))
-        return self.meet(tokens, tokens)
+        return self.from_distances(tokens, tokens)
 
     def by_head(self, projected: Tensor) -> Tensor:
-        """Projected tokens as ``(batch, heads, n, k)``, in float32 or more."""
+        """Reshape projected tokens to ``(batch, heads, n, k)``, in float32 or more."""
         tokens = projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return tokens.to(torch.promote_types(tokens.dtype, torch.float32)).contiguous()
 
-    def meet(self, query: Tensor, key: Tensor) -> ProjectedTokens:
-        """Logits −|q_i − k_j|²/s, up to a constant of row i; the queries are the values."""
+    def from_distances(self, query: Tensor, key: Tensor) -> ProjectedTokens:
+        """Return tokens with logits −|q_i − k_j|²/s, up to a constant of row i; the queries are the values."""
         # Distances do not depend on the origin; near the keys squares round least.
         centre = key.detach().mean(-2, keepdim=True)
         centred = key - centre
@@ -84,11 +84,11 @@ class L2Attention(ProjectedAttention):
         return out if bias is None else out + bias
 
     def factor(self, masks: CallMasks, weights: Weights, mixing: Tensor, follow: bool = True) -> Tensor | None:
-        """What the output is multiplied by, one number or ``(batch, 1, 1)``; None for one."""
+        """Return a factor of the output, one number or ``(batch, 1, 1)``; None for one."""
         return None
 
     def weights_by_head(self) -> Weights:
-        """W_hᵀ, W^V_hᵀ and W^O_h, each ``(heads, k, d)`` as the bounds lay them out, in float32 or more."""
+        """Return W_hᵀ, W^V_hᵀ and W^O_h, each ``(heads, k, d)`` as in the bounds, in float32 or more."""
         query, value = (w.weight.unflatten(0, (self.num_heads, -1)) for w in (self.qk_proj, self.v_proj))
         output = self.out_proj.weight.mT.unflatten(0, (self.num_heads, -1))
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -114,11 +114,41 @@ class L2Attention(ProjectedAttention):
 
 
 def average_2(masks: CallMasks, n: int | None = None) -> float:
-    """κ of the Gaussian average under the masks of a call, for its n tokens or for another number."""
+    """Return κ of the Gaussian average under the masks of a call, for its n tokens or for another number."""
     return _average_2(masks.terms.most_seen(masks.n if n is None else n), masks.terms.sight)
 
 
 @torch.compiler.assume_constant_result
 def _average_2(n: float, sight: Sight) -> float:
-    """`average_lip_2`, as a constant to `torch.compile`, which cannot look into scipy."""
+    """Return `average_lip_2` as a constant to `torch.compile`, which cannot trace scipy."""
     return average_lip_2(n, sight)
+
+
+class UntiedL2Attention(L2Attention):
+    """`L2Attention` with untied keys, a baseline of Kim et al. (2021).
+
+    P_ij ∝ exp(−|W^Q_hᵀx_i − W^K_hᵀx_j|²/s), W^Q_h ≠ W^K_h; the values have the factor A_h as before.
+
+    **Not Lipschitz**: with q = 1, k = ½ and three tokens x_1 = 100b, k·x_{2,3} = q·x_1 ± b its Jacobian grows like b².
+    `lipschitz_bound` refuses it.
+
+    >>> UntiedL2Attention(8, num_heads=2).lipschitz_bound(n=10)
+    Traceback (most recent call last):
+    howsmooth.errors.DoesNotApply: L2 attention whose keys have weights of their own is not Lipschitz...
+    """
+
+    refusal = (
+        "L2 attention whose keys have weights of their own is not Lipschitz (Kim et al. 2021): tie queries and keys, "
+        "as L2Attention does"
+    )
+
+    def make_weights(self, bias: bool) -> None:
+        super().make_weights(bias)
+        self.k_proj = glorot(self.embed_dim, self.embed_dim)
+
+    @property
+    def key_weight(self) -> Tensor:  # type: ignore[override]
+        return self.k_proj.weight.to(torch.promote_types(self.k_proj.weight.dtype, torch.float32))
+
+    def project(self, x: Tensor, masks: CallMasks) -> ProjectedTokens:
+        return self.from_distances(self.by_head(self.qk_proj(x)), self.by_head(self.k_proj(x)))

@@ -15,11 +15,11 @@ from howsmooth.nn.layers.call_masks import CallMasks
 class LipschitzNormAttention(ProjectedAttention):
     """softmax(QKᵀ/c)V with the divisor c of Dasoulas, Scaman and Virmaux (2021): Lipschitz on all of space.
 
-    c = max(‖Q‖_F‖K‖, ‖Q‖_F‖V‖, ‖K‖‖V‖), ‖K‖ and ‖V‖ being the longest token of each, head by head. It looks at
-    all tokens, so no mask can keep one from influencing another: masks are refused, padding is not. The bound holds for
+    c = max(‖Q‖_F‖K‖, ‖Q‖_F‖V‖, ‖K‖‖V‖), ‖K‖ and ‖V‖ being the longest token of each, head by head. c depends
+    on all tokens, so every token influences every other: masks are refused, padding is not. The bound holds for
     every n.
 
-    Arguments as in `AttentionLayer`; ``bias`` adds one to the output only, which the map leaves out.
+    Arguments as in `AttentionLayer`; ``bias`` adds one to the output only, which the map omits.
 
     >>> bool(LipschitzNormAttention(8, num_heads=2).lipschitz_bound(n=16).isfinite())
     True
@@ -45,6 +45,5 @@ class LipschitzNormAttention(ProjectedAttention):
 
 
 _NO_MASKS = (
-    "the divisor of LipschitzNorm looks at all tokens, so hidden ones would still be felt: leave the mask out, or use "
-    "L2Attention."
+    "the divisor of LipschitzNorm depends on all tokens, hidden ones included: leave the mask out, or use L2Attention."
 )

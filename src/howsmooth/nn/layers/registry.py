@@ -1,4 +1,4 @@
-"""Kinds of attention by name: one table for replacing, for training and for the command line."""
+"""Kinds of attention layers by name: one table for replacement, training and the command line."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from howsmooth.nn.layers.dot_product_layers import (
     SigmoidAttention,
 )
 from howsmooth.nn.layers.gradient_step_layer import GradientStepAttention
-from howsmooth.nn.layers.l2_layer import L2Attention
+from howsmooth.nn.layers.l2_layer import L2Attention, UntiedL2Attention
 from howsmooth.nn.layers.lipschitz_norm_layer import LipschitzNormAttention
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a name stands for.
+    """A kind of attention layer and its abilities.
 
     Attributes:
-        layer: class of the layers. options: with which they are made.
+        layer: class of the layer. options: its fixed arguments.
         lipschitz: whether the layer has a Lipschitz constant on all inputs.
-        causal: whether it can hide the future.
+        causal: whether it can hide later tokens.
         dropout: whether it takes dropout on its weights.
-        by_length: the option whose default depends on the number of tokens; it must be said where texts grow.
+        by_length: the option whose default depends on the number of tokens; causal models must fix it.
     """
 
     layer: type[AttentionLayer]
@@ -58,7 +57,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "contractive-inf": _contractive(norm="inf", bound="kim2021"),
     "gradient-step": LayerKind(GradientStepAttention, dropout=False),
 }
-"""Every kind of layer by its name; "contractive-2" and "contractive-inf" are "contractive-l2" with its norm said."""
+"""Every kind of layer by its name; "contractive-2" and "contractive-inf" are "contractive-l2" with a fixed norm."""
 
 
 def check_layer_kind(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Spectral norms of weights: warm-started in training, exact at evaluation, differentiable in both."""
+"""Spectral norms of weights: warm-started estimates in training, exact at evaluation, differentiable in both."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SETTLED = 1e-4
 class SpectralNorm(nn.Module):
     """‖M‖₂ of one matrix that changes slowly, as ⟨u, Mv⟩ with u, v held fixed: its gradient uvᵀ is that of the norm.
 
-    **In training** a subspace of ``width`` vectors follows M by orthogonal iteration, in every call until a step
-    lengthens its longest image by less than one part in 10,000, and v is the vector in it that M stretches most: an
-    **estimate**, never above ‖M‖ but for rounding. One step is enough while weights move slowly. One vector alone (the
-    power method) falls behind, because training pushes singular values together. **In evaluation** u and v come from a
-    singular value decomposition in float64, and the value is exact up to the rounding of the product.
+    **In training** a subspace of ``width`` vectors follows M by orthogonal iteration; each call iterates until a step
+    lengthens the longest image by less than one part in 10,000, and v is the vector of the subspace with the longest
+    image: a **lower estimate** of ‖M‖ up to rounding. One step is enough while weights move slowly. The power method
+    with a single vector is too slow, because training pushes singular values together. **In evaluation** u and v
+    come from a singular value decomposition in float64, and the value is exact up to the rounding of the product.
 
     Args:
         rows, columns: of the matrix. width: of the subspace.
-        steps: at most so many in one call.
+        steps: maximum number of steps in one call.
 
     >>> norm, matrix = SpectralNorm(3, 2).eval(), torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
     >>> norm(matrix)
@@ -46,7 +46,7 @@ class SpectralNorm(nn.Module):
         self.decomposition = CachedSingularVectors()
 
     def forward(self, matrix: Tensor, follow: bool = True) -> Tensor:
-        """The norm of ``matrix``, ``(rows, columns)``; without ``follow`` the subspace stays where it is."""
+        """Return the norm of ``matrix``, ``(rows, columns)``; without ``follow`` the subspace stays unchanged."""
         with without_autocast(matrix):
             if self.training:
                 space, left, right = follow_singular_space(matrix.detach(), self.space, self.steps if follow else 0)
@@ -59,7 +59,7 @@ class SpectralNorm(nn.Module):
 
     @torch.no_grad()
     def follow(self, matrix: Tensor, steps: int = _START) -> None:
-        """Bring the subspace closer to a new matrix, from wherever it is."""
+        """Adapt the subspace to a new matrix."""
         space = self.space.to(matrix.dtype)
         for _ in range(steps):
             space = torch.linalg.qr(matrix.mT @ (matrix @ space)).Q
@@ -67,10 +67,10 @@ class SpectralNorm(nn.Module):
 
 
 @torch.library.custom_op("howsmooth::follow_singular_space", mutates_args=())
-def follow_singular_space(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A subspace brought closer to the top right singular vectors of M, and the u, v in it that M stretches most.
+def follow_singular_space(matrix: Tensor, space: Tensor, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a subspace closer to the top right singular vectors of M, and u, v of its longest image.
 
-    An operator of its own, because how many steps it takes depends on the numbers.
+    An operator of its own, because the number of steps depends on the values.
 
     >>> space, left, right = follow_singular_space(torch.diag(torch.tensor([1.0, 5.0])), torch.ones(2, 1) / 2**0.5, 30)
     >>> left.abs().round(decimals=2), right.abs().round(decimals=2)
@@ -79,7 +79,7 @@ def follow_singular_space(matrix: Tensor, space: Tensor, most: int) -> tuple[Ten
     space = space.to(matrix.dtype, copy=True)
     images = matrix @ space
     size, turn = _longest(images)
-    for _ in range(most):
+    for _ in range(max_steps):
         space = torch.linalg.qr(matrix.mT @ images).Q
         images, before = matrix @ space, size
         size, turn = _longest(images)
@@ -91,28 +91,28 @@ def follow_singular_space(matrix: Tensor, space: Tensor, most: int) -> tuple[Ten
 
 
 @follow_singular_space.register_fake
-def _(matrix: Tensor, space: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(matrix: Tensor, space: Tensor, max_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = matrix.shape
     return matrix.new_empty(space.shape), matrix.new_empty(rows), matrix.new_empty(columns)
 
 
 def _longest(images: Tensor) -> tuple[float, Tensor]:
-    """The length of the longest image of a unit vector of the subspace, and that vector."""
-    gram = (images.mT @ images).nan_to_num()  # weights that are NaN give NaN in the end, without an error here
+    """Return the length of the longest image of a unit vector of the subspace, and that vector."""
+    gram = (images.mT @ images).nan_to_num()  # weights of NaN give a norm of NaN, without an error here
     squares, turns = torch.linalg.eigh(gram)
     return max(0.0, float(squares[-1])) ** 0.5, turns[:, -1]
 
 
 class CachedSingularVectors:
-    """The top singular vectors of one matrix, kept until the matrix is another one, to the last bit.
+    """The top singular vectors of one matrix, cached until a bit of the matrix changes.
 
-    Version counters would miss changes made through ``.data``, and a hash would take some matrices for others: the
-    matrix itself is kept, and compared. A copy starts empty, so that two modules never share what they keep.
+    Version counters would miss changes made through ``.data``, and hashes may collide: the matrix itself is stored and
+    compared. A copy starts empty, so that two modules never share a cache.
     """
 
     def __init__(self) -> None:
         self.number = next(_NUMBERS)
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
         _ALIVE[self.number] = self
 
     def __deepcopy__(self, memo: object) -> CachedSingularVectors:
@@ -122,14 +122,14 @@ class CachedSingularVectors:
         return CachedSingularVectors, ()
 
     def of(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The unit vectors u, v with Mv = ‖M‖u."""
-        kept = self._kept  # one assignment, so that threads see a whole entry or another
-        if kept is None or not _same(kept[0], matrix):
+        """Return the unit vectors u, v with Mv = ‖M‖u."""
+        cached = self._cached  # one assignment, so that threads see complete entries
+        if cached is None or not _same(cached[0], matrix):
             check_finite(matrix, "a weight of the layer, or a product of weights,")
             left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-            kept = matrix.detach().clone(), left[:, 0].to(matrix.dtype), right[0].to(matrix.dtype)
-            self._kept = kept
-        return kept[1].clone(), kept[2].clone()
+            cached = matrix.detach().clone(), left[:, 0].to(matrix.dtype), right[0].to(matrix.dtype)
+            self._cached = cached
+        return cached[1].clone(), cached[2].clone()
 
 
 _NUMBERS = itertools.count()
@@ -142,21 +142,21 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.library.custom_op("howsmooth::top_singular_vectors", mutates_args=())
-def top_singular_vectors(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
-    """The unit vectors u, v with Mv = ‖M‖u, in float64 and then in the dtype of M.
+def top_singular_vectors(matrix: Tensor, cache_number: int) -> tuple[Tensor, Tensor]:
+    """Compute the unit vectors u, v with Mv = ‖M‖u in float64, and return them in the dtype of M.
 
-    An operator of its own, so that `torch.compile` does not trace it; ``keeper`` is the number of the
+    An operator of its own, so that `torch.compile` does not trace it; ``cache_number`` is the number of the
     `CachedSingularVectors` that holds the previous matrix.
 
-    >>> kept = CachedSingularVectors()
-    >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])), kept.number)
+    >>> cache = CachedSingularVectors()
+    >>> left, right = top_singular_vectors(torch.diag(torch.tensor([1.0, 5.0])), cache.number)
     >>> left.abs(), right.abs()
     (tensor([0., 1.]), tensor([0., 1.]))
     """
     # An exported graph may outlive the module it was made from.
-    return _ALIVE.get(keeper, CachedSingularVectors()).of(matrix)
+    return _ALIVE.get(cache_number, CachedSingularVectors()).of(matrix)
 
 
 @top_singular_vectors.register_fake
-def _(matrix: Tensor, keeper: int) -> tuple[Tensor, Tensor]:
+def _(matrix: Tensor, cache_number: int) -> tuple[Tensor, Tensor]:
     return matrix.new_empty(matrix.shape[0]), matrix.new_empty(matrix.shape[1])

@@ -1,11 +1,10 @@
-"""Checkpoints: one safetensors file that appears whole or not at all, and can be trusted when it is read again.
+"""Checkpoints of training runs: one safetensors file, written atomically and verified when it is read.
 
 The file holds the tensors of the model (buffers included), of the optimiser and of the random number generator, and in
-its header a JSON text with the step, the settings and the alphabet, all under one seal (`howsmooth._util.checksummed`).
-It is written under a temporary name in the same folder and then renamed: whoever stops the process at any moment leaves
-the old file or the new one. Before anything is put back, the names, shapes, dtypes and numbers of everything in the
-file are compared with the run that is to go on: the fused optimiser of torch would write past the end of a short
-tensor.
+its header a JSON text with the step, the settings and the alphabet, all under one checksum (see
+`howsmooth._util.checksummed`). It is written under a temporary name in the same folder and then renamed: an interrupted
+process leaves the old file or the new one. Before anything is restored, the names, shapes, dtypes and values of all
+tensors are compared with the run that resumes: the fused optimiser of torch would write past the end of a short tensor.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from howsmooth.papers.training.training_settings import TrainingSettings
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_FORMAT = "howsmooth training checkpoint 2"
 _FIRST_FORMAT = "howsmooth training checkpoint 1"
-"""Had a hash of its tensors alone, inside the JSON text."""
+"""It had a hash of its tensors alone, inside the JSON text."""
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+"""The state of AdamW for a parameter."""
 _NAMES = ("step", "settings", "alphabet", "text", "seconds", "losses")
-"""What the header says."""
+"""The entries of the header."""
 
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """What a run needs to go on.
+    """The state of a run between two steps.
 
     Attributes:
-        step: steps done.
+        step: number of finished steps.
         tensors: named ``model.…``, ``optimiser.…`` and ``random``.
-        text: SHA-256 of the corpus, so that a run does not go on with another text.
+        text: SHA-256 of the corpus, so that a run does not resume with another text.
         seconds: time spent so far.
-        losses: bits per character of the steps since the last row of numbers.
+        losses: bits per character of the steps since the last row of metrics.
     """
 
     step: Size
@@ -70,17 +69,17 @@ class TrainingCheckpoint:
         model: nn.Module,
         optimiser: Optimizer,
     ) -> TrainingCheckpoint:
-        """A picture of a run between two steps."""
+        """Copy the state of a run between two steps."""
         tensors = {f"model.{name}": tensor for name, tensor in _state(model)}
         for name, parameter in model.named_parameters():
             for entry, value in optimiser.state.get(parameter, {}).items():
                 tensors[f"optimiser.{name}.{entry}"] = value
         tensors["random"] = torch.get_rng_state()
-        kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        return cls(step, settings, alphabet, text, seconds, list(losses), kept)
+        copied = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        return cls(step, settings, alphabet, text, seconds, list(losses), copied)
 
     def restore(self, model: nn.Module, optimiser: Optimizer | None = None) -> None:
-        """Put model, optimiser and random numbers back to where they were, all of them or, after an error, none."""
+        """Restore model, optimiser and random numbers, all of them or, after an error, none."""
         wanted = dict(_state(model))
         parameters = dict(model.named_parameters())
         self._check_model(wanted)
@@ -97,7 +96,7 @@ class TrainingCheckpoint:
         torch.set_rng_state(self.tensors["random"])
 
     def _check_model(self, wanted: dict[str, Tensor]) -> None:
-        """Every parameter and buffer of the model is there, of its shape and dtype, and finite."""
+        """Check that every parameter and buffer of the model is present, with its shape and dtype, and finite."""
         given = {name.removeprefix("model."): t for name, t in self.tensors.items() if name.startswith("model.")}
         if wanted.keys() != given.keys() or any(not _alike(wanted[name], given[name]) for name in wanted):
             raise InvalidInput("the checkpoint holds the tensors of another model: it was written by another version.")
@@ -106,18 +105,18 @@ class TrainingCheckpoint:
                 raise InvalidInput(f"the checkpoint holds a NaN or infinity in {name}: start the run anew.")
 
     def _check_optimiser(self, parameters: dict[str, nn.Parameter]) -> None:
-        """All that AdamW keeps of a parameter is there, or nothing; and there is nothing else."""
-        left = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
+        """Check that the state of AdamW for a parameter is complete or absent, and that nothing else is present."""
+        unknown = {name for name in self.tensors if not name.startswith("model.") and name != "random"}
         for name, parameter in parameters.items():
             entries = self._entries(name)
-            left -= {f"optimiser.{name}.{entry}" for entry in entries}
+            unknown -= {f"optimiser.{name}.{entry}" for entry in entries}
             if entries:
                 self._check_entries(name, parameter, entries)
-        if left:
-            raise InvalidInput(f"the checkpoint holds {min(left)!r}, which belongs to no parameter of this model.")
+        if unknown:
+            raise InvalidInput(f"the checkpoint holds {min(unknown)!r}, which belongs to no parameter of this model.")
 
     def _entries(self, name: str) -> dict[str, Tensor]:
-        """What is there of a parameter's part of the optimiser."""
+        """Return the stored optimiser state of a parameter."""
         names = {entry: f"optimiser.{name}.{entry}" for entry in _ENTRIES}
         return {entry: self.tensors[full] for entry, full in names.items() if full in self.tensors}
 
@@ -125,17 +124,17 @@ class TrainingCheckpoint:
         pairs = zip(entries.values(), (torch.zeros(()), parameter, parameter), strict=False)
         if len(entries) < len(_ENTRIES) or not all(_alike(tensor, wanted) for tensor, wanted in pairs):
             raise InvalidInput(
-                f"the checkpoint holds the optimiser of another model: what it has for {name} does not fit."
+                f"the checkpoint holds the optimiser of another model: its state of {name} does not fit."
             )
         step, mean, square = entries.values()
         counted = float(step).is_integer() and 0 <= float(step) <= self.step
         if not (counted and bool((square >= 0).all()) and not bool(mean.isnan().any())):
             raise InvalidInput(
-                f"the checkpoint holds numbers for {name} that no optimiser comes to: start the run anew."
+                f"the checkpoint holds numbers for {name} that no optimiser reaches: start the run anew."
             )
 
     def _check_random(self) -> None:
-        """The state of a generator, which a generator of its own takes."""
+        """Check that a generator accepts the stored random state."""
         state = self.tensors.get("random")
         if state is None or not _alike(state, torch.get_rng_state()):
             raise InvalidInput("the checkpoint holds no state of the random numbers of this version of torch.")
@@ -145,7 +144,7 @@ class TrainingCheckpoint:
             raise InvalidInput(f"the checkpoint holds no state of random numbers ({error}).") from error
 
     def save(self, path: Path) -> None:
-        """Write the file; a file of that name is replaced only by a complete one."""
+        """Write the file; an existing file is replaced only by a complete one."""
         header = {"format": CHECKPOINT_FORMAT} | {name: getattr(self, name) for name in _NAMES}
         header |= {"settings": self.settings.to_dict()}
         write_whole(path, checksummed_bytes(self.tensors, {"howsmooth": json.dumps(header)}))
@@ -153,7 +152,7 @@ class TrainingCheckpoint:
     @classmethod
     @validated
     def load(cls, path: Path) -> TrainingCheckpoint:
-        """Read a file that `save` wrote; anything else, or a damaged one, is refused."""
+        """Read a file that `save` wrote; other or damaged files are refused."""
         path = Path(path)
         if not path.is_file():
             raise InvalidInput(f"there is no checkpoint {path}: start the run without --resume.")
@@ -168,7 +167,7 @@ class TrainingCheckpoint:
 
 
 def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and all buffers, also those that a state_dict leaves out: warm-started vectors are part of a run."""
+    """Yield parameters and all buffers, also those missing in a state_dict: warm-started vectors are part of a run."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -188,7 +187,7 @@ def _check_format(header: dict[str, Any], tensors: dict[str, Tensor], has_checks
 
 
 def _checked(header: dict[str, Any], tensors: dict[str, Tensor]) -> TrainingCheckpoint:
-    """What the file says, each of it of its kind and in its range."""
+    """Make the checkpoint of a file, and check the type and range of every field."""
     if header.keys() != set(_NAMES):
         raise Damaged(f"its header has other names: {', '.join(sorted(map(repr, header.keys() ^ set(_NAMES))))}")
     checkpoint = TrainingCheckpoint(

@@ -2,8 +2,8 @@
 
 A text file is split into its first 90 % to train on and the rest to validate on. A folder, or one file of it, with
 parts named ``….train.…`` and ``….valid.…`` (`ptb.train.txt`, `wiki.valid.tokens`) brings its own split; a test part
-is never read. The alphabet is the set of all characters of both parts, in the order of their code points, after the
-*start* symbol 0 that stands before the first character of a document.
+is never read. The alphabet is the set of all characters of both parts, in the order of their code points; symbol 0 is
+the *start* before the first character of a document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START = 0
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text to train on, one to validate on, and how they were split.
+    """A training text, a validation text, and a description of the split.
 
     >>> corpus = Corpus.split("to be or not to be")
     >>> corpus.train, corpus.valid, corpus.alphabet
@@ -53,14 +53,14 @@ class Corpus:
     @classmethod
     @validated
     def split(cls, text: str) -> Corpus:
-        """The first 90 % of a text to train on, the rest to validate on."""
+        """Split a text: the first 90 % to train on, the rest to validate on."""
         cut = int(TRAINED_SHARE * len(text))
         return cls(text[:cut], text[cut:], f"first {TRAINED_SHARE:.0%} of the text to train, the rest to validate")
 
     @classmethod
     @validated
     def read(cls, path: Path | str) -> Corpus:
-        """A text file, or a folder whose files (or one of whose files) name their part: train and valid."""
+        """Read a text file, or a folder (or one file of it) with parts named train and valid."""
         path = Path(path)
         split = _parts(path)
         if split is None:
@@ -70,29 +70,29 @@ class Corpus:
 
     @cached_property
     def alphabet(self) -> str:
-        """All characters, in the order of their code points; symbol i + 1 is the i-th of them."""
+        """Return all characters, in the order of their code points; symbol i + 1 is the i-th of them."""
         return "".join(sorted(set(self.train) | set(self.valid)))
 
     @property
     def symbols(self) -> int:
-        """Number of symbols: the characters and the start."""
+        """Return the number of symbols: the characters and the start."""
         return len(self.alphabet) + 1
 
     @cached_property
     def sha256(self) -> str:
-        """Of both parts: the same text, split in the same way."""
+        """Return the hash of both parts and their split."""
         digest = hashlib.sha256(self.train.encode("utf-8", "surrogatepass"))
         digest.update(b"\0valid\0" + self.valid.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def encode(self, text: str) -> Tensor:
-        """The symbols of a text, 1 … ; characters outside the alphabet are refused."""
+        """Return the symbols of a text, 1 … ; characters outside the alphabet are refused."""
         return encode(text, self.alphabet)
 
 
 @validated
 def encode(text: str, alphabet: str) -> Tensor:
-    """Symbols of the characters, i + 1 for the i-th of the alphabet."""
+    """Return the symbols of the characters, i + 1 for the i-th of the alphabet."""
     table = {character: number for number, character in enumerate(alphabet, start=1)}
     try:
         return torch.tensor([table[character] for character in text], dtype=torch.int64)
@@ -104,7 +104,7 @@ def encode(text: str, alphabet: str) -> Tensor:
 
 @validated
 def decode(symbols: Sequence[int], alphabet: str) -> str:
-    """The characters of symbols; the start symbol has none.
+    """Return the characters of symbols; the start symbol has none.
 
     >>> decode([0, 1, 2], "ab")
     'ab'
@@ -116,9 +116,9 @@ def decode(symbols: Sequence[int], alphabet: str) -> str:
 
 @validated
 def documents(text: str) -> list[str]:
-    r"""The text cut into documents, which together are the text again.
+    r"""Cut the text into documents, whose concatenation is the text.
 
-    Documents are paragraphs (a blank line ends one, and belongs to it), or lines where there is no blank line.
+    Documents are paragraphs (each with the blank line that ends it), or lines in a text without blank lines.
 
     >>> documents("A:\nyes\n\nB:\nno\n"), documents("one\ntwo\n")
     (['A:\nyes\n\n', 'B:\nno\n'], ['one\n', 'two\n'])
@@ -131,7 +131,7 @@ def documents(text: str) -> list[str]:
 
 
 def _parts(path: Path) -> tuple[Path, Path] | None:
-    """The training and validation files that a path leads to, or None for a text to be split."""
+    """Find the training and validation files of a path, or None for a text to be split."""
     if not path.exists():
         raise InvalidInput(
             f"there is no file or folder {path}: give a text file, or a folder with ptb.train.txt and so on."
@@ -157,7 +157,7 @@ def _parts(path: Path) -> tuple[Path, Path] | None:
 
 def _read(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends as they are: every character counts
+        with path.open(encoding="utf-8", newline="") as file:  # line ends unchanged: every character counts
             return file.read()
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read ({error.strerror}).") from None

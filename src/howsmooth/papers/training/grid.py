@@ -1,6 +1,6 @@
-"""A grid of runs, kinds × depths × seeds, as in Kim et al. (2021): every cell a folder, resumable, and one table.
+"""A grid of runs, kinds × depths × seeds, as in Kim et al. (2021): one resumable folder per cell, and one table.
 
-The same command may run in several processes at once: a cell that another process works on is left to it.
+Several processes may run the same grid at once: each skips the cells of the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from howsmooth.engines import Engine
 from howsmooth.engines.choice import complete
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.corpus import Corpus
-from howsmooth.papers.training.loop import Progress, train
+from howsmooth.papers.training.loop import StatusCallback, train
 from howsmooth.papers.training.run_status import Intervals, TrainingResult, TrainingStatus
 from howsmooth.papers.training.training_settings import Attention, TrainingSettings
 
@@ -32,7 +32,7 @@ TABLE = "table.csv"
 
 @dataclass(frozen=True)
 class Grid:
-    """Runs that differ in attention, depth and seed, and in nothing else.
+    """Runs that differ only in attention, depth and seed.
 
     >>> grid = Grid(TrainingSettings(), kinds=("dot-product", "l2"), depths=(2,), seeds=(0, 1))
     >>> [name for name, _ in grid.cells()]
@@ -51,7 +51,7 @@ class Grid:
         self.cells()
 
     def cells(self) -> list[tuple[str, TrainingSettings]]:
-        """Names and settings, the shallow first, so that a grid that is cut short can be compared."""
+        """Return names and settings, the shallow first, so that an interrupted grid can be compared."""
         return [
             (f"{kind}-depth{depth}-seed{seed}", replace(self.base, attention=kind, depth=depth, seed=seed))
             for depth, seed, kind in itertools.product(self.depths, self.seeds, self.kinds)
@@ -60,7 +60,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class GridProgress:
-    """Where a grid stands: cell ``number`` of ``total``, its name, and the run inside."""
+    """The progress of a grid: cell ``number`` of ``total``, its name, and the status of its run."""
 
     number: int
     total: int
@@ -79,12 +79,12 @@ def run_grid(
     executor: Executor | Engine | None = None,
     device: Device | None = None,
 ) -> list[TrainingResult]:
-    """Run what is missing and return the finished cells; the table is written after each.
+    """Run the missing cells and return all finished ones; the table is written after each.
 
     Args:
-        executor: any that runs cells instead of this process, on machines that see the folder, or a
-            `howsmooth.engines.Engine` of one; there is no progress inside cells then.
-        device: where every cell computes; None for the CPU.
+        executor: an executor, or a `howsmooth.engines.Engine`, that runs cells in place of this process, on machines
+            with access to the folder; it reports no progress inside cells.
+        device: device of every cell; None for the CPU.
     """
     check_device(device or "cpu")
     folder = Path(folder).absolute()
@@ -103,22 +103,22 @@ def run_grid(
 
 def _run_cell(
     run: tuple[Corpus, TrainingSettings, Path, Intervals | None, Device | None],
-    progress: Progress = lambda status: None,
+    progress: StatusCallback = lambda status: None,
 ) -> None:
-    """One cell, in whatever process this runs; what another process works on is left to it."""
+    """Run one cell in any process; a cell of another process is skipped."""
     corpus, settings, folder, intervals, device = run
     with suppress(Busy):
         train(corpus, settings, folder, resume=True, intervals=intervals, progress=progress, device=device)
 
 
 def finished(folder: Path, grid: Grid) -> list[TrainingResult]:
-    """The results that are there, in the order of the grid."""
+    """Return the finished results, in the order of the grid."""
     results = [TrainingResult.read(folder / name) for name, _ in grid.cells()]
     return [result for result in results if result is not None]
 
 
 def write_table(folder: Path, results: Sequence[TrainingResult], name: str = TABLE) -> None:
-    """All cells, one row each, as CSV."""
+    """Write all cells as CSV, one row each."""
     text = io.StringIO()
     rows = [row_of(result) for result in results]
     if rows:
@@ -129,7 +129,7 @@ def write_table(folder: Path, results: Sequence[TrainingResult], name: str = TAB
 
 
 def row_of(result: TrainingResult) -> dict[str, Any]:
-    """One cell as a row: what it was and what came of it."""
+    """Return one cell as a row: its settings and its result."""
     settings = result.settings
     return {
         "attention": settings.attention,
@@ -151,7 +151,7 @@ def row_of(result: TrainingResult) -> dict[str, Any]:
 
 @validated
 def mean_bits(results: Sequence[TrainingResult], kind: str, depth: int) -> float | None:
-    """Validation bits per character, mean over the seeds; None when one of them diverged or none is there."""
+    """Return the mean of the validation bits over the seeds; None when one diverged or none is finished."""
     all_bits = [r.valid_bits for r in results if (r.settings.attention, r.settings.depth) == (kind, depth)]
     bits = [value for value in all_bits if value is not None]
     return mean(bits) if bits and len(bits) == len(all_bits) else None
@@ -159,10 +159,10 @@ def mean_bits(results: Sequence[TrainingResult], kind: str, depth: int) -> float
 
 @validated
 def gap_closed(results: Sequence[TrainingResult], depth: int) -> float | None:
-    """(contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
+    """Return (contractive-inf − contractive-2)/(contractive-inf − l2) in validation bits.
 
-    One where dividing by the bound in the 2-norm costs nothing, zero where it gains nothing over the ∞-norm; None when
-    a kind is missing or there is no gap.
+    One: the division by the bound in the 2-norm costs nothing. Zero: it gains nothing over the ∞-norm. None: a kind is
+    missing or there is no gap.
     """
     loose, ours, tied = (mean_bits(results, kind, depth) for kind in ("contractive-inf", "contractive-2", "l2"))
     if loose is None or ours is None or tied is None or loose <= tied:

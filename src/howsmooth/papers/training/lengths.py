@@ -1,15 +1,15 @@
-r"""Which pieces of text a step sees: fixed windows, chunks with cross-document masks, or a curriculum of lengths.
+r"""The pieces of text in a batch: fixed windows, chunks with cross-document masks, or a curriculum of lengths.
 
-Every way predicts a character from those before it: the input of position i is the character before it in its
-document, and the start symbol at the first. A batch holds a constant number of tokens, (pieces) × (length), and is a
-function of the seed and the step alone: a run that goes on from a checkpoint sees what it would have seen.
+Every plan predicts a character from those before it: the input of position i is the character before it in its
+document, and the start symbol at the first. A batch holds a constant number of tokens, (pieces) × (length), and depends
+on the seed and the step alone: a resumed run sees the same batches as an uninterrupted one.
 
-* `Fixed`: windows of n characters at random places of the text, which is one document.
+* `Fixed`: windows of n characters at random positions of the text, which is one document.
 * `Chunks`: documents in random order, one after the other, cut every n characters (concat-and-chunk); a token sees only
   earlier tokens of its own document.
 * `Curriculum`: every document is cut into pieces whose lengths are powers of two, its length in binary (Pouransari et
   al., *Dataset Decomposition*, 2024); a batch holds pieces of one length. Steps go to the lengths in proportion to the
-  characters there are, in cycles from short to long.
+  their characters, in cycles from short to long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from howsmooth.papers.training.corpus import START, Corpus, documents
 
 Lengths = Literal["fixed", "chunks", "curriculum"]
 LENGTH_PLANS: tuple[str, ...] = get_args(Lengths)
-_TEXT, _ORDER = 0, 1  # random numbers for the places of windows, and for the order of pieces
+_TEXT, _ORDER = 0, 1  # streams of random numbers: positions of windows, order of pieces
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TextBatch:
 
     Attributes:
         inputs, targets: ``(pieces, length)`` symbols; target i is the character after input i.
-        document: which document each token belongs to, ``(pieces, length)``, or None when every piece has one only.
+        document: number of each token's document, ``(pieces, length)``, or None when every piece has only one.
     """
 
     inputs: Tensor
@@ -49,16 +49,16 @@ class TextBatch:
 
     @property
     def tokens(self) -> int:
-        """How many characters are predicted."""
+        """Return the number of predicted characters."""
         return self.targets.numel()
 
     def to(self, device: torch.device) -> TextBatch:
-        """The same pieces on a device."""
+        """Return the same pieces on a device."""
         document = None if self.document is None else self.document.to(device)
         return TextBatch(self.inputs.to(device), self.targets.to(device), document)
 
     def seen(self) -> Tensor | None:
-        """Who sees whom, ``(pieces, n, n)`` booleans: earlier tokens of the same document; None for causal alone.
+        """Return a mask ``(pieces, n, n)`` of the visible tokens: earlier ones of the same document; None for causal.
 
         >>> TextBatch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).seen().int()
         tensor([[[1, 0, 0],
@@ -70,7 +70,7 @@ class TextBatch:
         return (self.document[:, :, None] == self.document[:, None, :]).tril()
 
     def positions(self) -> Tensor:
-        """The place of each token in its document's part of the piece, from 0: ``(pieces, length)``.
+        """Return the position of each token in its document's part of the piece, from 0: ``(pieces, length)``.
 
         >>> TextBatch(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[4, 4, 7]])).positions()
         tensor([[0, 1, 0]])
@@ -88,15 +88,15 @@ class Plan(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> TextBatch:
-        """What step 0, 1, … sees."""
+        """Return the batch of step 0, 1, …"""
 
     def length(self, step: int) -> int:
-        """The length of the pieces of a step."""
+        """Return the length of the pieces of a step."""
         return self.batch(step).inputs.shape[1]
 
 
 class Fixed(Plan):
-    """Windows of ``length`` characters at random places of one document."""
+    """Windows of ``length`` characters at random positions of one document."""
 
     @validated
     def __init__(self, text: Tensor, length: Count, batch_tokens: Count, seed: Seed):
@@ -130,19 +130,19 @@ class Chunks(Plan):
         size = self.n * self.pieces
         index = _endless(self._stream, step * size, size, len(self.targets))
         shape = (self.pieces, self.n)
-        # Two passes over a text may meet in one chunk: the document of the next pass is another one.
+        # A chunk may contain two passes over a text: documents of the next pass have other numbers.
         passes = torch.arange(step * size, (step + 1) * size) // len(self.targets)
         owner = self.owner[index] + passes * len(self.sizes)
         return TextBatch(self.inputs[index].view(shape), self.targets[index].view(shape), owner.view(shape))
 
     def _stream(self, epoch: int) -> Tensor:
-        """All places of the text, document by document in the random order of this pass."""
+        """Return all positions of the text, document by document in the random order of this pass."""
         if epoch not in self._streams:
             order = torch.randperm(len(self.sizes), generator=_generator(self.seed, _ORDER, epoch))
             sizes = self.sizes[order]
             shift = (self.begins[order] - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
-            kept = {epoch - 1: self._streams[epoch - 1]} if epoch - 1 in self._streams else {}
-            self._streams = kept | {epoch: torch.arange(len(self.targets)) + shift}
+            previous = {epoch - 1: self._streams[epoch - 1]} if epoch - 1 in self._streams else {}
+            self._streams = previous | {epoch: torch.arange(len(self.targets)) + shift}
         return self._streams[epoch]
 
 
@@ -182,7 +182,7 @@ class Curriculum(Plan):
         return TextBatch(self.inputs[index], self.targets[index])
 
     def _pieces(self, size: int, begin: int, count: int) -> Tensor:
-        """Items begin … begin + count − 1 of the endless stream of a bucket."""
+        """Return items begin … begin + count − 1 of the endless stream of a bucket."""
         starts = self.buckets[size]
         return starts[_endless(partial(_permutation, len(starts), self.seed, size), begin, count, len(starts))]
 
@@ -191,7 +191,7 @@ class Curriculum(Plan):
 def plan(
     corpus: Corpus, lengths: Lengths, length: Count, batch_tokens: Count, seed: Seed, steps: Count, cycles: Count = 1
 ) -> Plan:
-    """The plan of a run over the training part."""
+    """Make the plan of a run over the training part."""
     if lengths == "fixed":
         return Fixed(corpus.encode(corpus.train), length, batch_tokens, seed)
     parts = [corpus.encode(document) for document in documents(corpus.train)]
@@ -201,13 +201,13 @@ def plan(
 
 
 @validated
-def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | None = None) -> TextBatch:
-    """The validation part (its first ``most`` characters) in pieces of one length, every character predicted once.
+def validation(corpus: Corpus, lengths: Lengths, length: Count, limit: Count | None = None) -> TextBatch:
+    """Cut the validation part (its first ``limit`` characters) into pieces of one length; each character occurs once.
 
-    In windows of one document for fixed lengths, in chunks with cross-document masks for the others. What is left after
-    the last full piece is left out, but for texts shorter than one piece.
+    Fixed lengths have windows of one document, the others chunks with cross-document masks. The remainder after the
+    last full piece is dropped, except in texts shorter than one piece.
     """
-    text = corpus.valid if most is None else corpus.valid[:most]
+    text = corpus.valid if limit is None else corpus.valid[:limit]
     cut = [text] if lengths == "fixed" else documents(text)
     targets, inputs, owner, _ = _joined([corpus.encode(piece) for piece in cut])
     length = min(length, len(targets))
@@ -218,7 +218,7 @@ def validation(corpus: Corpus, lengths: Lengths, length: Count, most: Count | No
 
 @validated
 def powers(length: Size, longest: Count) -> list[tuple[int, int]]:
-    """Where to cut a document: (place, size) with sizes powers of two up to ``longest``, largest first.
+    """Return the pieces of a document as (position, size): sizes are powers of two up to ``longest``, largest first.
 
     >>> powers(11, 64), powers(11, 4)
     ([(0, 8), (8, 2), (10, 1)], [(0, 4), (4, 4), (8, 2), (10, 1)])
@@ -232,7 +232,7 @@ def powers(length: Size, longest: Count) -> list[tuple[int, int]]:
 
 
 def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tensor:
-    """A length for every step: in each cycle ascending, each in proportion to its characters."""
+    """Return a length for every step: ascending in each cycle, each in proportion to its characters."""
     sizes = torch.tensor(list(characters))
     share = torch.tensor([characters[int(size)] for size in sizes], dtype=torch.float64).cumsum(0)
     through = torch.arange(steps, dtype=torch.float64) * cycles / steps % 1.0
@@ -240,12 +240,12 @@ def _short_to_long(characters: dict[int, int], steps: int, cycles: int) -> Tenso
 
 
 def _before(text: Tensor) -> Tensor:
-    """The inputs of a document: the start, then all characters but the last."""
+    """Return the inputs of a document: the start, then all characters but the last."""
     return torch.cat([torch.full((1,), START), text[:-1]])
 
 
 def _symbols(text: Tensor, name: str) -> Tensor:
-    """A row of symbols."""
+    """Check a row of symbols."""
     check_tensor(text, name, dims=(1,), floating=False)
     if text.dtype not in (torch.int64, torch.int32):
         raise InvalidInput(f"{name} must hold symbols, whole numbers as of `Corpus.encode`, got {text.dtype}.")
@@ -253,7 +253,7 @@ def _symbols(text: Tensor, name: str) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Targets, inputs and owners of all documents one after the other, and where each begins."""
+    """Return targets, inputs and document numbers of all documents in sequence, and the start of each."""
     if not len(parts):
         raise InvalidInput("there is no document to train on or to validate with.")
     sizes = torch.tensor([len(_symbols(document, "a document")) for document in parts])
@@ -262,7 +262,7 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _endless(order: Callable[[int], Tensor], begin: int, count: int, size: int) -> Tensor:
-    """Items begin … begin + count − 1 of an endless stream: all ``size`` items in one order after the other."""
+    """Return items begin … begin + count − 1 of an endless stream: all ``size`` items in one order after the other."""
     epochs = range(begin // size, (begin + count - 1) // size + 1)
     return torch.cat([order(epoch)[max(0, begin - epoch * size) : begin + count - epoch * size] for epoch in epochs])
 
@@ -273,6 +273,6 @@ def _permutation(count: int, seed: int, size: int, epoch: int) -> Tensor:
 
 
 def _generator(seed: int, stream: int, number: int) -> torch.Generator:
-    """Random numbers of their own for every (seed, stream, number)."""
+    """Return an independent generator for every (seed, stream, number)."""
     mixed = np.random.SeedSequence([seed, stream, number]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0]) >> 1)

@@ -1,4 +1,4 @@
-"""The training loop: steps, rows of numbers, checkpoints, and what happens when somebody stops it.
+"""The training loop: steps, metrics, checkpoints and interruption.
 
 A run lives in a folder: ``checkpoint.safetensors`` (see `howsmooth.papers.training.checkpoints`) and ``run.sqlite``, a
 ledger (`howsmooth._util.ledger`) with one row of numbers per interval, and the result of a finished run. Ctrl-C lets
@@ -32,12 +32,12 @@ from howsmooth.papers.training.model import CharacterModel
 from howsmooth.papers.training.run_status import LEDGER, RESULT, Intervals, TrainingResult, TrainingStatus
 from howsmooth.papers.training.training_settings import TrainingSettings
 
-Progress = Callable[[TrainingStatus], None]
+StatusCallback = Callable[[TrainingStatus], None]
 _CHARACTERS_AT_ONCE = 8192
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Ctrl-C was pressed and the run saved; ``step`` steps are done."""
+    """Ctrl-C stopped the run and the run was saved; ``step`` steps are done."""
 
     def __init__(self, step: int):
         super().__init__(f"stopped after {step} steps")
@@ -52,19 +52,19 @@ def train(
     *,
     resume: bool = False,
     intervals: Intervals | None = None,
-    progress: Progress = lambda status: None,
+    progress: StatusCallback = lambda status: None,
     device: Device | None = None,
 ) -> TrainingResult:
-    """Train a character language model and return what came of it.
+    """Train a character language model and return its result.
 
     Args:
         corpus: see `Corpus.read`.
-        folder: where checkpoint, rows and result go; None keeps nothing.
-        resume: go on from the checkpoint of the folder; without one the run starts. Other settings or another text than
-            the checkpoint's are refused.
-        progress: called after every step that brings a row, and at least once a second.
-        device: where to compute, for example "cuda"; None for the CPU. First weights and batches are drawn on the CPU,
-            so that a seed means the same everywhere; what dropout draws elsewhere is not part of a checkpoint.
+        folder: folder of checkpoint, metrics and result; None writes no files.
+        resume: continue from the checkpoint of the folder, if there is one. Other settings or another text than those
+            of the checkpoint are refused.
+        progress: called after every row of metrics, and at least once a second.
+        device: device of the model, for example "cuda"; None for the CPU. Initial weights and batches are drawn on the
+            CPU, so that a seed has the same effect everywhere; random states of other devices are not saved.
     """
     intervals, place = intervals or Intervals(), check_device(device or "cpu")
     run = settings.to_dict() | {"text": corpus.sha256}
@@ -74,7 +74,7 @@ def train(
     folder = Path(folder)
     with locked(folder):
         if not resume and any((folder / name).exists() for name in (CHECKPOINT, LEDGER)):
-            raise InvalidInput(f"{folder} holds a run already: go on with --resume, or choose another folder.")
+            raise InvalidInput(f"{folder} holds a run already: continue it with --resume, or choose another folder.")
         done = TrainingResult.read(folder)
         if done is not None:
             _check_same(folder, done.settings, done.text, settings, corpus)
@@ -85,7 +85,7 @@ def train(
 
 @validated
 def bits_per_character(model: CharacterModel, batch: TextBatch) -> float:
-    """Bits per character of a model on pieces of text; NaN for a model that gives no number."""
+    """Return the bits per character of a model on pieces of text; NaN where its loss is NaN."""
     total = 0.0
     rows = max(1, _CHARACTERS_AT_ONCE // batch.inputs.shape[1])
     with evaluating(model), torch.no_grad():
@@ -98,7 +98,7 @@ def bits_per_character(model: CharacterModel, batch: TextBatch) -> float:
 
 
 def nats(model: CharacterModel, batch: TextBatch) -> Tensor:
-    """Mean negative log-likelihood of the targets, on the model's device."""
+    """Return the mean negative log-likelihood of the targets, on the model's device."""
     batch = batch.to(model.tokens.weight.device)
     logits = model(batch.inputs, batch.positions(), batch.seen())
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
@@ -106,9 +106,9 @@ def nats(model: CharacterModel, batch: TextBatch) -> Tensor:
 
 @validated
 def load_model(folder: Path) -> tuple[CharacterModel, TrainingCheckpoint]:
-    """The model of a run as its last checkpoint has it, ready to be used, and that checkpoint."""
+    """Load the model of a run from its last checkpoint, in evaluation mode, and that checkpoint."""
     checkpoint = TrainingCheckpoint.load(Path(folder) / CHECKPOINT)
-    with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
+    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
         model = CharacterModel(checkpoint.settings, len(checkpoint.alphabet) + 1)
     checkpoint.restore(model)
     return model.eval(), checkpoint
@@ -116,7 +116,7 @@ def load_model(folder: Path) -> tuple[CharacterModel, TrainingCheckpoint]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time in a folder, which is made when missing; the lock goes with the process."""
+    """Lock a folder for one process, and make it when missing; the lock ends with the process."""
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive(folder / ".lock"))
@@ -137,7 +137,7 @@ class _Run:
         folder: Path | None,
         ledger: Ledger,
         intervals: Intervals,
-        progress: Progress,
+        progress: StatusCallback,
         device: torch.device,
     ):
         settings.check_memory(corpus.symbols)
@@ -175,7 +175,7 @@ class _Run:
         self.rows = [row for row in rows.values() if row["step"] <= self.step]
 
     def _steps(self, stopping: threading.Event) -> int | None:
-        """Steps until the end; the step at which the loss ceased to be a number, if it did."""
+        """Run all steps; return the step at which the loss became NaN or infinite, if it did."""
         begun, first, shown = perf_counter(), self.step, -math.inf
         while self.step < self.settings.steps:
             start = perf_counter()
@@ -212,7 +212,7 @@ class _Run:
         return loss.item()
 
     def _report(self) -> None:
-        """A row: the mean over the steps since the last one, the proved bound, now and then the validation bits."""
+        """Add a row: the mean over the steps since the last one, the proved bound, at intervals the validation bits."""
         row = {
             "step": self.step,
             "tokens": self.step * self.settings.batch_tokens,
@@ -235,15 +235,15 @@ class _Run:
         self.progress(TrainingStatus(self.step, steps, bits, bound, speed, (steps - self.step) / speed))
 
     def _save(self) -> None:
-        """Keep the run as it is; one that has run away keeps its last sound step, from which it runs away again."""
+        """Write a checkpoint, unless a parameter has become NaN or infinite."""
         if self.folder is None or not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             return
-        said = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
-        TrainingCheckpoint.take(*said, self.model, self.optimiser).save(self.folder / CHECKPOINT)
+        state = self.step, self.settings, self.corpus.alphabet, self.corpus.sha256, self.seconds, self.losses
+        TrainingCheckpoint.take(*state, self.model, self.optimiser).save(self.folder / CHECKPOINT)
 
-    def _valid_bits(self, most: int | None = None) -> float:
+    def _valid_bits(self, limit: int | None = None) -> float:
         return bits_per_character(
-            self.model, validation(self.corpus, self.settings.lengths, self.settings.length, most)
+            self.model, validation(self.corpus, self.settings.lengths, self.settings.length, limit)
         )
 
     def _finish(self, diverged: int | None) -> TrainingResult:
@@ -269,7 +269,7 @@ def _check_same(folder: Path, settings: TrainingSettings, text: str, wanted: Tra
     difference = settings.difference(wanted)
     if difference:
         raise InvalidInput(
-            f"the run in {folder} has other settings (there ≠ here: {difference}): go on with the same, or choose "
+            f"the run in {folder} has other settings (there ≠ here: {difference}): use the same, or choose "
             "another folder."
         )
     if text != corpus.sha256:
@@ -278,7 +278,7 @@ def _check_same(folder: Path, settings: TrainingSettings, text: str, wanted: Tra
 
 @contextmanager
 def _between_steps() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that no step is cut in two; the second interrupts at once."""
+    """Yield an event that the first Ctrl-C sets, so that the step is completed; the second interrupts at once."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed

@@ -1,17 +1,17 @@
-"""The character language model: residual blocks of any attention, and what stands around it.
+"""The character language model: residual blocks with any attention, embeddings and a head.
 
-Three kinds of blocks, for what may stand inside a residual branch depends on what is promised:
+There are three kinds of blocks, with different guarantees:
 
 * **pre-norm**: x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)), the usual transformer. After its LayerNorm a
   token has at most the norm √d·max|γ| + |β|, on which attention that is not Lipschitz has a bound too.
 * **post-norm**: LayerNorm(x + attention(x)), then LayerNorm(x + MLP(x)), the transformer of 2017, which is harder to
   train when it is deep.
 * **contractive**: x + f(x) with Lip(f) ≤ c < 1 for both the attention and the MLP, so that every block can be inverted.
-  LayerNorm cannot stand inside such a branch: its constant is max|γ|/√ε (316 for γ = 1, ε = 1e-5). ActNorm, an
-  invertible affine map of every feature, stands in the stream before each branch. Each branch contracts in a norm of
-  its own, which is enough: x + f(x) is a homeomorphism when f contracts in *some* norm.
+  Such a branch cannot contain LayerNorm, whose constant is max|γ|/√ε (316 for γ = 1, ε = 1e-5). ActNorm, an invertible
+  affine map of every feature, precedes each branch. Each branch contracts in its own norm, which is enough: x + f(x) is
+  a homeomorphism when f contracts in *some* norm.
 
-Embeddings, the last LayerNorm and the head are the same for all. Positions are learned, from sinusoids on.
+Embeddings, the last LayerNorm and the head are the same for all. Positions are learned, initialised by sinusoids.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from howsmooth.attention.masks import Causal, LogitBias, Maps, Sight, SlidingWin
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import AttentionLayer, ContractiveL2Attention, ContractiveMLP, L2Attention
 from howsmooth.nn.invertible.actnorm import ActNorm
+from howsmooth.nn.layers.l2_layer import UntiedL2Attention
 from howsmooth.nn.layers.registry import LAYER_KINDS
-from howsmooth.nn.layers.untied_l2 import UntiedL2Attention
 from howsmooth.papers.training.training_settings import TrainingSettings
 from howsmooth.sets import Normalised
 
@@ -68,7 +68,7 @@ class WithinDocuments(LogitBias):
 
 
 class LayerNormBlock(nn.Module):
-    """Attention and MLP with LayerNorm, before each branch or after the sum, and no promise."""
+    """Attention and MLP with LayerNorm, before each branch or after the sum, without a Lipschitz guarantee."""
 
     def __init__(self, settings: TrainingSettings):
         super().__init__()
@@ -88,7 +88,7 @@ class LayerNormBlock(nn.Module):
         return x
 
     def attention_bound(self, n: int, mask: LogitBias) -> float:
-        """Lipschitz bound of the attention on n tokens: on all inputs, or on what the LayerNorm before lets through."""
+        """Bound the Lipschitz constant of the attention on n tokens: on all inputs, or on the image of LayerNorm."""
         norm = self.norms[0]
         assert isinstance(norm, nn.LayerNorm)
         try:
@@ -106,7 +106,7 @@ class ContractiveBlock(nn.Module):
     def __init__(self, settings: TrainingSettings):
         super().__init__()
         if settings.dropout:
-            raise InvalidInput("dropout is not for contractive blocks: it breaks what they promise; leave it out.")
+            raise InvalidInput("dropout breaks the Lipschitz bound of contractive blocks: leave it out.")
         width = settings.width
         self.attention = make_attention(settings)
         self.mlp = ContractiveMLP(width, _MLP_FACTOR * width, coefficient=settings.coefficient)
@@ -120,7 +120,7 @@ class ContractiveBlock(nn.Module):
         return x + self.mlp(x)
 
     def attention_bound(self, n: int, mask: LogitBias) -> float:
-        """Proved Lipschitz bound of the attention branch on n tokens, in the norm in which it contracts."""
+        """Bound the Lipschitz constant of the attention branch on n tokens, in the norm of its contraction."""
         return float(self.attention.lipschitz_bound(n, norm=self.norm, mask=mask).detach())
 
 
@@ -152,12 +152,12 @@ class CharacterModel(nn.Module):
 
         Args:
             symbols: ``(batch, n)`` integers. places: position of each in its document; 0, 1, … when None.
-            seen: ``(batch, n, n)`` booleans, who sees whom; the past when None. A window narrows it.
+            seen: ``(batch, n, n)`` booleans, the visible tokens of each; the past when None. A window narrows it.
         """
         return self.head(self.norm(self.stream(symbols, places, seen)[-1]))
 
     def stream(self, symbols: Tensor, places: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-        """What enters each block, and what leaves the last."""
+        """Return the input of each block, and the output of the last."""
         n = symbols.shape[1]
         if n > self.settings.length:
             raise InvalidInput(f"this model was made for {self.settings.length} tokens, got {n}.")
@@ -169,13 +169,13 @@ class CharacterModel(nn.Module):
         return x
 
     def mask(self) -> LogitBias:
-        """What a token sees of one document: the past, or a window of it."""
+        """Return the mask of one document: causal, or a sliding window."""
         return Causal() if self.settings.window is None else SlidingWindow(self.settings.window)
 
     def attention_bound(self, n: int) -> float | None:
-        """The largest proved Lipschitz bound among the attention blocks for n tokens, None where there is none.
+        """Return the largest proved Lipschitz bound of the attention blocks for n tokens, None where there is none.
 
-        It is that of the model at evaluation: contractive layers only estimate the norms of their weights in training.
+        It holds for the model at evaluation: contractive layers only estimate the norms of their weights in training.
         """
         try:
             with evaluating(self):
@@ -185,7 +185,7 @@ class CharacterModel(nn.Module):
         return bound if math.isfinite(bound) else None
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Parameters for the optimiser: only matrices decay."""
+        """Group the parameters for the optimiser: only matrices decay."""
         parameters = list(self.parameters())
         matrices = [parameter for parameter in parameters if parameter.dim() > 1]
         others = [parameter for parameter in parameters if parameter.dim() <= 1]
@@ -195,7 +195,7 @@ class CharacterModel(nn.Module):
 def sinusoids(length: int, width: int) -> Tensor:
     """Sines and cosines of the position, wavelengths from 2π to 10⁴·2π (Vaswani et al. 2017): ``(length, width)``.
 
-    Near positions are near each other, so that attention by distance can tell what is near from the start.
+    Near positions have near embeddings, so that attention by distance is local from the start.
 
     >>> sinusoids(2, 4)
     tensor([[0.0000, 0.0000, 1.0000, 1.0000],
@@ -207,11 +207,11 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def make_attention(settings: TrainingSettings) -> AttentionLayer:
-    """A layer of the kind that the settings name, with weights to begin with."""
+    """Make an attention layer of the kind in the settings, with initial weights."""
     kind = LAYER_KINDS[settings.attention]
     options: dict[str, Any] = {"dropout": settings.dropout}
     if settings.is_contractive:
-        # The function must not change with the length of a piece, so it is divided by the bound for the longest.
+        # The function must not depend on the length of a piece, so the divisor is the bound for the longest.
         options = {"coefficient": settings.coefficient, "max_tokens": settings.length}
     layer = kind.layer(settings.width, settings.heads, **kind.options, **options)
     if isinstance(layer, L2Attention):
@@ -221,12 +221,12 @@ def make_attention(settings: TrainingSettings) -> AttentionLayer:
 
 @torch.no_grad()
 def _initialise_l2(layer: L2Attention) -> None:
-    """First weights of L2 attention: tokens look around, and contraction wastes nothing.
+    """Set initial weights of L2 attention with broad weights P and a tight contraction.
 
-    Glorot's weights put |W_hᵀ(x_i − x_j)|²/s near 2√k on tokens of unit variance: a token then sees nothing but itself,
+    Glorot's weights put |W_hᵀ(x_i − x_j)|²/s near 2√k on tokens of unit variance: a token then attends to itself alone,
     and attention learns nothing for a long time. Orthogonal W^Q, scaled by g = (4k)^{−1/4}, puts it near 1. With
     W^V ∝ W^Q and W^O orthogonal, the matrices W_hᵀW^V_hW^O_h on top of each other are a multiple of an orthogonal one:
-    no direction is damped more than the bound asks for.
+    no direction is damped more than the bound requires.
     """
     g = (4 * layer.head_dim) ** -0.25
     nn.init.orthogonal_(layer.qk_proj.weight, gain=g)

@@ -1,4 +1,4 @@
-"""What a run says of itself: how often, while it lasts, and at its end."""
+"""Reports of a training run: their intervals, the status while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEDGER, RESULT = "run.sqlite", "result"
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often, in steps: a row of numbers, the validation bits in it (on so many characters), a checkpoint."""
+    """Steps between rows of metrics, validations (on ``validate_on`` characters) and checkpoints."""
 
     report: int = 50
     validate: int = 500
@@ -30,7 +30,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """How a run stands, for whoever watches."""
+    """The progress of a run."""
 
     step: int
     steps: int
@@ -45,12 +45,12 @@ class TrainingResult:
     """A finished run.
 
     Attributes:
-        settings: of the run.
+        settings: settings of the run.
         train_bits: bits per character over the last interval of training.
         valid_bits: bits per character on the validation part, all of it; None when the run diverged.
         bound: largest proved Lipschitz bound among the attention blocks, None where there is none; in the 2-norm, but
             in the ∞-norm for contractive-inf in contractive blocks.
-        diverged: the step at which the loss was no number any more, or None.
+        diverged: the step at which the loss became NaN or infinite, or None.
         tokens, seconds: characters seen and time spent in training, without validation.
         parameters: number of trained parameters.
         how: how the text was split.
@@ -70,9 +70,9 @@ class TrainingResult:
     rows: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it, without the rows."""
-        kept = {name: value for name, value in asdict(self).items() if name != "rows"}
-        return kept | {"settings": self.settings.to_dict()}
+        """Return the content of ``result.json``, which has no rows."""
+        content = {name: value for name, value in asdict(self).items() if name != "rows"}
+        return content | {"settings": self.settings.to_dict()}
 
     @classmethod
     @validated

@@ -1,4 +1,4 @@
-"""What a training run is: every choice that changes its numbers."""
+"""The settings of a training run: every choice that changes its numbers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from howsmooth.papers.training.lengths import LENGTH_PLANS, Lengths
 _Compared = Literal["dot-product", "l2", "l2-untied", "contractive-inf", "contractive-2"]  # by Kim et al. (2021)
 Attention = Literal[_Compared, "sigmoid", "cosine", "norm-controlled", "gradient-step"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
-"""The kinds of attention a model can be trained with."""
+"""The kinds of attention for training."""
 
 _FORMAT = 2
-"""Of the settings as JSON. The first had no number, and other names for two kinds of attention."""
+"""Format of the settings in JSON. The first had no number, and other names for two kinds of attention."""
 _FIRST_NAMES = {"l2": "l2-untied", "l2-tied": "l2"}
 Blocks = Literal["pre-norm", "post-norm", "contractive"]
 Schedule = Literal["cosine", "fixed"]
@@ -39,19 +39,19 @@ class TrainingSettings:
     """A character language model and its training.
 
     Attributes:
-        attention: the kind of attention, by its name in `howsmooth.nn.layers.registry`. "l2-untied" has keys of its own
-            and is not Lipschitz, "contractive-inf" divides L2 attention by its bound in the ∞-norm (Kim et al. 2021),
-            "contractive-2" by the sharper one in the 2-norm. LipschitzNorm is not among them: it divides by norms over
-            all tokens, so that under a causal mask the past still knows the future.
+        attention: the kind of attention, by its name in `howsmooth.nn.layers.registry`. "l2-untied" has untied keys and
+            is not Lipschitz, "contractive-inf" divides L2 attention by its bound in the ∞-norm (Kim et al. 2021),
+            "contractive-2" by the sharper one in the 2-norm. LipschitzNorm is excluded: it divides by norms over
+            all tokens, so that earlier tokens would depend on later ones.
         blocks: "pre-norm" for x + f(LayerNorm(x)), "post-norm" for LayerNorm(x + f(x)), "contractive" for x + f(x) with
             Lip(f) < 1; None chooses contractive for contractive attention, pre-norm for the others.
         coefficient: the Lipschitz constant that contractive branches are scaled to; in contractive blocks below one.
-        window: how many tokens a token sees, itself and those before; None for all. The constant of L2 attention
+        window: number of tokens that a token sees, itself and earlier ones; None for all. The constant of L2 attention
             depends on it in place of n.
         lengths: "fixed", "chunks" or "curriculum"; length: the (longest) number of tokens of a piece.
-        cycles: how many times a curriculum goes from short to long.
+        cycles: number of passes of a curriculum from short to long.
         batch_tokens: characters per step.
-        schedule: "cosine" decays the rate to a tenth over the run, "fixed" keeps it; both after a linear warm-up.
+        schedule: "cosine" decays the rate to a tenth over the run, "fixed" does not; both after a linear warm-up.
         clip: largest norm of the gradient, 0 for none.
 
     >>> TrainingSettings(attention="contractive-2").block_kind
@@ -107,16 +107,16 @@ class TrainingSettings:
 
     @property
     def is_contractive(self) -> bool:
-        """Whether the attention is scaled to a constant below one."""
+        """Return whether the attention is scaled to a constant below one."""
         return self.attention.startswith("contractive")
 
     @property
     def block_kind(self) -> Blocks:
-        """What stands around the attention."""
+        """Return the kind of the blocks."""
         return self.blocks or ("contractive" if self.is_contractive else "pre-norm")
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step.
+        """Return the learning rate of a step.
 
         >>> settings = TrainingSettings(steps=100, warmup=10, rate=1.0)
         >>> settings.rate_at(4), settings.rate_at(10), round(settings.rate_at(99), 3)
@@ -130,12 +130,12 @@ class TrainingSettings:
         return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * through)))
 
     def parameters(self, symbols: int) -> int:
-        """How many parameters a model has at least: the matrices of attention and MLP, embeddings and head."""
+        """Return a lower bound of the number of parameters: matrices of attention and MLP, embeddings and head."""
         return self.depth * 12 * self.width**2 + (2 * symbols + self.length) * self.width
 
     def check_memory(self, symbols: int) -> None:
-        """Refuse a run that cannot fit: parameters, their gradients and the optimiser's two moments, and what each
-        block keeps of every token for its gradient; all in float32, and at least so much."""
+        """Refuse a run that cannot fit: parameters, gradients, two moments of the optimiser, and activations of each
+        block for its gradient; all in float32, as a lower bound."""
         tokens = self.batch_tokens * (self.depth * 8 * self.width + symbols)
         plan = 6 * self.steps if self.lengths == "curriculum" else 0
         check_memory(
@@ -146,13 +146,13 @@ class TrainingSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """Return the settings for JSON."""
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     @validated
     def from_dict(cls, content: dict[str, Any]) -> TrainingSettings:
-        """From JSON; unknown or missing names are refused."""
+        """Read settings from JSON; unknown or missing names are refused."""
         names = {field.name for field in fields(cls)}
         if not isinstance(content, dict):
             raise InvalidInput(f"the settings of a run are a dictionary, got {shown(content)}.")
@@ -168,6 +168,6 @@ class TrainingSettings:
         return cls(**content)
 
     def difference(self, other: TrainingSettings) -> str:
-        """What differs, in words, or nothing."""
+        """Describe the differences, or return an empty string."""
         mine, theirs = self.to_dict(), other.to_dict()
         return ", ".join(f"{name} {mine[name]} ≠ {theirs[name]}" for name in mine if mine[name] != theirs[name])
