@@ -139,7 +139,7 @@ def test_an_unlisted_architecture_keeps_torch_func_and_says_so() -> None:
     f, x = Targets(opened, Window(torch.tensor([[5, 6, 7, 8]]), [], 0)).get("layer", 0)
     J = hs.jacobian(f, x)
     assert isinstance(J, FunctionJacobian)
-    assert J.notes[0].startswith("the Jacobian is that of torch.func, without closed forms: how a")
+    assert J.notes[0].startswith("the Jacobian is that of torch.func, without closed forms: the parts of a")
     assert J.notes[0] in hs.measure(f, x).notes
 
 

@@ -1,5 +1,4 @@
-from .captured_sites import CapturedSite, capture, capture_cross, site
-from .input_capture import attention_inputs
+from .captured_sites import CapturedSite, attention_inputs, capture, capture_cross, site
 from .input_files import alice
 from .layerwise import LayeredModel
 from .module_names import MODEL_TYPES
