@@ -78,7 +78,7 @@ def parts(progress: Callable[[str], None]) -> list[str]:
         "Matrices with prescribed singular values: geometric, linear, two and five values 1e-3 apart on top, all "
         "values within 1e-3, a triple top value, low rank, an outlier, and Gaussian matrices; sizes 20 × 20 to "
         "130 × 400, three quarters in float64 and one quarter in float32. Allowed counts, in parentheses, are exceeded "
-        "once in a thousand runs by a promise that is kept exactly. float32 products cannot certify 1e-6, so those "
+        "once in a thousand runs by a promise that is kept exactly. float32 products cannot reach 1e-6, so those "
         "maps do not converge.",
         table(
             [

@@ -1,4 +1,4 @@
-"""What the certificate costs on real heads: steps until the value is right, and until that is certified."""
+"""Costs of the upper bound on real heads: steps until the value is right, and until its upper bound is as close."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from howsmooth.models import alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.norms import golub_kahan
 
-TITLE = "What a certificate costs on real heads"
+TITLE = "What the upper bound costs on real heads"
 RTOL = 1e-3
 
 
 def steps(attention: AttentionMap, x: torch.Tensor) -> list[tuple[int, int]]:
-    """For every head: steps to a relative error of 1e-3, told by an oracle, and to certified convergence."""
+    """For every head: steps to a relative error of 1e-3, known to an oracle, and to convergence."""
     operator = attention_jacobian(attention, x, per_head=True, reduced=True)
     truth = golub_kahan(operator, rtol=1e-9).value.tolist()
     found = []
     for head, sigma in enumerate(truth):
         one = operator.subset(torch.tensor([head]))
         right = golub_kahan(one, rtol=RTOL, stop_at=(1 - RTOL) * sigma)
-        certified = golub_kahan(one, rtol=RTOL)
-        assert bool(certified.converged.all())
-        found.append(((right.products - 1) // 2, (certified.products - 1) // 2))  # the last product takes the value
+        converged = golub_kahan(one, rtol=RTOL)
+        assert bool(converged.converged.all())
+        found.append(((right.products - 1) // 2, (converged.products - 1) // 2))  # the last product takes the value
     return found
 
 
 def row(name: str, found: Iterable[tuple[int, int]]) -> list[str]:
-    """Least, median and most steps of both kinds."""
+    """Minimum, median and maximum of the steps of both kinds."""
     return [name, *(f"{min(s)}, {median(s):g}, {max(s)}" for s in zip(*found, strict=True))]
 
 
@@ -52,7 +52,7 @@ def parts(progress: Callable[[str], None], length: int = 128) -> list[str]:
     return [
         f"The {len(every)} heads of all-MiniLM-L6-v2 on the first {length} tokens of the story of Alice in Wonderland, "
         "in float64, from a random start (seed 0): steps (two products each) until the value is within 1e-3 "
-        "of the truth, as an oracle sees it, and until it is certified at 99 % with a residual below 1e-3. Least, "
-        "median, most.",
-        table(["heads of", "value within 1e-3", "certified"], [*rows, row("all", every)]),
+        "of the truth, as an oracle sees it, and until an upper bound with 99 % is within 1e-3 of it and the residual "
+        "is below 1e-3. Minimum, median, maximum.",
+        table(["heads of", "value within 1e-3", "upper bound within 1e-3"], [*rows, row("all", every)]),
     ]
