@@ -1,4 +1,4 @@
-"""How results show themselves in a notebook: a small table, a whole page in a frame, a bar while something takes long.
+"""Results in a notebook: a small table, a whole page in a frame, a progress bar.
 
 Whatever is shown comes as text and is escaped; colours are those of the notebook.
 """
@@ -54,7 +54,7 @@ def _e(text: str) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel; nothing is imported to find out.
+    """True in the kernel of a notebook; nothing is imported to find out.
 
     >>> in_notebook()
     False
@@ -81,7 +81,7 @@ def bar() -> Callable[[float, str], None]:
 
 
 def scan_bar() -> Callable[[Any], None] | None:
-    """What shows the progress of a scan when nobody else does: a bar in a notebook, nothing elsewhere."""
+    """The default progress of a scan: a bar in a notebook, nothing elsewhere."""
     if not in_notebook():
         return None
     show = bar()
@@ -89,7 +89,7 @@ def scan_bar() -> Callable[[Any], None] | None:
 
 
 def search_bar() -> Callable[[int, int, float], None] | None:
-    """The same for a search: its step, how many there are, and the best value so far."""
+    """The default progress of a search: its step, the number of steps, and the best value so far."""
     if not in_notebook():
         return None
     show = bar()
@@ -97,7 +97,7 @@ def search_bar() -> Callable[[int, int, float], None] | None:
 
 
 def step_bar(total: int) -> Callable[[str], None] | None:
-    """The same for work of which only the next step is told."""
+    """The default progress of work that reports only its next step."""
     if not in_notebook():
         return None
     show, begun = bar(), itertools.count()
