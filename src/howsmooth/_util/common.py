@@ -1,7 +1,7 @@
-"""Small things that every room borrows.
+"""Small helpers that every package uses.
 
-Numbers that are rounded to the side where they hold, random streams, digests, modules in evaluation, the tensor meant
-by an output, files written whole, by one process at a time and never over what is read, text made safe to show.
+Numbers rounded to the side where they hold, random streams, digests, modules in evaluation, the tensor of an output,
+files written atomically, by one process at a time and never over an input, text made safe to show.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def relative_error(value: Tensor, reference: Tensor, offset: Tensor | None = Non
 
 
 def foreign_hooks(module: nn.Module) -> int:
-    """How many forward hooks, which may change what a module gives out, come neither from here nor from transformers.
+    """The number of forward hooks, which may change the output of a module, of neither howsmooth nor transformers.
 
     >>> from torch import nn
     >>> layer = nn.Linear(2, 2)
@@ -158,7 +158,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The tensor meant by what a function or model returned.
+    """The tensor in the result of a function or model.
 
     A tensor is itself; a transformers ``ModelOutput`` gives ``last_hidden_state`` or else its first tensor; a tuple,
     list or mapping gives the first tensor in it, however deep.
@@ -269,7 +269,7 @@ def distinct_files(read: Iterable[Named], written: Iterable[Named]) -> None:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Whether two names lead to the same file, by links of any kind, or would once it is made."""
+    """True when two names lead to the same file, by links of any kind, or would once it is made."""
     with suppress(OSError, ValueError):
         return one.samefile(other)
     return os.path.realpath(one) == os.path.realpath(other)
@@ -294,10 +294,10 @@ def spreadsheet_safe(cell: Any) -> Any:
 
 
 def first_line(error: BaseException, hidden: str = "", kind: bool = False) -> str:
-    """The first line of what an error says, safe to show; its kind before it, or where it says nothing.
+    """The first line of an error's message, safe to show; its kind before it, or where the message is empty.
 
     Args:
-        hidden: left out of it, such as the place of a copy of which the user knows nothing.
+        hidden: removed from it, such as the place of a copy that is unknown to the user.
 
     >>> first_line(ValueError("too long.\\nHint: shorten it")), first_line(KeyError(), kind=True)
     ('too long', 'KeyError')
@@ -309,7 +309,7 @@ def first_line(error: BaseException, hidden: str = "", kind: bool = False) -> st
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, the system or torch says that memory ran out.
+    """True for an error of Python, the system or torch that reports exhausted memory.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(RuntimeError("no"))
     (True, False)

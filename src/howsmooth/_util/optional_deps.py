@@ -1,4 +1,4 @@
-"""What is installed on request: packages that some work needs and most does not, each with its extra."""
+"""Optional dependencies: packages that few features need, each with its extra."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require(modules: Iterable[str], why: str) -> None:
 
 
 def lacking(module: str) -> str:
-    """What to do about a module that is not installed.
+    """The sentence for a module that is not installed.
 
     >>> lacking("ot.lp")
     "needs the package POT, which is not installed: pip install 'howsmooth[ot]'"
@@ -58,7 +58,7 @@ def lacking(module: str) -> str:
 
 
 def is_there(module: str) -> bool:
-    """Whether a module could be imported, without importing it."""
+    """True when a module could be imported; it is not imported."""
     try:
         return find_spec(module) is not None
     except ValueError:  # already imported in an odd way

@@ -1,9 +1,9 @@
-"""One thread at a time: what a call listens to and switches belongs to the whole process.
+"""One thread at a time in a model: hooks and switches belong to the whole process.
 
 transformers looks attention up in one table by name, hooks hang on the modules of a model that threads may share, the
 implementation is a setting of its configuration, and first weights are drawn from torch's one global generator. So
 every call that runs, listens to, draws or loads a model holds one lock; numbers are then the same in threads as one
-after the other. Measuring what was captured needs no lock.
+after the other. Measuring captured sites needs no lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCK = ONE_AT_A_TIME
 
 
 def alone(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """The function, run while no other thread is in a model."""
+    """Run a function while no other thread is in a model."""
 
     @wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:

@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process, taken by one call at a time and given back as it was.
+"""Process-wide settings of torch, changed by one call at a time and restored afterwards.
 
 Forward-mode differentiation, the choice of attention kernels and the fast path of `torch.nn.MultiheadAttention` are
 switches of the process, not of a thread. Two threads that turn them at the same time stop each other with an error or

@@ -1,4 +1,4 @@
-"""Which engine, by name and options, and how it is opened and left."""
+"""The choice of an engine by name and options, and its executor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = {"memory": 100_000_000, "time": 1_000_000}
 
 @dataclass(frozen=True)
 class Engine:
-    """Which engine, and its options.
+    """An engine and its options.
 
     Attributes:
         kind: "processes", "slurm" or "ray".
@@ -53,7 +53,7 @@ class Engine:
 def open_engine(engine: Engine | Executor) -> Iterator[Executor]:
     """The executor of an engine; when the block ends by an error or Ctrl-C, all that is queued is cancelled.
 
-    An executor is itself, and whose it is shuts it down.
+    An executor is returned as it is; its owner shuts it down.
     """
     if not isinstance(engine, Engine):
         yield engine
@@ -68,7 +68,7 @@ def open_engine(engine: Engine | Executor) -> Iterator[Executor]:
 
 
 def _executor(engine: Engine) -> Executor:
-    """What each engine needs is imported when it is asked for: the extras are large."""
+    """Make the executor; its package is imported only now, for the extras are large."""
     threads, jobs = engine.threads or 1, engine.jobs or os.cpu_count() or 1
     if engine.kind == "slurm":
         from howsmooth.engines.slurm import Slurm
@@ -88,7 +88,7 @@ def complete(
     keep: Callable[[str, Any], object],
     jobs: int | None = None,
 ) -> None:
-    """`submit_all` for work of which nothing may be missing: items by name, and an error at the end for what failed.
+    """`submit_all` for work that must be complete: items by name, and an error at the end for those that failed.
 
     Raises:
         EngineError: it names the first, with its reason; the others are done by then.
@@ -107,10 +107,9 @@ def complete(
 
 
 def load_of(executor: Executor, jobs: int | None = None) -> Load:
-    """How much an executor is given at a time: what it says itself, or ``jobs`` single items.
+    """The load of an executor: its own ``load``, or ``jobs`` single items at a time.
 
-    Where nobody says anything it is two items for every worker that it admits to have, so that none waits for the
-    driver.
+    By default it is two items for every worker of the executor, so that none waits for the driver.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> load_of(ThreadPoolExecutor(3)), load_of(ThreadPoolExecutor(3), jobs=5)

@@ -1,8 +1,8 @@
-"""Handing items to an executor: a bounded number at a time, each tried again once, results to one place.
+"""Submitting items to an executor: a bounded number at a time, each tried again once, results to one callback.
 
-A worker that dies takes down what it was working on, and nobody says which item was to blame. So what was handed over
-together and came back without an answer is handed over again in two halves, until a single item is left: only an item
-that was alone with a worker is blamed for its death.
+A worker that dies loses its task without naming the item that killed it. So items that were submitted together and came
+back without answers are submitted again in two halves, down to single items: only an item that was alone with a worker
+is blamed for its death.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from howsmooth.errors import HowsmoothError
 
 Item = TypeVar("Item")
 ATTEMPTS = 2
-"""How often an item is tried."""
+"""The number of attempts for an item."""
 
 
 class EngineError(HowsmoothError, RuntimeError):
-    """An engine that cannot be reached, or that takes no more work; the message says what to do."""
+    """An engine that cannot be reached, or that takes no more work; the message names a remedy."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many tasks an executor is given at a time, and how many items make a task; 0: all are dealt out at once."""
+    """The number of tasks of an executor at a time, and the number of items in a task; 0: all are dealt out at once."""
 
     width: int
     share: int = 1
@@ -44,7 +44,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class State:
-    """How far the work is: items answered and given up, items with workers, items that wait; the last answer's place
+    """The state of the work: items finished or abandoned, items with workers, items that wait; the last answer's place
     and how many seconds it took, None at the beginning."""
 
     done: int
@@ -66,7 +66,7 @@ def submit_all(
     tell: Callable[[State], object] = lambda state: None,
     retry: Callable[[int, str], object] = lambda index, reason: None,
 ) -> list[Failure]:
-    """Have every item worked on, and give back those that failed.
+    """Submit every item, and return those that failed.
 
     Args:
         executor: any; it is not shut down.
@@ -80,7 +80,7 @@ def submit_all(
 
     Raises:
         EngineError: the executor takes no more work.
-        WorkerMisconfigured: a worker that can answer nothing.
+        WorkerMisconfigured: a worker lacks the model or has other software.
         KeyboardInterrupt, and whatever ``keep`` raises: what has not begun is cancelled.
     """
     return _Hands(executor, work, items, keep, load, limit, prepare, tell, retry).run()

@@ -22,7 +22,7 @@ Done = Callable[[bytes | None, BaseException | None], None]
 
 
 def call(task: bytes) -> bytes:
-    """What a worker does: unpack a function with its arguments, call it, and pack what it gives."""
+    """Unpickle a function with its arguments, call it, and pickle its result; runs in a worker."""
     from ray import cloudpickle
 
     function, args, kwargs = pickle.loads(task)

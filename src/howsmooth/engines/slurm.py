@@ -36,7 +36,7 @@ _ALIVE = (
     "STOPPED",
 )
 _PATIENCE = 4
-"""How often the scheduler must say that a job is over before a missing answer is given up: disks may lag behind."""
+"""The number of reports that a job is over before a missing answer counts as a failure: disks may lag behind."""
 
 
 class JobLost(RuntimeError):

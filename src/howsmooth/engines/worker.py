@@ -1,4 +1,4 @@
-"""What happens in a worker: items one after the other, each with its answer or the reason why there is none."""
+"""The loop of a worker: items one after the other, each with its answer or the reason for its failure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Home = tuple[str, int]
 
 
 class WorkerMisconfigured(InvalidInput):
-    """A worker that can answer nothing: another version, or no model. There is no use in asking it again."""
+    """A worker with another version of the software, or without the model: every item would fail."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of an item: its value, or an error in one line; ``hopeless`` when every other item would share it."""
+    """The answer to an item: its value, or an error in one line; ``hopeless`` when every other item would share it."""
 
     value: Any = None
     error: str = ""
@@ -39,7 +39,7 @@ def here() -> Home:
 
 
 def nothing(item: object) -> None:
-    """What has to be done before an item, mostly."""
+    """No preparation."""
 
 
 def answer_all(

@@ -144,14 +144,14 @@ def _row(exact: Tensor, free: Tensor, errors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _layer_paths(model: nn.Module, targets: Targets) -> list[str]:
-    """Where the layers are in the model."""
+    """The names of the layers in the model."""
     names = {module: name for name, module in model.named_modules()}
     return [names[module] for module in targets.modules]
 
 
 @alone
 def _stream(model: Any, paths: list[str], inputs: dict[str, Tensor], given: list[Tensor] | None) -> list[Tensor]:
-    """What enters the first layer and what each layer gives, ``(n, d)``, when layers are given these inputs instead."""
+    """The input of the first layer and the output of each layer, ``(n, d)``, with given inputs of layers if any."""
     entered, left = dict[int, Tensor](), dict[int, Tensor]()
 
     def on_entry(layer: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which format for which cache: the least predicted damage within a budget of bits.
+"""Allocation of formats to caches: the minimum predicted damage within a budget of bits.
 
 Damages of separate roundings nearly add (their errors are unrelated), so a choice costs the sum of its parts, and the
 best one within a budget is a knapsack with one choice for each part: solved exactly by dynamic programming over the
@@ -102,7 +102,7 @@ def assigned(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], c
 
 @validated
 def uniform(damage: Tensor, formats: Sequence[Format], bits: Sequence[float], budget: float) -> Allocation:
-    """The same format everywhere: the one with most bits that the budget allows."""
+    """One format everywhere: the one with the maximum number of bits within the budget."""
     layers, parts, _, heads = _checked(damage, formats, bits, budget)
     best = max((i for i in range(len(formats)) if bits[i] <= budget + 1e-9), key=lambda i: bits[i])
     return assigned(damage, formats, bits, torch.full((layers, parts, heads), best))

@@ -102,7 +102,7 @@ _ENGINES: dict[str, tuple[Callable[[Format], Word | None], str, tuple[str, ...]]
     "modelopt": (in_modelopt, "fp8_e4m3, int8, int4, nvfp4, bf16, fp16", ("model", "layer", "part")),
     "llama.cpp": (in_llama_cpp, "bf16, fp16, int8, int4, int4[asymmetric]", ("model",)),
 }
-"""How an engine says a format, which formats it has, and for what it takes one."""
+"""The names of formats in an engine, the formats that it has, and the units for which it takes one."""
 
 
 def _sharing(form: Format) -> str:

@@ -1,4 +1,4 @@
-"""What attention holds of a text: queries, keys and values of every head at one layer, and what rounding makes of them.
+"""The cache of attention: queries, keys and values of every head at one layer, and their rounded values.
 
 Keys are cached as they enter the logits, after rotary positions. A format that rounds them before is applied to keys
 turned back to position zero, which are then turned again.
@@ -21,7 +21,7 @@ from howsmooth.models import CapturedSite
 from howsmooth.rounding.number_formats import Format
 
 PARTS = ("key", "value")
-"""What a cache holds."""
+"""The parts of a cache."""
 Choice = Format | None
 """A format, or None for numbers kept as they are."""
 
@@ -79,12 +79,12 @@ class Cache:
 
     @property
     def group(self) -> int:
-        """How many heads share a key."""
+        """The number of query heads that share a key."""
         return len(self.query) // len(self.key)
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """True when no token attends to a later one."""
         n = self.bias.shape[-1]
         ahead = torch.ones(n, n, dtype=torch.bool, device=self.bias.device).triu(1)
         return bool((self.bias[..., ahead] == HIDDEN).all())

@@ -1,4 +1,4 @@
-"""Which numbers a format has: the nearest code of a scaled number, and how scales themselves are stored.
+"""The numbers of a format: the nearest code of a scaled number, and the storage of scales.
 
 Everything is computed in float32, rounds to nearest with ties to even, and saturates at the largest code. Where torch
 has the dtype (float8_e4m3fn, float8_e5m2, bfloat16, float16) its own cast is taken.

@@ -42,7 +42,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Format:
-    """How a cached number is stored.
+    """The storage of a cached number.
 
     Attributes:
         base: the name of the entry in `NUMBER_FORMATS`.
@@ -109,7 +109,7 @@ class Format:
             )
 
     def rounded(self, x: Tensor, what: str = "these numbers") -> Tensor:
-        """What is read back from a cache ``(…, heads, n, width)`` in this format, in the dtype of x.
+        """The numbers of a cache ``(…, heads, n, width)`` after rounding to this format, in the dtype of x.
 
         >>> NUMBER_FORMATS["int2"].rounded(torch.tensor([[[1.0, 0.4, -0.6, 0.0]]]))
         tensor([[[ 1.,  0., -1.,  0.]]])

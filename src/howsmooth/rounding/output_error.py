@@ -1,4 +1,4 @@
-r"""What rounded keys or values do to the output of every head: the change itself, its first order, and a proved bound.
+r"""The output error of every head under rounded keys or values: the change itself, its first order, and a proved bound.
 
 For one query let P be the weights, v_j the values, o = Σ_j P_j v_j, all multiplied by the head's output matrix.
 Rounding moves values by δv_j and logits by e_j = s̃_j − s_j; put Δ = (max e − min e)/2 over the keys the query sees.
@@ -70,14 +70,14 @@ class OutputErrors:
 @validated
 @torch.no_grad()
 def output_errors(site: CapturedSite, formats: Sequence[Format]) -> OutputErrors:
-    """The three answers for a captured attention block."""
+    """The three errors of a captured attention block."""
     return output_errors_at(plain_map(site.attention, "rounding"), site.x, formats, site.layer)
 
 
 @validated
 @torch.no_grad()
 def output_errors_at(attention: AttentionMap, x: Tensor, formats: Sequence[Format], layer: int = 0) -> OutputErrors:
-    """The three answers for dot-product attention at tokens ``(n, d)``.
+    """The three errors of dot-product attention at tokens ``(n, d)``.
 
     >>> import howsmooth as hs
     >>> from howsmooth.rounding import parse_formats
@@ -123,7 +123,7 @@ def _mean(per_query: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reach:
-    """What the bounds need of a head, whatever is rounded: ``(heads, n)`` and ``(heads, n, n)``."""
+    """The quantities of a head that the bounds share, whatever is rounded: ``(heads, n)`` and ``(heads, n, n)``."""
 
     weights: Tensor
     seen: Tensor

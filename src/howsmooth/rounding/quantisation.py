@@ -1,4 +1,4 @@
-"""From a model and a text to what may be rounded: answers, predicted damage, an allocation, and its check."""
+"""From a model and a text to output errors, predicted damage, an allocation of formats, and its check."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What rounding does to a model on a text.
+    """The effect of rounding on a model and a text.
 
     Attributes:
         model, precision: names to show.
@@ -94,7 +94,7 @@ class Quantisation:
 
     @property
     def damage_name(self) -> str:
-        """What the damage is called in tables."""
+        """The name of the damage in tables."""
         return "KL" if self.causal else "1 − cosine"
 
     @property
@@ -180,8 +180,8 @@ def quantise(
         samples: backward passes for each window.
         check: windows, none of which overlaps one of those, on which the choice is run; as many by default.
         device, dtype: where the model computes and with which weights, as of `howsmooth.models.open_model`.
-        out: a store in which a stopped run is taken up again. resume: keep what it has.
-        progress: told what comes next; a notebook shows a bar without it.
+        out: a ledger in which a stopped run is resumed. resume: use its items.
+        progress: called with the next step; a notebook shows a bar without it.
 
     >>> quantisation = quantise("random:llama[layers=2,width=32]", formats="int8,int4", budget=6, length=16, windows=2)
     >>> row = quantisation.rows()[0]
@@ -294,7 +294,7 @@ def _cut(
 
 
 def window_numbers(reader: RoundedModel, formats: Sequence[Format], samples: int, seed: int) -> Tensors:
-    """OutputErrors of every layer and scores of the model in one window."""
+    """Output errors of every layer and scores of the model in one window."""
     changes = [output_errors(site, formats) for site in reader.sites]
     scores = sampled_scores(reader, formats, samples, seed)
     stacked = {name: torch.stack([getattr(one, name) for one in changes]) for name in (*ERRORS, "size")}

@@ -1,4 +1,4 @@
-"""Running a model with rounded keys and values, through transformers' attention socket, and what that does to it.
+"""Running a model with rounded keys and values, through transformers' attention interface, and the resulting damage.
 
 A language model is compared by its distribution of the next token: KL(p‖p̃) in nats per token, and its perplexity. An
 encoder has no such distribution (and no cache): its sentence embedding is compared, the mean of its last hidden states,
@@ -76,14 +76,14 @@ class RoundedModel:
         return cls(model, inputs, tuple(rotaries), causal, sites)
 
     def on(self, inputs: Mapping[str, Tensor]) -> RoundedModel:
-        """The same model on another text of the same length, which is not captured."""
+        """This model on another text of the same length, which is not captured."""
         if inputs["input_ids"].shape != self.inputs["input_ids"].shape:
             raise InvalidInput("the other text has another length: capture it, for its positions are others.")
         return replace(self, inputs=inputs, sites=())
 
     @property
     def tokens(self) -> int:
-        """How many tokens the damage is a mean over: all of a text, or one embedding."""
+        """The number of tokens that the damage is a mean over: all of a text, or one embedding."""
         return int(self.inputs["input_ids"].shape[-1]) if self.causal else 1
 
     def outcome(self, assignment: Assignment | None = None) -> Tensor:
@@ -95,7 +95,7 @@ class RoundedModel:
         return outcome
 
     def read(self, output: Any) -> Tensor:
-        """What the model says, from its output."""
+        """The outcome, from the output of the model."""
         if self.causal:
             return torch.log_softmax(output.logits[0].double(), dim=-1)
         mean = output.hidden_states[-1][0].double().mean(0)
@@ -135,7 +135,7 @@ def run_whole(reader: RoundedModel) -> Any:
 
 
 class Layers:
-    """Which attention block is called now: blocks are called in their order, each once."""
+    """The attention block that is called: blocks are called in their order, each once."""
 
     def __init__(self, count: int, called: int = 0):
         self.count, self.called = count, called

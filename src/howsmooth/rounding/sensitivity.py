@@ -126,7 +126,7 @@ def _changes(
     rotary: Any,
     layer: int,
 ) -> Tensor:
-    """What rounding keys or values alone does to the heads, ``(2, formats, n, heads, v)``."""
+    """The change of the heads by rounding keys or values alone, ``(2, formats, n, heads, v)``."""
     query, key, value, output = (t.detach() for t in (query, key, value, output))
     heads = query.shape[1]
     changes = []

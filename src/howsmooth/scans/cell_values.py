@@ -24,10 +24,10 @@ from howsmooth.scans.scan_options import ScanSettings
 CellValues = dict[str, Any]
 Reasons = dict[str, Tensor]
 PROVED = "howsmooth.three_path"
-"""The bound that every attention map has at its input."""
+"""The bound that every attention map has at an input."""
 _REASONS = ("value_path", "score_path", "value_share", "sink", "sink_token", "entropy")
 PROVED_AROUND = "howsmooth.composed"
-"""The same of attention with something around it."""
+"""The same bound for attention with other operations around it."""
 COSTLY = ("howsmooth.local",)
 """Bounds that take many times as long as the measurement; only with ``bounds="all"``."""
 

@@ -25,7 +25,7 @@ LIMIT = 2.0
 
 
 class Place(NamedTuple):
-    """Which map: what it is, its layer and head where it has one."""
+    """A map of a model: its kind, and its layer and head where it has them."""
 
     what: str
     layer: int | None
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """How a map has changed, in the cell where that is most certain.
+    """The change of a map, in the cell where it is most certain.
 
     Attributes:
         place: which map.
@@ -83,7 +83,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` finds.
+    """The result of `compare`.
 
     Attributes:
         names: of the scans, in their order.
@@ -131,7 +131,7 @@ class Comparison:
         return grid(self.headline(), ("map", "tokens", *self.names, "factor"), rows, more)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a JSON file can hold."""
+        """The comparison for a JSON file."""
         return {
             "scans": list(self.names),
             "limit": self.limit,
@@ -145,7 +145,7 @@ class Comparison:
 
 @validated
 def compare(*scans: Scan | Path | str, names: Sequence[str] | None = None, limit: float = LIMIT) -> Comparison:
-    """What has changed from the first scan to the last, map by map.
+    """Compare scans map by map, the last with the first.
 
     Args:
         scans: two or more, each a `Scan` or the path of a store; the first is what the others are compared with.

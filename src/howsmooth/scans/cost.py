@@ -1,4 +1,4 @@
-"""What a scan will take: from n, d and heads, and a few batches that are measured to find the machine's constants.
+"""The cost of a scan, predicted from n, d and heads and from a few batches that calibrate the machine.
 
 A batch at n tokens of width d works on its projections, n·d² multiplications, and on its scores, n²·d, in as many
 products as the solver asks for; there is a cost per call beside. So its time is
@@ -6,7 +6,7 @@ products as the solver asks for; there is a cost per call beside. So its time is
     t(n) = a + b·n·d² + c·n²·d,   a, b, c ≥ 0,
 
 for every kind of map with constants of its own, found by least squares from two or three short lengths. Reading a
-window is modelled in the same way. What the formula does not know (how many products a head takes) is averaged over
+window is modelled in the same way. The number of products that a head takes is unknown to the formula and averaged over
 the layers that are tried.
 """
 
@@ -47,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: OpenModel) -> Sizes:
-        """As its configuration says; 1 where it says nothing."""
+        """From its configuration; 1 where it has no such entry."""
         config: Any = model.model.config
         names = ("hidden_size", "num_attention_heads", "num_hidden_layers")
         sizes = [getattr(config, name, None) for name in names]
@@ -85,7 +85,7 @@ def _features(n: int, width: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan will take.
+    """The predicted cost of a plan.
 
     Attributes:
         cells, units: how many numbers, in how many pieces of work.
@@ -115,7 +115,7 @@ class Prediction:
         )
 
     def against(self, seconds: float) -> str:
-        """The prediction beside what it took."""
+        """The prediction beside the measured time."""
         return (
             f"predicted {duration_text(self.seconds)}, took {duration_text(seconds)} of workers' time "
             f"({100 * (self.seconds / max(seconds, 1e-9) - 1):+.0f} %)"
@@ -130,7 +130,7 @@ def predict(
     workers: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Prediction:
-    """What a plan will take on this machine, after a short calibration on batches of its own."""
+    """Predict the cost of a plan on this machine, after a short calibration on some of its batches."""
     laws = calibrated(model, plan, cut, settings, clock)
     units = split(plan, workers)
     times = [laws[_READ](unit[0].length) + sum(laws[batch.what](batch.length) for batch in unit) for unit in units]
@@ -205,7 +205,7 @@ def _cut_short(window: Window, length: int) -> Window:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had; 0 where the system does not say."""
+    """The peak memory of this process; 0 where the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -214,7 +214,7 @@ def peak_bytes() -> int:
 
 
 def duration_text(seconds: float) -> str:
-    """A time as one would say it.
+    """A time in a unit that suits it.
 
     >>> duration_text(0.25), duration_text(75), duration_text(7300), duration_text(400_000)
     ('0.25 s', '1.2 min', '2 h', '4.6 days')
@@ -226,9 +226,9 @@ def duration_text(seconds: float) -> str:
 
 
 def sbatch_script(command: Sequence[str], prediction: Prediction, shards: int, threads: int, out: str) -> str:
-    """A script for SLURM: one task of an array for every shard, and what joins them.
+    """A script for SLURM: one task of an array for every shard, and the command that joins them.
 
-    The time asked for is twice the prediction and ten minutes: what a scheduler stops is lost.
+    The requested time is twice the prediction and ten minutes: a stopped task has to be run again.
     """
     from shlex import join, quote
 

@@ -1,4 +1,4 @@
-"""What is whole of a damaged store, written to a new one; the damaged file stays as it is."""
+"""Salvage: the intact rows of a damaged store, written to a new one; the damaged file stays as it is."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _HEADER = {0: b"SQLite format 3\0", 16: b"\x10\x00", 20: b"\x00\x40\x20\x20", 44
 
 @dataclass(frozen=True)
 class Salvaged:
-    """What came out of a damaged store.
+    """The result of a salvage.
 
     Attributes:
         store: the new one.
-        kept, written: cells that are whole, and that a scan had written, None where that cannot be read any more.
-        dropped: what was found damaged, in words.
+        kept, written: intact cells, and cells that a scan had written, None where that number cannot be read.
+        dropped: damaged parts, in words.
         proved: whether every cell that was kept had its checksum; stores of version 0 have none.
     """
 

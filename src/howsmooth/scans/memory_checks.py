@@ -1,4 +1,4 @@
-"""Whether a window fits in memory: said before it is read where sizes tell, and in one sentence where they do not."""
+"""Memory of a window: checked by its size before it is read, and refused in one sentence when it runs out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT = 4
 
 
 def least_bytes(length: int, heads: int, width: int, layers: int) -> int:
-    """What reading n tokens takes at least.
+    """A lower bound on the bytes that reading n tokens takes.
 
     A layer holds its h·n² logits while it makes weights of them, and every layer's n·d tokens are kept.
 
@@ -45,7 +45,7 @@ def check_fits(model: OpenModel, length: int, free: int | None = None) -> None:
 
 @contextmanager
 def fitting(length: int) -> Iterator[None]:
-    """One sentence for what runs out of memory."""
+    """Replace errors of exhausted memory by one sentence."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -24,7 +24,7 @@ from howsmooth.scans.shards import Shard, read_shards
 from howsmooth.scans.store_reader import StoreRow, named
 
 _SAME = ("precision", "written", "howsmooth")
-"""What scans of one model on one text must share to be one scan; ``written`` are the settings."""
+"""Columns in which scans of one model on one text must agree to be one scan; ``written`` are the settings."""
 _IN_WORDS = {"precision": "precision", "written": "settings", "howsmooth": "version of howsmooth"}
 _FREE = ("seconds",)
 """The columns of a cell that differ from run to run: how long it took."""
@@ -32,7 +32,7 @@ _FREE = ("seconds",)
 
 @dataclass(frozen=True)
 class Merged:
-    """What was joined.
+    """The result of a merge.
 
     Attributes:
         store: the new one.
@@ -116,7 +116,7 @@ class _Joined:
             self._cell(path, dict(zip(names, (numbers[values[0]], *values[1:]), strict=True)))
 
     def finish(self) -> None:
-        """Write what the scans have counted."""
+        """Write the counts of the scans."""
         for row in self.scans.values():
             update_scan(self.db, row | {"settings": row["written"]})
 

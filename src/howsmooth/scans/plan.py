@@ -12,7 +12,7 @@ _WITHOUT_LAYER = ("model", "logits")
 
 
 OF_SOFTMAX = ("head", "attention")
-"""What a layer has only where its attention takes a softmax."""
+"""Maps of a layer that exist only where its attention takes a softmax."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CellBatch:
 
     @property
     def work(self) -> float:
-        """What it costs, roughly: products are made of the n × n weights and of n × d tokens."""
+        """The approximate cost: products are made of the n × n weights and of n × d tokens."""
         return self.length * (self.length + 256.0)
 
     def cells(self) -> Iterator[ScanCell]:

@@ -100,7 +100,7 @@ def _storable(name: str) -> str:
 
 
 def _heads(targets: Targets, selections: Sequence[Selection]) -> list[int]:
-    """How many heads each layer has; none where they are not asked for, so that any attention will do."""
+    """The number of heads of each layer; 0 where none is requested, so that any attention is accepted."""
     if any(selection.what == "head" for selection in selections):
         without = targets.skipped
         return [0 if layer in without else targets.site(layer).attention.heads for layer in range(targets.layers)]

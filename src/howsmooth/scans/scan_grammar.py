@@ -1,4 +1,4 @@
-"""How a scan is asked for in a few characters: ``0,2-4``, ``8,16,…,512`` and ``head[layers=0-5,heads=3]``."""
+"""The small language of scan options: ``0,2-4``, ``8,16,…,512`` and ``head[layers=0-5,heads=3]``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def parse_lengths(text: Numbers) -> tuple[int, ...]:
 
 
 def _continued(before: Sequence[int], last: int, text: str) -> list[int]:
-    """What dots stand for between the numbers before them and the one after."""
+    """The numbers that dots replace between the numbers before them and the one after."""
     doubled = [before[-1]]
     while 2 * doubled[-1] < last:
         doubled.append(2 * doubled[-1])

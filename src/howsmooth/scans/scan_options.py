@@ -61,7 +61,7 @@ class ScanSettings:
             raise InvalidInput(f"a scan needs at least one window and has {limits}.")
 
     def to_json(self) -> str:
-        """The same text for the same settings."""
+        """Equal settings give equal texts."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -130,5 +130,5 @@ class ScanOptions(ScanSettings):
 
     @property
     def engine(self) -> Executor | Engine | None:
-        """Who measures; None for this process."""
+        """The engine or executor that measures; None for this process."""
         return Engine(jobs=self.jobs) if self.executor is None and (self.jobs or 1) > 1 else self.executor

@@ -1,9 +1,9 @@
-"""Where the numbers of a scan are kept: one SQLite file that survives being killed at any moment.
+"""The store of scans: one SQLite file that survives a kill at any moment.
 
 A scan is identified by content: the sha256 of the model's weights, that of the text, the settings and the version. Its
 cells arrive in batches, each in one transaction together with the tokens of its window; a cell that is there is never
-written again. One process writes at a time, any number may read. What is read is what was written, or an error that
-names the row: see `howsmooth.scans.schema`.
+written again. One process writes at a time, any number may read. A row that differs from the written one raises an
+error that names it: see `howsmooth.scans.schema`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEY = ("model_sha256", "text_sha256")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a scan is about: the key under which a store keeps it, and names to show."""
+    """The identity of a scan: its key in a store, and names to show."""
 
     model: str
     model_sha256: str

@@ -166,7 +166,7 @@ def _stored(value: Any, kind: str) -> Any:
 
 
 def fault(table: str, values: Sequence[Any], kept: int | None, version: int = VERSION) -> str:
-    """What is wrong with the columns of a row, or nothing: its checksum, or without one the types of its columns."""
+    """The fault of a row, or "": a wrong checksum, or without checksums a wrong type."""
     if kept is not None:
         known = [value for name, value in zip(COLUMNS[table], values, strict=True) if has(version, table, name)]
         try:

@@ -1,7 +1,7 @@
-"""Shards: the same scan in N parts that know nothing of each other, each with a store of its own.
+"""Shards: one scan in N independent parts, each with a store of its own.
 
 Part i of N has the units i, i + N, i + 2N, … of the whole plan, whatever is stored already, so that the parts are
-disjoint and together the whole. A store notes of which part it is in a table of its own.
+disjoint and together the whole. A store records its part in a table of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of which scan.
+    """One part of a scan.
 
     Attributes:
         number, count: part number 1 … count.
@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def whole(self) -> Shard:
-        """What all parts of one scan have in common."""
+        """The shard without the fields in which parts of one scan differ."""
         return replace(self, number=0, cells=0, there=0)
 
     def part(self, plan: Sequence[CellBatch]) -> list[CellBatch]:
@@ -61,7 +61,7 @@ class Shard:
         return [batch for unit in units[self.number - 1 :: self.count] for batch in unit]
 
     def of(self, plan: Sequence[CellBatch], model_sha256: str, text_sha256: str) -> Shard:
-        """This part of a scan, with what the store is to note of it."""
+        """This part of a scan, with the fields that the store records."""
         said = hashlib.sha256(repr(list(plan)).encode()).hexdigest()
         cells = sum(len(batch.heads) for batch in self.part(plan))
         return replace(self, model_sha256=model_sha256, text_sha256=text_sha256, plan=said, cells=cells)
@@ -100,7 +100,7 @@ def _of_slurm() -> Shard:
 
 
 def note_shard(store: Store, scan: int, shard: Shard | None) -> None:
-    """Write into a store of which part of a scan it is, None for the whole; another one there is refused."""
+    """Record in a store its part of a scan, None for the whole; a store of another part is refused."""
     with store._transaction():
         there = store.shards().get(scan)
         if shard is None:
@@ -125,7 +125,7 @@ def note_shard(store: Store, scan: int, shard: Shard | None) -> None:
 
 
 def read_shards(path: Path) -> list[Shard]:
-    """Of which parts a store is; none for a store that was not made from shards."""
+    """The parts that a store records; none for a store that was not made from shards."""
     with Store.reading(path) as store:
         of = {row["id"]: row for row in store._scans()}
         return [

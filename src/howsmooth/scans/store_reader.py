@@ -1,4 +1,4 @@
-"""Reading a store: what was asked for and no more, each row proved by its checksum."""
+"""Reading a store: requested rows only, each verified by its checksum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLACE = 'scan = ? AND what = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) =
 
 
 class StoreReader:
-    """What an open store holds.
+    """The rows of an open store.
 
     Args:
         path: of the store, for messages.
@@ -83,7 +83,7 @@ class StoreReader:
             yield shares
 
     def count(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return sum(row["cells"] or 0 for row in self._scans()) if self.version else len(list(self.verified("cells")))
 
     def windows(self, scan: int | None = None) -> list[StoreRow]:
@@ -99,7 +99,7 @@ class StoreReader:
         return rows
 
     def scans(self, scan: int | None = None) -> list[StoreRow]:
-        """What each scan, or one, is about: its number, model, text, their hashes, and its settings by name."""
+        """The identity of each scan, or of one: its number, model, text, their hashes, and its settings by name."""
         return [{name: row[name] for name in ("id", *_OF_SCAN, "settings")} for row in self._chosen(scan)]
 
     def check_whole(self) -> None:

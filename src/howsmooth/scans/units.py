@@ -1,7 +1,7 @@
 """Units of work: some layers of a model in one window, so that one forward pass serves many cells.
 
-A unit says all that a worker needs, in a few kilobytes. The worker opens the model when the first unit names it and
-keeps it, and so it does with what the model did in the last window.
+A unit holds all that a worker needs, in a few kilobytes. A worker opens the model of its first unit and keeps it
+open, and it keeps the targets of the last window.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPLIT = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """Which model, how it was opened, and the software that must be the same everywhere."""
+    """The name and options of a model, and the software that must be the same everywhere."""
 
     model: str
     head: bool
@@ -55,7 +55,7 @@ class Unit:
     settings: ScanSettings
 
     def __str__(self) -> str:
-        """What is measured where, in words."""
+        """The measured maps and their place, in words."""
         first = self.batches[0]
         layers = sorted({batch.layer for batch in self.batches if batch.layer is not None})
         whats = ", ".join(dict.fromkeys(batch.what for batch in self.batches))
