@@ -1,9 +1,9 @@
 """Proofs, rounding included: of a Lipschitz constant at an input or on a ball around it, and of a class.
 
-Read in this order: `certificate` (the results), `certify_any` (`hs.certify`, which chooses), then one subpackage per
-question. `point`: the norm of the Jacobian at an input, between two proved ends. `ball`: an upper end for every input
-within a radius. `network`: the margins of a network of several layers as affine forms with bounded remainders.
-`classifier`: the radius within which a `PatchTransformer` keeps its class. No number here is an estimate.
+Read in this order: `certificate` (the results), `certify_any` (`hs.certify`, which chooses the proof), then one
+subpackage per question. `point` bounds the norm of the Jacobian at an input from both sides; `ball` bounds it for every
+input within a radius; `network` bounds the margins of networks of several layers; `classifier` finds the radius within
+which the class of a `PatchTransformer` is constant. The proofs are pages of docs/theory; no number here is an estimate.
 """
 
 from howsmooth.certificates.ball.differentiable_constants import certified_constants

@@ -58,8 +58,8 @@ class Side:
         """Approximate norms of single heads, ``(b, heads)``, for the first weights."""
         grams = self.rows @ self.rows.mT if self.rows.shape[-2] < self.rows.shape[-1] else self.rows.mT @ self.rows
         sizes = grams.square().sum((-2, -1)).pow(0.25) + self.error
-        most = sizes.amax()
-        return sizes + torch.where(most > 0, 1e-6 * most, 1.0)  # weights stay finite where a head does nothing
+        largest = sizes.amax()
+        return sizes + torch.where(largest > 0, 1e-6 * largest, 1.0)  # weights stay finite where a head does nothing
 
     @cached_property
     def _float32_rows(self) -> tuple[Tensor, Tensor]:
@@ -100,12 +100,12 @@ def row_by_row(left: Side, right: Side) -> Tensor:
     """
     logs = right.sizes.log() - left.sizes.log()
     first, second = left.start_vectors, right.start_vectors
-    best, least = logs, torch.full_like(logs[:, 0], torch.inf)
+    best, minimum = logs, torch.full_like(logs[:, 0], torch.inf)
     for step in range(_STEPS + 1):
         written, first = left.head_shares(logs.exp(), first)
         read, second = right.head_shares((-logs).exp(), second)
         size = written.sum(-1) * read.sum(-1)
-        best, least = torch.where((size < least)[:, None], logs, best), torch.minimum(size, least)
+        best, minimum = torch.where((size < minimum)[:, None], logs, best), torch.minimum(size, minimum)
         logs = logs - (_normalised(written) - _normalised(read)) / (1 + step / _STEPS)
     return left.norms(best.exp(), first) * right.norms((-best).exp(), second)
 
@@ -115,16 +115,16 @@ def over_keys(left: Side, right: Side, queries: int) -> Tensor:
 
     The left side has ``queries`` rows, the right side the keys, with ``(queries·heads)`` for its heads.
     """
-    alone = (left.sizes.flatten() * right.sizes).square().view(len(right.rows), queries, -1).sum(1).amax(0)
-    logs = 0.5 * alone.clamp_min(TINY).log() - 2 * left.sizes.log()
+    single = (left.sizes.flatten() * right.sizes).square().view(len(right.rows), queries, -1).sum(1).amax(0)
+    logs = 0.5 * single.clamp_min(TINY).log() - 2 * left.sizes.log()
     first, second = left.start_vectors, right.start_vectors
-    best, least = logs, torch.inf
+    best, minimum = logs, torch.inf
     for step in range(_STEPS + 1):
         written, first = left.head_shares(logs.exp(), first)
         read, second = right.head_shares((written.sum(-1, keepdim=True) / logs.exp()).flatten()[None], second)
         sizes = read.sum(-1)
-        if float(sizes.amax()) < least:
-            best, least = logs, float(sizes.amax())
+        if float(sizes.amax()) < minimum:
+            best, minimum = logs, float(sizes.amax())
         shares = torch.softmax(_SHARPNESS * sizes / sizes.amax().clamp_min(TINY), 0) @ _normalised(read)
         logs = logs - (_normalised(written) - _normalised(shares.view(logs.shape))) / (1 + step / _STEPS)
     loads = left.norms(best.exp(), first).square()[:, None] / best.exp()
@@ -251,16 +251,16 @@ class BlockBall:
             *(part.expand(self.n, *part.shape[1:]) for part in (self._value_maps.rows, self._value_maps.error))
         )
         still, keys = self._value_side(self.upper_weights), self._key_side(self.upper_weights)
-        asked = self._projector_side(self.query_bases, (self.eps * self.score).expand(self.n, -1))
-        bound = row_by_row(moved, keys) + row_by_row(moved, asked) + row_by_row(still, asked)
+        query_side = self._projector_side(self.query_bases, (self.eps * self.score).expand(self.n, -1))
+        bound = row_by_row(moved, keys) + row_by_row(moved, query_side) + row_by_row(still, query_side)
         for step in self._steps:
             bound = bound + 2 * row_by_row(self._value_side(step.loads), self._key_side(step.mixture))
         return bound
 
     def other_tokens_change(self, keys: Tensor) -> float:
         """≥ the change of the value and key paths for inputs of some tokens."""
-        kept = torch.zeros(self.n, dtype=torch.float64).index_fill(0, keys, 1.0)
-        bound = self._value_sum_norm(torch.cat([ball.weight_matrix_change(kept) for ball in self.balls]))
+        mask = torch.zeros(self.n, dtype=torch.float64).index_fill(0, keys, 1.0)
+        bound = self._value_sum_norm(torch.cat([ball.weight_matrix_change(mask) for ball in self.balls]))
         for step in self._steps:
             left, right = self._value_side(step.loads), self._push_side(step.mixture, keys)
             bound = bound + 2 * self._sum_over_keys(left, right, self.n)
@@ -273,14 +273,14 @@ class BlockBall:
         moved = self._projector_side(self.key_bases, loads.sum(1).sqrt().mT * sizes)
         bound = self._sum_over_keys(self._value_maps, moved)
         still = self._value_side(self.upper_weights)
-        alone = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
-        if float(alone.amax()) == 0:  # no query moves
+        single = (loads * still.sizes.mT.square()[..., None]).sum(1).amax(-1).sqrt() * sizes
+        if float(single.amax()) == 0:  # no query moves
             return bound
-        weights = alone.clamp_min(1e-6 * float(alone.amax())) / still.sizes.square()
+        weights = single.clamp_min(1e-6 * float(single.amax())) / still.sizes.square()
         shares = still.norms(weights, still.start_vectors).square()[:, None] / weights
         reads = torch.einsum("hij,ih->jh", loads, shares).sqrt() * sizes
-        asked = self._projector_side(self.key_bases, reads)
-        return bound + float(asked.norms(torch.ones_like(reads), asked.start_vectors).amax())
+        query_side = self._projector_side(self.key_bases, reads)
+        return bound + float(query_side.norms(torch.ones_like(reads), query_side.start_vectors).amax())
 
     def _value_sum_norm(self, sizes: Tensor) -> float:
         """‖Σ_h M_h ⊗ V_h‖ for matrices M_h of these norms."""
@@ -306,8 +306,10 @@ class BlockBall:
         moved = self._push_side_by_head(self._loads_of_key(2 * variances, at), at)
         bound = bound + self._sum_over_keys(self._value_maps, moved)
         known, unknown = (torch.cat(part) for part in zip(*(ball.query_move_terms for ball in self.balls), strict=True))
-        asked = self._projector_side(self.key_bases.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double())
-        bound = bound + self._sum_over_keys(self._along_values(key, known[..., key]), asked, self.n)
+        query_side = self._projector_side(
+            self.key_bases.repeat(self.n, 1, 1), torch.ones(1, known[..., 0].numel()).double()
+        )
+        bound = bound + self._sum_over_keys(self._along_values(key, known[..., key]), query_side, self.n)
         loose = unknown[..., key].norm(dim=-1)[None]
         written = self._projector_side(self.output_bases, torch.ones_like(loose))
         return bound + self._sum_over_keys(written, self._projector_side(self.key_bases, loose))

@@ -79,8 +79,8 @@ def bilinear(group: Paths, left: Tensor, right: Tensor) -> Tensor:
     True
     """
     values = (group.value_map @ right[..., None])[..., 0]
-    asked = right if group.pull_map is None else (group.pull_map @ right[..., None])[..., 0]
-    answered = right if group.push_map is None else (group.push_map @ right[..., None])[..., 0]
-    logits = asked @ group.pull.mT + group.push @ answered.mT
+    queries = right if group.pull_map is None else (group.pull_map @ right[..., None])[..., 0]
+    keys = right if group.push_map is None else (group.push_map @ right[..., None])[..., 0]
+    logits = queries @ group.pull.mT + group.push @ keys.mT
     away = left @ group.value.mT - (left * group.mean).sum(-1, keepdim=True)
     return (group.weights * (left @ values.mT)).sum((-2, -1)) + (group.slopes * logits * away).sum((-2, -1))

@@ -160,13 +160,13 @@ class PerturbedHeads(HeadGeometry):
     @cached_property
     def weight_variances(self) -> tuple[Tensor, Tensor, Tensor]:
         """≥ P(1 − P), ≥ its change, and ≤ 1 − P⁰, ``(g, n, n)`` each."""
-        group, low, high = self.group, self.lower_weights, self.upper_weights
-        here, ends = group.weights, torch.stack([low * (1 - low), high * (1 - high)])
-        most = torch.where((low <= 0.5) & (high >= 0.5), 0.25, ends.amax(0))
+        group, lower, upper = self.group, self.lower_weights, self.upper_weights
+        here, ends = group.weights, torch.stack([lower * (1 - lower), upper * (1 - upper)])
+        largest = torch.where((lower <= 0.5) & (upper >= 0.5), 0.25, ends.amax(0))
         product = here * (1 - here)
-        shift = torch.maximum(most - product, product - ends.amin(0)).clamp_min(0.0)
+        shift = torch.maximum(largest - product, product - ends.amin(0)).clamp_min(0.0)
         shift = shift + 2 * torch.expm1(group.radii.weights)[..., None] * here
-        return most, shift, (1 - group.upper_weights).clamp_min(MIN_REMAINDER)  # below, shift ÷ it is beyond use
+        return largest, shift, (1 - group.upper_weights).clamp_min(MIN_REMAINDER)  # below, shift ÷ it is beyond use
 
     @cached_property
     def value_deviation(self) -> Tensor:
@@ -280,30 +280,32 @@ class HeadBall(PerturbedHeads):
     @cached_property
     def block_changes(self) -> tuple[Tensor, Tensor, Tensor]:
         """≥ the changes of value blocks, of key blocks ÷ |t_ij|, and of these by the queries' move, ``(g, n, n)``."""
-        d, high, (most, shift, left) = self.weight_change, self.upper_weights, self.weight_variances
-        others = self.mean_shift_by_keys(self.input_value_deviation)[..., None] / left.sqrt()
+        d, upper, (largest, shift, remainder) = self.weight_change, self.upper_weights, self.weight_variances
+        others = self.mean_shift_by_keys(self.input_value_deviation)[..., None] / remainder.sqrt()
         by_query = self.fixed_value_deviation * self.moves * self.fixed_key_deviation
-        others = others + by_query[..., None] / (1 - high).clamp_min(MIN_REMAINDER)
-        others = torch.minimum(others, self._other_mean_shift(left))
-        plain = d * self.value_distances + high * self.value_mean_shift[..., None]
-        sharper = shift * self.value_distances / left + most * others
+        others = others + by_query[..., None] / (1 - upper).clamp_min(MIN_REMAINDER)
+        others = torch.minimum(others, self._other_mean_shift(remainder))
+        plain = d * self.value_distances + upper * self.value_mean_shift[..., None]
+        sharper = shift * self.value_distances / remainder + largest * others
         moved = torch.where(sharper < plain, sharper, plain)  # the sharper one is no number where a weight is 1
         for keys in self.sinks.unbind(-1):
             at, apart = keys[:, None, None].expand(-1, moved.shape[-2], 1), self.leave_one_out(keys)
-            mean = most.gather(-1, at) * (apart.size * self.value_moment(apart.loads, apart.centres).sqrt())[..., None]
-            least = (shift * self.value_distances / left).gather(-1, at) + mean
-            moved = moved.scatter(-1, at, torch.fmin(moved.gather(-1, at), least))
+            mean = (
+                largest.gather(-1, at) * (apart.size * self.value_moment(apart.loads, apart.centres).sqrt())[..., None]
+            )
+            smaller = (shift * self.value_distances / remainder).gather(-1, at) + mean
+            moved = moved.scatter(-1, at, torch.fmin(moved.gather(-1, at), smaller))
         known, unknown = self.query_move_terms
-        own = 2 * most * self.value[:, None, None] * self.eps
+        own = 2 * largest * self.value[:, None, None] * self.eps
         return d * self.value[:, None, None], moved + own, known * self.value_distances + unknown
 
-    def _other_mean_shift(self, left: Tensor) -> Tensor:
+    def _other_mean_shift(self, remainder: Tensor) -> Tensor:
         """≥ the shift of the mean value of all tokens but j, by the steps of `weight_perturbation`."""
         before = self.perturbation.upper(0.0)
         by_keys = self.mean_shift_by_keys(self.value_moment(before).sqrt())[..., None]
         by_query = self.input_value_deviation * self.perturbation.query_deviation
         by_query = by_query * exponential_mean(2 * self.perturbation.max_query_shift)
-        return by_keys / (1 - before).clamp_min(MIN_REMAINDER).sqrt() + by_query[..., None] / left
+        return by_keys / (1 - before).clamp_min(MIN_REMAINDER).sqrt() + by_query[..., None] / remainder
 
     @cached_property
     def query_move_terms(self) -> tuple[Tensor, Tensor]:
@@ -318,11 +320,11 @@ class HeadBall(PerturbedHeads):
         The first, ``(g, n)``, is a multiple of u_ij; the second adds Σ_l λ_il^½ (v_l − c_i) ξ_l with its loads λ,
         points c and bound on |ξ|.
         """
-        most, shift, left = (part[..., key] for part in self.weight_variances)
+        largest, shift, remainder = (part[..., key] for part in self.weight_variances)
         others = self.leave_one_out(torch.full_like(self.group.heads, key))
-        sharper, spread = shift / left, most * others.size
-        change, high, before = self.weight_change[..., key], self.upper_weights[..., key], self.perturbation.upper(0.0)
-        plain = high * self._unit_mean_shift
+        sharper, spread = shift / remainder, largest * others.size
+        change, upper, before = self.weight_change[..., key], self.upper_weights[..., key], self.perturbation.upper(0.0)
+        plain = upper * self._unit_mean_shift
         apart, whole = self.value_distances[..., key], self.value_moment(before).sqrt()
         away = self.value_moment(others.loads, others.centres).sqrt()
         less = sharper * apart + spread * away < change * apart + plain * whole
@@ -342,7 +344,7 @@ class HeadBall(PerturbedHeads):
 
     def key_path_change(self, mask: Tensor) -> Tensor:
         """≥ the change of the key path for inputs of these tokens, queries fixed, ``(g, 1, n) → (g,)``."""
-        d, high = self.weight_change * mask, self.upper_weights * mask
+        d, upper = self.weight_change * mask, self.upper_weights * mask
         weighted = [nonnegative_norm(d * self.value_distances * self.push_lengths)]
         near = _positive(self.value_distances).rsqrt()
         for keys in (*self._key_weight_choices(d), torch.ones_like(d)):
@@ -350,9 +352,9 @@ class HeadBall(PerturbedHeads):
                 loads = self.value_moment(d * weights)[..., None] / weights
                 weighted.append(self.key_norms(d * loads).amax(-1))
         values = self.value[:, None] * self.eps
-        moved = self.key_norms(high * values[..., None] ** 2).amax(-1)
+        moved = self.key_norms(upper * values[..., None] ** 2).amax(-1)
         apart = moved + self.mean_term_norm(mask)
-        together = self.key_norms(high * (values + self.value_mean_shift)[..., None] ** 2).amax(-1)
+        together = self.key_norms(upper * (values + self.value_mean_shift)[..., None] ** 2).amax(-1)
         plain = torch.stack(weighted).amin(0) + torch.minimum(apart, together)
         return torch.minimum(plain, moved + self.key_path_change_by_steps(mask))
 
@@ -379,12 +381,12 @@ class HeadBall(PerturbedHeads):
 
     def key_path_norm(self) -> Tensor:
         """≥ the norm of the key path on the ball, ``(g,)``."""
-        high, found = self.upper_weights, []
+        upper, found = self.upper_weights, []
         moved = 2 * self.value[:, None] * self.eps + self.value_mean_shift
-        for weights in (torch.ones_like(high), *self._key_weight_choices(high)):
-            spread = self.value_moment(high * weights).sqrt()
-            spread = spread + moved * root((high * weights).sum(-1).clamp_max(1.0))
-            loads = high * torch.minimum(spread, self.value_deviation).square()[..., None] / weights
+        for weights in (torch.ones_like(upper), *self._key_weight_choices(upper)):
+            spread = self.value_moment(upper * weights).sqrt()
+            spread = spread + moved * root((upper * weights).sum(-1).clamp_max(1.0))
+            loads = upper * torch.minimum(spread, self.value_deviation).square()[..., None] / weights
             found.append((self.key_norms(loads) + self.score[:, None] * self.eps * root(loads.sum(-2))).amax(-1))
         return torch.stack(found).amin(0)
 

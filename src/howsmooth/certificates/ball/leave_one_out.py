@@ -56,10 +56,10 @@ class LeaveOneOut:
         plain = group.weights.masked_fill(chosen, 0.0)
         plain = plain / plain.sum(-1, keepdim=True).clamp_min(TINY)
         middle = plain @ group.pull
-        apart = group.pull_distances(middle)
-        wrong = torch.expm1(2 * group.radii.weights + gamma(4 * len(moves))) * apart.amax(-1)
-        off = radius + wrong
-        own = moves[:, None] * (apart + off[..., None])
-        growth = exponential_mean(own).square()
-        size = moves * root(moment(here * growth, middle, off)) + key_factor
-        return cls((here * torch.exp(own)).clamp_max(1.0), plain @ group.value, size)
+        key_distances = group.pull_distances(middle)
+        mean_error = torch.expm1(2 * group.radii.weights + gamma(4 * len(moves))) * key_distances.amax(-1)
+        error = radius + mean_error
+        query_shifts = moves[:, None] * (key_distances + error[..., None])
+        growth = exponential_mean(query_shifts).square()
+        size = moves * root(moment(here * growth, middle, error)) + key_factor
+        return cls((here * torch.exp(query_shifts)).clamp_max(1.0), plain @ group.value, size)

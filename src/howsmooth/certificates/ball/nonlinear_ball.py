@@ -121,9 +121,9 @@ class _Feature:
             first, second = m * first, m * second + h * first.square()
             here = stage(here[None])[0]
         value, chain = Chain.through(stages, start[None])
-        lost = gamma(8 * (weight.shape[-1] + weight.shape[-2]) + 1600)
+        unit = gamma(8 * (weight.shape[-1] + weight.shape[-2]) + 1600)
         entries = weight.norm(dim=(-2, -1))[:, None]
-        off = lost * (first * (entries * x.norm(dim=-1) + start.norm(dim=-1)) + value[0].norm(dim=-1))
+        off = unit * (first * (entries * x.norm(dim=-1) + start.norm(dim=-1)) + value[0].norm(dim=-1))
         slack = (
             gamma(64 * weight[0].numel() + 1600) * entries * first
         )  # of the triangular factor, and of products with it

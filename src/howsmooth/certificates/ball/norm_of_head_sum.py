@@ -34,8 +34,8 @@ def norm_of_head_sum(attention: AttentionMap, norms: Sequence[float]) -> float:
     outputs = attention.output_weight.double().mT
     bases = torch.linalg.qr(outputs).Q
     error = gamma(16 * outputs[0].numel()) * torch.linalg.matrix_norm(outputs)
-    least = torch.linalg.svdvals(outputs).amin(-1) - 2 * error
-    off = torch.where(least > error, error / least.clamp_min(1e-300), 1.0).clamp_max(1.0)
+    smallest = torch.linalg.svdvals(outputs).amin(-1) - 2 * error
+    off = torch.where(smallest > error, error / smallest.clamp_min(1e-300), 1.0).clamp_max(1.0)
     off = off + gamma(16 * outputs[0].numel())
     found = [plain]
     for power in _POWERS:

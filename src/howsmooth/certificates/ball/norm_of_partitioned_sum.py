@@ -28,8 +28,8 @@ def norm_of_partitioned_sum(columns: Tensor, blocks: Tensor) -> Tensor:
     unit = plain.detach().clamp_min(TINY)[..., None]
     c, q = columns / unit, blocks / unit
     level, mu = _levels(c.detach(), q.detach())
-    least = 0.5 * (level + mu)[..., 0] + 0.5 * (c.square() / (mu - q.square() / level)).sum(-1)
-    return torch.fmin(plain, unit[..., 0] * least) * (1 + gamma(16 * (1 + columns.shape[-1])))
+    minimum = 0.5 * (level + mu)[..., 0] + 0.5 * (c.square() / (mu - q.square() / level)).sum(-1)
+    return torch.fmin(plain, unit[..., 0] * minimum) * (1 + gamma(16 * (1 + columns.shape[-1])))
 
 
 def _levels(c: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,8 +39,8 @@ def _levels(c: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         a = _unit(c + q.square() * a / _length(q * a))
     level = _length(q * a)
     steep = q.square() / level
-    least = steep.amax(-1, keepdim=True) * (1 + 1e-9) + TINY
-    return level, torch.maximum((c + steep * a).norm(dim=-1, keepdim=True), least)
+    minimum = steep.amax(-1, keepdim=True) * (1 + 1e-9) + TINY
+    return level, torch.maximum((c + steep * a).norm(dim=-1, keepdim=True), minimum)
 
 
 def _length(vectors: Tensor) -> Tensor:

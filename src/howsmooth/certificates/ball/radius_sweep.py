@@ -48,8 +48,8 @@ class Ladder:
 
 def ladder_radii(x: Tensor, largest: float = 0.0) -> tuple[float, ...]:
     """Radii up to the largest, which defaults to one per cent of the mean token norm."""
-    most = largest or 0.01 * float(x.norm(dim=-1).mean())
-    return tuple(share * most for share in SHARES)
+    limit = largest or 0.01 * float(x.norm(dim=-1).mean())
+    return tuple(share * limit for share in SHARES)
 
 
 def ladder(

@@ -169,8 +169,8 @@ class Functionals:
         # The computed eigenvalues are those of a form that differs by less than this (LAPACK's backward error).
         margin = form.shape[-1] ** 2 * 2**-50 * torch.linalg.matrix_norm(form)
         eigenvalues = torch.linalg.eigvalsh(form)
-        least, most = (eigenvalues[..., 0] - margin).clamp_max(0.0), (eigenvalues[..., -1] + margin).clamp_min(0.0)
-        return least.sum(-1), most.sum(-1)
+        lowest, highest = (eigenvalues[..., 0] - margin).clamp_max(0.0), (eigenvalues[..., -1] + margin).clamp_min(0.0)
+        return lowest.sum(-1), highest.sum(-1)
 
     def hessian_product(self, moves: Tensor) -> Tensor:
         """The second derivative of every functional applied to a move of its own, ``(g, n·d)``."""
@@ -220,5 +220,5 @@ class Functionals:
         sr, which grows with s, at the end of each of sixteen pieces.
         """
         ends = torch.arange(_PIECES + 1, dtype=torch.float64) / _PIECES
-        left = (1 - ends) ** 3 / 6
-        return radius**3 * (self.third_derivative(radius * ends[1:, None]) * (left[:-1] - left[1:])).sum(-1)
+        tails = (1 - ends) ** 3 / 6
+        return radius**3 * (self.third_derivative(radius * ends[1:, None]) * (tails[:-1] - tails[1:])).sum(-1)

@@ -91,15 +91,15 @@ class ReluRelaxation:
             share, price = hidden.rest * t / reach, hidden.rest * (reach / t + skew.abs() + hidden.rest)
             c, at, line = _parabola(lower, upper, near.square.sqrt())
             gain = offset + slope * near.mean - (c * at + line * near.mean + c * near.square)
-            pays = above & (gain > c * (price + share * away))
-            curve = torch.where(pays, c, 0.0)
-            offset, slope = torch.where(pays, c * at, offset), torch.where(pays, line, slope)
+            is_tighter = above & (gain > c * (price + share * away))
+            curve = torch.where(is_tighter, c, 0.0)
+            offset, slope = torch.where(is_tighter, c * at, offset), torch.where(is_tighter, line, slope)
         line = torch.where(above, slope + curve * (2 * start - skew), lines)
         coefficients = weights * torch.where(on, 1.0, torch.where(below | above, line, 0.0))
         chord = torch.where(above, offset, 0.0)
-        bent = weights * curve
-        constant = (weights * chord + bent * start * (skew - start)).sum() - (bent.abs() * price).sum()
-        return cls(constant, coefficients, bent * skew, bent * (1 + share))
+        curvature = weights * curve
+        constant = (weights * chord + curvature * start * (skew - start)).sum() - (curvature.abs() * price).sum()
+        return cls(constant, coefficients, curvature * skew, curvature * (1 + share))
 
 
 def _parabola(lower: Tensor, upper: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:

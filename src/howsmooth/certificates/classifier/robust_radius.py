@@ -97,15 +97,15 @@ class BallMargins:
 
     def _hidden(self, radius: float) -> HiddenBounds:
         """Intervals of all hidden values on the ball."""
-        neurons, (least, most) = self.neurons, self.neurons.curvature
+        neurons, (lowest, highest) = self.neurons, self.neurons.curvature
         start, far = neurons.value + self.classifier.hidden_offset, self.euclidean(radius)
         rest, noise = neurons.remainder(far), self.noise(far)
         reach, bent = radius * self.dual(neurons.gradient), 0.5 * far**2
-        down = ball_minimum(neurons.gradient, self._bends, least, far)
-        up = ball_minimum(neurons.gradient, -self._bends, -most, far)
-        lower = start + torch.maximum(down, -reach + bent * least) - rest
-        upper = start - torch.maximum(up, -reach - bent * most) + rest
-        bowed = bent * torch.maximum(most, -least) + rest
+        down = ball_minimum(neurons.gradient, self._bends, lowest, far)
+        up = ball_minimum(neurons.gradient, -self._bends, -highest, far)
+        lower = start + torch.maximum(down, -reach + bent * lowest) - rest
+        upper = start - torch.maximum(up, -reach - bent * highest) + rest
+        bowed = bent * torch.maximum(highest, -lowest) + rest
         return HiddenBounds(start, neurons.gradient, lower - noise, upper + noise, bowed + noise, reach)
 
     def euclidean(self, radius: float) -> float:
@@ -149,16 +149,16 @@ class BallMargins:
         bent = relaxed.squares != 0
         slope = self.neurons.gradient
         gradient = margin.gradient[0] + relaxed.slopes[bent] @ slope[bent]
-        least, columns, factors = _nystrom(margin, gradient)
+        lowest, columns, factors = _nystrom(margin, gradient)
         columns = torch.cat([columns, slope[bent].mT], 1)
         factors = torch.cat([factors, 2 * relaxed.squares[bent]])
         basis = torch.linalg.qr(torch.cat([gradient[:, None], columns], 1)).Q
         inside = basis.mT @ columns
         far = self.euclidean(radius)
-        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, least, far)
+        bound, move, swing = form_minimum(basis.mT @ gradient, (inside * factors) @ inside.mT, lowest, far)
         move, swing = basis @ move, basis @ swing
         if self.norm != 2:  # without parabolas the form is Q alone, which is at least −μ
-            bound = max(bound, -radius * float(self.dual(gradient)) + 0.5 * far**2 * least)
+            bound = max(bound, -radius * float(self.dual(gradient)) + 0.5 * far**2 * lowest)
             move, swing = -radius * self._steepest(gradient), torch.zeros_like(swing)
         return float(value) + bound - float(margin.remainder(far)) - self.noise(far), move, swing
 
@@ -185,12 +185,12 @@ class BallMargins:
                 best, limiting = radius, other
         return best, limiting
 
-    def _largest(self, other: int, most: float, margin: float) -> float:
+    def _largest(self, other: int, highest: float, margin: float) -> float:
         """The largest safe radius for one class, at most ``most``; by false position, always on the safe side."""
-        at_most = self.lower(other, most)
+        at_most = self.lower(other, highest)
         if at_most > 0:
-            return most
-        low, high, below, above = 0.0, most, margin, at_most
+            return highest
+        low, high, below, above = 0.0, highest, margin, at_most
         for step in range(_MOST_STEPS):
             if high - low <= _FINENESS * high:
                 break
@@ -206,9 +206,9 @@ class BallMargins:
 
 def _nystrom(margin: Functionals, gradient: Tensor) -> tuple[float, Tensor, Tensor]:
     """−μ ≤ the spectrum of a functional's curvature Q, with v and 1/τ such that Q ⪰ −μI + vvᵀ/τ, along a gradient."""
-    least = float(margin.curvature[0][0])
+    lowest = float(margin.curvature[0][0])
     unit = gradient / gradient.norm().clamp_min(1e-300)
-    v = margin.hessian_product(unit[None])[0] - least * unit
+    v = margin.hessian_product(unit[None])[0] - lowest * unit
     stiffness = float(unit @ v)
     usable = stiffness > 1e-12 * float(v.norm())
-    return least, v[:, None], gradient.new_tensor([1 / stiffness if usable else 0.0])
+    return lowest, v[:, None], gradient.new_tensor([1 / stiffness if usable else 0.0])

@@ -49,8 +49,8 @@ def form_minimum(gradient: Tensor, form: Tensor, floor: float, radius: float) ->
     dual = (square / (spectrum - low + shift)).sum()
     margin = form.shape[-1] ** 2 * 2**-50 * torch.linalg.matrix_norm(form)  # LAPACK's backward error
     bound = -0.5 * dual - 0.5 * (shift - low - floor + margin) * radius**2
-    left = max(radius**2 - float(move.square().sum()), 0.0)
-    return float(bound), move, left**0.5 * vectors[:, 0]
+    remaining = max(radius**2 - float(move.square().sum()), 0.0)
+    return float(bound), move, remaining**0.5 * vectors[:, 0]
 
 
 def _best_shift(squares: Tensor, offsets: Tensor, radius: float) -> Tensor:

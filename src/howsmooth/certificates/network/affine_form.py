@@ -59,11 +59,11 @@ class AffineForm:
     def linear(self, weight: Tensor, bias: Tensor | None) -> AffineForm:
         """x ↦ Wx + b of every token."""
         value = self.value @ weight.mT
-        norm, lost = weight.norm(), gamma(weight.shape[1] + 8)
-        rounding = norm * (self.rounding + lost * self.size)
+        norm, unit = weight.norm(), gamma(weight.shape[1] + 8)
+        rounding = norm * (self.rounding + unit * self.size)
         if bias is not None:
             value = value + bias
-            rounding = torch.cat([rounding[:1] + lost * len(value) ** 0.5 * bias.norm(), rounding[1:]])
+            rounding = torch.cat([rounding[:1] + unit * len(value) ** 0.5 * bias.norm(), rounding[1:]])
         slopes = tuple(torch.einsum("pd,ndmb->npmb", weight, slope) for slope in self.slopes)
         return AffineForm(value, slopes, rounding)
 

@@ -129,7 +129,7 @@ def attend(form: AffineForm, attention: AttentionMap) -> tuple[AffineForm, Atten
     noise = torch.cat([noise[:1] + 4 * n**0.5 * off * far[2], noise[1:]])
     logit_rows, *token_rows = (list(rows) for rows in zip(*gauges, strict=True))
     query, key, values = (gauge(rows, norm * form.rounding) for rows, norm in zip(token_rows, norms, strict=True))
-    left = AttentionRemainder(
+    remainder = AttentionRemainder(
         heads.scores,
         heads.weights,
         length(value[:, None] - mixed[:, :, None]) * (1 + ROUNDED) + off * far[2],
@@ -141,4 +141,4 @@ def attend(form: AffineForm, attention: AttentionMap) -> tuple[AffineForm, Atten
         noise,
         off,
     )
-    return form.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), left
+    return form.after(result, slopes, block_diagonal(output.flatten(0, 1).mT, n), sums * output.norm()), remainder

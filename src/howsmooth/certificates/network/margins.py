@@ -56,7 +56,7 @@ class LinearisedNetwork:
         self.logits = self.form.value[0]
 
     def _through(self, parts: Sequence[Part], form: AffineForm) -> AffineForm:
-        left: Remainder
+        remainder: Remainder
         for part in parts:
             match part:
                 case LinearPart(weight, bias):
@@ -66,14 +66,14 @@ class LinearisedNetwork:
                 case ResidualPart(branch):
                     form = form.plus(self._through(branch, form))
                 case NormalisationPart(eps):
-                    form, left = normalise(form, eps)
-                    self.remainders.append(left)
+                    form, remainder = normalise(form, eps)
+                    self.remainders.append(remainder)
                 case ActivationPart(activation):
-                    form, left = activate(form, activation)
-                    self.remainders.append(left)
+                    form, remainder = activate(form, activation)
+                    self.remainders.append(remainder)
                 case AttentionPart(attention):
-                    form, left = attend(form, attention)
-                    self.remainders.append(left)
+                    form, remainder = attend(form, attention)
+                    self.remainders.append(remainder)
         return form
 
     def margins(self, label: int, moves: Tensor, norm: float = 2) -> Tensor:
@@ -99,14 +99,14 @@ class LinearisedNetwork:
         reach = torch.cat([moves.new_ones(1), inner * moves])
         dual = {2: 2, 1: torch.inf, torch.inf: 1}[norm]
         first = torch.linalg.vector_norm(adjoints[0], ord=dual, dim=-1) if norm != 2 else length(adjoints[0])
-        lost = first @ moves
-        for left, adjoint in zip(self.remainders, adjoints[1:], strict=True):
-            lower, upper = left.numbers(reach)
-            lengths = left.lengths(reach)
-            lost = lost + _worst(adjoint, lower, upper, lengths)
+        decrease = first @ moves
+        for remainder, adjoint in zip(self.remainders, adjoints[1:], strict=True):
+            lower, upper = remainder.numbers(reach)
+            lengths = remainder.lengths(reach)
+            decrease = decrease + _worst(adjoint, lower, upper, lengths)
             reach = torch.cat([reach, lengths])
         noise = 2 * (self.form.rounding + gamma(8) * self.form.size) @ reach
-        return lost * (1 + gamma(2**14)) + noise
+        return decrease * (1 + gamma(2**14)) + noise
 
     def radius(self, label: int, norm: float = 2) -> tuple[float, int]:
         """The largest radius found within which the class stays, and the class that limits it."""
@@ -174,7 +174,7 @@ def check_cost(parts: Sequence[Part], n: int, d: int, moving: int) -> None:
 
 def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int, int]:
     """The maximum number of entries in memory, the width and the columns of all slopes at the end."""
-    most = n * d * columns
+    largest = n * d * columns
     for part in parts:
         match part:
             case LinearPart(weight, _):
@@ -183,15 +183,15 @@ def _cost(parts: Sequence[Part], n: int, d: int, columns: int) -> tuple[int, int
                 n = 1
             case ResidualPart(branch):
                 inside, d, columns = _cost(branch, n, d, columns)
-                most = max(most, inside + n * d * columns)
+                largest = max(largest, inside + n * d * columns)
             case AttentionPart(attention):
                 width, logits = attention.output_weight[..., 0].numel(), attention.heads * n
                 columns += n * width
-                most, d = max(most, n * (d * columns + 4 * (logits + width) * n * width)), attention.out_features
+                largest, d = max(largest, n * (d * columns + 4 * (logits + width) * n * width)), attention.out_features
             case NormalisationPart() | ActivationPart():
                 columns += n * d
-        most = max(most, 3 * n * d * columns)
-    return most, d, columns
+        largest = max(largest, 3 * n * d * columns)
+    return largest, d, columns
 
 
 def _worst(adjoint: Tensor, lower: Tensor, upper: Tensor, lengths: Tensor) -> Tensor:

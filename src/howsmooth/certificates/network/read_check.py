@@ -89,8 +89,10 @@ def double_copy(module: M) -> M:
     Stored numbers are exact; numbers computed from them, weights included, are not rounded to the module's dtype. The
     epsilon that `torch.nn.RMSNorm` takes from the dtype stays.
     """
-    held = (value for inner in module.modules() for value in (*inner._buffers.values(), *vars(inner).values()))
-    computed = {id(value): value.detach().clone() for value in held if isinstance(value, Tensor) and not value.is_leaf}
+    stored = (value for inner in module.modules() for value in (*inner._buffers.values(), *vars(inner).values()))
+    computed = {
+        id(value): value.detach().clone() for value in stored if isinstance(value, Tensor) and not value.is_leaf
+    }
     try:
         double = copy.deepcopy(module, computed)
     except Exception as error:  # whatever a hook or an attribute holds
@@ -122,8 +124,8 @@ def check_network(
     def read(z: Tensor) -> Tensor:
         return evaluate_parts(parts, double.placed(z))[0]
 
-    most = 2 * float(rounding.detach().amax())
-    allowed = _check_near(double, read, there, most, lambda: _difference(double, there))
+    limit = 2 * float(rounding.detach().amax())
+    allowed = _check_near(double, read, there, limit, lambda: _difference(double, there))
     for point in (x, vectors):  # by its numbers and by its vectors: does it give the same twice?
         if not _alike(_called(double, point), logits.detach(), allowed):
             raise UnsupportedModel(_difference(double, vectors))
@@ -157,8 +159,8 @@ def read_folded(network: PatchTransformer, image: Tensor) -> Classifier:
         check_unchanged(inner, AffineLayer, name)
     double, folded = double_copy(network), network.folded()
     for point in (image.double(), _near(image.double(), 0.0)):
-        most = 2 * folded.noise(double.patches(point), 0.0)
-        _check_near(double, lambda z: folded(double.patches(z)), point, most, lambda: _other("the network"))
+        limit = 2 * folded.noise(double.patches(point), 0.0)
+        _check_near(double, lambda z: folded(double.patches(z)), point, limit, lambda: _other("the network"))
     return folded
 
 
@@ -177,7 +179,7 @@ def _check_near(
     own: Callable[[Tensor], Tensor],
     read: Callable[[Tensor], Tensor],
     x: Tensor,
-    most: float,
+    limit: float,
     sentence: Callable[[], str],
 ) -> float:
     """Refuse a map whose value or derivative at x differs from that of its parts; return the tolerance."""
@@ -187,8 +189,8 @@ def _check_near(
             "outputs near this input are not finite, so that what was read cannot be compared with them: scale the "
             "input or the weights."
         )
-    floor = min(most, _NOTHING) if math.isfinite(most) else 0.0
-    allowed = min(most, _VALUE_TOLERANCE * float(value.abs().amax() + slope.norm() * x.norm()) + floor)
+    floor = min(limit, _NOTHING) if math.isfinite(limit) else 0.0
+    allowed = min(limit, _VALUE_TOLERANCE * float(value.abs().amax() + slope.norm() * x.norm()) + floor)
     steepest = _SLOPE_TOLERANCE * float(slope.norm()) + allowed
     if not _alike(mine, value, allowed) or not _alike(my_slope, slope, steepest):
         raise UnsupportedModel(sentence())

@@ -51,8 +51,8 @@ class NormalisationRemainder(Remainder):
 
     def numbers(self, reach: Tensor) -> tuple[Tensor, Tensor]:
         moved = moved_by(self.rows, reach)
-        least = (self.start - moved).clamp_min(0.0).square() / self.width + self.eps
-        upper = (moved.square() / ((3 * self.width) ** 0.5 * least))[:, None] * (1 + ROUNDED)
+        smallest = (self.start - moved).clamp_min(0.0).square() / self.width + self.eps
+        upper = (moved.square() / ((3 * self.width) ** 0.5 * smallest))[:, None] * (1 + ROUNDED)
         upper = upper + moved_by(self.noise, reach)
         return -upper, upper
 
@@ -68,9 +68,9 @@ def normalise(form: AffineForm, eps: float) -> tuple[AffineForm, NormalisationRe
         slopes.append((slope - value[:, :, None, None] * along[:, None]) / size[..., None, None])
     steepest = 2 / size.min()  # the derivative has norm at most 1/N; 2 for its rounded form
     noise = steepest * (form.rounding + gamma(8 * d + 64) * form.size)
-    left = NormalisationRemainder(length(z) * (1 - gamma(d + 8)), form.token_gauge(), noise, d, eps)
+    remainder = NormalisationRemainder(length(z) * (1 - gamma(d + 8)), form.token_gauge(), noise, d, eps)
     eye = torch.eye(d, dtype=z.dtype)
-    return form.after(value, slopes, block_diagonal(eye, len(z))), left
+    return form.after(value, slopes, block_diagonal(eye, len(z))), remainder
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,6 @@ def activate(form: AffineForm, activation: str) -> tuple[AffineForm, ActivationR
         slope = on * (1 + z * (1 - on))
     slopes = [slope[:, :, None, None] * one for one in form.slopes]
     noise = 1.2 * form.rounding + gamma(2**11) * form.size
-    left = ActivationRemainder(activation, z, form.number_gauge(), noise, form.token_gauge(1), form.slopes[0])
+    remainder = ActivationRemainder(activation, z, form.number_gauge(), noise, form.token_gauge(1), form.slopes[0])
     eye = torch.eye(z.shape[-1], dtype=z.dtype)
-    return form.after(value, slopes, block_diagonal(eye, len(z))), left
+    return form.after(value, slopes, block_diagonal(eye, len(z))), remainder

@@ -57,13 +57,13 @@ class HeadBlocks:
         tall = output.shape[0] > output.shape[1] and not whole
         factor = torch.linalg.qr(output, mode="r").R if tall else output
         width = factor.norm().item()
-        lost = gamma(8 * output.numel()) if tall else 0.0
+        factor_error = gamma(8 * output.numel()) if tall else 0.0
         return replace(
             self,
             value=factor @ self.value,
             apart=self.apart @ factor.mT,
             own=factor @ self.own,
-            off=width * (self.off + (lost + gamma(4 * sum(self.shape[1:]))) * self.size),
+            off=width * (self.off + (factor_error + gamma(4 * sum(self.shape[1:]))) * self.size),
             size=width * self.size,
         )
 

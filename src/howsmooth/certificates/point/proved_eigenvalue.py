@@ -95,9 +95,9 @@ def deflated_bound(squares: float, basis: Tensor, products: Tensor, off: float =
     rest = products - basis @ small
     size = squares**0.5 + off
     # U is orthonormal to within this, and products with it are rounded: a change of G of this size covers both.
-    lost = gamma(16 * basis.numel()) * (size + float(products.norm())) + off
-    mu = float(torch.linalg.matrix_norm(small, 2)) + lost
-    rho = float(torch.linalg.matrix_norm(rest, 2)) + lost
-    left = size**2 * (1 + gamma(64)) - float(small.square().sum()) - 2 * float(rest.square().sum())
-    c = (max(left, 0.0) + 8 * lost * (size + lost)) ** 0.5
+    error = gamma(16 * basis.numel()) * (size + float(products.norm())) + off
+    mu = float(torch.linalg.matrix_norm(small, 2)) + error
+    rho = float(torch.linalg.matrix_norm(rest, 2)) + error
+    remaining = size**2 * (1 + gamma(64)) - float(small.square().sum()) - 2 * float(rest.square().sum())
+    c = (max(remaining, 0.0) + 8 * error * (size + error)) ** 0.5
     return (0.5 * (mu + c) + (0.25 * (mu - c) ** 2 + rho**2) ** 0.5) * (1 + gamma(8))
