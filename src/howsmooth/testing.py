@@ -132,12 +132,12 @@ def check_bound(
     value = float(bound.at(case))
     _require(not math.isnan(value) and value >= 0, f"{bound.name} is {value}, and a bound is no less than 0.")
     if bound.side == "upper":
-        reached, limit, said = _attack(bound, case, starts, steps, seed), value, "‖J‖ at an input found there"
+        reached, limit, subject = _attack(bound, case, starts, steps, seed), value, "‖J‖ at an input found there"
     else:
-        reached, limit, said = value, _smallest_upper(bound, case), "the lower bound"
+        reached, limit, subject = value, _smallest_upper(bound, case), "the lower bound"
     ratio = 0.0 if reached == 0 else reached / limit if limit else math.inf
     against = bound.name if bound.side == "upper" else f"the smallest upper bound, against {bound.name},"
-    _require(ratio <= 1 + rtol, f"{said} is {reached:.9g}, above {against} which says {limit:.9g}.")
+    _require(ratio <= 1 + rtol, f"{subject} is {reached:.9g}, above {against} which says {limit:.9g}.")
     _check_scaling(bound, case, where, value, rtol)
     _check_order(bound, case, value, rtol)
     return ratio
@@ -226,8 +226,8 @@ def _check_scaling(bound: Bound, case: Setting, where: dict[str, Any], value: fl
             continue  # a map that is not linear in them, such as one that normalises its values
         larger = float(bound(scaled, **where))
         same = larger == _FACTOR * value or abs(larger - _FACTOR * value) <= rtol * _FACTOR * value
-        said = f"with {_FACTOR:g} times the {factor} matrix {bound.name} is {larger:.9g}"
-        _require(same, f"{said}, not {_FACTOR:g} times {value:.9g}.")
+        found = f"with {_FACTOR:g} times the {factor} matrix {bound.name} is {larger:.9g}"
+        _require(same, f"{found}, not {_FACTOR:g} times {value:.9g}.")
 
 
 def _check_order(bound: Bound, case: Setting, value: float, rtol: float) -> None:

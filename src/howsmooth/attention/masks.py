@@ -245,8 +245,8 @@ class Padding(LogitBias):
         self.items = len(keep)
 
     def key_range(self, start: int, stop: int, n: int) -> tuple[int, int]:
-        kept = self.keep.any(0).nonzero()
-        return (0, 0) if len(kept) == 0 else (int(kept[0]), int(kept[-1]) + 1)
+        real = self.keep.any(0).nonzero()
+        return (0, 0) if len(real) == 0 else (int(real[0]), int(real[-1]) + 1)
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         keep = self.keep[maps.batch] if len(self.keep) > 1 else self.keep

@@ -1,7 +1,7 @@
 """Whether a module still computes what its class does.
 
 A proof reads the weights of a module and relies on the formula of its class. A subclass may override that formula, an
-instance may shadow a method, and a hook may change what comes in or goes out: then the formula is that of another map.
+instance may shadow a method, and a hook may change its input or output: then the formula is that of another map.
 """
 
 from __future__ import annotations

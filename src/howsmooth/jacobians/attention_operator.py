@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Path = Literal["all", "value", "score"]
 DEFAULT_MEMORY = 2**29
-"""Bytes of attention weights kept between products (512 MiB); beyond it they are recomputed tile by tile, and what that
-needs beside them (`Mixing.beside`) is taken from it."""
+"""Bytes of attention weights stored between products (512 MiB); beyond it they are recomputed tile by tile, and what
+that needs beside them (`Mixing.beside`) is taken from it."""
 LARGEST_POINT_ERROR = 5e-5
 """Relative error of the weights, from logits so large that rounding moves them, at which a wider dtype is needed."""
 LARGEST_PRODUCT_ERROR = 3e-4

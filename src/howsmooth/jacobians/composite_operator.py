@@ -114,8 +114,8 @@ class _Attended:
 
     def entropy(self) -> Tensor:
         """Means over the tokens whose outputs belong to the map: others see nothing, or themselves alone."""
-        kept = self.place.outputs.stop - self.place.outputs.start
-        return self.inner.entropy() * self.place.tokens / kept
+        outputs = self.place.outputs.stop - self.place.outputs.start
+        return self.inner.entropy() * self.place.tokens / outputs
 
 
 class CompositeJacobian(JacobianOperator):

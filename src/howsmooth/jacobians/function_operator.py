@@ -56,7 +56,7 @@ _POINT_ERROR = 32
 
 
 class DerivativeWarning(UserWarning):
-    """The Jacobian was computed as asked, but f gives reason to doubt that it is the derivative meant."""
+    """The Jacobian was computed as requested, but f gives reason to doubt that it is the intended derivative."""
 
 
 @validated
@@ -177,7 +177,7 @@ class _Products:
 
 @dataclass(frozen=True)
 class _Tape:
-    """f evaluated once with its autograd graph kept: Jᵀu without another forward pass."""
+    """f evaluated once with its autograd graph stored: Jᵀu without another forward pass."""
 
     leaf: Tensor
     output: Tensor
@@ -338,14 +338,14 @@ def _linearized(call: Map, x: Tensor, v: Tensor, jv: Tensor, notes: list[str]) -
             warnings.simplefilter("ignore")  # f has run before; what is left is the tracer's talk about its own graph
             push = linearized(call, x)
             first = push(v)
-            kept = first.clone()
+            stored = first.clone()
             second = push(function_checks.random_like(v, seed=2))
             again = push(v)
     except Exception as error:
         notes.append(f"f cannot be linearized once: {first_line(error, kind=True)}")
         return None
     shared = first.data_ptr() == second.data_ptr()
-    same = all(function_checks.relative_error(product, jv) <= _SAME_TRACE for product in (kept, again))  # NaN is not
+    same = all(function_checks.relative_error(product, jv) <= _SAME_TRACE for product in (stored, again))  # NaN is not
     if shared or not same:
         notes.append("f cannot be linearized once: the trace does not reproduce f's derivative.")
         return None

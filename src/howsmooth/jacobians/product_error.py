@@ -99,15 +99,15 @@ class PathErrors:
         query = (weights + eps * ends) * apart[0] + eps * products * whole[0] + tokens[0]
         key = 2 * (weights + eps * ends) * apart[1] + eps * products * whole[1] + tokens[1]
         value = (weights + eps * (ends + products)) * apart[2]
-        lost = _underflow(mixing, attention.in_features, norms)
-        out = per_map(known.output_of_heads, lost, attention) if by_head else known.output
+        underflow = _underflow(mixing, attention.in_features, norms)
+        out = per_map(known.output_of_heads, underflow, attention) if by_head else known.output
         scores, values = norms[0] * query + norms[1] * key, norms[2] * value
         if together and not by_head and attention.heads > 1:
             stacked = known.of_stacked_inputs(point)
-            most = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
-            scores = _at_most(scores, stacked[0] * most[0] + stacked[1] * most[1])
-            values = _at_most(values, stacked[2] * most[2])
-        return cls(out * (scores + lost), out * (values + lost))
+            largest = [t.unflatten(0, (-1, attention.heads)).amax(1) for t in (query, key, value)]
+            scores = _at_most(scores, stacked[0] * largest[0] + stacked[1] * largest[1])
+            values = _at_most(values, stacked[2] * largest[2])
+        return cls(out * (scores + underflow), out * (values + underflow))
 
     def select(self, index: Tensor) -> PathErrors:
         """The bounds of some maps."""
@@ -160,11 +160,11 @@ def _token_errors(mixing: Mixing, point: EvaluationPoint) -> tuple[Tensor, Tenso
     return through_query, through_key * root
 
 
-def _at_most(per_head: Tensor, most: Tensor) -> Tensor:
-    """Numbers of heads, scaled down where they are more than ``most`` together."""
-    parts = per_head.reshape(len(most), -1)
+def _at_most(per_head: Tensor, limit: Tensor) -> Tensor:
+    """Numbers of heads, scaled down where they are more than ``limit`` together."""
+    parts = per_head.reshape(len(limit), -1)
     together = torch.linalg.vector_norm(parts, dim=1)
-    return (parts * (most / together.clamp_min(torch.finfo(together.dtype).tiny)).clamp_max(1.0)[:, None]).flatten()
+    return (parts * (limit / together.clamp_min(torch.finfo(together.dtype).tiny)).clamp_max(1.0)[:, None]).flatten()
 
 
 def _underflow(mixing: Mixing, in_features: int, norms: Sequence[Tensor]) -> Tensor:

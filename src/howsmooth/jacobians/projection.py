@@ -28,12 +28,12 @@ class Projection(ABC):
 
     @property
     def in_width(self) -> int:
-        """Width of a token that goes in."""
+        """Width of an input token."""
         return self.weight_in.shape[-2]
 
     @property
     def out_width(self) -> int:
-        """Width of a token that comes out."""
+        """Width of an output token."""
         return self.weight_out.shape[-1]
 
     @abstractmethod

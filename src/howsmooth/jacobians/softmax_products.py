@@ -68,7 +68,7 @@ class Mixing:
         self = cls.unevaluated(attention, point, dtype)
         softmax, key, value, logits = self.softmax, self.key, self.value, self.logits
         seen = MomentSums(key, value, centred=softmax) if moments else OutputSums(value, centred=softmax)
-        kept: list[Tile] = []
+        tiles: list[Tile] = []
         maps, n, _ = key.shape
         every = list(bands(maps, n, logits.terms, key.device))
         numbers = sum(tile.size for band in every for tile in band)
@@ -85,8 +85,8 @@ class Mixing:
             for tile, logit in zip(band, held or map(logits.of, band), strict=True):
                 weights, slopes = self._from_logits(tile, logit)
                 seen.add(tile.queries, tile.keys, weights)
-                kept.append(room.store(tile, weights, slopes))
-        return self.evaluated(kept, seen.output(), seen.moments())
+                tiles.append(room.store(tile, weights, slopes))
+        return self.evaluated(tiles, seen.output(), seen.moments())
 
     @classmethod
     def unevaluated(cls, attention: AttentionMap, point: EvaluationPoint, dtype: torch.dtype) -> Mixing:
@@ -114,13 +114,13 @@ class Mixing:
         """
         names = ("query", "key", "value", "tops", "sums")
         tensors = {name: getattr(self, name).to(dtype) for name in names}
-        kept = [tile.rounded(dtype) for tile in self.tiles]
-        logits = self.logits.rounded(dtype, stored=all(tile.weights is not None for tile in kept))
+        tiles = [tile.rounded(dtype) for tile in self.tiles]
+        logits = self.logits.rounded(dtype, stored=all(tile.weights is not None for tile in tiles))
         self = replace(self, **tensors, logits=logits)
         seen = OutputSums(self.value, centred=self.softmax)
-        for tile in kept:
+        for tile in tiles:
             seen.add(tile.queries, tile.keys, self.weights_of(tile)[0])
-        return self.evaluated(kept, seen.output(), None)
+        return self.evaluated(tiles, seen.output(), None)
 
     @property
     def plain(self) -> bool:

@@ -46,8 +46,8 @@ class Tile:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored weights and slopes."""
-        kept = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
-        return sum(kept.values())
+        stored = {id(t): t.numel() * t.element_size() for t in (self.weights, self.slopes) if t is not None}
+        return sum(stored.values())
 
     def rounded(self, dtype: torch.dtype) -> Tile:
         """The same with its weights in another dtype."""
@@ -128,8 +128,8 @@ class WeightMemory:
         self.remaining -= whole.nbytes
         if not self.pieces:
             return whole
-        kept = self._moved(weights)
-        return replace(tile, weights=kept, slopes=kept if slopes is weights else self._moved(slopes))
+        stored = self._moved(weights)
+        return replace(tile, weights=stored, slopes=stored if slopes is weights else self._moved(slopes))
 
     def _moved(self, array: Tensor) -> Tensor:
         if array.numel() > self.free.numel():
@@ -145,11 +145,11 @@ def bands(maps: int, n: int, terms: Terms, device: torch.device) -> Iterator[lis
     >>> [[(tile.rows.stop, tile.cols.stop) for tile in band] for band in bands(2, 5, Terms(()), torch.device("cpu"))]
     [[(5, 5)]]
     """
-    most = tile_size(device)
-    side = max(1, math.isqrt(most // TILE_SIZE))
+    entries = tile_size(device)
+    side = max(1, math.isqrt(entries // TILE_SIZE))
     rows = min(max(1, side * TILE_ROWS // MASKED_SHARE) if terms else side * TILE_ROWS, n)
     cols = side * TILE_COLS
-    group = max(1, most // (rows * min(cols, n)))
+    group = max(1, entries // (rows * min(cols, n)))
     for first in range(0, maps, group):
         together = slice(first, min(first + group, maps))
         for start in range(0, n, rows):

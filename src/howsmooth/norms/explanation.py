@@ -32,7 +32,7 @@ _BLOCK_ENTRIES = 2**22
 class Explanation:
     """The parts of the norm of an attention map at an input.
 
-    ``…`` stands for the shape of the batch, ``()`` for a single input; heads follow when asked for.
+    ``…`` stands for the shape of the batch, ``()`` for a single input; heads follow on request.
 
     Attributes:
         total: the local Lipschitz constant itself, with its top singular vectors.
@@ -47,7 +47,7 @@ class Explanation:
         entropy: mean entropy of the rows of P in nats, per head.
         input_energy: |v_j|² of the top right singular vector, ``(…, n)``: where a perturbation does most. Sums to one.
         output_energy: |u_i|² of the top left singular vector: where it shows.
-        influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not asked for.
+        influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not requested.
         gate_path: norm with attention held fixed: what moves through an output gate; None where there is none.
     """
 

@@ -109,12 +109,12 @@ def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, pr
     error = stretch * (8 * torch.finfo(op.dtype).eps * top + product_error(op) / flat.scale)
     low, _ = interval((root - error).clamp_min(0) ** 2, top, probes, delta / 2)
     _, high = interval((root + error) ** 2, top, probes, delta / 2)
-    blur = 1 + 2 * op.accuracy.point
-    most = math.sqrt(min(op.in_size, op.out_size)) * top
-    upper = torch.minimum(high.sqrt() * blur, most) * flat.scale
+    widening = 1 + 2 * op.accuracy.point
+    largest = math.sqrt(min(op.in_size, op.out_size)) * top
+    upper = torch.minimum(high.sqrt() * widening, largest) * flat.scale
     lower, upper, notes = uncrossed(spectral.lower.reshape(-1), upper)
     value = torch.minimum(torch.maximum(root * flat.scale, lower), upper)
-    likely = torch.maximum(low.sqrt() / blur * flat.scale, lower) / torch.where(value > 0, value, 1.0)
+    likely = torch.maximum(low.sqrt() / widening * flat.scale, lower) / torch.where(value > 0, value, 1.0)
     spread = samples.std(0) / math.sqrt(probes) / (2 * torch.where(root > 0, root, 1.0)) * flat.scale
     note = (
         "residuals holds the standard error of the value; the norm is at least "

@@ -20,7 +20,7 @@ from howsmooth.norms.measurement import Measurement
 from howsmooth.norms.singular_triplets import Target, Triplets
 
 BASIS_BYTES = 2**30
-_SPARE = 0.1  # share of the chance of failing that is kept for maps which rounding limits,
+_SPARE = 0.1  # share of the chance of failing that is reserved for maps which rounding limits,
 _REPEATS = 4  # and the number of runs they get from it
 _ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
 
@@ -51,9 +51,10 @@ def golub_kahan(
     Near the end (i) and (ii) are looked at between the two products of a step as well (k = 1).
 
     ``converged`` is exactly (i) and (ii), with both ends widened by `rounding_allowance` for the steps made and by the
-    operator's own ``noise``. A map is done when it has converged, or when rounding alone keeps it from that. Such maps
-    get four more runs from independent starts, which a tenth of 1 − confidence is kept for where there is rounding to
-    speak of (float32 or noise); a note names those that stay open. Maps that are done leave the batch.
+    ``accuracy.product`` of the operator. A map is done when it has converged, or when rounding alone keeps it from
+    that. Such maps get four more runs from independent starts, which a tenth of 1 − confidence is reserved for where
+    there is rounding to speak of (float32, or errors of products); a note names those that stay open. Maps that are
+    done leave the batch.
 
     The process runs on J or on Jᵀ, whichever has the shorter start. In the end one more product per triplet gives
     ``value`` = ‖J v‖ for the unit vector v found (‖Jᵀ u‖ when it ran on Jᵀ): the lower bound holds by itself, whatever
@@ -73,7 +74,7 @@ def golub_kahan(
         seed: of the random start, drawn from a stream of its own, so that it is independent of an operator made with
             the same seed.
         max_steps: of two products each; a map that is not done by then has ``converged`` False and true bounds.
-        basis_limit: vectors kept per side before a restart; by default as many as fit in 1 GiB, within [k + 8, 300].
+        basis_limit: vectors stored per side before a restart; by default as many as fit in 1 GiB, within [k + 8, 300].
         start: ``batch_shape + in_shape``, a guess of the right singular vector. A start that is not random gives no
             upper bound: ``upper`` is infinite, ``confidence`` 0, and only (ii) decides.
         progress: called after every step with the number of steps and the largest value so far.
@@ -103,7 +104,7 @@ def golub_kahan(
         del first
         results = Triplets(op, Target.of(op, k, rtol, stop_at, stop_below), start is None, products.scale)
         # Decided before anything is known of the start, so that the two chances of failing add up to 1 − confidence.
-        spare = _SPARE if op.dtype == torch.float32 or bool((results.noise > 0).any()) else 0.0
+        spare = _SPARE if op.dtype == torch.float32 or bool((results.product_error > 0).any()) else 0.0
         failing = 1 - confidence
         bound = _upper_bound(products, results, 1 - (1 - spare) * failing) if start is None else None
         _run(process, bound, results, max_steps, limit, progress)
@@ -123,8 +124,8 @@ def golub_kahan(
 
 def _upper_bound(products: FlatProducts, results: Triplets, confidence: float) -> LanczosBound:
     op, eps = products.op, torch.finfo(products.op.dtype).eps
-    noise = results.noise[products.maps] / products.scale
-    return LanczosBound(len(products.maps), op.in_size, confidence, eps, noise, op.accuracy.alignment)
+    error = results.product_error[products.maps] / products.scale
+    return LanczosBound(len(products.maps), op.in_size, confidence, eps, error, op.accuracy.alignment)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:
@@ -199,10 +200,10 @@ def _run(
         if not bool(running.any()):
             return
         if full:
-            kept = results.k + (limit - results.k) // 2
+            keep = results.k + (limit - results.k) // 2
             if bound is not None:
-                bound.restart(small, kept)
-            process.restart(small, kept)
+                bound.restart(small, keep)
+            process.restart(small, keep)
         if bool((exhausted & running).any()):
             process.refresh(exhausted & running)
         if 4 * int(running.sum()) <= 3 * len(running):
@@ -214,9 +215,9 @@ def _run(
 
 def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:
     """The number of basis vectors to keep, once the options make sense."""
-    most = min(op.in_size, op.out_size)
-    if not 1 <= k <= most:
-        raise InvalidInput(f"k={k} singular values do not exist for {op!r}: choose 1 to {most}.")
+    rank = min(op.in_size, op.out_size)
+    if not 1 <= k <= rank:
+        raise InvalidInput(f"k={k} singular values do not exist for {op!r}: choose 1 to {rank}.")
     if not 0 < rtol < 1:
         raise InvalidInput(f"rtol is a relative accuracy strictly between 0 and 1, not {rtol}.")
     if max_steps < k:

@@ -163,7 +163,7 @@ class RitzProjection:
 class LanczosBound:
     """The probabilistic upper bound of a batch of runs, each from its own random start in R^size.
 
-    ``eps`` is that of the products (0: exact ones) and ``noise`` their absolute error, one number per map.
+    ``eps`` is that of the products (0: exact ones) and ``product_error`` their absolute error, one number per map.
 
     >>> b = torch.tensor([[[2.0, 0.5], [0.0, 1.5]]], dtype=torch.float64)
     >>> small = RitzProjection.of(b, beta=torch.tensor([1e-4], dtype=torch.float64))
@@ -179,12 +179,12 @@ class LanczosBound:
         size: int,
         confidence: float,
         eps: float = 0.0,
-        noise: Tensor | None = None,
+        product_error: Tensor | None = None,
         alignment: float = 1.0,
     ):
         self.tau = smallest_component(size, confidence)
         self.eps, self.alignment = eps, alignment
-        self.noise = torch.zeros(maps, dtype=torch.float64) if noise is None else noise
+        self.product_error = torch.zeros(maps, dtype=torch.float64) if product_error is None else product_error
         self.upper = torch.full((maps,), math.inf, dtype=torch.float64)
         self._start = torch.ones(maps, 1, dtype=torch.float64)  # the filtered start in the leading basis vectors
         self._cycles: Cycles | None = None
@@ -204,7 +204,7 @@ class LanczosBound:
     def tighten(self, small: RitzProjection) -> Tensor:
         """The best upper bound on σ₁ so far, this projection included; every bound holds on the same event."""
         low = small.theta[:, 0] ** 2
-        high = 4 * torch.maximum(low, self.noise**2)
+        high = 4 * torch.maximum(low, self.product_error**2)
         for _ in range(100):
             excluded = self.excludes(high, small) | (high == 0)
             if bool(excluded.all()):
@@ -237,7 +237,7 @@ class LanczosBound:
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true."""
-        self.upper, self.noise, self._start = self.upper[mask], self.noise[mask], self._start[mask]
+        self.upper, self.product_error, self._start = self.upper[mask], self.product_error[mask], self._start[mask]
         self._cycles = None if self._cycles is None else self._cycles.of(mask)
 
     def _overlaps(self, small: RitzProjection) -> Tensor:
@@ -253,7 +253,7 @@ class LanczosBound:
         onto = overlaps if small.skew is None else overlaps * small.theta / sigma[..., None]
         seen = (onto * w).sum(-1).abs() / torch.sqrt(1 + (w * w).sum(-1))
         seen = seen + w.shape[-1] * torch.finfo(torch.float64).eps  # of the sum: it must not exclude anything
-        error = PRODUCT_ROUNDING * self.eps * sigma + self.alignment * self.noise
+        error = PRODUCT_ROUNDING * self.eps * sigma + self.alignment * self.product_error
         left, right = (math.sqrt(small.products) * error + drift.norm(dim=-1) for drift in small.drift)
         if small.skew is None:
             seen = seen * (1 + (sigma * left + top * right) * shape[..., 0])

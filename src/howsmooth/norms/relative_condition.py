@@ -1,4 +1,4 @@
-r"""Numbers that compare: σ against the size of what goes in and of what comes out.
+r"""Numbers that compare: σ against the sizes of input and output.
 
 A model does not know in which units its tokens are measured. With the gain of a normalisation multiplied by c and the
 weights behind it divided by c it computes the same function, and σ of its attention is divided by c. What does not

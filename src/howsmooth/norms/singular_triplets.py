@@ -72,7 +72,7 @@ class Triplets:
         maps, k = op.batch_size, target.k
         self.op, self.target, self.bounded, self.scale, self.steps = op, target, bounded, scale, 0
         self.k, self.rtol = k, target.rtol
-        self.noise = product_error(op)
+        self.product_error = product_error(op)
         self.values = torch.zeros(maps, k, dtype=torch.float64)
         self.residuals = torch.zeros_like(self.values)
         self.lower = torch.zeros(maps, dtype=torch.float64)
@@ -94,12 +94,12 @@ class Triplets:
 
     @property
     def reuses(self) -> bool:
-        """Whether J v is taken from the products made: where J is blurred by more than all of them can have lost.
+        """Whether J v is taken from the products made: where the error of J itself is above all of theirs.
 
-        The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product: the allowance has it, noise has not.
+        The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product, which the allowance includes.
         """
-        lost = rounding_allowance(self.op.dtype, 2 * self.steps)
-        return self.k == 1 and lost <= 2 * self.op.accuracy.point and not bool((self.noise > 0).any())
+        rounding = rounding_allowance(self.op.dtype, 2 * self.steps)
+        return self.k == 1 and rounding <= 2 * self.op.accuracy.point and not bool((self.product_error > 0).any())
 
     @property
     def smallest_rtol(self) -> float:
@@ -111,8 +111,8 @@ class Triplets:
         rtol = max(self.rtol, self.smallest_rtol)
         if bound is None:
             return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
-        within = torch.maximum(rtol * top, 2 * bound.noise)
-        target = self._target(top, bound.noise)
+        within = torch.maximum(rtol * top, 2 * bound.product_error)
+        target = self._target(top, bound.product_error)
         accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
         has_limit = bool((self.target.stop_below[maps] > 0).any())
         if not (has_limit or bool(accurate.any())):
@@ -122,7 +122,7 @@ class Triplets:
             self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
         settled = accurate & ((open_share < 1) | limited)
         if has_limit:
-            low_enough = (self.target.stop_below[maps] / self.scale[maps] - bound.noise) / (1 + self.allowance)
+            low_enough = (self.target.stop_below[maps] / self.scale[maps] - bound.product_error) / (1 + self.allowance)
             possible = low_enough > top * (1 + self.allowance)
             settled |= possible & bound.excludes(torch.where(possible, low_enough, 2 * top + 1) ** 2, small)
         return settled
@@ -136,11 +136,11 @@ class Triplets:
         near = (now * torch.sqrt(now / before) < _PROMISING) | (self.target.stop_below[maps] > 0)
         return self.k == 1 and bool(near.any())
 
-    def _target(self, top: Tensor, noise: Tensor) -> Tensor:
-        """Where the upper bound has to be so that both ends, widened, are rtol apart (or smallest_rtol, or noise)."""
+    def _target(self, top: Tensor, error: Tensor) -> Tensor:
+        """The upper bound at which both ends, widened, are rtol apart, or as close as rounding allows."""
         rtol = max(self.rtol, self.smallest_rtol)
-        wanted = (1 + rtol) * (top * (1 - self.allowance) - noise) - noise
-        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + noise)
+        wanted = (1 + rtol) * (top * (1 - self.allowance) - error) - error
+        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + error)
 
     def record(
         self, process: Bidiagonalisation, small: RitzProjection, bound: LanczosBound | None, done: Tensor
@@ -153,8 +153,8 @@ class Triplets:
             # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
             largest = torch.maximum(bound.tighten(small), largest)
             upper = largest[done] * (1 + self.allowance)
-            self.upper[where] = upper * scale + self.noise[where]
-            target = self._target(small.values[:, 0], bound.noise)
+            self.upper[where] = upper * scale + self.product_error[where]
+            target = self._target(small.values[:, 0], bound.product_error)
             self.limited[where] = bound.judge(target**2, small)[1][done]
         self.residuals[where, :k] = _residuals(small, k, largest)[done] * scale[:, None]
         within = self.rtol * self.values[where, :1]
@@ -176,13 +176,14 @@ class Triplets:
             self.left[:, i] = moved * inverse.to(moved)[:, None]
             self._complete(i, moved, products, generator)
         allowance = self.allowance if reuses else rounding_allowance(self.op.dtype, 1, self.op.accuracy.point)
-        error = self.noise + (self.slip if reuses else 0.0)
+        error = self.product_error + (self.slip if reuses else 0.0)
         self.lower, _ = widened(self.values[:, 0], allowance, error)
         return products.count
 
     def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:
         """Where J v is rounding, any left vector orthogonal to those before will do; its residual is taken for true."""
-        null = self.values[:, i] <= self.allowance * self.values[:, 0] + self.noise if i else self.values[:, 0] == 0
+        limit = self.allowance * self.values[:, 0] + self.product_error if i else 0.0
+        null = self.values[:, i] <= limit
         if not bool(null.any()):
             return
         device = null.to(self.op.device)
@@ -206,7 +207,7 @@ class Triplets:
         batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
         lower, upper, crossed = uncrossed(self.lower, self.upper)
         converged = self.converged
-        noisy = 3 * self.noise > self.rtol * self.values[:, 0]  # then `_target` is out of reach
+        inaccurate = 3 * self.product_error > self.rtol * self.values[:, 0]  # then `_target` is out of reach
         return Measurement(
             value=self.values[:, 0].reshape(batch),
             lower=lower.reshape(batch),
@@ -223,7 +224,7 @@ class Triplets:
             values=self.values.reshape(*batch, self.k),
             residuals=self.residuals.reshape(*batch, self.k),
             rounding=self.op.accuracy.guarantee,
-            notes=notes + crossed + rounding_note((self.limited | noisy) & ~converged, self.op.dtype),
+            notes=notes + crossed + rounding_note((self.limited | inaccurate) & ~converged, self.op.dtype),
         )
 
 

@@ -141,7 +141,7 @@ class _Near:
     """A unit vector y, ``right``, and what is known of it, for every map.
 
     Attributes:
-        value: |Jy| up to ``lost`` and rounding.
+        value: |Jy| up to ``dropped`` and rounding.
         lower, high: both ends of |Jy|.
         residual: how far Jᵀu is from |Jy| y, and J y from |Jy| u, at most, rounding apart.
         rounding: by how much a product may be off, absolutely; ``allowance``: relatively.
@@ -153,7 +153,7 @@ class _Near:
     lower: Tensor
     high: Tensor
     residual: Tensor
-    lost: Tensor
+    dropped: Tensor
     rounding: Tensor
     allowance: float
     products: int
@@ -176,32 +176,32 @@ class _Near:
         residual = _OF_ROOT * rtol**0.5
         for step in range(1, _OWN_STEPS + 1):
             y = times(y, 1 / length(y))
-            u, lost = op.matvec_within(y, rtol / 10 * op.lower)
+            u, dropped = op.matvec_within(y, rtol / 10 * op.lower)
             value = length(u)
             u = times(u, torch.where(value > 0, 1 / value, 0.0))
-            back, also_lost = op.rmatvec_within(u, residual / 4 * op.lower)
-            apart = length(back - times(y, value)).cpu() + lost + also_lost
+            back, dropped_back = op.rmatvec_within(u, residual / 4 * op.lower)
+            apart = length(back - times(y, value)).cpu() + dropped + dropped_back
             if step == _OWN_STEPS or bool((apart <= residual * value.cpu()).all()):
                 break
             y = back
         value, error = value.cpu(), product_error(op.exact).reshape(batch)
         allowance = rounding_allowance(op.dtype, 4, op.exact.accuracy.point)
-        lower, high = widened(value, allowance, error + lost)
+        lower, high = widened(value, allowance, error + dropped)
         rounding = 2 * (error + allowance * high)
-        return cls(u, y, value, lower, high, apart, lost, rounding, allowance, 2 * step)
+        return cls(u, y, value, lower, high, apart, dropped, rounding, allowance, 2 * step)
 
     def upper(self, b: Tensor) -> Tensor:
         """The bound of the theorem on ‖J‖ with this b."""
-        r = self.high * (self.residual + self.rounding) + (b - self.high).clamp_min(0.0) * self.lost
+        r = self.high * (self.residual + self.rounding) + (b - self.high).clamp_min(0.0) * self.dropped
         a, b = self.high**2, (b * (1 + self.allowance)) ** 2
         return torch.sqrt((a + b) / 2 + torch.sqrt(((a - b) / 2) ** 2 + r**2)) * (1 + self.allowance)
 
-    def enough(self, most: Tensor) -> Tensor:
-        """The largest b with which that bound is at most ``most``, or 0; a little less for rounding.
+    def enough(self, limit: Tensor) -> Tensor:
+        """The largest b with which that bound is at most ``limit``, or 0; a little less for rounding.
 
         λ is no less than the eigenvalues of the form with a, b² and r when (λ − a)(λ − b²) ≥ r² and λ > a.
         """
-        room = (most / (1 + self.allowance)) ** 2
+        room = (limit / (1 + self.allowance)) ** 2
         r, over = self.high * (self.residual + self.rounding), room - self.high**2
         square = torch.where(over > 0, room - r**2 / over, 0.0)
         return square.clamp_min(0.0).sqrt() / (1 + self.allowance) * (1 - 1e-9)

@@ -46,9 +46,9 @@ def sized_mixing(
     tiles: list[Tile] = []
     for band in _bands(mixing, sums.side):
         arrays = 1 if mixing.plain else 2
-        kept = arrays * dtype.itemsize * sum(tile.size for tile in band) <= memory
-        weights, factors = sums.add(band, kept)
-        if kept:
+        stored = arrays * dtype.itemsize * sum(tile.size for tile in band) <= memory
+        weights, factors = sums.add(band, stored)
+        if stored:
             band = [sums.scaled(*each) for each in zip(band, weights, factors, strict=True)]
             memory -= sum(tile.nbytes for tile in band)
         tiles += band
@@ -103,8 +103,8 @@ class _TileSums:
         self.sizes: list[Tensor] = []
         self.counts: list[int] = []
 
-    def add(self, band: list[Tile], kept: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Take in the tiles of a band, whose weights will be ``kept`` or may lie where those of the next will.
+    def add(self, band: list[Tile], stored: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Take in the tiles of a band, whose weights will be ``stored`` or may lie where those of the next will.
 
         Returns for each its weights up to a factor for every row of every part, ``(rows, parts, side)``, and these
         factors, ``(rows, parts)``.
@@ -114,14 +114,14 @@ class _TileSums:
         m, rows = band[0].maps.start, band[0].rows
         parts = [tile.cols.start // self.side for tile in band]
         counts = [-(-(tile.cols.stop - tile.cols.start) // self.side) for tile in band]
-        weights = self._room([(rows.stop - rows.start, count, self.side) for count in counts], kept)
+        weights = self._memory([(rows.stop - rows.start, count, self.side) for count in counts], stored)
         tops = torch.cat([self._relative(tile, out) for tile, out in zip(band, weights, strict=True)], dim=1)
         shape = (sum(counts), len(tops), self.summands.shape[-1])
         sums = self.mixing.work.buffer("sums", shape, self.summands)
         for out, part, weight in zip(sums.split(counts), parts, weights, strict=True):
             torch.bmm(weight.transpose(0, 1), self.summands[m, part : part + len(out)], out=out)
         if self.mixing.softmax:
-            top = tops.amax(1, keepdim=True).to(sums)  # as it is kept, for weights that are recomputed
+            top = tops.amax(1, keepdim=True).to(sums)  # as it is stored, for weights that are recomputed
             top = top.masked_fill_(top == float("-inf"), 0.0)
             factor = (tops - top).exp()
             total = (factor * sums[..., self.width + 1].mT).sum(1, keepdim=True)
@@ -162,9 +162,9 @@ class _TileSums:
             torch.cat(self.places, dim=1), torch.cat(self.sizes, dim=1).cpu(), self.side, tuple(self.counts)
         )
 
-    def _room(self, shapes: list[tuple[int, int, int]], kept: bool) -> list[Tensor]:
+    def _memory(self, shapes: list[tuple[int, int, int]], stored: bool) -> list[Tensor]:
         """Memory for the weights of a band."""
-        if kept:
+        if stored:
             return [self.summands.new_empty(shape) for shape in shapes]
         sizes = [math.prod(shape) for shape in shapes]
         flat = self.mixing.work.buffer("band", (sum(sizes),), self.summands)
@@ -233,8 +233,8 @@ class _TileSums:
         middle = product.sum(-1).double() * factor
         length = turned.square().sum(-1)
         far = length * mass
-        blurred = through + far + 2 * (square * mass).sqrt() * towards.double().norm(dim=-1)
-        apart = (through - 2 * middle + far).clamp_min(0.0) + self.rounding * blurred
+        sizes = through + far + 2 * (square * mass).sqrt() * towards.double().norm(dim=-1)
+        apart = (through - 2 * middle + far).clamp_min(0.0) + self.rounding * sizes
         in_query = (key * apart).amax(1).sqrt() * self.units[0, m] * self.units[1, m]
         in_key = (self.query[m, rows] * largest * apart).sum(1).sqrt() * self.units[0, m]
         in_value = (largest * mass).sum(1).sqrt()

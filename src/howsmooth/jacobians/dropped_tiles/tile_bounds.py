@@ -94,38 +94,38 @@ class TileSizes:
     def select(self, index: Tensor) -> TileSizes:
         """The tiles of some maps, at ``index`` (increasing), which are numbered anew."""
         index = index.cpu()
-        kept = torch.isin(self.places[0], index)
-        places = torch.stack([torch.searchsorted(index, self.places[0, kept]), *self.places[1:, kept]])
-        counts = tuple(count for count, here in zip(self.counts, self.by_tile(kept), strict=True) if bool(here.any()))
-        return TileSizes(places, self.sizes[:, kept], self.side, counts)
+        chosen = torch.isin(self.places[0], index)
+        places = torch.stack([torch.searchsorted(index, self.places[0, chosen]), *self.places[1:, chosen]])
+        counts = tuple(count for count, here in zip(self.counts, self.by_tile(chosen), strict=True) if bool(here.any()))
+        return TileSizes(places, self.sizes[:, chosen], self.side, counts)
 
     def smallest_within(self, norms: Tensor, budget: Tensor) -> Tensor:
         """The smallest tiles of every map that stay within its budget together; norms: N_q, N_k, N_v."""
         dropped = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
-        for m, most in enumerate(budget.tolist()):
+        for m, limit in enumerate(budget.tolist()):
             here = (self.places[0] == m).nonzero().flatten()
             order = here[(norms[:, m, None] * self.sizes[:, here]).sum(0).argsort()]
             low, high = 0, len(order)
             while low < high:
                 middle = (low + high + 1) // 2
-                within = float((norms[:, m] * self._bounds(order[:middle], exact=False)).sum()) <= most
+                within = float((norms[:, m] * self._bounds(order[:middle], exact=False)).sum()) <= limit
                 low, high = (middle, high) if within else (low, middle - 1)
             dropped[order[:low]] = True
         return dropped
 
-    def droppable_forward(self, tangents: Sequence[Tensor], most: Tensor) -> tuple[Tensor, Tensor]:
+    def droppable_forward(self, tangents: Sequence[Tensor], limit: Tensor) -> tuple[Tensor, Tensor]:
         """The tiles that the product with known dq, dk and dv W_O, ``(maps, n, ·)``, does not need.
 
-        The error of every map is at most ``most``, ``(maps,)``; the second value bounds it more sharply.
+        The error of every map is at most ``limit``, ``(maps,)``; the second value bounds it more sharply.
         """
         query, key, value = (self._blocks(t) for t in tangents)
 
         def parts(m: int, row: Tensor, column: Tensor, a: Tensor, b: Tensor, c: Tensor) -> _Parts:
             return [(a * query[m, row] + b * key[m, column] + c * value[m, column], row)]
 
-        return self._droppable(parts, most)
+        return self._droppable(parts, limit)
 
-    def droppable_backward(self, cotangent: Tensor, norms: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    def droppable_backward(self, cotangent: Tensor, norms: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """The tiles that the product with a known u, ``(maps, n, ·)``, does not need, likewise."""
         blocks = self._blocks(cotangent)
 
@@ -133,7 +133,7 @@ class TileSizes:
             adds = [norm * size * blocks[m, row] for norm, size in zip(norms[:, m], sizes, strict=True)]
             return list(zip(adds, (row, column, column), strict=True))
 
-        return self._droppable(parts, most)
+        return self._droppable(parts, limit)
 
     def _blocks(self, tokens: Tensor) -> Tensor:
         """The lengths of the blocks of ``side`` tokens, ``(maps, blocks)``, float64 on the CPU."""
@@ -145,11 +145,11 @@ class TileSizes:
             .sqrt()
         )
 
-    def _droppable(self, parts: Callable[..., _Parts], most: Tensor) -> tuple[Tensor, Tensor]:
+    def _droppable(self, parts: Callable[..., _Parts], limit: Tensor) -> tuple[Tensor, Tensor]:
         dropped = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
-        errors = torch.zeros_like(most)
+        errors = torch.zeros_like(limit)
         side = int(self.places[1:].max()) + 1
-        for m, budget in enumerate(most.tolist()):
+        for m, budget in enumerate(limit.tolist()):
             here = (self.places[0] == m).nonzero().flatten()
             adds = parts(m, *self.places[1:, here], *self.sizes[:, here])
             order = torch.stack([each for each, _ in adds]).sum(0).argsort()
@@ -200,13 +200,13 @@ class TileSizes:
         side = int(self.places[1:].max()) + 1
         by_row = torch.zeros(3, side, dtype=torch.float64).index_add_(1, rows, self.sizes[:, index])
         by_column = torch.zeros(3, side, dtype=torch.float64).index_add_(1, columns, self.sizes[:, index])
-        most = by_row.amax(1)
-        norms = (most * by_column.amax(1)).sqrt()
+        largest = by_row.amax(1)
+        norms = (largest * by_column.amax(1)).sqrt()
         if exact and side <= _LARGEST_MATRIX:
             matrix = torch.zeros(3, side, side, dtype=torch.float64)
             matrix[:, rows, columns] = self.sizes[:, index]
             norms = torch.minimum(norms, torch.linalg.matrix_norm(matrix, 2))
-        return torch.stack([most[0], norms[1], norms[2]])
+        return torch.stack([largest[0], norms[1], norms[2]])
 
 
 def runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -68,13 +68,13 @@ class Truncated(JacobianOperator):
     def rmatvec(self, u: Tensor) -> Tensor:
         return self.cheap.rmatvec(u)
 
-    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """J v of the exact maps with errors of at most ``most``, and bounds on them, float64 of the batch shape."""
-        return self.exact.matvec(v), torch.zeros_like(most)
+    def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """J v of the exact maps with errors of at most ``limit``, and bounds on them, float64 of the batch shape."""
+        return self.exact.matvec(v), torch.zeros_like(limit)
 
-    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         """Jᵀ u, likewise."""
-        return self.exact.rmatvec(u), torch.zeros_like(most)
+        return self.exact.rmatvec(u), torch.zeros_like(limit)
 
     def size(self) -> Tensor:
         return self.cheap.size() + self.error
@@ -153,26 +153,26 @@ class TruncatedAttention(Truncated):
 
     @full_precision
     @torch.no_grad()
-    def matvec_within(self, v: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    def matvec_within(self, v: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self.exact.tangents(v)
         widest = self.norms[3].to(value)[:, None, None]
-        dropped, error = self.sizes.droppable_forward((query, key, widest * value), self._for_heads(most))
+        dropped, error = self.sizes.droppable_forward((query, key, widest * value), self._for_heads(limit))
         part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
         return part.combined(query, key, value), self._of_heads(error)
 
     @full_precision
     @torch.no_grad()
-    def rmatvec_within(self, u: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    def rmatvec_within(self, u: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         each = u.reshape(-1, *self.out_shape)
         each = each.repeat_interleave(len(self.exact.mixing.query) // len(each), dim=0)
-        dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(most))
+        dropped, error = self.sizes.droppable_backward(each, self.norms[:3], self._for_heads(limit))
         part = replace(self.exact, mixing=self.sizes.without(self.exact.mixing, dropped))
         return part.rmatvec(u), self._of_heads(error)
 
-    def _for_heads(self, most: Tensor) -> Tensor:
+    def _for_heads(self, limit: Tensor) -> Tensor:
         """A bound for every map as one for each of its heads, whose errors add up."""
         heads = len(self.exact.mixing.query) // max(1, self.batch_size)
-        return (most.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
+        return (limit.reshape(-1, 1) / heads).expand(-1, heads).reshape(-1)
 
     def _of_heads(self, errors: Tensor) -> Tensor:
         return errors.reshape(*self.batch_shape, -1).sum(-1)
