@@ -64,12 +64,12 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"asset": _asset, "sha256": _sha256}
+    environment.filters.update(asset=_asset, sha256=_sha256)
     return environment
 
 
 def _finalize(value: Any) -> Any:
-    return visible(value) if type(value) is str else value
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _asset(name: str) -> Markup:
