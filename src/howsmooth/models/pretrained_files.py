@@ -186,6 +186,7 @@ def _load(source: str, head: bool, sums: Mapping[str, str] | None, private: Path
     for name in _NOT_FROM_A_FILE:
         if hasattr(config, name):
             delattr(config, name)
+    # A config.json may name other kernels and dtypes, also in sub-configurations: these settings override it.
     config._attn_implementation, config._experts_implementation, config.dtype = "eager", None, torch.float32
     model, notes = _with_weights(config, head, checkpoint, device_map)
     processor = processor_of(source, model.main_input_name, revision)
