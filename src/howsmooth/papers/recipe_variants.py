@@ -113,8 +113,9 @@ def judge(rows: Rows) -> Finding:
             parts.append(f"{stack}, {variant}: {alphas['sigma']:.2f} and {alphas['released']:.2f}")
     return Finding.of(
         not moved,
-        f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(parts)}. {len(moved)} of {2 * len(parts)} are 0.05 or more "
-        "from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not known.",
+        f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(parts)}. {len(moved)} of {2 * len(parts)} are 0.05 or "
+        "more from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not "
+        "known.",
     )
 
 

@@ -54,14 +54,14 @@ class InvertibleTransformer(nn.Module):
     def __init__(
         self,
         width: Count,
-        heads: int = 1,
+        heads: Count = 1,
         depth: Count = 2,
-        hidden: int | None = None,
+        hidden: Count | None = None,
         *,
         coefficient: Probability = 0.9,
         mask: Mask = None,
-        attention_width: int | None = None,
-        tokens: int | None = None,
+        attention_width: Count | None = None,
+        tokens: Count | None = None,
         norm: float = 2,
     ):
         super().__init__()
