@@ -115,7 +115,8 @@ def judge(rows: Rows) -> Finding:
     return Finding.of(
         not moved,
         f"exponents of σ_max(J) and of √‖Jᵀf(X)‖: {'; '.join(parts)}. {len(moved)} of {2 * len(parts)} are 0.05 or "
-        "more from that of σ_max(J) of the block. Which of these choices made the printed figures is not known.",
+        "more from that of σ_max(J) of the block. Which of these choices stand behind the printed figures is not "
+        "known.",
     )
 
 
