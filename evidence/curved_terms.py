@@ -86,8 +86,8 @@ class Ball:
         ball = modules["certificates.ball.nonlinear_ball"].NonlinearBall(PathsAt(self.attention, self.x), self.moves)
         for name in NAMES:
             feature = getattr(ball, name)
-            yield f"derivative of the {name}", feature.first
-            yield f"change of the derivative of the {name}", feature.bent
+            yield f"derivative of the {name}", feature.derivative
+            yield f"change of the derivative of the {name}", feature.derivative_change
             yield f"move of the {name}", feature.moved
         yield "moves of logits", ball.logit_moves()
         yield "largest weights", ball.weights.high

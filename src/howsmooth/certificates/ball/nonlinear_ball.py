@@ -46,7 +46,7 @@ class NonlinearBall:
 
     Attributes:
         query, key, value: the token-wise maps. weights: ends of P and largest slopes on the ball.
-        apart: k_j − c_i ``(heads, i, j, k)``. pull, push: M^qᵀ_i of it, and M^kᵀ_j q_i.
+        centred_keys: k_j − c_i ``(heads, i, j, k)``. pull, push: M^qᵀ_i of it, and M^kᵀ_j q_i.
     """
 
     def __init__(self, at: PathsAt, moves: Tensor):
@@ -62,33 +62,36 @@ class NonlinearBall:
         scores, here, *_ = at.weights()
         centre = here @ key if softmax and cap is None else torch.zeros_like(query)
         self.mean = here @ self.value.value if softmax else torch.zeros_like(self.value.value)
-        self.apart = key[:, None] - centre[:, :, None]
-        self.pull = self.query.back(self.apart, 1)
-        self.push = self.key.back(query[:, :, None].expand_as(self.apart), 2)
+        self.centred_keys = key[:, None] - centre[:, :, None]
+        self.pull = self.query.back(self.centred_keys, 1)
+        self.push = self.key.back(query[:, :, None].expand_as(self.centred_keys), 2)
         moved = self.logit_moves() * _RAISED + gamma(2**12) * (1 + plain.abs())
         self.weights = _Weights.of(scores, moved, plain, cap, softmax)
 
     def logit_moves(self) -> Tensor:
         """δ_ij ≥ the moves of the logits, ``(heads, n, n)``."""
         query, key, moves = self.query, self.key, self.moves
-        long, size = self.apart.norm(dim=-1), query.value.norm(dim=-1)[..., None]
-        moved = moves[:, None] * (self.pull.norm(dim=-1) + query.bent[..., None] * long)
-        moved = moved + moves * (self.push.norm(dim=-1) + key.bent[:, None] * size)
-        moved = moved + query.off[..., None] * long + key.off[:, None] * size
+        long, size = self.centred_keys.norm(dim=-1), query.value.norm(dim=-1)[..., None]
+        moved = moves[:, None] * (self.pull.norm(dim=-1) + query.derivative_change[..., None] * long)
+        moved = moved + moves * (self.push.norm(dim=-1) + key.derivative_change[:, None] * size)
+        moved = moved + query.error[..., None] * long + key.error[:, None] * size
         return moved + query.moved[..., None] * key.moved[:, None]
 
     def bound(self) -> Tensor:
         """The three paths together, ``(heads,)``."""
         query, key, value, weights = self.query, self.key, self.value, self.weights
         out_norm = spectral_ceiling(self.output)[:, None]
-        width = value.through(self.output) + out_norm * value.bent
+        width = value.through(self.output) + out_norm * value.derivative_change
         values = (value.value[:, None] - self.mean[:, :, None]) @ self.output[:, None]
-        spread = weights.spread(values, (width * self.moves + out_norm * value.off)[:, None])
-        bent = query.bent[..., None] * self.apart.norm(dim=-1)
-        lean = weights.spread(self.pull, query.first[..., None] * key.moved[:, None] + bent)
+        spread = weights.spread(values, (width * self.moves + out_norm * value.error)[:, None])
+        derivative_change = query.derivative_change[..., None] * self.centred_keys.norm(dim=-1)
+        lean = weights.spread(self.pull, query.derivative[..., None] * key.moved[:, None] + derivative_change)
         loads = weights.slopes * spread.square()[..., None]
         straight = spectral_ceiling((loads.clamp_min(1e-300).sqrt()[..., None] * self.push).transpose(1, 2))
-        rest = key.first[:, None] * query.moved[..., None] + key.bent[:, None] * query.value.norm(dim=-1)[..., None]
+        rest = (
+            key.derivative[:, None] * query.moved[..., None]
+            + key.derivative_change[:, None] * query.value.norm(dim=-1)[..., None]
+        )
         cross = straight + (loads * rest.square()).sum(1).sqrt()
         paths = nonnegative_norm(weights.high * width[:, None]) + (spread * lean).amax(-1) + cross.amax(-1)
         return torch.nan_to_num(paths * _RAISED, nan=torch.inf)
@@ -100,35 +103,41 @@ class _Feature:
 
     Attributes:
         value: ``(heads, n, k)``. chain: derivative of the stages. root: R with \\|Wᵀu\\| = \\|Ru\\|, ``(heads, k, k)``.
-        first: m, ``(heads, n)``. bent: hε, how far the derivative moves. moved: r. All with rounding; off: it alone.
+        derivative: m, ``(heads, n)``. derivative_change: hε. moved: r. All include rounding; error: the rounding alone.
     """
 
     value: Tensor
     chain: Chain
     root: Tensor
-    first: Tensor
-    bent: Tensor
+    derivative: Tensor
+    derivative_change: Tensor
     moved: Tensor
-    off: Tensor
+    error: Tensor
 
     @classmethod
     def of(cls, stages: Sequence[TokenStage], start: Tensor, weight: Tensor, x: Tensor, moves: Tensor) -> _Feature:
         norm = spectral_ceiling(weight)[:, None]
         radius = norm * moves
-        first, second, here = torch.ones_like(radius), torch.zeros_like(radius), start
+        derivative, second, here = torch.ones_like(radius), torch.zeros_like(radius), start
         for stage in stages:
-            m, h = _derivatives(stage, here, first * radius)
-            first, second = m * first, m * second + h * first.square()
+            m, h = _derivatives(stage, here, derivative * radius)
+            derivative, second = m * derivative, m * second + h * derivative.square()
             here = stage(here[None])[0]
         value, chain = Chain.through(stages, start[None])
         unit = gamma(8 * (weight.shape[-1] + weight.shape[-2]) + 1600)
         entries = weight.norm(dim=(-2, -1))[:, None]
-        off = unit * (first * (entries * x.norm(dim=-1) + start.norm(dim=-1)) + value[0].norm(dim=-1))
-        slack = (
-            gamma(64 * weight[0].numel() + 1600) * entries * first
-        )  # of the triangular factor, and of products with it
-        bent, first = second * norm.square() * moves + slack, first * norm
-        return cls(value[0], chain, torch.linalg.qr(weight.mT).R, first, bent, first * moves + off, off)
+        error = unit * (derivative * (entries * x.norm(dim=-1) + start.norm(dim=-1)) + value[0].norm(dim=-1))
+        slack = gamma(64 * weight[0].numel() + 1600) * entries * derivative  # of products with the triangular factor
+        derivative_change, derivative = second * norm.square() * moves + slack, derivative * norm
+        return cls(
+            value[0],
+            chain,
+            torch.linalg.qr(weight.mT).R,
+            derivative,
+            derivative_change,
+            derivative * moves + error,
+            error,
+        )
 
     def back(self, vectors: Tensor, axis: int) -> Tensor:
         """Mᵀu, up to a rotation, for u ``(heads, i, j, k)`` and the derivative at token i (axis 1) or j (axis 2)."""
