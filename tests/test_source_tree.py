@@ -56,14 +56,12 @@ SAME_NAME = {
     "Progress": "what a search calls after a step, and what a scan calls after a cell.",
     "Reader": "a model that reads a window with rounded caches, and what reads a column of a store.",
     "Result": "of a run of training, and a type variable.",
-    "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "Settings": "of a scan and of a run of training.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Stopped": "a run of training, and a search, that was interrupted and has kept what it had.",
     "WHATS": "what can be measured in a model, and what a scan may be asked for, which is more.",
     "compare": "laws of growth by how well they fit, and scans by what has changed.",
-    "evaluate": "a function at tokens, a model on a text, the norm at an input.",
-    "head_numbers": "what bounds need to know of a head, and what a scan keeps of it.",
+    "evaluate": "a function at tokens, and a model on a text.",
     "growth_figure": "of a fit, and of a group of a scan, which draws it by figures.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like
