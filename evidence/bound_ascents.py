@@ -218,7 +218,7 @@ def parts(progress: Callable[[str], None]) -> list[str]:
     rows = [
         [
             f"`{name}`",
-            hs.bounds.SCOPES[CATALOGUE[name].scope],
+            hs.bounds.catalogue.SCOPES[CATALOGUE[name].scope],
             r.maximisations,
             r.violations,
             _ratio(r.largest),

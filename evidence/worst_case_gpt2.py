@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from evidence.real_heads import GPT2_FILE, shared_folder
 from evidence.tables import table
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.bound_table import Row
+from howsmooth.bounds.bound_table import BoundRow
 from howsmooth.bounds.castin2024 import real_eigenpairs
 from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.models.weight_files import load_attention
@@ -23,7 +23,7 @@ from howsmooth.reports.growth import Growth, growth
 from howsmooth.reports.growth.laws import ROUNDING
 from howsmooth.search import worst_case
 from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.initial_vectors import norm_at
 from howsmooth.search.start_inputs import constructions, two_poles
 from howsmooth.sets import Ball
 from howsmooth.sets.ellipsoid import Ellipsoid
@@ -58,7 +58,7 @@ class Point:
     poles: float
     search: float
     start: str
-    upper: Row
+    upper: BoundRow
 
     @property
     def theorem(self) -> float:
@@ -145,14 +145,14 @@ def theorem_gamma(head: AttentionMap) -> float:
 def branches(head: AttentionMap, n: int, radius: float) -> float:
     """The larger σ of the theorem's two branches; 0 when A has no real eigenvalue."""
     starts = constructions(head, Ball(radius), n, head.in_features)
-    return max((float(evaluate(head, s.x, 2)) for s in starts if s.name.endswith("branch")), default=0.0)
+    return max((float(norm_at(head, s.x, 2)) for s in starts if s.name.endswith("branch")), default=0.0)
 
 
 def head_point(attention: AttentionMap, head: int, n: int, radius: float) -> Point:
     """One search, and σ at the constructions by themselves."""
     alone, over = attention.head(head), Ball(radius)
     tokens = Ellipsoid.ball(radius, attention.in_features)
-    clusters, poles = (float(evaluate(alone, f(alone, tokens, n), 2)) for f in (two_cluster_input, two_poles))
+    clusters, poles = (float(norm_at(alone, f(alone, tokens, n), 2)) for f in (two_cluster_input, two_poles))
     witness = worst_case(attention, n, over=over, head=head, starts=STARTS, steps=STEPS)
     upper = not_passed(tightest_upper(alone, n, over, head=0), witness.value)
     assert upper is not None
@@ -175,7 +175,7 @@ def head_case(layer: int, attention: AttentionMap, head: int, place: str, radius
         theorem_gamma(alone),
         tuple(head_point(attention, head, n, radius) for n in LENGTHS),
         tuple(branches(plain, n, radius) for n in LENGTHS),
-        tuple(float(evaluate(alone, two_poles(alone, tokens, n), 2)) for n in LONGER),
+        tuple(float(norm_at(alone, two_poles(alone, tokens, n), 2)) for n in LONGER),
         random.value,
     )
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from evidence.tables import table
 from howsmooth.models import OpenModel, Targets, Window, alice, open_model
 from howsmooth.search import Witness, sandwich, worst_case
-from howsmooth.search.initial_vectors import evaluate
-from howsmooth.search.sandwich_result import Cell
+from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.sandwich_result import SandwichCell
 from howsmooth.sets import Around, Tokens
 
 TITLE = "The worst case near real text"
@@ -34,7 +34,7 @@ class Near:
 
     layer: int
     size: float
-    cells: tuple[Cell, ...]
+    cells: tuple[SandwichCell, ...]
     random: tuple[float, ...]
 
 
@@ -63,7 +63,7 @@ def near_text(model: OpenModel, layers: Sequence[int], steps: int = STEPS) -> It
         found = sandwich(f, [len(x)], over=[Around(x, e) for e in eps], starts=STARTS, steps=steps)
         generator = torch.Generator().manual_seed(layer)
         drawn = [[Around(x, e).random(generator, *x.shape) for _ in range(DRAWN)] for e in eps]
-        random = tuple(max(float(evaluate(f, y, 2)) for y in inputs) for inputs in drawn)
+        random = tuple(max(float(norm_at(f, y, 2)) for y in inputs) for inputs in drawn)
         yield Near(layer, size, found.cells, random)
 
 
@@ -90,7 +90,7 @@ def worst_sequence(model: OpenModel, starts: int = SEQUENCE_STARTS, steps: int =
     witness = worst_case(site.attention, LENGTH, over=over, start=ids, starts=starts, steps=steps)
     assert witness.ids is not None
     words = [model.processor.decode([i]) for i in witness.ids.tolist()]
-    return Sequences(float(evaluate(site.attention, over.sequence(ids), 2)), witness, words)
+    return Sequences(float(norm_at(site.attention, over.sequence(ids), 2)), witness, words)
 
 
 def near_table(found: Sequence[Near]) -> str:

@@ -30,7 +30,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
         lambda: hs.token_influence(ATTENTION, X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.bounds.table(ATTENTION, over=X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.jacobian(ATTENTION, X, memmory=3),  # type: ignore[call-arg]
-        lambda: hs.worst_case(ATTENTION, 4, radiuss=1.0),  # type: ignore[call-arg]
+        lambda: hs.worst_case(ATTENTION, 4, stepss=1),  # type: ignore[call-arg]
         lambda: hs.growth([1.0, 2.0], [8, 16], pairedd=True),  # type: ignore[call-arg]
         lambda: hs.scan("minilm", rtoll=1e-3),
         lambda: hs.scan("minilm", lenghts=8),
@@ -112,8 +112,8 @@ SQUARE, NAN = torch.eye(6), torch.full((6, 6), math.nan)
             "value and query weights holds",
         ),
         (lambda: hs.jacobians.MatrixOperator(NAN), "matrix holds 36 NaN"),
-        (lambda: hs.meanfield.LogMass(torch.tensor([math.nan, 1.0])), "weights holds 1 NaN"),
-        (lambda: hs.meanfield.Past(torch.tensor([math.nan, 1.0])), "positions holds 1 NaN"),
+        (lambda: hs.meanfield.measure_attention.LogMass(torch.tensor([math.nan, 1.0])), "weights holds 1 NaN"),
+        (lambda: hs.meanfield.measure_attention.Past(torch.tensor([math.nan, 1.0])), "positions holds 1 NaN"),
     ],
 )
 def test_what_cannot_be_computed_with_is_refused_at_the_door(call: Callable[[], object], said: str) -> None:

@@ -48,7 +48,6 @@ SAME_NAME = {
     "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",
     "SigmoidAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
 }
 """Public names that two modules define → what each of them is. The command line is left out: a command is called like

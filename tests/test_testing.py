@@ -126,7 +126,7 @@ def test_a_mask_that_is_not_respected_is_caught(monkeypatch: pytest.MonkeyPatch)
 def test_bounds_of_other_kinds_pass() -> None:
     query, value = torch.randn(2, 4, 4, dtype=torch.float64) / 2
     l2 = hs.L2SelfAttention(query, value, heads=2, mask="causal")
-    for bound in hs.bounds.applicable(hs.bounds.setting(l2, n=4)):
+    for bound in hs.bounds.catalogue.applicable(hs.bounds.setting(l2, n=4)):
         assert 0 < check_bound(bound, l2, n=4, starts=1, steps=4) <= 1
     sigmoid = hs.SigmoidAttention(query, query, value, heads=2)
     assert 0 < check_bound("howsmooth.sigmoid", sigmoid, n=4, over=hs.sets.Ball(1.0), starts=1, steps=4) <= 1
@@ -140,7 +140,7 @@ def test_every_bound_passes_wherever_it_applies() -> None:
     taken = set()
     for attention in maps:
         for where in ({"over": hs.sets.Around(tokens(4, 4), 0.1)}, {"n": 4, "over": hs.sets.Ball(1.0)}):
-            for bound in hs.bounds.applicable(hs.bounds.setting(attention, **where)):  # type: ignore[arg-type]
+            for bound in hs.bounds.catalogue.applicable(hs.bounds.setting(attention, **where)):  # type: ignore[arg-type]
                 assert 0 <= check_bound(bound, attention, starts=1, steps=4, **where) <= 1
                 taken.add(bound.scope)
     assert taken >= {"point", "neighbourhood", "ball", "mean-field W2"}

@@ -24,7 +24,8 @@ from howsmooth._util.common import first_tensor, relative_error
 from howsmooth._util.validation import check_finite, check_tensor, validated
 from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.attention.masks import Maps
-from howsmooth.bounds import Bound, Setting, applicable, get, setting
+from howsmooth.bounds import Bound, Setting, get, setting
+from howsmooth.bounds.catalogue import applicable
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, attention_jacobian, jacobian
 from howsmooth.jacobians.function_checks import check_takes_one

@@ -13,7 +13,8 @@ import howsmooth as hs
 from evidence.ascent import Case, ascend, exact, follow, refine
 from evidence.bound_ascents import CONTROLS, Control, Effort, attack, cases_for, disprove, upper_bounds
 from evidence.bound_cases import KINDS, Draw, coordinates, kinds, places, stream
-from howsmooth.bounds import Assumption, Bound
+from howsmooth.bounds import Bound
+from howsmooth.bounds.catalogue import Assumption
 from howsmooth.bounds.kim2021 import phi_inverse
 from howsmooth.sets.ellipsoid import Ellipsoid
 

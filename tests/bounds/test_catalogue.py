@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import howsmooth as hs
-from howsmooth.bounds import CATALOGUE, SCOPES, get, setting
+from howsmooth.bounds import CATALOGUE, get, setting
+from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.sets import Around, Ball, Point
 
 HEAD = hs.SelfAttention.from_bilinear(-torch.eye(3), torch.eye(3))

@@ -80,7 +80,7 @@ def with_variance(floor: float) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("entry", layer_constants.ACTIVATIONS.values(), ids=lambda entry: entry.name)
-def test_activation_constant_equals_the_numerical_supremum(entry: layer_constants.Activation) -> None:
+def test_activation_constant_equals_the_numerical_supremum(entry: layer_constants.KnownActivation) -> None:
     grid = torch.arange(-400_000, 400_001, dtype=torch.float64) / 10_000
     kinks = torch.tensor([-3.0, 0.0, 3.0, 6.0], dtype=torch.float64)
     t = torch.cat([grid, kinks - 1e-9, kinks + 1e-9]).requires_grad_()
@@ -119,9 +119,9 @@ def test_linear_equals_dense_svd() -> None:
     for shape in ((4, 7), (7, 4), (5, 5)):
         weight = normal(*shape)
         expected = float(torch.linalg.svdvals(weight)[0])
-        assert layer_constants.linear(weight) == pytest.approx(expected, rel=1e-13)
-        assert layer_constants.linear(1e-200 * weight) == pytest.approx(1e-200 * expected, rel=1e-13)
-    assert layer_constants.linear(torch.zeros(3, 2)) == 0
+        assert layer_constants.linear_constant(weight) == pytest.approx(expected, rel=1e-13)
+        assert layer_constants.linear_constant(1e-200 * weight) == pytest.approx(1e-200 * expected, rel=1e-13)
+    assert layer_constants.linear_constant(torch.zeros(3, 2)) == 0
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "selu", "mish"])
@@ -222,7 +222,7 @@ def test_rms_norm_bound_is_reached_at_every_mean_square() -> None:
     norm.weight.data = gain
     for size in (0.0, 0.1, 5.0):
         x = torch.tensor([[size, 0.0, 0.0]], dtype=torch.float64)
-        bound = layer_constants.rms_norm(gain, 1e-3, size**2 / 3)
+        bound = layer_constants.rms_norm_constant(gain, 1e-3, size**2 / 3)
         assert steepest(norm, x) == pytest.approx(bound, rel=1e-12)
 
 
@@ -346,7 +346,7 @@ def test_product_equals_the_product_of_its_factors(norm_first: bool) -> None:
     ]
     dense = math.prod(float(torch.linalg.svdvals(w.weight.detach())[0]) for w in (layer.linear1, layer.linear2))
     where = {"over": layer.norm1} if norm_first else {"over": hs.sets.Ball(1.3)}
-    names = [bound.name for bound in hs.bounds.applicable(hs.bounds.setting(layer.self_attn, n=5, **where))]
+    names = [bound.name for bound in hs.bounds.catalogue.applicable(hs.bounds.setting(layer.self_attn, n=5, **where))]
     uppers = [hs.bounds.get(name) for name in names]
     attention = min(
         float(bound(layer.self_attn, n=5, **where)) for bound in uppers if bound.side == "upper" and bound.norm == 2

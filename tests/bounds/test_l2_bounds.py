@@ -23,8 +23,8 @@ SIGHTS: list[l2_bounds.Sight] = ["full", "ordered", "any"]
 
 
 def own_lip_2(query: Tensor, value: Tensor, output: Tensor, n: int, sight: l2_bounds.Sight) -> Tensor:
-    summed = l2_bounds.lip_2(query, value, n, sight, output).sum()
-    stacked = spectral(output.flatten(0, 1)) * l2_bounds.lip_2(query, value, n, sight).square().sum().sqrt()
+    summed = l2_bounds.l2_lip_2(query, value, n, sight, output).sum()
+    stacked = spectral(output.flatten(0, 1)) * l2_bounds.l2_lip_2(query, value, n, sight).square().sum().sqrt()
     return torch.minimum(summed, stacked)
 
 
@@ -33,7 +33,7 @@ def bound_with_gradient(name: str, attention: hs.L2SelfAttention, n: int, seen: 
     weights = attention.query_weight, attention.plain_value, attention.output_weight
     if name.startswith("kim2021"):
         return (kim2021.lip_inf if name.endswith("inf") else kim2021.lip_2)(*weights, n)
-    return l2_bounds.lip_inf(*weights, seen) if name.endswith("inf") else own_lip_2(*weights, seen, sight)
+    return l2_bounds.l2_lip_inf(*weights, seen) if name.endswith("inf") else own_lip_2(*weights, seen, sight)
 
 
 def random_mask(n: int, seed: int) -> Tensor:

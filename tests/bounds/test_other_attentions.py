@@ -410,7 +410,7 @@ def test_the_local_sigmoid_bound_is_false_with_rotary_positions_and_refuses() ->
     attention = hs.SigmoidAttention(to_first, to_second, EYE, rotary=rotary, scale=1.0)
     x = torch.tensor([[0.0, 50.0], [1.0, 50.0]], dtype=torch.float64)
     score = torch.linalg.matrix_norm(to_second.T @ to_first, 2)  # zero: unturned, queries and keys never meet
-    assert jacobian_norm(attention, x) > 1.5 * ramapuram2024.local(1.0, score, attention.weights(x), x)
+    assert jacobian_norm(attention, x) > 1.5 * ramapuram2024.sigmoid_local(1.0, score, attention.weights(x), x)
     message = refusal("ramapuram2024.local", attention, over=x)
     assert "rotary" in message
     assert "the nearest bound that does apply is howsmooth.three_path" in message

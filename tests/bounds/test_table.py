@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE, Bound, three_paths
-from howsmooth.bounds.bound_table import ContradictedBound, Row, Table, table, with_witness
+from howsmooth.bounds.bound_table import BoundRow, ContradictedBound, Table, table, with_witness
 from howsmooth.reports.figures import save_figure
 from howsmooth.reports.figures.bound_curves import bounds_against_n, spaced
 from howsmooth.sets.ellipsoid import Ellipsoid
@@ -97,7 +97,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return keep
 
 
-def by_name(found: Table) -> dict[str, Row]:
+def by_name(found: Table) -> dict[str, BoundRow]:
     assert len({row.name for row in found}) == len(found)
     return {row.name: row for row in found}
 
@@ -212,9 +212,9 @@ def test_mean_field_bounds_of_sharp_attention_are_vacuous_not_an_error() -> None
 
 def test_values_are_written_on_the_side_where_they_stay_true() -> None:
     facts = (2, "ball", "", "")
-    assert Row("a", 1.23451, "upper", *facts).written == "≤ 1.235"
-    assert Row("a", 1.23459, "lower", *facts).written == "≥ 1.234"
-    assert Row("a", 1.23459, "measured", *facts).written == "≈ 1.235"
+    assert BoundRow("a", 1.23451, "upper", *facts).written == "≤ 1.235"
+    assert BoundRow("a", 1.23459, "lower", *facts).written == "≥ 1.234"
+    assert BoundRow("a", 1.23459, "measured", *facts).written == "≈ 1.235"
 
 
 def test_the_table_agrees_with_the_entries_of_the_catalogue() -> None:

@@ -12,7 +12,7 @@ import torch
 import howsmooth as hs
 from howsmooth import meanfield
 from howsmooth.errors import HowsmoothError
-from howsmooth.meanfield import Measure
+from howsmooth.meanfield import Measure, distances, measure_attention
 
 ODD = (
     None,
@@ -49,19 +49,19 @@ CALLS = {
     "field": lambda odd, other: meanfield.field(odd, other),
     "field at points": lambda odd, other: meanfield.field(HEAD, MU)(odd, other),
     "push": lambda odd, other: meanfield.push(HEAD, odd),
-    "weighted": lambda odd, other: meanfield.weighted(HEAD, MU, odd, other),
+    "weighted": lambda odd, other: measure_attention.weighted(HEAD, MU, odd, other),
     "local_constant": lambda odd, other: meanfield.local_constant(odd, other),
     "local_constant's measure": lambda odd, other: meanfield.local_constant(HEAD, odd),
-    "wasserstein": lambda odd, other: meanfield.wasserstein(MU, odd, other),
-    "order": lambda odd, other: meanfield.wasserstein(MU, MU, odd),
+    "wasserstein": lambda odd, other: distances.wasserstein(MU, odd, other),
+    "order": lambda odd, other: distances.wasserstein(MU, MU, odd),
     "conditional": lambda odd, other: meanfield.conditional(odd, other),
     "distance": lambda odd, other: meanfield.distance(odd, MU),
     "ratio": lambda odd, other: meanfield.ratio(HEAD, odd, other),
     "largest_ratio": lambda odd, other: meanfield.largest_ratio(HEAD, odd),
     "two_atom": lambda odd, other: meanfield.two_atom(odd, other),
     "two_atom_measure": lambda odd, other: meanfield.two_atom_measure(odd, 1.0, other),
-    "log mass": lambda odd, other: meanfield.LogMass(odd),
-    "past": lambda odd, other: meanfield.Past(odd),
+    "log mass": lambda odd, other: measure_attention.LogMass(odd),
+    "past": lambda odd, other: measure_attention.Past(odd),
 }
 
 

@@ -13,7 +13,8 @@ from scipy.optimize import linear_sum_assignment, linprog
 from scipy.stats import wasserstein_distance
 
 from howsmooth import InvalidInput
-from howsmooth.meanfield import Measure, conditional, distance, w2, wasserstein
+from howsmooth.meanfield import Measure, conditional, distance, w2
+from howsmooth.meanfield.distances import wasserstein
 from tests.meanfield.attention_on_measures import draw
 
 

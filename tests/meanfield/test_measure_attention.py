@@ -10,7 +10,8 @@ from torch import nn
 
 import howsmooth as hs
 from howsmooth import InvalidInput
-from howsmooth.meanfield import LogMass, Measure, Past, field, local_constant, push
+from howsmooth.meanfield import Measure, field, local_constant, push
+from howsmooth.meanfield.measure_attention import LogMass, Past
 from tests.meanfield.attention_on_measures import KINDS, build, by_hand, draw
 
 PLACES = [0.25, 0.25, 0.5, 1.0, 0.5]

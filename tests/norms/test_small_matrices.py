@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from howsmooth.bounds.layer_constants import linear
+from howsmooth.bounds.layer_constants import linear_constant
 from howsmooth.norms.small_matrices import spectral
 
 
@@ -29,7 +29,7 @@ def test_rounding_of_a_known_spectrum_is_a_few_units_in_the_last_place() -> None
 @pytest.mark.parametrize("shape", [(0, 0), (3, 0), (0, 3), (2, 0, 3)])
 def test_an_empty_matrix_has_norm_zero(shape: tuple[int, ...]) -> None:
     assert spectral(torch.zeros(shape)).tolist() == torch.zeros(shape[:-2]).tolist()
-    assert linear(torch.zeros(shape[-2:])) == 0
+    assert linear_constant(torch.zeros(shape[-2:])) == 0
 
 
 def test_one_bad_matrix_of_many_spoils_no_other() -> None:

@@ -17,7 +17,7 @@ from benchmarks.cases import block_function, random_case
 from evidence import worst_case_gpt2 as gpt2
 from evidence import worst_case_real as real
 from evidence import worst_case_references as references
-from howsmooth.bounds.bound_table import Row
+from howsmooth.bounds.bound_table import BoundRow
 from howsmooth.bounds.own.lower_bounds import two_cluster_input
 from howsmooth.meanfield import Measure, local_constant
 from howsmooth.models import NAMED, Targets, open_model
@@ -27,7 +27,7 @@ from howsmooth.testing import dense_jacobian as dense
 
 F64 = torch.float64
 EYE = torch.eye(2, dtype=F64)
-UPPER = Row("a bound", 20.0, "upper", 2, "ball", "", "")
+UPPER = BoundRow("a bound", 20.0, "upper", 2, "ball", "", "")
 
 
 def dense_norm(f: object, x: Tensor) -> float:

@@ -12,9 +12,9 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.search import norm_gradient
-from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.initial_vectors import first_vectors as leading
-from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness, aligned, largest, unit
+from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness, aligned, largest_entry_sign, unit
 
 F64 = torch.float64
 N = 5
@@ -47,7 +47,7 @@ def maps() -> dict[str, AttentionMap]:
 
 def by_autograd(f: AttentionMap, x: Tensor, v: Tensor, norm: float) -> tuple[Tensor, Tensor, Tensor]:
     image = torch.func.jvp(f, (x,), (v,))[1]
-    u = largest(image[None])[0] if norm == math.inf else image / image.norm()
+    u = largest_entry_sign(image[None])[0] if norm == math.inf else image / image.norm()
     value = image.abs().max() if norm == math.inf else image.norm()
     gradient = torch.func.grad(lambda x: (u * torch.func.jvp(f, (x,), (v,))[1]).sum())(x)
     return value, gradient, aligned(torch.func.vjp(f, x)[1](u)[0][None], norm)[0]
@@ -84,7 +84,7 @@ def test_slopes_of_functions_equal_the_closed_form_at_the_top_vectors(norm: floa
     for _ in range(100):
         right = closed.slope(x, right).vectors
     image = hs.jacobian(f, x).matvec(right)
-    left = largest(image) if norm == math.inf else unit(image)
+    left = largest_entry_sign(image) if norm == math.inf else unit(image)
     expected, found = closed.slope(x, right), general.slope(x, left)
     assert torch.allclose(found.value, expected.value, rtol=1e-9)
     assert torch.allclose(found.gradient, expected.gradient, atol=1e-6)
@@ -96,12 +96,12 @@ def test_a_slope_predicts_how_the_norm_grows() -> None:
     """Against finite differences of the dense singular value, at its own singular vectors."""
     f = hs.SelfAttention.random(4, dtype=F64, mask="causal")
     x = draw(1, N, 4, seed=3)
-    measured = evaluate(f, x[0], 2)
+    measured = norm_at(f, x[0], 2)
     assert measured.right is not None
     slope = AttentionRoughness(f, 2).slope(x, measured.right[None])
     direction = draw(N, 4, seed=4)
     h = 1e-5
-    ends = [float(evaluate(f, x[0] + s * h * direction, 2)) for s in (1, -1)]
+    ends = [float(norm_at(f, x[0] + s * h * direction, 2)) for s in (1, -1)]
     expected = (ends[0] - ends[1]) / (2 * h)
     assert float((slope.gradient[0] * direction).sum()) == pytest.approx(expected, rel=1e-6)
 
@@ -163,7 +163,7 @@ def test_one_head_is_what_measure_heads_measures(name: str) -> None:
     f = maps()[name]
     x = draw(N, f.in_features, seed=6)
     together = hs.measure_heads(f, x).value
-    alone = torch.stack([evaluate(f.head(h), x, 2).value for h in range(f.heads)])
+    alone = torch.stack([norm_at(f.head(h), x, 2).value for h in range(f.heads)])
     assert torch.allclose(together, alone, rtol=1e-9)
     whole = f(x) if f.output_bias is None else f(x) - f.output_bias
     assert torch.allclose(sum(f.head(h)(x) for h in range(f.heads)), whole, atol=1e-12)

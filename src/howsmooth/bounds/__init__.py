@@ -1,7 +1,8 @@
-"""Theorems about the Lipschitz constant of attention, each knowing where it holds.
+"""Theorems about the Lipschitz constant of attention, each with the assumptions under which it holds.
 
-One module per paper, this project's own in `own`. Every entry of the catalogue is called with an
-attention map and where to bound it, and refuses outside its assumptions.
+Read `catalogue` first (`Bound`, one theorem) and `question_setting` (`Setting`, the place where it is evaluated), then
+`bound_table` (`table`, all of them). One module per paper; theorems of this project are in `own`. `composition` and
+`model_stack` bound whole models. A bound called outside its assumptions refuses.
 
 >>> import torch, howsmooth as hs
 >>> head = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
@@ -22,10 +23,9 @@ from howsmooth.bounds import (
     yudin2025,
     zhai2023,
 )
-from howsmooth.bounds.bound_table import Row, Table, table
-from howsmooth.bounds.catalogue import CATALOGUE, SCOPES, Assumption, Bound, applicable, get, least_upper_bound
-from howsmooth.bounds.composition import Stack, Stage
-from howsmooth.bounds.head_constants import HeadNumbers, head_numbers
+from howsmooth.bounds.bound_table import Table, table
+from howsmooth.bounds.catalogue import CATALOGUE, Bound, get, least_upper_bound
+from howsmooth.bounds.composition import Stack
 from howsmooth.bounds.model_stack import measured_variances, stack
 from howsmooth.bounds.own import (  # noqa: F401  (each enters its theorems into the catalogue)
     composed_attention,
@@ -45,22 +45,15 @@ from howsmooth.bounds.question_setting import Setting, setting
 
 __all__ = [
     "CATALOGUE",
-    "SCOPES",
-    "Assumption",
     "Bound",
-    "HeadNumbers",
-    "Row",
     "Setting",
     "Stack",
-    "Stage",
     "Table",
-    "applicable",
     "castin2024",
     "dasoulas2021",
     "emadi2026",
     "furuya2026",
     "get",
-    "head_numbers",
     "kim2021",
     "l2_bounds",
     "layer_constants",

@@ -1,4 +1,4 @@
-"""Every bound that applies, beside what is measured: which theorem says most about this attention?"""
+"""Every bound that applies to an attention, tightest first, beside the measurement at an input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CONTAINS: dict[str, tuple[str, ...]] = {
     "mean-field W2": ("point", "ball", "mean-field W2"),
     "mean-field d2": ("point", "ball", "mean-field d2"),
 }
-"""Whose constants are never larger than that of a scope: the input lies in the set, n tokens are a measure."""
+"""Scope → the scopes whose constants are never larger: the input lies in the set, n tokens are a measure."""
 
 _ORDER: dict[str, tuple[int, int]] = {"measured": (0, 1), "upper": (1, 1), "lower": (2, -1)}
 _MARKS = {"measured": ("≈", ROUND_HALF_EVEN), "upper": ("≤", ROUND_CEILING), "lower": ("≥", ROUND_FLOOR)}
@@ -51,11 +51,11 @@ class ContradictedBound(AssertionError):
 
 
 @dataclass(frozen=True)
-class Row:
+class BoundRow:
     """One number of a `Table`.
 
     Attributes:
-        name: of the bound; "measured" for what was measured at x.
+        name: of the bound; "measured" for the measurement at x.
         value: the bound, +inf when it overflows; for "measured" the estimate.
         kind: "upper", "lower" or "measured".
         norm: 2 or inf.
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the bound is too large for a float64, so that it says nothing."""
+        """Whether the bound is too large for a float64."""
         return math.isinf(self.value)
 
     @property
@@ -94,28 +94,28 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Table(Sequence[Row]):
-    """What is known about the Lipschitz constant of an attention: a sequence of `Row`, tightest first.
+class Table(Sequence[BoundRow]):
+    """Bounds on the Lipschitz constant of an attention: a sequence of `BoundRow`, tightest first.
 
-    For each norm and head: what was measured, then upper bounds from the smallest, then lower bounds from the largest.
+    For each norm and head: the measurement, then upper bounds from the smallest, then lower bounds from the largest.
 
     Attributes:
         rows: the rows.
         setting: the question.
-        measurements: norm → what was measured at x, in float64 like the bounds; one value per head when asked for.
+        measurements: norm → the measurement at x, in float64 like the bounds; one value per head when requested.
         refused: name of a bound → why it does not apply.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[BoundRow, ...]
     setting: Setting
     measurements: dict[float, Measurement]
     refused: dict[str, str]
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> BoundRow: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+    def __getitem__(self, index: slice) -> tuple[BoundRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> BoundRow | tuple[BoundRow, ...]:
         return self.rows[index]
 
     def __len__(self) -> int:
@@ -128,26 +128,26 @@ class Table(Sequence[Row]):
 
     @property
     def measured(self) -> Measurement | None:
-        """The measurement at x, in the 2-norm unless another was asked for; None without x."""
+        """The measurement at x, in the 2-norm unless another was requested; None without x."""
         return next(iter(self.measurements.values()), None)
 
     @property
     def best_lower(self) -> float | None:
-        """The largest lower bound known for n tokens, in the norm of the first row; for measures when n is not said."""
+        """The largest lower bound known for n tokens, in the norm of the first row; for measures without n."""
         many = self.setting.n is None or math.isinf(self.setting.n)
         ends = [end for end in _lower_ends(self.rows, self.measurements) if end.norm == self.rows[0].norm]
         return max((end.value for end in ends if many or not end.scope.startswith("mean-field")), default=None)
 
-    def tightest(self, kind: Kind, scopes: Iterable[str] = tuple(SCOPES), norm: float = 2) -> Row | None:
+    def tightest(self, kind: Kind, scopes: Iterable[str] = tuple(SCOPES), norm: float = 2) -> BoundRow | None:
         """The best row of a kind on some scopes; with several heads, that of the head where it is largest."""
-        best: dict[int | None, Row] = {}
+        best: dict[int | None, BoundRow] = {}
         for row in self.rows:  # tightest first within each head
             if (row.kind, row.norm) == (kind, norm) and row.scope in scopes:
                 best.setdefault(row.head, row)
         return max(best.values(), key=lambda row: row.value, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python for JSON; see `Row.to_dict` for infinite values."""
+        """Plain Python for JSON; see `BoundRow.to_dict` for infinite values."""
         where, tokens = self.setting, self.setting.tokens
         return {
             "kind": where.kind,
@@ -177,10 +177,9 @@ class Table(Sequence[Row]):
     def __rich__(self) -> rich.table.Table:
         heads, norms = any(row.head is not None for row in self.rows), {row.norm for row in self.rows} != {2}
         names = ["head"] * heads + ["bound", "value"] + ["norm"] * norms + ["where", "ratio", "reference"]
-        shown = rich.table.Table(*names, box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("head", "ratio"):
-            if column in names:
-                shown.columns[names.index(column)].justify = "right"
+        shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for name in names:
+            shown.add_column(name, justify="right" if name in ("head", "ratio") else "left")
         for row in self.rows:
             ratio = "" if row.ratio is None else rounded(row.ratio, _MARKS[row.kind][1], 3)
             cells = [str(row.head)] * heads + [row.name, row.written] + [str(_norm_name(row.norm))] * norms
@@ -216,7 +215,7 @@ def table(
             n·d is small.
         rtol, seed: of the measurement at x; see `howsmooth.measure`.
 
-    A lower bound that says nothing here is left out, and an upper bound that overflows is +inf.
+    Lower bounds that are not positive are omitted, and an upper bound that overflows is +inf.
 
     >>> import torch
     >>> import howsmooth as hs
@@ -253,7 +252,7 @@ def table(
 def with_witness(
     before: Table, x: Tensor, name: str, *, per_head: bool = False, rtol: float = 1e-3, seed: int = 0
 ) -> Table:
-    """The table with what is surely reached at an input of its set, as one more lower bound on that set.
+    """The table with the norm at an input of its set as one more lower bound on that set.
 
     Args:
         x: as many tokens as the table is for, all in its set. name: of the new row.
@@ -264,7 +263,7 @@ def with_witness(
     return replace(before, rows=_ranked(rows, before.measurements))
 
 
-def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[Row]:
+def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[BoundRow]:
     facts = (bound.norm, bound.scope, bound.reference, bound.statement)
     rows = _rows(bound.name, values, per_head, bound.side, *facts)
     return [row for row in rows if bound.side == "upper" or row.value > 0]
@@ -272,19 +271,19 @@ def _bound_rows(bound: Bound, values: Tensor, per_head: bool) -> list[Row]:
 
 def _rows(
     name: str, values: Tensor, per_head: bool, kind: Kind, norm: NormKind, scope: str, reference: str, statement: str
-) -> list[Row]:
+) -> list[BoundRow]:
     """One row for each head, or that of the block."""
     facts = (kind, norm if isinstance(norm, str) else float(norm), scope, reference, statement)
     numbers = enumerate(values.reshape(-1).tolist())
-    return [Row(name, value, *facts, head=head if per_head else None) for head, value in numbers]
+    return [BoundRow(name, value, *facts, head=head if per_head else None) for head, value in numbers]
 
 
 def _measured(m: Measurement) -> tuple[str, str]:
-    """Reference and statement of what was measured."""
+    """Reference and statement of a measurement."""
     return "howsmooth.measure", r"\|J(X)\|_\infty" if m.norm == math.inf else r"\|J(X)\|_2"
 
 
-def _ranked(rows: Sequence[Row], measurements: dict[float, Measurement]) -> tuple[Row, ...]:
+def _ranked(rows: Sequence[BoundRow], measurements: dict[float, Measurement]) -> tuple[BoundRow, ...]:
     """The rows with their ratios, tightest first."""
     known = _lower_ends(rows, measurements)
     return tuple(sorted((compared_with(row, known) for row in rows), key=_tightest_first))
@@ -293,7 +292,7 @@ def _ranked(rows: Sequence[Row], measurements: dict[float, Measurement]) -> tupl
 def measurements_at(
     where: Setting, norms: Iterable[Any], per_head: bool = False, rtol: Positive = 1e-3, seed: Seed = 0
 ) -> dict[Any, Measurement]:
-    """What is measured at x in each norm: in float64, since the bounds speak of the exact map."""
+    """The measurement at x in each norm, in float64, since the bounds are about the exact map."""
     if where.x is None:
         return {}
     solve: Callable[..., Measurement] = (
@@ -304,15 +303,15 @@ def measurements_at(
     return {norm: solve(exact, where.point, norm, rtol=rtol, seed=seed) for norm in norms if norm == 2 or cheap}
 
 
-def _lower_ends(rows: Iterable[Row], measurements: dict[Any, Measurement]) -> list[Row]:
-    """All that is surely reached: lower bounds, and what was measured at its lower end."""
+def _lower_ends(rows: Iterable[BoundRow], measurements: dict[Any, Measurement]) -> list[BoundRow]:
+    """All lower ends: lower bounds, and the lower ends of measurements."""
     ends = {norm: m.lower.reshape(-1).tolist() for norm, m in measurements.items()}
     measured = [replace(row, value=ends[row.norm][row.head or 0]) for row in rows if row.kind == "measured"]
     return measured + [row for row in rows if row.kind == "lower"]
 
 
-def compared_with(row: Row, known: Iterable[Row]) -> Row:
-    """The row with its ratio, once it is sure that it contradicts nothing."""
+def compared_with(row: BoundRow, known: Iterable[BoundRow]) -> BoundRow:
+    """The row with its ratio to the largest of the known lower ends; an upper bound below it is refused."""
     below = [end for end in known if (end.norm, end.head) == (row.norm, row.head) and end.scope in _CONTAINS[row.scope]]
     best = max(below, key=lambda end: end.value, default=None)
     if best is None or best.value <= 0 or row.vacuous:
@@ -325,7 +324,7 @@ def compared_with(row: Row, known: Iterable[Row]) -> Row:
     return replace(row, ratio=row.value / best.value)
 
 
-def _tightest_first(row: Row) -> tuple[Any, int, int, float, str]:
+def _tightest_first(row: BoundRow) -> tuple[Any, int, int, float, str]:
     order, direction = _ORDER[row.kind]
     return row.norm, -1 if row.head is None else row.head, order, direction * row.value, row.name
 
@@ -341,7 +340,7 @@ def _escaped(text: str) -> str:
     return "".join(special.get(letter, letter) for letter in text)
 
 
-def _latex_value(row: Row) -> str:
+def _latex_value(row: BoundRow) -> str:
     sign = {"upper": r"\le", "lower": r"\ge", "measured": r"\approx"}[row.kind]
     return r"$>10^{308}$" if row.vacuous else f"${sign} {_latex_number(row.value, _MARKS[row.kind][1])}$"
 

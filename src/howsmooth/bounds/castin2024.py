@@ -40,8 +40,8 @@ REFERENCE = "Castin, Ablin, Peyré 2024"
 def sqrt_n(value: Tensor, score: Tensor, radius: float, n: float) -> Tensor:
     r"""Theorem 3.3: :math:`\mathrm{Lip}(f|_{B_R^n}) \le \sqrt3\,\|V\|\,(\|A\|^2R^4(4n+1) + n)^{1/2}`, masked or not.
 
-    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from `howsmooth.bounds.own.token_set_bounds.sqrt_n`, never
-    larger.
+    Since :math:`(u+v+w)^2 \le 3(u^2+v^2+w^2)`, it follows from
+    `howsmooth.bounds.own.token_set_bounds.token_set_sqrt_n`, never larger.
 
     Args:
         value, score: ‖V‖ and ‖A‖ of each head. radius: R. n: number of tokens.

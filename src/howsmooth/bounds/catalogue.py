@@ -1,4 +1,4 @@
-"""The catalogue: every theorem as an entry that knows where it holds, and refuses elsewhere."""
+"""The catalogue: every theorem as an entry with its assumptions, which refuses outside them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCOPES: dict[str, str] = {
 """Where a bound can hold → in words."""
 
 ON_SETS: tuple[Scope, ...] = ("ball", "global", "mean-field W2", "mean-field d2")
-"""The scopes of what holds for n tokens of a set."""
+"""The scopes that hold for n tokens of a set."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "point": ("x",),
     "neighbourhood": ("x", "eps"),
@@ -50,7 +50,7 @@ _HOW_TO_GIVE = {
 
 @dataclass(frozen=True)
 class Assumption:
-    """Something a theorem takes for granted: ``sentence`` says what must hold, ``holds`` looks whether it does."""
+    """An assumption of a theorem: ``sentence`` states it, ``holds`` checks it."""
 
     sentence: str
     holds: Callable[[Setting], bool]
@@ -61,8 +61,8 @@ class Bound:
     """One statement of the literature or of this project.
 
     Calling it gives the bound for the whole block, or for every head with ``per_head=True``; outside its assumptions
-    it raises `DoesNotApply`. What overflows on the way (an `OverflowError`, 0·∞, ∞ − ∞) leaves +∞, which is still an
-    upper bound, or 0, which is still a lower one: no bound is ever NaN.
+    it raises `DoesNotApply`. An overflow on the way (an `OverflowError`, 0·∞, ∞ − ∞) gives +∞, which is still an upper
+    bound, or 0, which is still a lower one: no bound is ever NaN.
 
     Attributes:
         name: "module.statement".
@@ -72,12 +72,12 @@ class Bound:
         norm: 2, inf, or "token" (`howsmooth.norms.largest_token`).
         scope: where it holds: see `SCOPES`.
         kinds: kinds of attention it covers; empty for all attention maps.
-        assumptions: what else must hold.
+        assumptions: the other assumptions.
         evaluate: the number. With ``combine="heads"`` it takes (setting, folded) and gives ``(heads,)``, the output
-            matrix folded into V or left out; with ``combine="block"`` it takes the setting and gives the block's bound.
+            matrix folded into V or omitted; with ``combine="block"`` it takes the setting and gives the block's bound.
         combine: how heads become a block.
         block: the block's own bound, where it is not made from those of the heads.
-        needs: what must be given; by default what the scope asks for.
+        needs: the required fields of the setting; by default those of the scope.
         on_paths: the number that ``evaluate`` takes from the paths at x, when it does; one pass serves all bounds.
     """
 
@@ -124,7 +124,7 @@ class Bound:
             return self._number(torch.full((where.heads,) if per_head and self.combine == "heads" else (), torch.nan))
 
     def refusal(self, where: Setting, per_head: bool = False) -> str | None:
-        """Why the bound cannot be had here, or None when it can."""
+        """The reason why the bound does not apply here, or None when it applies."""
         if not self.kinds and not isinstance(where.attention, AttentionMap):
             return f"needs an attention map with heads, not {where.kind} attention"
         if self.kinds and where.kind not in self.kinds:
@@ -167,7 +167,7 @@ class Bound:
         return torch.where(silent.to(numbers.device), 0.0, numbers)
 
     def _number(self, numbers: Tensor) -> Tensor:
-        """In float64, and what overflowed on the way as +∞, or as 0 in a lower bound."""
+        """In float64, with overflows as +∞, or as 0 in a lower bound."""
         numbers = numbers.double()
         if self.side == "upper":
             return torch.where(numbers.isnan(), torch.inf, numbers)
@@ -181,9 +181,9 @@ CATALOGUE: dict[str, Bound] = {}
 def theorem(
     name: str, statement: str, *, given: Given | None = None, on_paths: bool = False, **facts: Any
 ) -> Callable[[Evaluate], Evaluate]:
-    """A decorator that enters what a function evaluates as a `Bound` with these facts.
+    """A decorator that enters a function into the catalogue as a `Bound` with these facts.
 
-    Unless they say otherwise it is an upper bound in the 2-norm, of this project, for dot-product attention.
+    By default it is an upper bound in the 2-norm, of this project, for dot-product attention.
 
     Args:
         given: the arguments of the function, from (setting, folded), when it does not take just these.
@@ -192,14 +192,14 @@ def theorem(
     usual = {"reference": "howsmooth", "side": "upper", "norm": 2, "kinds": ("dot_product",), "assumptions": ()}
 
     def enter(evaluate: Evaluate) -> Evaluate:
-        kept: dict[str, Any] = {"evaluate": evaluate}
+        entry: dict[str, Any] = {"evaluate": evaluate}
         if given is not None:
-            kept = {"evaluate": lambda where, folded=True: evaluate(*given(where, folded))}
+            entry = {"evaluate": lambda where, folded=True: evaluate(*given(where, folded))}
         if on_paths:
-            kept = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
+            entry = {"evaluate": lambda where, folded: where.on_paths(evaluate, folded), "on_paths": evaluate}
         known = CATALOGUE.get(name)
         assert known is None or known.statement == statement, f"two statements are called {name}"
-        CATALOGUE[name] = Bound(name, statement, **usual | facts | kept)  # type: ignore[arg-type]
+        CATALOGUE[name] = Bound(name, statement, **usual | facts | entry)  # type: ignore[arg-type]
         return evaluate
 
     return enter
@@ -226,7 +226,7 @@ def applicable(where: Setting, per_head: bool = False) -> list[Bound]:
 
 @torch.no_grad()
 def evaluated(bounds: Iterable[Bound], where: Setting, per_head: bool = False) -> dict[str, Tensor]:
-    """Those of the bounds that apply, by name; one pass over the paths at x serves them all."""
+    """The values of the bounds that apply, by name; one pass over the paths at x serves them all."""
     fitting = [bound for bound in bounds if bound.refusal(where, per_head) is None]
     numbers = [bound.on_paths for bound in fitting if bound.on_paths is not None]
     where.walk(numbers, (True,) if per_head else (True, False))
@@ -276,7 +276,7 @@ def least_upper_bound(
 
 
 def _nearest(wanted: Bound, where: Setting, per_head: bool) -> str:
-    """The bound most like the wanted one that holds here, in words."""
+    """A sentence with the applicable bound that is most similar to the wanted one."""
     scopes = list(SCOPES)
 
     def distance(other: Bound) -> tuple[bool, bool, int, int, str]:

@@ -1,4 +1,4 @@
-r"""How far attention weights can move: Emadi, *Exact Attention Sensitivity and the Geometry of Transformer Stability*,
+r"""Sensitivity of attention weights: Emadi, *Exact Attention Sensitivity and the Geometry of Transformer Stability*,
 2026 (arXiv 2602.18849).
 
 **The norm of the softmax Jacobian from ℓ∞ to ℓ1.** With :math:`S = \mathrm{diag}(p) - pp^\top`,
@@ -94,6 +94,6 @@ def _bound(group: Paths, where: Setting | None = None) -> Tensor:
 
 
 def _reach(vectors: Tensor, radius: Tensor) -> Tensor:
-    """How far the farthest is from the mean of all, ``(g,)``, with what rounding may have done to each."""
+    """The largest distance from the mean of all, ``(g,)``, with the rounding of each."""
     centre = vectors.mean(1, keepdim=True)
     return ((vectors - centre).norm(dim=-1) + radius).amax(-1)

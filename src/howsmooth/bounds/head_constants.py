@@ -35,7 +35,7 @@ _SQUARINGS = 8
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """What a head can do to tokens of a set; every entry is ``(heads,)``, float64.
+    """Constants of each head on a set of tokens; every entry is ``(heads,)``, float64.
 
     Attributes:
         value: ‖V‖.
@@ -141,7 +141,7 @@ class HeadScores:
 
     @classmethod
     def of(cls, attention: AttentionMap, n: float) -> HeadScores:
-        """Those of an attention map on n tokens."""
+        """The constants of an attention map on n tokens."""
         query, key = attention.query_weight.double(), attention.per_head(attention.key_weight.double())
         none = torch.zeros_like(query[..., 0])
         query_bias = none if attention.query_bias is None else attention.query_bias.double()

@@ -1,4 +1,4 @@
-r"""How far values and keys lie from their means under the true weights, whatever rounding did to the computed ones.
+r"""Distances of values and keys from their means under the true weights, with the rounding of the computed ones.
 
 Let P̂, Ŝ, v̂, k̂ be computed and P, S, v, k true, within the radii of `howsmooth.bounds.point_error`. Then
 :math:`P_{ij} \le P^+_{ij} = \min(\hat P_{ij}e^{\omega_i}, 1)`, likewise :math:`S \le S^+`, and sums of nonnegative
@@ -71,7 +71,7 @@ def about_means(group: Paths, vectors: Tensor, radius: Tensor | float) -> Cloud:
 
 @torch.no_grad()
 def keys(group: Paths) -> Cloud:
-    """What queries feel of the keys, about their means where a shift of all keys changes nothing, else about zero."""
+    """Keys as queries see them, about their means where a shift of all keys changes nothing, else about zero."""
     centres = group.weights @ group.pull if group.shiftable else torch.zeros_like(group.pull)
     return _cloud(group, group.pull, centres, group.radii.pull, False)
 
@@ -100,7 +100,7 @@ def _cloud(group: Paths, vectors: Tensor, centres: Tensor, radius: Tensor | floa
 
 @torch.no_grad()
 def product_slack(group: Paths, left: Cloud, right: Cloud) -> tuple[Tensor, Tensor]:
-    """What to add to the norm of each computed block Σ_j Ŝ_ij a_j b_jᵀ M_i, and what the true one cannot exceed."""
+    """The slack to add to the norm of each computed block Σ_j Ŝ_ij a_j b_jᵀ M_i, and a ceiling of the true norm."""
     n, width = group.weights.shape[-1], group.pull.shape[-1]
     gain, lean = 1.0, group.radii.pull_map
     if group.pull_map is not None:

@@ -55,7 +55,7 @@ ONLY_HIDES = Assumption(
     "nothing is added to the logits of tokens that are seen", lambda where: where.map.terms.hides_only
 )
 L2_ASSUMPTIONS = (FINITE, TIED, VALUE_FACTOR, ONLY_HIDES, SEES_ITSELF)
-"""What every bound for L2 attention takes for granted; without any one of them it is false."""
+"""Assumptions of every bound for L2 attention; without any one of them it is false."""
 
 
 def l2_weights(where: Setting) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +88,7 @@ def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     .. math:: \mathrm{Lip}_\infty \le \Big(4\varphi^{-1}(N-1) + \frac1s\Big)\,\|W^{O\top}\|_\infty
               \max_h \|W_h\|_\infty\|W_h^\top\|_\infty\, \max_h \|W_h^{V\top}\|_\infty.
 
-    Proof: that of `howsmooth.bounds.own.l2_bounds.lip_inf` with :math:`|u|_1 \le s|u|_2` for both score terms.
+    Proof: that of `howsmooth.bounds.own.l2_bounds.l2_lip_inf` with :math:`|u|_1 \le s|u|_2` for both score terms.
 
     >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
     >>> [round(float(lip_inf(one, one, one, n)), 3) for n in (10, 100, 1000)]
@@ -112,7 +112,7 @@ def lip_2(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
               \Big(\sum_h \|W_h\|_2^4\,\|W_h^V\|_2^2\Big)^{1/2}\|W^O\|_2.
 
     With :math:`\|W_h\|_2^2` in the root, as it is often written, it is false: the map scales as :math:`W_h^2`.
-    Proof: `howsmooth.bounds.own.l2_bounds.lip_2` is never larger.
+    Proof: `howsmooth.bounds.own.l2_bounds.l2_lip_2` is never larger.
 
     >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
     >>> round(float(lip_2(one, one, one, 1000)), 1)

@@ -1,4 +1,4 @@
-r"""Lipschitz constants of what stands around attention: linear maps, activations, MLPs, normalisations.
+r"""Lipschitz constants of the layers around attention: linear maps, activations, MLPs, normalisations.
 
 All of them act on every token by itself, so their constant on n tokens in the Frobenius norm is their constant on one.
 
@@ -26,7 +26,7 @@ from howsmooth.norms.small_matrices import spectral
 
 
 @dataclass(frozen=True)
-class Activation:
+class KnownActivation:
     """An element-wise function with its Lipschitz constant, the supremum of |act'|.
 
     Attributes:
@@ -50,25 +50,25 @@ _SWISH = 1.099839320129  # ½ + x/4 at the root x = 2.399357… of x·tanh(x/2) 
 _GELU = (1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi)  # Φ(√2) + √2 φ(√2), as act'' = φ(t)(2 − t²)
 _SELU = 1.0507009873554805 * 1.6732632423543772
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, KnownActivation] = {
     entry.name: entry
     for entry in (
-        Activation("identity", lambda t: t, 1.0, "everywhere"),
-        Activation("relu", functional.relu, 1.0, "t > 0"),
-        Activation("relu6", functional.relu6, 1.0, "0 < t < 6"),
-        Activation("leaky_relu", functional.leaky_relu, 1.0, "t > 0 (negative slope 0.01)"),
-        Activation("elu", functional.elu, 1.0, "t > 0 (α = 1)"),
-        Activation("selu", functional.selu, _SELU, "t → 0 from below: λα"),
-        Activation("softplus", functional.softplus, 1.0, "t → ∞"),
-        Activation("tanh", torch.tanh, 1.0, "t = 0"),
-        Activation("sigmoid", torch.sigmoid, 0.25, "t = 0"),
-        Activation("softsign", functional.softsign, 1.0, "t = 0"),
-        Activation("hardswish", functional.hardswish, 1.5, "t → 3 from below"),
-        Activation("gelu", functional.gelu, _GELU, "t = √2, 1.12890…"),
-        Activation("gelu_tanh", torch.nn.GELU("tanh"), 1.128993068659, "t = 1.41850…, numerically"),
-        Activation("silu", functional.silu, _SWISH, "t = 2.39936…"),
-        Activation("quick_gelu", lambda t: t * torch.sigmoid(1.702 * t), _SWISH, "t = 2.39936…/1.702"),
-        Activation("mish", functional.mish, 1.088498161252, "t = 1.49057…, numerically"),
+        KnownActivation("identity", lambda t: t, 1.0, "everywhere"),
+        KnownActivation("relu", functional.relu, 1.0, "t > 0"),
+        KnownActivation("relu6", functional.relu6, 1.0, "0 < t < 6"),
+        KnownActivation("leaky_relu", functional.leaky_relu, 1.0, "t > 0 (negative slope 0.01)"),
+        KnownActivation("elu", functional.elu, 1.0, "t > 0 (α = 1)"),
+        KnownActivation("selu", functional.selu, _SELU, "t → 0 from below: λα"),
+        KnownActivation("softplus", functional.softplus, 1.0, "t → ∞"),
+        KnownActivation("tanh", torch.tanh, 1.0, "t = 0"),
+        KnownActivation("sigmoid", torch.sigmoid, 0.25, "t = 0"),
+        KnownActivation("softsign", functional.softsign, 1.0, "t = 0"),
+        KnownActivation("hardswish", functional.hardswish, 1.5, "t → 3 from below"),
+        KnownActivation("gelu", functional.gelu, _GELU, "t = √2, 1.12890…"),
+        KnownActivation("gelu_tanh", torch.nn.GELU("tanh"), 1.128993068659, "t = 1.41850…, numerically"),
+        KnownActivation("silu", functional.silu, _SWISH, "t = 2.39936…"),
+        KnownActivation("quick_gelu", lambda t: t * torch.sigmoid(1.702 * t), _SWISH, "t = 2.39936…/1.702"),
+        KnownActivation("mish", functional.mish, 1.088498161252, "t = 1.49057…, numerically"),
     )
 }
 """Activations by name, each with its constant; tests find every one again by a search over t."""
@@ -76,7 +76,7 @@ ACTIVATIONS: dict[str, Activation] = {
 _PROBE = torch.linspace(-30, 30, 961, dtype=torch.float64)
 
 
-def activation(which: str | Activation | Callable[[Tensor], Tensor]) -> Activation:
+def activation(which: str | KnownActivation | Callable[[Tensor], Tensor]) -> KnownActivation:
     """The entry of `ACTIVATIONS` of that name, or that computes the same as the given function or module.
 
     >>> activation(torch.nn.GELU(approximate="tanh")).name
@@ -84,7 +84,7 @@ def activation(which: str | Activation | Callable[[Tensor], Tensor]) -> Activati
     >>> activation("gelu").lipschitz
     1.12890...
     """
-    if isinstance(which, Activation):
+    if isinstance(which, KnownActivation):
         return which
     if isinstance(which, str):
         if which not in ACTIVATIONS:
@@ -97,20 +97,20 @@ def activation(which: str | Activation | Callable[[Tensor], Tensor]) -> Activati
                 return entry
     raise InvalidInput(
         f"the activation {getattr(which, '__name__', type(which).__name__)} computes none of {', '.join(ACTIVATIONS)}: "
-        "give an Activation with its Lipschitz constant."
+        "give an KnownActivation with its Lipschitz constant."
     )
 
 
-def linear(weight: Tensor) -> float:
+def linear_constant(weight: Tensor) -> float:
     r"""x ↦ Wx + b: :math:`\|W\|_2`, reached in the direction of the top singular vector.
 
-    >>> linear(torch.diag(torch.tensor([3.0, -4.0])))
+    >>> linear_constant(torch.diag(torch.tensor([3.0, -4.0])))
     4.0
     """
     return float(spectral(weight.detach().double()))
 
 
-def mlp(weights: Sequence[Tensor], act: str | Activation | Callable[[Tensor], Tensor]) -> float:
+def mlp(weights: Sequence[Tensor], act: str | KnownActivation | Callable[[Tensor], Tensor]) -> float:
     r"""x ↦ W_k act(W_{k−1} … act(W_1 x)): :math:`\mathrm{Lip}(\mathrm{act})^{k-1}\prod_i\|W_i\|_2`, biases or not.
 
     By the chain rule the Jacobian is :math:`W_k D_{k-1} W_{k-1} \cdots D_1 W_1` with diagonal :math:`\|D_i\| \le
@@ -125,14 +125,14 @@ def mlp(weights: Sequence[Tensor], act: str | Activation | Callable[[Tensor], Te
     """
     if not weights:
         raise InvalidInput("an MLP has at least one weight matrix.")
-    return activation(act).lipschitz ** (len(weights) - 1) * math.prod(linear(weight) for weight in weights)
+    return activation(act).lipschitz ** (len(weights) - 1) * math.prod(linear_constant(weight) for weight in weights)
 
 
 def gated_mlp(
     gate: Tensor,
     up: Tensor,
     down: Tensor,
-    act: str | Activation | Callable[[Tensor], Tensor],
+    act: str | KnownActivation | Callable[[Tensor], Tensor],
     radius: float | None,
     *,
     gate_bias: Tensor | None = None,
@@ -162,8 +162,8 @@ def gated_mlp(
     gate, up = gate.detach().double(), up.detach().double()
     largest_up = up.norm(dim=1) * radius + _size(up_bias)
     largest_gate = entry.at_zero + entry.lipschitz * (gate.norm(dim=1) * radius + _size(gate_bias))
-    inner = entry.lipschitz * linear(largest_up[:, None] * gate) + linear(largest_gate[:, None] * up)
-    return linear(down) * inner
+    inner = entry.lipschitz * linear_constant(largest_up[:, None] * gate) + linear_constant(largest_gate[:, None] * up)
+    return linear_constant(down) * inner
 
 
 def layer_norm(gain: Tensor, eps: float, variance: float | None = None) -> float:
@@ -178,22 +178,22 @@ def layer_norm(gain: Tensor, eps: float, variance: float | None = None) -> float
     """
     gain = gain.detach().double()
     centring = torch.eye(len(gain), dtype=torch.float64) - 1.0 / len(gain)
-    return linear(gain[:, None] * centring) * _steepest(eps, variance, "variance")
+    return linear_constant(gain[:, None] * centring) * _steepest(eps, variance, "variance")
 
 
-def rms_norm(gain: Tensor, eps: float, mean_square: float | None = None) -> float:
+def rms_norm_constant(gain: Tensor, eps: float, mean_square: float | None = None) -> float:
     r"""x ↦ γ ∘ x/√(|x|²/d + ε) on tokens of mean square at least v: :math:`\max|\gamma|/\sqrt{v+\varepsilon}`.
 
     The proof of `layer_norm` with Π = I; tight at x = 0, and for d ≥ 2 at x ⟂ e_i, |γ_i| the largest.
 
-    >>> rms_norm(torch.tensor([1.0, -2.0]), eps=0.0, mean_square=4.0)
+    >>> rms_norm_constant(torch.tensor([1.0, -2.0]), eps=0.0, mean_square=4.0)
     1.0
     """
     return float(gain.detach().double().abs().max()) * _steepest(eps, mean_square, "mean square")
 
 
 def normalisation(norm: nn.Module, floor: float | None = None) -> float:
-    """`layer_norm` or `rms_norm` of a torch module, on tokens whose variance (mean square) is at least ``floor``.
+    """`layer_norm` or `rms_norm_constant` of a torch module, on tokens of variance (mean square) at least ``floor``.
 
     >>> round(normalisation(nn.LayerNorm(4, eps=1e-6)))
     1000
@@ -202,7 +202,7 @@ def normalisation(norm: nn.Module, floor: float | None = None) -> float:
         raise InvalidInput(f"{type(norm).__name__} is not a LayerNorm or RMSNorm of single tokens.")
     gain = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight
     if isinstance(norm, nn.RMSNorm):
-        return rms_norm(gain, torch.finfo(gain.dtype).eps if norm.eps is None else norm.eps, floor)
+        return rms_norm_constant(gain, torch.finfo(gain.dtype).eps if norm.eps is None else norm.eps, floor)
     return layer_norm(gain, norm.eps, floor)
 
 

@@ -23,17 +23,17 @@ from howsmooth.norms.small_matrices import spectral
 REFERENCE = "Nair 2025, softmax is 1/2-Lipschitz"
 
 
-def softmax_jacobian_norm(p: Tensor) -> Tensor:
+def softmax_jacobian_inf_norm(p: Tensor) -> Tensor:
     r""":math:`\max_j 2p_j(1-p_j) \le \tfrac12`: the norm of the Jacobian in ℓ_∞ and ℓ_1, a bound on it in every ℓ_q.
 
     >>> import torch
-    >>> softmax_jacobian_norm(torch.tensor([0.5, 0.25, 0.25]))
+    >>> softmax_jacobian_inf_norm(torch.tensor([0.5, 0.25, 0.25]))
     tensor(0.5000)
     """
     return (2 * p * (1 - p)).amax(-1)
 
 
-def at_point(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor) -> Tensor:
+def softmax_half(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor) -> Tensor:
     """‖V‖(‖P‖ + ‖X‖²‖A‖), from ‖V‖, ‖P‖, ‖X‖ and ‖A‖."""
     return value * (weights + tokens.square() * score)
 
@@ -72,4 +72,4 @@ def norms_at(group: Paths, where: Setting) -> tuple[Tensor, Tensor, Tensor, Tens
     on_paths=True,
 )
 def _at_point(group: Paths, where: Setting) -> Tensor:
-    return at_point(*norms_at(group, where))
+    return softmax_half(*norms_at(group, where))

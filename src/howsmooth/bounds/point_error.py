@@ -1,4 +1,4 @@
-r"""What float64 may lose on the way to a bound at an input: a radius around everything that is computed.
+r"""Rounding errors of float64 on the way to a bound at an input: an error radius around each computed value.
 
 With the unit roundoff :math:`u = 2^{-53}` and :math:`\gamma_m = mu/(1-mu)`, a sum of m products is computed to within
 :math:`\gamma_m` times the sum of their absolute values (Higham 2002, *Accuracy and Stability of Numerical Algorithms*,
@@ -78,7 +78,7 @@ class Traced:
         return self.error.norm(dim=-1)
 
     def map_radius(self, weight: Tensor, rounding: float) -> Tensor:
-        """How far off derivative @ weight may be, ``(g, n)``, when the weight is off by ``rounding``·‖weight‖_F."""
+        """An error bound of derivative @ weight, ``(g, n)``, for an error ``rounding``·‖weight‖_F of the weight."""
         k = self.at.shape[-1]
         return (self.lean + self.slope * (gamma(4 * k**1.5) + rounding)) * weight.norm(dim=(-2, -1))[:, None]
 
@@ -203,7 +203,7 @@ def weight_radii(logits: Tensor, n: int, softmax: bool, softcap: float | None) -
 
 @dataclass(frozen=True)
 class Radii:
-    """How far what is in `howsmooth.bounds.three_paths.Paths` may be from what it stands for.
+    """Error radii of the values in `howsmooth.bounds.three_paths.Paths`.
 
     Attributes:
         weights, slopes: ω, the true ones lie within e^{±ω} of those computed, ``(g, n)``.

@@ -1,4 +1,4 @@
-"""The question a bound answers: which attention, how many tokens, from which set or at which input."""
+"""The setting of a bound: the attention, the number of tokens, and their set or the input."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PathNumber = Callable[[Paths, "Setting"], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a bound is evaluated; build it with `setting`.
+    """The setting in which a bound is evaluated; build it with `setting`.
 
     Attributes:
         attention: an `AttentionMap`, or another attention module with a ``kind``.
-        n: number of tokens; ``inf`` for measures; None when not said.
+        n: number of tokens; ``inf`` for measures; None when unknown.
         tokens: the ellipsoid every token lies in, when known.
         x: the input, ``(n, d)``, when the bound is for one input.
         eps: every token may move by this much from x.
@@ -60,19 +60,19 @@ class Setting:
 
     @property
     def count(self) -> float:
-        """n, which the bound has asked for."""
+        """n, which the bound requires."""
         assert self.n is not None
         return self.n
 
     @property
     def radius(self) -> float:
-        """R, which the bound has asked for."""
+        """R, which the bound requires."""
         assert self.tokens is not None
         return self.tokens.radius
 
     @property
     def point(self) -> Tensor:
-        """The input in float64, which the bound has asked for."""
+        """The input in float64, which the bound requires."""
         assert self.x is not None
         return self.x.double()
 
@@ -88,7 +88,7 @@ class Setting:
         return float(torch.linalg.matrix_norm(self.map.output_weight.double().flatten(0, 1), 2))
 
     def numbers(self, folded: bool) -> HeadNumbers:
-        """What the bounds on sets need to know of each head, with the output matrix folded into V or not."""
+        """The constants of each head for bounds on sets, with the output matrix folded into V or not."""
         return self._numbers[folded]
 
     def on_ball(self, folded: bool) -> tuple[Tensor, Tensor, float]:
@@ -96,7 +96,7 @@ class Setting:
         return self.numbers(folded).value, self.numbers(folded).score, self.radius
 
     def norms(self, group: Paths) -> tuple[Tensor, Tensor]:
-        """‖V‖ and max ‖A_ij‖ of each map of a group, ``(g,)``, with what rounding may have taken from them."""
+        """‖V‖ and max ‖A_ij‖ of each map of a group, ``(g,)``, enlarged by their rounding."""
         numbers, lost = self.numbers(group.folded), norm_rounding(self.map, group.folded)
         return (numbers.value + lost[0])[group.heads], (numbers.score + lost[1])[group.heads]
 

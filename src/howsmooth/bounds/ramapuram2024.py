@@ -13,7 +13,7 @@ from howsmooth.bounds.three_paths import Paths
 REFERENCE = "Ramapuram et al. 2024"
 
 
-def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tensor | None = None) -> Tensor:
+def sigmoid_local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tensor | None = None) -> Tensor:
     r"""At X: :math:`\|V\|\,\bigl(n\sup\sigma + 2n\sup\sigma'\,\|A\|\cdot\tfrac1n\sum_i|x_i|^2\bigr)`, suprema over the
     logits at X.
 
@@ -29,7 +29,7 @@ def local(value: Tensor, score: Tensor, weights: Tensor, x: Tensor, slopes: Tens
 
     >>> import torch
     >>> one, x = torch.ones(1), torch.ones(2, 1)
-    >>> float(local(one, one, torch.full((1, 2, 2), 0.5), x))  # 2·½ + 2·2·¼
+    >>> float(sigmoid_local(one, one, torch.full((1, 2, 2), 0.5), x))  # 2·½ + 2·2·¼
     2.0
     """
     largest = weights.amax((-2, -1))
@@ -53,4 +53,4 @@ NO_KEY_OR_VALUE_BIAS = Assumption(
     on_paths=True,
 )
 def _local(group: Paths, where: Setting) -> Tensor:
-    return local(*where.norms(group), group.upper_weights, where.point, group.upper_slopes) * group.allowance
+    return sigmoid_local(*where.norms(group), group.upper_weights, where.point, group.upper_slopes) * group.allowance

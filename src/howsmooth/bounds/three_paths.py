@@ -59,7 +59,7 @@ GROUP_SIZE = 2**19
 
 @dataclass(frozen=True)
 class Paths:
-    r"""What the three paths are made of, for a group of g maps (one head of one input each).
+    r"""The factors of the three paths, for a group of g maps (one head of one input each).
 
     When the derivative :math:`M^q` is the same for all tokens, ``pull`` holds :math:`M^{q\top}k_j` and ``pull_map`` is
     None; else ``pull`` holds :math:`k_j` and ``pull_map`` every :math:`M^q_i`. Likewise ``push`` for
@@ -98,7 +98,7 @@ class Paths:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Which keys a query sees, ``(g, n, n)``."""
+        """Whether query i sees key j, ``(g, n, n)``."""
         return self.scores != float("-inf")
 
     @cached_property
@@ -301,7 +301,7 @@ class _Vectors:
         return replace(self, at=at, radius=self.radius + UNIT * at.detach().norm(dim=-1))
 
     def felt_by(self, others: _Vectors) -> _Vectors:
-        """What the tokens behind others feel of these: these through the derivative they share, or the two apart."""
+        """The effect of these tokens on later ones: through the derivative they share, or the two apart."""
         sizes = self.at.detach().norm(dim=-1)
         radius, lean = self.radius + UNIT * sizes, others.lean
         if _varying(others.maps) is not None:
@@ -322,7 +322,7 @@ def _factoring(tall: int, short: int, reduced: bool) -> float:
 
 
 def _some(tensors: _Tensors, maps: slice) -> _Tensors:
-    """What belongs to some of the maps."""
+    """The tensors of some of the maps."""
     return replace(tensors, **{name: tensor[maps] for name, tensor in vars(tensors).items()})
 
 

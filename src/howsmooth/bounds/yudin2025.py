@@ -41,7 +41,7 @@ def softmax_jacobian_norm(p: Tensor) -> Tensor:
     return first * (1 - first + second)
 
 
-def at_point(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, sharpness: Tensor) -> Tensor:
+def softmax_jacobian_bound(value: Tensor, weights: Tensor, tokens: Tensor, score: Tensor, sharpness: Tensor) -> Tensor:
     r""":math:`\|V\|(\|P\| + 2\|X\|^2\|A\|\max_ig(P_i))`, from the norms of each head and max g."""
     return value * (weights + 2 * tokens.square() * score * sharpness)
 
@@ -69,4 +69,4 @@ def sharpness(group: Paths) -> Tensor:
     on_paths=True,
 )
 def _at_point(group: Paths, where: Setting) -> Tensor:
-    return at_point(*norms_at(group, where), sharpness(group)) * (1 + gamma(8))
+    return softmax_jacobian_bound(*norms_at(group, where), sharpness(group)) * (1 + gamma(8))

@@ -16,7 +16,7 @@ from torch import Tensor
 from typer import Option
 
 from howsmooth._util.common import check_figure_path
-from howsmooth.bounds.bound_table import Row, Table, table, with_witness
+from howsmooth.bounds.bound_table import BoundRow, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.cli.console import print_json, print_line, stdout, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
@@ -147,7 +147,7 @@ def _with_random_tokens(rows: Table, per_head: bool, seed: int) -> Table:
     return with_witness(rows, x[: int(rows.setting.count)], "random tokens", per_head=per_head, seed=seed)
 
 
-def _named(row: Row) -> str:
+def _named(row: BoundRow) -> str:
     return row.name if row.head is None else f"{row.name}, head {row.head}"
 
 

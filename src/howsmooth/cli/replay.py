@@ -14,7 +14,7 @@ from howsmooth._util.validation import check_count, check_seed
 from howsmooth.attention import AttentionMap
 from howsmooth.cli.source_options import Request, Settings, Site, mask_name, positions_name, random_settings
 from howsmooth.errors import InvalidInput
-from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.initial_vectors import norm_at
 from howsmooth.search.witness import Witness
 
 _ACCURACY = 1e-3
@@ -94,7 +94,7 @@ class Replay:
                 f"{site.attention.in_features}: name the map it belongs to."
             )
         alone = site.attention if witness.head is None else site.attention.head(witness.head)
-        again = float(evaluate(alone, witness.x, witness.norm))
+        again = float(norm_at(alone, witness.x, witness.norm))
         same = math.isclose(again, witness.value, rel_tol=_SAME)
         if not same and not (_unfinished(witness) and again > witness.value * (1 - _ACCURACY)):
             raise InvalidInput(

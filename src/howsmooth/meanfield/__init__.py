@@ -13,11 +13,10 @@ weights (10⁻⁹, …) answer for 10⁹ tokens.
 
 from howsmooth.meanfield.discrete_measure import Measure
 from howsmooth.meanfield.distance_ratios import largest_ratio, ratio
-from howsmooth.meanfield.distances import conditional, distance, w2, wasserstein
-from howsmooth.meanfield.local_stretch import FieldJacobian, LocalConstant, WeightedJacobian, local_constant
-from howsmooth.meanfield.measure_attention import Field, LogMass, Past, field, push, weighted
-from howsmooth.meanfield.two_atoms import TwoAtom, two_atom, two_atom_measure
+from howsmooth.meanfield.distances import conditional, distance, w2
+from howsmooth.meanfield.local_stretch import LocalConstant, local_constant
+from howsmooth.meanfield.measure_attention import field, push
+from howsmooth.meanfield.two_atoms import two_atom, two_atom_measure
 
-__all__ = ["Field", "FieldJacobian", "LocalConstant", "LogMass", "Measure", "Past", "TwoAtom", "WeightedJacobian"]
-__all__ += ["conditional", "distance", "field", "largest_ratio", "local_constant", "push", "ratio", "two_atom"]
-__all__ += ["two_atom_measure", "w2", "wasserstein", "weighted"]
+__all__ = ["LocalConstant", "Measure", "conditional", "distance", "field", "largest_ratio", "local_constant", "push"]
+__all__ += ["ratio", "two_atom", "two_atom_measure", "w2"]

@@ -12,7 +12,7 @@ from howsmooth._util.validation import check_count, check_numbers, validated
 from howsmooth.errors import InvalidInput
 
 MASS_TOLERANCE = 1e-9
-"""How far weights may be from summing to one, and the masses of a position from each other, before it is an error."""
+"""Tolerance of the sum of weights about one, and of the masses of a position about each other."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

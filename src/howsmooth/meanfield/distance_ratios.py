@@ -1,4 +1,4 @@
-"""How much attention stretches the distance of two measures."""
+"""Ratios of distances of measures after and before attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""How much attention stretches small changes of a measure.
+r"""The local constant of attention on measures: the stretch of small changes of a measure.
 
 Move the mass of atom i by small random displacements :math:`\varepsilon Y_i`, with mean :math:`\bar Y_i`, so that
 :math:`W_2^2 = \varepsilon^2 \sum_i w_i E|Y_i|^2`. To first order Γ_μ sees only the means, while every bit of mass is
@@ -128,7 +128,7 @@ class LocalConstant:
 
     @property
     def part(self) -> str:
-        """Which change of the measure is stretched most: "moving" atoms as wholes, or "splitting" one of them."""
+        """The change of the measure that is stretched the most: "moving" whole atoms, or "splitting" one of them."""
         return "moving" if float(self.moving) >= float(self.splitting.value.max()) else "splitting"
 
     @property

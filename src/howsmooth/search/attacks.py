@@ -25,7 +25,7 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Attack:
-    """What an attack found for every input.
+    """The result of an attack for every input.
 
     Attributes:
         distance: ℓ2 distance to the nearest point found with another class, ∞ where none was, ``(batch,)``.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from howsmooth.attention import as_attention_map
-from howsmooth.bounds.bound_table import Row, compared_with
+from howsmooth.bounds.bound_table import BoundRow, compared_with
 from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
 from howsmooth.bounds.question_setting import setting
 from howsmooth.sets import InputSet
@@ -15,7 +15,7 @@ from howsmooth.sets import InputSet
 Function = Callable[[Tensor], Tensor]
 
 
-def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head: int | None = None) -> Row | None:
+def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head: int | None = None) -> BoundRow | None:
     """The smallest upper bound of the catalogue that holds for n tokens on the whole set; None when none applies.
 
     >>> import howsmooth as hs, torch
@@ -32,10 +32,10 @@ def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head
     if least is None:
         return None
     bound, value = least
-    return Row(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
+    return BoundRow(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
 
 
-def not_passed(upper: Row | None, reached: float) -> Row | None:
+def not_passed(upper: BoundRow | None, reached: float) -> BoundRow | None:
     """The upper end with its ratio to what a witness reaches, or `ContradictedBound` when the witness passes it.
 
     >>> import howsmooth as hs, torch
@@ -47,5 +47,5 @@ def not_passed(upper: Row | None, reached: float) -> Row | None:
     """
     if upper is None:
         return None
-    lower = Row("the witness", reached, "lower", upper.norm, "point", "", "", head=upper.head)
+    lower = BoundRow("the witness", reached, "lower", upper.norm, "point", "", "", head=upper.head)
     return compared_with(upper, [lower])

@@ -24,7 +24,7 @@ ROUGH = 1e-2
 """Accuracy that is enough to set out with: the climb itself goes on improving the vectors."""
 
 
-def evaluate(f: Callable[[Tensor], Any], x: Tensor, norm: float) -> Measurement:
+def norm_at(f: Callable[[Tensor], Any], x: Tensor, norm: float) -> Measurement:
     """‖J(x)‖ at one input in float64: what a witness reports, and what `howsmooth.measure` gives there."""
     return measure(f, x.double(), norm=norm)
 

@@ -1,4 +1,4 @@
-"""One search: all its starts side by side in this process, within a budget, the best kept in a file."""
+"""One search: all its starts side by side in this process, within a budget, the best stored in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
 from howsmooth.search.ascent import MILESTONES, Ascent, Climb, Peak
-from howsmooth.search.initial_vectors import evaluate
+from howsmooth.search.initial_vectors import norm_at
 from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness
 from howsmooth.search.search_question import Question, resolved
 from howsmooth.search.start_inputs import Start
@@ -31,7 +31,7 @@ _UNMEASURED = "one direction of the climb"
 
 
 class Search:
-    """One search: the climb, its budget, and the file that keeps its best."""
+    """One search: the climb, its budget, and the file of its best witness."""
 
     def __init__(self, question: Question, began: float, starts: list[Start], notes: tuple[str, ...] = ()):
         self.asked, self.save, self.began = question, question.save, began
@@ -103,7 +103,7 @@ class Search:
         best = ranked[0], self._unmeasured(climb, ranked[0])
         try:
             for peak in near[: 1 if self.stopped == "interrupted" else _MOST_CONTENDERS]:
-                measured = evaluate(asked.f, asked.over.at(peak.z), asked.norm)
+                measured = norm_at(asked.f, asked.over.at(peak.z), asked.norm)
                 if best[1].method == _UNMEASURED or float(measured) > float(best[1]):
                     best = peak, measured
         except KeyboardInterrupt:
@@ -114,7 +114,7 @@ class Search:
         return self._witness(climb, climb.leader, self._unmeasured(climb, climb.leader), "running")
 
     def _unmeasured(self, climb: Climb, peak: Peak) -> Measurement:
-        """What the climb itself knows: ‖Jv‖ for one v, which is a lower bound."""
+        """The value of the climb itself: ‖Jv‖ for one v, which is a lower bound."""
         value = torch.tensor(peak.value, dtype=torch.float64)
         return Measurement(
             value=value,

@@ -274,7 +274,9 @@ class FunctionRoughness(Roughness):
         gx, gu = torch.autograd.grad(value.sum(), [x, u], allow_unused=True)
         gradient = torch.zeros_like(x) if gx is None else gx
         moved = torch.zeros_like(u) if gu is None else gu
-        return Slope(value.detach(), gradient.detach(), largest(moved) if self.norm == math.inf else unit(moved))
+        return Slope(
+            value.detach(), gradient.detach(), largest_entry_sign(moved) if self.norm == math.inf else unit(moved)
+        )
 
 
 def aligned(t: Tensor, norm: float) -> Tensor:
@@ -287,7 +289,7 @@ def unit(t: Tensor) -> Tensor:
     return t / _flat(t).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (t.dim() - 1))
 
 
-def largest(t: Tensor) -> Tensor:
+def largest_entry_sign(t: Tensor) -> Tensor:
     """The sign of the largest entry of every start, at its place, and zeros elsewhere."""
     flat = _flat(t)
     index = flat.abs().argmax(1, keepdim=True)

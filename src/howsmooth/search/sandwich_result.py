@@ -14,7 +14,7 @@ import rich.table
 
 from howsmooth._util.common import rounded
 from howsmooth._util.optional_deps import need
-from howsmooth.bounds.bound_table import Row
+from howsmooth.bounds.bound_table import BoundRow
 from howsmooth.search.witness import Witness
 from howsmooth.sets import InputSet
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SandwichCell:
     """Both ends for one number of tokens on one set.
 
     Attributes:
@@ -39,7 +39,7 @@ class Cell:
     n: int
     over: InputSet
     witness: Witness
-    upper: Row | None = None
+    upper: BoundRow | None = None
     centre: float | None = None
     file: Path | None = None
 
@@ -90,22 +90,22 @@ class Cell:
 
 
 @dataclass(frozen=True, repr=False)
-class Sandwich(Sequence[Cell]):
-    """Both ends of the Lipschitz constant, one `Cell` for each set and number of tokens.
+class Sandwich(Sequence[SandwichCell]):
+    """Both ends of the Lipschitz constant, one `SandwichCell` for each set and number of tokens.
 
     Attributes:
         cells: in the order in which they were searched.
         interrupted: whether Ctrl-C ended the search; the last cell then holds the best input found until then.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[SandwichCell, ...]
     interrupted: bool = False
 
     @overload
-    def __getitem__(self, index: int) -> Cell: ...
+    def __getitem__(self, index: int) -> SandwichCell: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Cell, ...]: ...
-    def __getitem__(self, index: int | slice) -> Cell | tuple[Cell, ...]:
+    def __getitem__(self, index: slice) -> tuple[SandwichCell, ...]: ...
+    def __getitem__(self, index: int | slice) -> SandwichCell | tuple[SandwichCell, ...]:
         return self.cells[index]
 
     def __len__(self) -> int:

@@ -21,8 +21,8 @@ from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
 from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.initial_vectors import evaluate
-from howsmooth.search.sandwich_result import Cell, Sandwich
+from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.sandwich_result import Sandwich, SandwichCell
 from howsmooth.search.worst_case_search import worst_case
 from howsmooth.sets import InputSet
 from howsmooth.sets.near_sets import Over, as_set
@@ -75,7 +75,7 @@ def sandwich(
     8 True howsmooth.mean_field
     """
     questions = [(n, region) for n in _checked(lengths) for region in _regions(n, over)]
-    began, cells = time.monotonic(), list[Cell]()
+    began, cells = time.monotonic(), list[SandwichCell]()
     try:
         with nullcontext() if executor is None else open_engine(executor) as workers:
             for done, (n, region) in enumerate(questions):
@@ -107,8 +107,8 @@ def sandwich(
                     progress=show,
                     executor=workers,
                 )
-                centre = None if region.x is None else float(evaluate(alone, region.x, norm))
-                cells.append(Cell(n, region, witness, not_passed(upper, witness.value), centre, file))
+                centre = None if region.x is None else float(norm_at(alone, region.x, norm))
+                cells.append(SandwichCell(n, region, witness, not_passed(upper, witness.value), centre, file))
                 if witness.stopped == "interrupted":
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -132,8 +132,8 @@ def _regions(n: int, over: object) -> list[InputSet]:
     return sorted(regions, key=lambda region: region.size or 0.0)
 
 
-def _offered(n: int, over: InputSet, cells: Sequence[Cell]) -> list[Tensor]:
-    """What the last witness of fewer tokens, and the last with as many, become on this set."""
+def _offered(n: int, over: InputSet, cells: Sequence[SandwichCell]) -> list[Tensor]:
+    """Starts on this set from the last witness of fewer tokens and the last with as many."""
     starts = [cell.witness.x for cell in cells if cell.n == n][-1:]
     for cell in [cell for cell in cells if cell.n < n and cell.over.describe() == over.describe()][-1:]:
         x = cell.witness.x

@@ -260,7 +260,7 @@ def _top_pair(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _natural_length(f: object) -> float:
-    """How far tokens must move for logits to change by about one."""
+    """The distance that tokens move for logits to change by about one."""
     if not isinstance(f, AttentionMap):
         return 1.0
     query, key, _ = query_key(f)

@@ -1,4 +1,4 @@
-"""What a search brings back: an input, its local Lipschitz constant, and how it was found."""
+"""The result of a search: an input, its local Lipschitz constant, and the way it was found."""
 
 from __future__ import annotations
 

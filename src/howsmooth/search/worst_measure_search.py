@@ -31,7 +31,8 @@ from howsmooth._util.validation import Count, Seed, validated
 from howsmooth.attention import AttentionMap, LogitBias, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield import LocalConstant, Measure, local_constant, weighted
+from howsmooth.meanfield import LocalConstant, Measure, local_constant
+from howsmooth.meanfield.measure_attention import weighted
 from howsmooth.search.norm_gradient import unit
 from howsmooth.sets import InputSet, Tokens
 from howsmooth.sets.near_sets import Over, as_set
@@ -260,7 +261,7 @@ class _Climb:
         x = self.over.at(self.z).repeat_interleave(2, 1)
         log_mass = (self.log_mass.log_softmax(-1) - math.log(2)).repeat_interleave(2, 1)
         root = (log_mass / 2).exp()[..., None]
-        self.term.log_mass = log_mass
+        self.term.weigh(log_mass)
         left = self.left
         for _ in range(rounds):
             with torch.no_grad():
@@ -291,6 +292,10 @@ class _Masses(LogitBias):
         super().__init__()
         self.group = group
         self.log_mass: Tensor = torch.empty(0)
+
+    def weigh(self, log_mass: Tensor) -> None:
+        """Take these logarithms of masses, ``(starts, keys)``."""
+        self.log_mass = log_mass
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
         added = self.log_mass[maps.batch][:, None, cols]

@@ -151,7 +151,7 @@ class Ball(InputSet):
 
     @validated
     def __init__(self, radius: float, width: Count | None = None):
-        self.radius = self.reach = self.size = check_size("a radius", radius)
+        self.radius = self.reach = self.size = check_extent("a radius", radius)
         self.width = width
 
     def ellipsoid(self, width: int) -> Ellipsoid | None:
@@ -256,7 +256,7 @@ def check_inside(x: Tensor, tokens: Ellipsoid) -> None:
     raise InvalidInput(f"token {farthest} of the input lies outside the set{why}")
 
 
-def check_size(name: str, value: float) -> float:
+def check_extent(name: str, value: float) -> float:
     """A finite number that is not negative: a radius, or a distance."""
     if not 0 <= value <= sys.float_info.max:
         raise InvalidInput(f"{name} must be finite and not negative, or the set is empty, got {shown(value)}.")

@@ -15,7 +15,7 @@ from howsmooth._util.validation import check_count, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
 from howsmooth.sets.ellipsoid import Ellipsoid
-from howsmooth.sets.input_sets import Everywhere, InputSet, Normalised, check_inside, check_size
+from howsmooth.sets.input_sets import Everywhere, InputSet, Normalised, check_extent, check_inside
 
 Over = InputSet | Tensor | nn.Module | Ellipsoid
 """An argument ``over``: a set, an input (`Point`), or the normalisation before the map (`Normalised`)."""
@@ -56,7 +56,7 @@ class Around(InputSet):
         if x.dim() != 2:
             raise InvalidInput(f"a set is about one input, (n, d), got shape {tuple(x.shape)}.")
         self.x, self.centre = x.detach(), x.detach().double().cpu()
-        self.eps = self.reach = self.size = check_size("eps", eps)
+        self.eps = self.reach = self.size = check_extent("eps", eps)
         self.per_token, self.body = per_token, "ball" if per_token else "all tokens"
         self.length, self.width = x.shape
         self.moving = None if moving is None else [check_count(i, "moving", least=0, most=len(x) - 1) for i in moving]

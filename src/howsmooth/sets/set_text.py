@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from howsmooth._util.validation import shown
+from howsmooth._util.validation import shown, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.sets.input_sets import Ball, InputSet, Normalised, Sphere
@@ -55,6 +55,7 @@ class SetText:
     name: str | None = None
 
     @classmethod
+    @validated
     def parse(cls, text: str) -> SetText:
         """Read a text; one sentence with examples for a text that names no set."""
         form, colon, rest = text.strip().partition(":")
@@ -79,6 +80,7 @@ class SetText:
         """Whether the set is about an input."""
         return self.form in _NEAR
 
+    @validated
     def absolute(self, x: Tensor | None = None) -> tuple[float, ...]:
         """The sizes, shares multiplied by the mean token norm of x."""
         if not self.share:
@@ -88,6 +90,7 @@ class SetText:
         unit = float(x.double().norm(dim=-1).mean())
         return tuple(share * unit for share in self.sizes)
 
+    @validated
     def sets(
         self, x: Tensor | None = None, norm: Ellipsoid | None = None, within: InputSet | None = None
     ) -> list[InputSet]:

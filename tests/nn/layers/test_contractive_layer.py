@@ -57,7 +57,7 @@ def test_block_bound_lies_between_the_lower_bound_and_the_sum_over_heads() -> No
 def test_block_bound_with_one_head_is_the_bound_of_the_catalogue() -> None:
     layer = L2Attention(D, 1).double()
     query, value, output = (weight.detach() for weight in layer.weights_by_head())
-    expected = l2_bounds.lip_2(query, value, N, "full", output)
+    expected = l2_bounds.l2_lip_2(query, value, N, "full", output)
     torch.testing.assert_close(l2_bounds.block_lip_2(query, value, output, l2_bounds.average_lip_2(N)), expected[0])
 
 
@@ -127,7 +127,7 @@ def test_output_is_l2_attention_times_one_number(variant: str) -> None:
     weights = [weight.detach() for weight in plain.weights_by_head()]
     bound = {
         "2": lambda: l2_bounds.block_lip_2(*weights, l2_bounds.average_lip_2(N)),
-        "inf": lambda: l2_bounds.lip_inf(*weights, N),
+        "inf": lambda: l2_bounds.l2_lip_inf(*weights, N),
         "kim": lambda: kim2021.lip_inf(*weights, N),
     }[variant]()
     torch.testing.assert_close(ratio[0, 0], 0.9 / bound)

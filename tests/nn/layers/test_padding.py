@@ -91,7 +91,7 @@ def divided(layer: layers.L2Attention, weights: list[Tensor], sight: CallMasks) 
         return 1.0
     if layer.norm == 2:
         return layer.coefficient / block_lip_2(*weights, average_2(sight))  # type: ignore[call-arg, arg-type]
-    bound = l2_bounds.lip_inf if layer.bound == "howsmooth" else kim2021.lip_inf
+    bound = l2_bounds.l2_lip_inf if layer.bound == "howsmooth" else kim2021.lip_inf
     return layer.coefficient / bound(*weights, sight.terms.most_seen(sight.n))  # type: ignore[call-arg, arg-type]
 
 

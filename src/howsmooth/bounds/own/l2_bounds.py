@@ -109,11 +109,11 @@ def average_lip_inf(n: float, width: int) -> float:
     return 1 + 2 * (1 + width**0.5) * phi_inverse(n - 1)
 
 
-def lip_2(query: Tensor, value: Tensor, n: float, sight: Sight = "full", output: Tensor | None = None) -> Tensor:
+def l2_lip_2(query: Tensor, value: Tensor, n: float, sight: Sight = "full", output: Tensor | None = None) -> Tensor:
     r"""Of each head: `average_lip_2` · :math:`\|W_h\|\,\|W_h^\top W_h^VW_h^O\|/s`; without W^O when not given.
 
     >>> one = torch.ones(1, 1, 1, dtype=torch.float64)
-    >>> float(lip_2(10 * one, one, 2)) > 160.16  # the supremum for N = 2, W = 10
+    >>> float(l2_lip_2(10 * one, one, 2)) > 160.16  # the supremum for N = 2, W = 10
     True
     """
     s = query.shape[-2] ** 0.5
@@ -168,7 +168,7 @@ def balanced(query: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
     given=lambda where, folded: (*l2_weights(where), where.map.terms.most_seen(where.count)),
     **_entry,
 )
-def lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
+def l2_lip_inf(query: Tensor, value: Tensor, output: Tensor, n: float) -> Tensor:
     r"""Of the block: :math:`\big((2+\tfrac2s)c + \tfrac1s\big)\,\max_o \sum_h \|W_h^\top\|_\infty \sum_a|(M_h)_{ao}|`,
 
     with :math:`M_h = W_h^\top W_h^VW_h^O`. Proof: coordinates of z move by at most ‖W_hᵀ‖_∞/√s, those of the average
@@ -257,7 +257,7 @@ def _odd_phi(n: float) -> float:
 )
 def _lip_2(where: Setting, folded: bool) -> Tensor:
     (query, value, output), terms = l2_weights(where), where.map.terms
-    return lip_2(query, value, terms.most_seen(where.count), terms.sight, output if folded else None)
+    return l2_lip_2(query, value, terms.most_seen(where.count), terms.sight, output if folded else None)
 
 
 @theorem(

@@ -180,7 +180,7 @@ def _evaluate(attention: AttentionMap, at: Clusters, sums: Sums, folded: bool) -
 def _rounding(
     attention: AttentionMap, others: Tensor, delta: Tensor, push: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""What rounding may add to the bound: :math:`\sqrt{c_0}\,e_0 + \sqrt{c_2}\,e_2`.
+    r"""The largest effect of rounding on the bound: :math:`\sqrt{c_0}\,e_0 + \sqrt{c_2}\,e_2`.
 
     The exponent δ·w and w itself are computed to within β and :math:`e_w`, V to within :math:`e_V`. Since
     :math:`|dp| \le p(1-p)\beta`, the block :math:`V[pI + p(1-p)\delta w^\top]` moves by at most

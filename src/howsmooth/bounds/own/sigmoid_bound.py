@@ -37,7 +37,7 @@ from howsmooth.sets.ellipsoid import Ellipsoid
 
 @dataclass(frozen=True)
 class SigmoidNumbers:
-    """What a head of sigmoid attention can do to tokens of a set; every entry is ``(heads,)``, float64.
+    """Constants of each head of sigmoid attention on a set of tokens; every entry is ``(heads,)``, float64.
 
     Attributes:
         value: ‖V‖.
@@ -120,7 +120,7 @@ def _value_bias(attention: AttentionMap, folded: bool) -> Tensor | float:
 
 
 def _shift(attention: AttentionMap, n: int) -> float:
-    """What SigmoidAttention adds to every logit: its last term."""
+    """The shift that SigmoidAttention adds to every logit: its last term."""
     maps = Maps.every(1, attention.heads, n, torch.zeros((), dtype=torch.float64))
     block = list(attention.terms)[-1].block(slice(0, 1), slice(0, 1), maps)
     assert block is not None

@@ -25,7 +25,7 @@ def softmax_jacobian(attention: AttentionMap, x: Tensor, folded: bool = True) ->
     r""":math:`\|P\|\|V\| + \max_ig(P_i)\,\|VX_c^\top\|\,(\|X_cA\| + \|[Ax_i+b]_i\|)`, ``(heads,)``; linear, no
     positions.
 
-    Never above `howsmooth.bounds.yudin2025.at_point`, and it takes a query bias.
+    Never above `howsmooth.bounds.yudin2025.softmax_jacobian_bound`, and it takes a query bias.
 
     >>> import howsmooth as hs
     >>> softmax_jacobian(hs.SelfAttention.random(4), torch.ones(3, 4)) > 0

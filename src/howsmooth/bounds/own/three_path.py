@@ -181,7 +181,7 @@ def cross_norm(group: Paths, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def push_radii(group: Paths) -> Tensor:
-    """How far off M^k_jᵀq_i may be, ``(g, n, n)`` or ``(g, n, 1)``."""
+    """An error bound of M^k_jᵀq_i, ``(g, n, n)`` or ``(g, n, 1)``."""
     radius = group.radii.push[..., None]
     if group.push_map is None:
         return radius

@@ -31,7 +31,7 @@ from howsmooth.bounds.head_constants import HeadNumbers
     assumptions=(LINEAR,),
     given=lambda where, folded: (where.numbers(folded), where.count),
 )
-def sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
+def token_set_sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\sqrt n)`, for any mask, additive logit bias and rotary positions."""
     return _bound(numbers, n**0.5)
 
@@ -43,7 +43,7 @@ def sqrt_n(numbers: HeadNumbers, n: float) -> Tensor:
     assumptions=(LINEAR, NO_PLACES),
     given=lambda where, folded: (where.numbers(folded),),
 )
-def mean_field(numbers: HeadNumbers) -> Tensor:
+def token_set_mean_field(numbers: HeadNumbers) -> Tensor:
     r"""On the ball :math:`\|V\|\,(a + (1+a+|b|R)\,e^{a+|b|R})` in W₂, unmasked, without positions: every n at once."""
     return _bound(numbers, torch.exp(numbers.swing))
 
@@ -63,7 +63,7 @@ def unified(numbers: HeadNumbers, n: float) -> Tensor:
     >>> [round(float(hs.bounds.get("howsmooth.unified")(head, n=n, over=hs.sets.Ball(1.0))), 2) for n in (4, 10**9)]
     [5.0, 6.44]
     """
-    return torch.minimum(sqrt_n(numbers, n), mean_field(numbers))
+    return torch.minimum(token_set_sqrt_n(numbers, n), token_set_mean_field(numbers))
 
 
 def crossover(numbers: HeadNumbers) -> Tensor:

@@ -2,7 +2,8 @@ r"""L2 attention divided by its own Lipschitz bound: a layer with a constant of 
 
 The bound depends on the weights, on n and on the mask. In the 2-norm it is `block_lip_2`: two spectral norms times
 the constant κ(n) of the Gaussian average. In the ∞-norm, which Kim, Papamakarios and Mnih (2021) divide by, it is
-`howsmooth.bounds.own.l2_bounds.lip_inf` or the paper's own `howsmooth.bounds.kim2021.lip_inf`, a thousand times larger.
+`howsmooth.bounds.own.l2_bounds.l2_lip_inf` or the paper's own `howsmooth.bounds.kim2021.lip_inf`, a thousand times
+larger.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class ContractiveL2Attention(L2Attention):
             weights = self.weights_by_head()
             divisor = self._bound(masks, weights, mixing_matrix(*weights), follow=False)
             query, value, output = (weight.double() for weight in weights)
-            size = block_lip_2(query, value, output, 1.0) if order == 2 else l2_bounds.lip_inf(query, value, output, 1)
+            size = (
+                block_lip_2(query, value, output, 1.0) if order == 2 else l2_bounds.l2_lip_inf(query, value, output, 1)
+            )
             if self.max_tokens is not None or (order == self.norm and self.bound == "howsmooth"):
                 spans = [(self._counts(masks)[0], n)]  # one divisor for all, or one that grows as the bound does
             else:
@@ -133,7 +136,7 @@ class ContractiveL2Attention(L2Attention):
                 tied, mixed = balanced(weights[0], mixing)
                 size = self.tied_norm(tied, follow) * self.mixing_norm(mixed, follow) / self.temperature
                 return lambda n: average_2(masks, n) * size
-            form = l2_bounds.lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
+            form = l2_bounds.l2_lip_inf if self.bound == "howsmooth" else kim2021.lip_inf
             return lambda n: form(*weights, masks.terms.most_seen(n))
 
     def _counts(self, masks: CallMasks) -> list[int]:

@@ -14,13 +14,13 @@ from matplotlib.ticker import NullLocator
 
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import light_grid, new_figure
-from howsmooth.search.sandwich_result import Cell
+from howsmooth.search.sandwich_result import SandwichCell
 
 _CURVES, _TICKS = 10, 8
 """Maximum number of curves in the legend, and of labelled ticks."""
 
 
-def sandwich_figure(cells: Sequence[Cell]) -> Figure:
+def sandwich_figure(cells: Sequence[SandwichCell]) -> Figure:
     """Both ends on logarithmic axes, a shaded band between them: the constant lies in the band.
 
     The left panel is against n, with a band for each set; the right one against R or ε, with a band for each n. A panel
@@ -37,7 +37,7 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
         raise InvalidInput("there is nothing to draw: no search has ended yet.")
     near = cells[0].centre is not None
     lengths, sizes = {cell.n for cell in cells}, {cell.size for cell in cells} - {None}
-    panels: list[tuple[str, Callable[[Cell], Any], Callable[[Cell], str]]] = []
+    panels: list[tuple[str, Callable[[SandwichCell], Any], Callable[[SandwichCell], str]]] = []
     if len(lengths) > 1 or len(sizes) < 2:
         panels.append(("number of tokens n", lambda cell: cell.n, lambda cell: str(cell.over)))
     if len(sizes) > 1:
@@ -51,8 +51,10 @@ def sandwich_figure(cells: Sequence[Cell]) -> Figure:
     return figure
 
 
-def _draw(ax: Axes, cells: Sequence[Cell], x_of: Callable[[Cell], Any], group: Callable[[Cell], str]) -> None:
-    groups: dict[str, list[Cell]] = {}
+def _draw(
+    ax: Axes, cells: Sequence[SandwichCell], x_of: Callable[[SandwichCell], Any], group: Callable[[SandwichCell], str]
+) -> None:
+    groups: dict[str, list[SandwichCell]] = {}
     for cell in cells:
         groups.setdefault(group(cell), []).append(cell)
     colours = colormaps["viridis"]
@@ -79,5 +81,5 @@ def _draw(ax: Axes, cells: Sequence[Cell], x_of: Callable[[Cell], Any], group: C
     ax.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=8.5)
 
 
-def _norm(cell: Cell) -> str:
+def _norm(cell: SandwichCell) -> str:
     return "2-norm" if cell.witness.norm == 2 else "∞-norm"
