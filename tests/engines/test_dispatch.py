@@ -133,7 +133,7 @@ def test_what_keeping_raises_cancels_what_waits() -> None:
 def test_a_broken_executor_is_said_in_one_sentence() -> None:
     threads = ThreadPoolExecutor(1)
     threads.shutdown()
-    with pytest.raises(EngineError, match=r"takes no more work .*: what was measured is kept"):
+    with pytest.raises(EngineError, match=r"takes no more work .*: finished items are stored"):
         submit_all(threads, twice, [1], lambda *one: None, load=Load(1))
 
 

@@ -10,7 +10,7 @@ import torch
 from howsmooth.errors import InvalidInput
 from howsmooth.models import open_model
 from howsmooth.scans import Scan, driver, scan
-from howsmooth.scans.memory_checks import check_fits, fitting, free_bytes, least_bytes
+from howsmooth.scans.memory_checks import ModelSizes, check_fits, fitting, free_bytes, least_bytes
 
 TINY = "random:bert[layers=2,width=16,heads=2]"
 
@@ -20,7 +20,7 @@ def test_the_estimate_is_below_what_attention_really_holds() -> None:
     logits = torch.zeros(heads, n, n)
     weights = torch.softmax(logits, -1)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (logits, weights))
-    assert held <= least_bytes(n, heads, width=16, layers=2) < 1.1 * held
+    assert held <= least_bytes(n, ModelSizes(width=16, heads=heads, layers=2)) < 1.1 * held
 
 
 def test_a_window_that_cannot_fit_is_refused_before_anything_is_read() -> None:

@@ -102,13 +102,6 @@ def check_one_of(value: _T, choices: Iterable[object], name: str) -> _T:
     raise InvalidInput(f"{name} is {', '.join(map(str, known))}, got {shown(value)}{hint or '.'}")
 
 
-def check_callable(value: Callable[_P, _T], name: str) -> Callable[_P, _T]:
-    """A function or a module."""
-    if not callable(value):
-        raise InvalidInput(f"{name} must be a function or a module, got {shown(value)}.")
-    return value
-
-
 def check_path(value: object, name: str) -> Path:
     """The path of a file."""
     check_kind(value, Path, name)

@@ -48,8 +48,10 @@ def quantise(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of windows and samples.")] = 0,
     device: Device = None,
     dtype: WeightDtype = None,
-    out: Annotated[Path | None, typer.Option(help="Store (howsmooth-output/quantise-MODEL.sqlite).")] = None,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Keep what the store has.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Use the ledger, or begin anew.")
+    ] = True,
     export: Annotated[
         str | None, typer.Option(help="Write the choice for an engine: vllm, modelopt, llama.cpp or json.")
     ] = None,

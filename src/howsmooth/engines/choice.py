@@ -102,7 +102,7 @@ def complete(
         first = failures[0]
         raise EngineError(
             f"{len(failures)} of {len(items)} could not be done, first {names[first.place]} ({first.reasons[-1]}): the "
-            "others are kept; run the same again for these."
+            "others are stored; run the same again for these."
         )
 
 

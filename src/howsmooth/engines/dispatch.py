@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from howsmooth._util.common import first_line
@@ -83,36 +83,34 @@ def submit_all(
         WorkerMisconfigured: a worker lacks the model or has other software.
         KeyboardInterrupt, and whatever ``keep`` raises: what has not begun is cancelled.
     """
-    return _Hands(executor, work, items, keep, load, limit, prepare, tell, retry).run()
+    return _Submission(executor, work, items, keep, load, limit, prepare, tell, retry).run()
 
 
-class _Hands(Generic[Item]):
-    def __init__(
-        self,
-        executor: Executor,
-        work: Callable[[Item], Any],
-        items: Sequence[Item],
-        keep: Callable[[int, Any], object],
-        load: Load,
-        limit: float | None,
-        prepare: Callable[[Item], object],
-        tell: Callable[[State], object],
-        retry: Callable[[int, str], object],
-    ):
-        self.executor, self.work, self.items, self.keep, self.prepare = executor, work, items, keep, prepare
-        self.load, self.limit, self.tell, self.retry = load, limit, tell, retry
-        self.waiting: deque[list[int]] = deque()
-        self.running: dict[Future[list[Answer]], list[int]] = {}
-        self.reasons: dict[int, list[str]] = {}
-        self.failures: list[Failure] = []
-        self.done = 0
+@dataclass
+class _Submission(Generic[Item]):
+    """The arguments of `submit_all`, and the state of the work."""
+
+    executor: Executor
+    work: Callable[[Item], Any]
+    items: Sequence[Item]
+    keep: Callable[[int, Any], object]
+    load: Load
+    limit: float | None
+    prepare: Callable[[Item], object]
+    tell: Callable[[State], object]
+    retry: Callable[[int, str], object]
+    waiting: deque[list[int]] = field(default_factory=deque)
+    running: dict[Future[list[Answer]], list[int]] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    done: int = 0
 
     def run(self) -> list[Failure]:
         places = range(len(self.items))
         share = self.load.share or -(-len(self.items) // self.load.width) or 1
         self.waiting.extend(list(places[first : first + share]) for first in places[::share])
         try:
-            self._say()
+            self._report()
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < self.load.width:
                     task = self.waiting.popleft()
@@ -132,10 +130,9 @@ class _Hands(Generic[Item]):
         except RuntimeError as error:  # broken pools, and those that were shut down
             if isinstance(error, HowsmoothError):
                 raise
-            said = first_line(error)
             raise EngineError(
-                f"the executor takes no more work ({said}): what was measured is kept; run the same again with a new "
-                "one."
+                f"the executor takes no more work ({first_line(error)}): finished items are stored; run the same again "
+                "with a new one."
             ) from error
 
     def _settle(self, future: Future[list[Answer]], task: list[int]) -> None:
@@ -144,7 +141,7 @@ class _Hands(Generic[Item]):
         except EngineError:
             raise
         except (CancelledError, Exception) as error:
-            self._lost(task, error)
+            self._worker_died(task, error)
             return
         for index, answer in zip(task, answers, strict=False):
             if answer.hopeless:
@@ -154,9 +151,9 @@ class _Hands(Generic[Item]):
             else:
                 self.keep(index, answer.value)
                 self.done += 1
-            self._say(index, answer.seconds)
+            self._report(index, answer.seconds)
 
-    def _lost(self, task: list[int], error: BaseException) -> None:
+    def _worker_died(self, task: list[int], error: BaseException) -> None:
         limit = "" if self.limit is None else f", or did not end within {self.limit:g} s and was stopped"
         reason = f"its worker died{limit} ({first_line(error, kind=True)})"
         if len(task) > 1:
@@ -165,7 +162,7 @@ class _Hands(Generic[Item]):
             self.waiting.extendleft([task[half:], task[:half]])
             return
         self._failed(task[0], reason)
-        self._say(task[0])
+        self._report(task[0])
 
     def _failed(self, index: int, reason: str) -> None:
         reasons = self.reasons.setdefault(index, [])
@@ -177,6 +174,6 @@ class _Hands(Generic[Item]):
         self.failures.append(Failure(index, tuple(reasons)))
         self.done += 1
 
-    def _say(self, index: int | None = None, seconds: float = 0.0) -> None:
+    def _report(self, index: int | None = None, seconds: float = 0.0) -> None:
         waiting = sum(map(len, self.waiting))
         self.tell(State(self.done, len(self.items) - waiting - self.done, waiting, index, seconds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,7 +185,7 @@ def compare(*scans: Scan | Path | str, names: Sequence[str] | None = None, limit
         changes.setdefault(place, []).append(_change(place, rows, *cell[3:]))
     every = set().union(*by_cell)
     most = [min(of_map, key=_importance) for of_map in changes.values()]
-    counted = [_counted(change, len(changes[change.place])) for change in most]
+    counted = [replace(change, cells=len(changes[change.place])) for change in most]
     return Comparison(called, tuple(sorted(counted, key=_importance)), len(every) - len(shared), float(limit))
 
 
@@ -222,10 +222,6 @@ def _ratio(after: float, before: float) -> float:
     if before == 0:
         return 1.0 if after == 0 else math.inf
     return after / before
-
-
-def _counted(change: Change, cells: int) -> Change:
-    return Change(**(vars(change) | {"cells": cells}))
 
 
 def _by_cell(scan: Scan, name: str) -> dict[tuple[Any, ...], StoreRow]:

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -26,7 +25,7 @@ from scipy.optimize import nnls
 from howsmooth._util.validation import Count, check_numbers, validated
 from howsmooth.models import OpenModel, Targets, Window
 from howsmooth.scans.cell_values import measure_batch
-from howsmooth.scans.memory_checks import least_bytes
+from howsmooth.scans.memory_checks import ModelSizes, least_bytes
 from howsmooth.scans.plan import CellBatch
 from howsmooth.scans.scan_options import ScanSettings
 from howsmooth.scans.units import split
@@ -35,23 +34,6 @@ _LONGEST = 256
 """Tokens up to which lengths are tried; longer ones are extrapolated."""
 _LAYERS = 3
 _READ = "reading"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model: its width, heads and layers."""
-
-    width: int
-    heads: int
-    layers: int
-
-    @classmethod
-    def of(cls, model: OpenModel) -> Sizes:
-        """From its configuration; 1 where it has no such entry."""
-        config: Any = model.model.config
-        names = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        sizes = [getattr(config, name, None) for name in names]
-        return cls(*(size if isinstance(size, int) else 1 for size in sizes))
 
 
 @dataclass(frozen=True)
@@ -135,8 +117,7 @@ def predict(
     units = split(plan, workers)
     times = [laws[_READ](unit[0].length) + sum(laws[batch.what](batch.length) for batch in unit) for unit in units]
     longest = max((batch.length for batch in plan), default=1)
-    sizes = Sizes.of(model)
-    memory = peak_bytes() + 3 * least_bytes(longest, sizes.heads, sizes.width, sizes.layers) // 2
+    memory = peak_bytes() + 3 * least_bytes(longest, ModelSizes.of(model)) // 2
     cells = sum(len(batch.heads) for batch in plan)
     return Prediction(cells, len(units), math.fsum(times), max(times, default=0.0), memory, workers)
 
@@ -149,7 +130,7 @@ def calibrated(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, CostLaw]:
     """The law of every kind of map in a plan, and that of reading a window."""
-    width = Sizes.of(model).width
+    width = ModelSizes.of(model).width
     planned = sorted({batch.length for batch in plan})
     short = [n for n in planned if n <= _LONGEST]
     lengths = sorted({*short[:1], *short[-1:]} | {n for n in (16, 64, 128) if n < planned[-1]})
