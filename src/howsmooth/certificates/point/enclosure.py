@@ -81,16 +81,18 @@ def enclose_heads(at: HeadsAt) -> list[Enclosure]:
     width = min(attention.value_weight.shape[-2], attention.out_features)
     if n * width > DEFLATION:
         return _three_path(at)
-    blocks = list(at.blocks())
-    if not all(_is_known(head) for head in blocks):
-        return _three_path(at)
-    units = [_unit([head]) for head in blocks]
-    blocks = [head.times(1 / unit) for head, unit in zip(blocks, units, strict=True)]
-    if n * width <= CHOLESKY:
-        found = [_factored(head.gram(), head.rounding, head.off) for head in blocks]
-    else:
-        found = [_deflated(head, basis) for head, basis in zip(blocks, _leading(attention, at.x), strict=True)]
-    return [head.times(unit) for head, unit in zip(found, units, strict=True)]
+    bases, found = None if n * width <= CHOLESKY else _leading(attention, at.x), []
+    for number, head in enumerate(at.blocks()):  # one at a time: they are large
+        if not _is_known(head):
+            return _three_path(at)
+        unit = _unit([head])
+        scaled = head.times(1 / unit)
+        if bases is None:
+            proof = _factored(scaled.gram(), scaled.rounding, scaled.off)
+        else:
+            proof = _deflated(scaled, bases[number])
+        found.append(proof.times(unit))
+    return found
 
 
 def enclose_block(at: HeadsAt, heads: Sequence[Enclosure] | None = None) -> Enclosure:
