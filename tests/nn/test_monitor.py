@@ -236,7 +236,7 @@ def test_cross_attention_is_no_self_attention() -> None:
     attention(torch.randn(1, 3, D), torch.randn(1, 4, D), torch.randn(1, 4, D))[0].sum().backward()
     with pytest.warns(UserWarning, match="only self-attention"):
         assert monitor.step() == {}
-    assert "no self-attention" in monitor.problems[""]
+    assert "only self-attention" in monitor.problems[""]
 
 
 def signals_by_hand(attention: Any, x: Tensor, head: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, attention_of, first_output
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedMap, RecordedCall, attention_of, first_output
 from howsmooth.nn.signals import Alarm, AlarmHistory, head_signals
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 Log = Callable[..., object]
-_AtTokens = tuple[Callable[[Tensor], Tensor], Tensor]
 _FIRST_FACTOR = 3
 _RANDOM_PART = 0.1
 
@@ -152,7 +151,7 @@ class SmoothnessMonitor:
             named |= {f"{signal}/{name}/head.{head}": value for signal, value in numbers.items()}
         return named
 
-    def _attention(self, heard: RecordedCall) -> _AtTokens | None:
+    def _attention(self, heard: RecordedCall) -> RecordedMap | None:
         """Return the attention of a call and its tokens, both in at least float32; None for other modules."""
         found = attention_of(self._model, heard)
         if found is None:
@@ -175,7 +174,7 @@ class SmoothnessMonitor:
             size = float(f(x).norm())
         return {"condition": sigma * float(x.norm()) / size} if size > 0 else {}
 
-    def _of_heads(self, attention: _AtTokens) -> dict[str, list[float]]:
+    def _of_heads(self, attention: RecordedMap) -> dict[str, list[float]]:
         """Compute each signal of every head; none for maps without heads."""
         f, x = attention
         if not isinstance(f, AttentionMap | ComposedAttention):
@@ -188,7 +187,7 @@ class SmoothnessMonitor:
             raise InvalidInput("a signal of a head is NaN.")
         return {signal: values.tolist() for signal, values in signals.items()}
 
-    def _measured(self, name: str, heard: RecordedCall, attention: _AtTokens | None) -> Measurement:
+    def _measured(self, name: str, heard: RecordedCall, attention: RecordedMap | None) -> Measurement:
         if attention is not None:
             return self._solve(name, *attention)
         with evaluating(heard.module):

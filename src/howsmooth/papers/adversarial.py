@@ -42,7 +42,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
         }
         for head, map_ in enumerate(alone):
             values, vectors = (each[head] for each in eigenpairs)
-            inputs = [two_cluster_input(values, vectors, n, sign) for sign in (-1, 1)]
+            inputs = [cluster_tokens(values, vectors, n, sign) for sign in (-1, 1)]
             sigma = max(float(hs.measure_heads(map_, x).value) for x in inputs if x is not None)
             rows.append(
                 {"model": cell["model"], "layer": cell["layer"], "head": head, "n": n, "sigma": sigma}
@@ -52,7 +52,7 @@ def run(options: ExperimentOptions, cell: Record) -> list[Record]:
     return rows
 
 
-def two_cluster_input(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | None:
+def cluster_tokens(values: Tensor, vectors: Tensor, n: int, sign: int) -> Tensor | None:
     """Proposition 3.4: one token at −Ru and the others at Ru (γ < 0), or at Ru and the others at Ru/2 (γ > 0).
 
     u is the eigenvector of A with the eigenvalue γ that is largest in size among the real ones of this sign.

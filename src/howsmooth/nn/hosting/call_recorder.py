@@ -24,6 +24,7 @@ from howsmooth.nn.hosting.adapter import TransformersMask
 from howsmooth.nn.layers.attention_layer import AttentionLayer, without_autocast
 from howsmooth.nn.layers.call_masks import CallMasks
 
+RecordedMap = tuple[Callable[[Tensor], Tensor], Tensor]
 _ATTENTION = (AttentionLayer, nn.MultiheadAttention)
 _REPEATING: ContextVar[bool] = ContextVar("repeating", default=False)
 """Whether the current call repeats a recorded one; recorders ignore it."""
@@ -141,7 +142,7 @@ def _sites(model: Any) -> list[AttentionSite]:
     return [replace(site, layer=getattr(site.owner, "layer_idx", site.layer) or 0) for site in sites]
 
 
-def attention_of(model: nn.Module, heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
+def attention_of(model: nn.Module, heard: RecordedCall) -> RecordedMap | None:
     """Return the attention of a call as a map in closed form, and its first text, ``(n, d)``, without padding.
 
     None for a module that is no attention layer.
@@ -153,7 +154,7 @@ def attention_of(model: nn.Module, heard: RecordedCall) -> tuple[Callable[[Tenso
     return None
 
 
-def _layer(heard: RecordedCall) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _layer(heard: RecordedCall) -> RecordedMap:
     layer: Any = heard.module
     given = inspect.signature(layer.forward).bind(*heard.args, **heard.kwargs).arguments
     query = given["query"]
@@ -191,7 +192,7 @@ def _mask_of(masks: CallMasks, item: int, keep: Tensor, heads: int, like: Tensor
     return DenseBias(added[:, keep][:, :, keep])
 
 
-def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _block(model: Any, heard: RecordedCall, site: AttentionSite) -> RecordedMap:
     given = inspect.signature(site.block.forward).bind(*heard.args, **heard.kwargs).arguments
     x, causal = given["hidden_states"], bool(getattr(site.owner, "is_causal", False))
     seen = TransformersMask.of(given.get("attention_mask"), x.shape[:2], x.shape[1], causal)

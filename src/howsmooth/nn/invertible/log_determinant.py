@@ -179,9 +179,7 @@ class _Estimate:
             size = self.dual.size(moved.flatten(0, 1)).view(self.samples, -1).mean(0)
             return self.c * self.length * size / ((k + 1) * (1 - self.c))
 
-        def more(k: int, moved: Tensor) -> bool:
-            return bool((rest(k, moved) > tolerance).any())
-
+        more = lambda k, moved: bool((rest(k, moved) > tolerance).any())  # noqa: E731
         return self._sum(branch, "series", lambda k: ones, more, rest)
 
     def roulette(self, branch: Branch) -> LogDeterminant:

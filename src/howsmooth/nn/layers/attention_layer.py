@@ -198,7 +198,7 @@ class ProjectedAttention(AttentionLayer):
         return self.out_proj(mixed)
 
     def attend(self, x: Tensor, masks: CallMasks, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Output and, when asked for, weights ``(batch, heads, n, n)`` of a batch ``(batch, n, d)``."""
+        """Return the output of a batch ``(batch, n, d)``, and on request the weights ``(batch, heads, n, n)``."""
         batch, n, _ = x.shape
         heads = self.project(x, masks)
         query, key, value = (

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import check_count, check_finite
+from howsmooth._util.validation import Count, check_finite, validated
 from howsmooth.nn.layers.attention_layer import without_autocast
 
 _START = 30
@@ -35,12 +35,10 @@ class SpectralNorm(nn.Module):
 
     space: Tensor
 
-    def __init__(self, rows: int, columns: int, width: int = 32, steps: int = _START):
+    @validated
+    def __init__(self, rows: Count, columns: Count, width: Count = 32, steps: Count = _START):
         super().__init__()
-        self.steps = check_count(steps, "steps")
-        rows, columns, width = (
-            check_count(size, name) for size, name in ((rows, "rows"), (columns, "columns"), (width, "width"))
-        )
+        self.steps = steps
         start = torch.randn(columns, min(width, rows, columns), generator=torch.Generator().manual_seed(rows))
         self.register_buffer("space", torch.linalg.qr(start).Q)
         self.decomposition = CachedSingularVectors()
