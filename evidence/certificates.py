@@ -25,6 +25,7 @@ from howsmooth.certificates.point.head_gram import HeadsAt
 from howsmooth.models import alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.search.attacks import minimal_norm_attack, projected_attack
+from howsmooth.sets import Around, Point
 
 TITLE = "Certificates under attack"
 NETWORK, IMAGES = "weights/deept_mnist_vit.safetensors", "data/mnist-test-1000.safetensors"
@@ -55,7 +56,7 @@ def enclosures(kind: str, mask: str, every: int = 1) -> tuple[Tally, float]:
         if number % every:
             continue
         x = attention_cases.tokens()
-        proof = certify_tokens(attention, x)
+        proof = certify_tokens(attention, Point(x))
         size = dense_norm(attention, x)
         outside = not float(proof.lower) * (1 - 1e-13) <= size <= float(proof.upper)
         found = found + Tally(1, outside, size / float(proof.upper) if float(proof.upper) else 0.0)
@@ -109,7 +110,7 @@ def ball_attacks(seeds: range, steps: int = 12, starts: int = 2) -> Tally:
     found = NONE
     for seed in seeds:
         attention, x, radius = draw(seed)
-        upper = float(certify_tokens(attention, x, radius=radius).upper)
+        upper = float(certify_tokens(attention, Around(x, radius)).upper)
         for start in range(starts):
             worst = ascend(attention, x, radius, steps, seed + 10_000 * start, bool(start))
             found = found + Tally(1, worst > upper, worst / upper)
@@ -148,7 +149,7 @@ def curved_attacks(kind: str, seeds: range, steps: int = 12, starts: int = 2) ->
     found = NONE
     for seed in seeds:
         attention, x, radius = draw_curved(kind, seed)
-        upper = float(certify_tokens(attention, x, radius=radius).upper)
+        upper = float(certify_tokens(attention, Around(x, radius)).upper)
         for start in range(starts):
             worst = ascend(attention, x, radius, steps, seed + 10_000 * start, bool(start))
             found = found + Tally(1, worst > upper, worst / upper)

@@ -102,7 +102,7 @@ def blocks(name: str, layers: Sequence[int], share: float = 0.01) -> Iterator[Bl
     """Whole blocks of a model at 32 tokens."""
     for layer, attention, x in sites(name, layers):
         radius = share * float(x.norm(dim=-1).mean())
-        proof = certify_tokens(attention, x, radius=radius)
+        proof = certify_tokens(attention, Around(x, radius))
         yield Block(layer, float(proof.lower), worst_found(attention, x, radius), float(proof.upper))
 
 

@@ -256,7 +256,6 @@ BY_NAME: dict[str, list[str]] = {
     "n": ["three"],
     "radius": ["one and a half", "one"],
     "eps": ["0.01"],
-    "tokens": ["token set", "layer norm"],
     "over": ["ball", "token set", "layer norm"],
     "where": ["setting"],
     "name": ["bound"],

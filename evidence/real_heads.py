@@ -17,6 +17,7 @@ from howsmooth.bounds import Table, table
 from howsmooth.models import alice, attention_inputs, open_model
 from howsmooth.models.attention_reader import from_transformers
 from howsmooth.models.weight_files import load_attention
+from howsmooth.sets import Around, Ball, Normalised, Tokens
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 TITLE = "Every bound on real heads"
@@ -52,8 +53,8 @@ def gpt2(folder: Path, layers: tuple[int, ...] = (0, 6, 11)) -> Iterator[Layer]:
         attention = load_attention(path, f"h.{layer}.attn.", heads=12, mask="causal")
         gain, shift = tensors[f"h.{layer}.ln_1.weight"], tensors[f"h.{layer}.ln_1.bias"]
         after = Ellipsoid.layer_norm(gain, shift)
-        yield _layer(f"GPT-2 layer {layer}, after ln_1", attention, n=GPT2_LENGTH, tokens=after)
-        yield _layer(f"GPT-2 layer {layer}, ball of ln_1", attention, n=GPT2_LENGTH, radius=after.radius)
+        yield _layer(f"GPT-2 layer {layer}, after ln_1", attention, n=GPT2_LENGTH, over=Normalised(after))
+        yield _layer(f"GPT-2 layer {layer}, ball of ln_1", attention, n=GPT2_LENGTH, over=Ball(after.radius))
 
 
 def minilm(layers: tuple[int, ...] | None = None, length: int = MINILM_LENGTH) -> Iterator[Layer]:
@@ -65,7 +66,7 @@ def minilm(layers: tuple[int, ...] | None = None, length: int = MINILM_LENGTH) -
     for layer, hidden in sorted(inputs.hidden.items()):
         x = hidden[0]
         eps = NEAR * float(x.norm(dim=-1).mean())
-        yield _layer(f"MiniLM layer {layer}", from_transformers(model, layer), x=x, eps=eps)
+        yield _layer(f"MiniLM layer {layer}", from_transformers(model, layer), over=Around(x, eps, within=Tokens(x)))
 
 
 def _layer(name: str, attention: AttentionMap, **where: object) -> Layer:
