@@ -15,7 +15,7 @@ from howsmooth._util.common import evaluating, random_stream
 from howsmooth._util.validation import check_count, check_fraction, shown, validated
 from howsmooth.attention import AttentionMap, ComposedAttention
 from howsmooth.errors import HowsmoothError, InvalidInput
-from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedMap, RecordedCall, attention_of, first_output
+from howsmooth.nn.hosting.call_recorder import CallRecorder, RecordedCall, RecordedMap, attention_of, first_output
 from howsmooth.nn.signals import Alarm, AlarmHistory, head_signals
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure, measure_heads
