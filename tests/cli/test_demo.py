@@ -31,7 +31,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
     from howsmooth.models import alice, from_transformers, load, open_model
 
     folder = tmp_path / "new"
-    result = CliRunner().invoke(app, ["demo", "--lengths", "6", "--output", str(folder), "--json"])
+    result = CliRunner().invoke(app, ["demo", "--length", "6", "--out", str(folder), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [model["model"] for model in found["groups"]] == ["minilm", "smollm2"]
@@ -45,7 +45,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
     read = "SELECT value, lower, upper, seconds FROM cells WHERE what = 'attention' AND layer = 3 ORDER BY scan"
     with sqlite3.connect(folder / "demo.sqlite") as store:
         before = store.execute(read).fetchall()
-    again = CliRunner().invoke(app, ["demo", "--models", "minilm", "--lengths", "6", "--output", str(folder)])
+    again = CliRunner().invoke(app, ["demo", "--models", "minilm", "--length", "6", "--out", str(folder)])
     assert again.exit_code == 0, again.output
     for part in ("distilled", "is the roughest of 72 heads", "always", "99 %", "three_path", "demo.html"):
         assert part in again.stdout
@@ -64,7 +64,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
 
 
 def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--models", "gpt2", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["demo", "--models", "gpt2", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "howsmooth scan" in result.stderr
 
@@ -73,9 +73,9 @@ def test_demo_refuses_models_it_does_not_have(tmp_path: Path) -> None:
 def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = "random:bert[layers=2,width=16,heads=2,seed=3]"
     monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])
-    asked = ["demo", "--models", tiny, "--output", str(tmp_path), "--json"]
+    asked = ["demo", "--models", tiny, "--out", str(tmp_path), "--json"]
     monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [Part(tiny, "8,16")])
-    for lengths, count in (([], 2 * 6 + 3), (["--lengths", "8"], 6 + 3)):  # heads and blocks; layers and the whole
+    for lengths, count in (([], 2 * 6 + 3), (["--length", "8"], 6 + 3)):  # heads and blocks; layers and the whole
         done = CliRunner().invoke(app, [*asked, *lengths])
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)

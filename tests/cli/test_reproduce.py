@@ -24,7 +24,7 @@ def test_without_a_name_the_experiments_are_listed() -> None:
 
 @pytest.mark.slow
 def test_one_experiment_prints_its_verdict_and_keeps_its_files(tmp_path: Path) -> None:
-    result = run(app, ["reproduce", "not-lipschitz", "--quick", "--output", str(tmp_path)])
+    result = run(app, ["reproduce", "not-lipschitz", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert "Verdict: confirmed" in result.stdout
     assert (tmp_path / "not-lipschitz" / "quick" / "not-lipschitz.pdf").stat().st_size > 1000
@@ -42,14 +42,14 @@ def test_one_experiment_prints_its_verdict_and_keeps_its_files(tmp_path: Path) -
     ],
 )
 def test_wrong_questions_are_refused_in_one_line(tmp_path: Path, options: list[str], said: str) -> None:
-    result = run(app, ["reproduce", *options, "--output", str(tmp_path / "out")])
+    result = run(app, ["reproduce", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert said in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_an_estimate_is_said_before_anything_starts(tmp_path: Path) -> None:
-    result = run(app, ["reproduce", "language-models", "--full", "--output", str(tmp_path / "out")])
+    result = run(app, ["reproduce", "language-models", "--full", "--out", str(tmp_path / "out")])
     assert "About 1,000 hours (42 days) on two cores." in result.stderr
     assert "--yes" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_had_names_what_can_and_what_that_changes(
         raise InvalidInput(f"cannot load the model {source!r}: the hub cannot be reached.")
 
     monkeypatch.setattr("howsmooth.papers.experiment_inputs.open_model", missing)
-    result = run(app, ["reproduce", "growth-text", "--quick", "--model", model, "--output", str(tmp_path)])
+    result = run(app, ["reproduce", "growth-text", "--quick", "--model", model, "--out", str(tmp_path)])
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
     assert f"cannot load the model {model!r}" in said
@@ -86,7 +86,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
         return experiment.run(asked, cell)
 
     monkeypatch.setitem(EXPERIMENTS, experiment.id, replace(experiment, run=stopping))
-    ask = ["reproduce", experiment.id, "--quick", "--output", str(tmp_path)]
+    ask = ["reproduce", experiment.id, "--quick", "--out", str(tmp_path)]
     assert run(app, ask).exit_code == 130
     assert not (tmp_path / experiment.id / "quick" / "verdict.json").exists()
     again = run(app, ask)
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
 def test_pictures_need_no_latex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("matplotlib.texmanager.TexManager.__new__", lambda *given: pytest.fail("LaTeX was asked for"))
-    result = run(app, ["reproduce", "not-lipschitz", "--quick", "--json", "--output", str(tmp_path)])
+    result = run(app, ["reproduce", "not-lipschitz", "--quick", "--json", "--out", str(tmp_path)])
     assert json.loads(result.stdout)["reproduced"][0]["verdict"] == "confirmed"
     assert (tmp_path / "not-lipschitz" / "quick" / "not-lipschitz.svg").is_file()
 
@@ -109,7 +109,7 @@ def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.Monkey
     experiment = replace(EXPERIMENTS["not-lipschitz"], takes=frozenset({"text"}))
     monkeypatch.setitem(EXPERIMENTS, experiment.id, experiment)
     (tmp_path / "novel.txt").write_text("Call me Ishmael. " * 100)
-    ask = ["reproduce", experiment.id, "--quick", "--output", str(tmp_path), "--json", "--text"]
+    ask = ["reproduce", experiment.id, "--quick", "--out", str(tmp_path), "--json", "--text"]
     told = json.loads(run(app, [*ask, str(tmp_path / "novel.txt")]).stdout)["reproduced"][0]["text"]
     assert told.startswith("1700 characters, sha256 ")
     (tmp_path / "other.txt").write_text("Call me Ahab. " * 100)
@@ -126,6 +126,6 @@ def test_verdicts_are_printed_as_they_come(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delitem(EXPERIMENTS, name)
     monkeypatch.setitem(EXPERIMENTS, first.id, first)
     monkeypatch.setitem(EXPERIMENTS, "other", replace(first, id="other", run=stopped))
-    result = run(app, ["reproduce", "--all", "--quick", "--output", str(tmp_path)])
+    result = run(app, ["reproduce", "--all", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 130
     assert "Verdict: confirmed" in result.stdout

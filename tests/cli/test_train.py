@@ -97,7 +97,7 @@ def test_a_run_has_a_folder_of_its_own_and_goes_on_only_when_asked(text: Path) -
 
 @pytest.mark.parametrize("lengths", ["chunks", "curriculum"])
 def test_other_lengths_train_too(text: Path, lengths: str) -> None:
-    assert printed(text, *TINY, "--lengths", lengths)["settings"]["lengths"] == lengths
+    assert printed(text, *TINY, "--pieces", lengths)["settings"]["lengths"] == lengths
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import pytest
 from scipy.stats import linregress
 
 import howsmooth as hs
-from howsmooth.reports import groups, headline, write_report
+from howsmooth.reports import groups, headline
+from howsmooth.reports import report as write_report
 from howsmooth.reports.findings import distances, ends, growths, methods, why
 from howsmooth.reports.page import embedded, page
 from howsmooth.reports.payload import group_data, pack_shares

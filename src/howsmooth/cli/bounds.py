@@ -14,17 +14,17 @@ import rich.table
 import torch
 import typer
 from torch import Tensor
-from typer import Option
 
 from howsmooth._util.common import check_figure_path
 from howsmooth.bounds.bound_table import Row, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.cli.console import print_json, print_line, stdout, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
-from howsmooth.cli.options import AsJson, command
-from howsmooth.cli.set_options import named_norm, numbers_in
+from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
+from howsmooth.cli.set_options import named_norm
 from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
+from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.sets import TokenSet
 
 _NOTHING_BEYOND = {
@@ -40,28 +40,29 @@ _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 def bounds(
     request: Request,
     settings: Settings,
-    n: Annotated[str | None, Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
-    radius: Annotated[float | None, Option(help="Every token lies in the ball of this radius.")] = None,
+    radius: Annotated[float | None, where_option(help="Every token lies in the ball of this radius.")] = None,
     after: Annotated[
-        str | None, Option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
+        str | None, where_option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
     ] = None,
-    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
-    eps: Annotated[float | None, Option(help="Also bound all inputs whose tokens move by at most this.")] = None,
-    per_head: Annotated[bool, Option("--per-head", help="Bound every head by itself.")] = False,
-    refused: Annotated[bool, Option("--refused", help="Also list the bounds that do not apply, and why.")] = False,
-    figure: Annotated[Path | None, Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
+    rms: Annotated[bool, where_option("--rms", help="--after names an RMSNorm.")] = False,
+    eps: Annotated[float | None, where_option(help="Also bound all inputs whose tokens move by at most this.")] = None,
+    per_head: Annotated[bool, what_option("--per-head", help="Bound every head by itself.")] = False,
+    refused: Annotated[
+        bool, output_option("--refused", help="Also list the bounds that do not apply, with the reason.")
+    ] = False,
+    figure: Figure = None,
     as_json: AsJson = False,
-    latex: Annotated[bool, Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    latex: Annotated[bool, output_option("--latex", help="Print a LaTeX table (booktabs).")] = False,
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 
     With a radius or a LayerNorm the bounds hold for all tokens of that set; with --input or a model they are compared
     with what is measured there; with neither, at random tokens.
 
-    Examples:\n
-      howsmooth bounds random --width 64 --heads 4 --n 16,64,256 --radius 2\n
-      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --after h.0.ln_1. --n 1024 --per-head\n
-      howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png\n
+    Examples:
+      howsmooth bounds random --width 64 --heads 4 --length 16,64,256 --radius 2
+      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --after h.0.ln_1 --length 1024
+      howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png
       howsmooth bounds layer.pt --heads 8 --input tokens.npy --eps 0.01 --json
     """
     if as_json and latex:
@@ -70,10 +71,10 @@ def bounds(
         raise InvalidInput("--rms says what --after names: give --after too.")
     if figure is not None:
         check_figure_path(figure)
-    lengths = _numbers(n)
+    lengths = _numbers(settings.length)
     on_set = (radius is not None or after is not None) and request.input is None and not request.names_model
-    if lengths and not on_set and request.input is None and settings.length is None:
-        settings = replace(settings, length=_whole(lengths[-1]))
+    inputs_needed = not on_set and request.input is None
+    settings = replace(settings, length=str(_whole(lengths[-1])) if lengths and inputs_needed else None)
     tables: list[Table] = []
     with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
         begin("opening the map")
@@ -102,7 +103,11 @@ def bounds(
     if as_json:
         facts = site.describe() | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
         facts |= {"input": None} if x is None else {}
-        content = {"setting": facts, "headline": headline(tables[-1]), "tables": [rows.to_dict() for rows in tables]}
+        content = {
+            "setting": facts,
+            "headline": bounds_headline(tables[-1]),
+            "tables": [rows.to_dict() for rows in tables],
+        }
         print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
     elif latex:
         for count, rows in zip(lengths, tables, strict=True):
@@ -113,8 +118,8 @@ def bounds(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def headline(rows: Table) -> str:
-    """What the table says, in one sentence."""
+def bounds_headline(rows: Table) -> str:
+    """The main numbers of the table in one sentence."""
     facts = []
     measured = rows.tightest("measured")
     if measured is not None:
@@ -152,7 +157,7 @@ def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool,
         out.print(f"tokens: {site.tokens}", markup=False)
     if tokens is not None:
         out.print(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})", markup=False)
-    out.print(f"\n{headline(last)}\n", markup=False, style="bold", soft_wrap=True)
+    out.print(f"\n{bounds_headline(last)}\n", markup=False, style="bold", soft_wrap=True)
     out.print(last if len(tables) == 1 else _against_n(tables))
     ratio = "ratio: to the best lower bound known where the bound holds. " if len(tables) == 1 else ""
     out.print(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
@@ -180,17 +185,18 @@ def _against_n(tables: Sequence[Table]) -> rich.table.Table:
 
 
 def _numbers(text: str | None) -> list[float]:
-    """``16,64,256`` in rising order; inf for measures."""
-    given = ",".join(filter(str.strip, (text or "").split(",")))
-    counts = numbers_in(given) if given else []
-    if not all(count >= 1 and (math.isinf(count) or count == int(count)) for count in counts):
-        raise InvalidInput(f"--n takes whole numbers of tokens, at least 1, for example 16,64,256, got {text!r}.")
-    return counts
+    """``16,32,…,256`` in rising order; inf, which stands for measures, is the last."""
+    if text is None:
+        return []
+    finite, _, last = text.rpartition(",")
+    if last.strip() != "inf":
+        return list(parse_lengths(text))
+    return [*(parse_lengths(finite) if finite else ()), math.inf]
 
 
 def _whole(count: float) -> int:
     if math.isinf(count):
-        raise InvalidInput("--n inf is for a set without tokens and without a figure: give --radius or --after.")
+        raise InvalidInput("--length inf is for a set without tokens and without a figure: give --radius or --after.")
     return int(count)
 
 
@@ -198,12 +204,12 @@ def _first(site: Site, n: int) -> Tensor:
     """The tokens of an input of length n."""
     x = site.first(n)
     if n > x.shape[-2]:
-        raise InvalidInput(f"--n asks for {n} tokens, but there are {x.shape[-2]}: ask for fewer.")
+        raise InvalidInput(f"--length is {n}, but there are {x.shape[-2]} tokens: choose fewer.")
     return x
 
 
 def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
-    """What the normalisation named by --after can give out."""
+    """The image of the normalisation named by --after."""
     if prefix is None:
         return None
     name = prefix.removesuffix(".")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor
 
@@ -23,64 +21,63 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
-from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
-from howsmooth.cli.options import command
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.console import print_json, stderr, stdout, step_progress, written
+from howsmooth.cli.options import AsJson, Report, command, exact_option, output_option, what_option, where_option
+from howsmooth.cli.source_options import Request, Settings, Site, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.certificate_section import write_certificates
 from howsmooth.reports.sections import check_section_path
 from howsmooth.search.attacks import minimal_norm_attack
 
-What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})
 _NORMS: dict[str, float] = {"2": 2, "1": 1, "inf": torch.inf}
 Ball = Enum("Ball", {"token": "token", "frobenius": "frobenius"})
 _LONG = 10.0
 """Seconds of work that are announced before they start."""
-_EXAMPLES = """Examples:\n
-  howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
-  howsmooth certify minilm --layer 2 --length 32 --what heads --radius 0.01\n
-  howsmooth certify minilm --layer 2 --length 16 --what heads --report report.html\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --resume radii.jsonl
-"""
 
 
 @command
 def certify(
     request: Request,
     settings: Settings,
-    what: Annotated[What, typer.Option(help="The block, its heads, or both.")] = What.both,
-    radius: Annotated[float, typer.Option(min=0, help="Certify all inputs this near, not the input alone.")] = 0.0,
-    ball: Annotated[Ball, typer.Option(help="What is near: every token, or all of them together.")] = Ball.token,
+    what: Annotated[str, what_option(help="attention (the block), head or both.")] = "attention,head",
+    radius: Annotated[float, where_option(min=0, help="Certify all inputs this near, not the input alone.")] = 0.0,
+    ball: Annotated[Ball, where_option(help="What is near: every token, or all of them together.")] = Ball.token,
     images: Annotated[
         Path | None,
-        typer.Option(
+        what_option(
             help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."
         ),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
-    norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
-    attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
+    count: Annotated[int | None, what_option(min=1, help="Only the first images of the file.")] = None,
+    norm: Annotated[
+        Literal["2", "1", "inf"], what_option("--distance", help="Norm of the distance between images.")
+    ] = "2",
+    attack: Annotated[bool, exact_option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
     resume: Annotated[
-        Path | None, typer.Option(help="File of finished images: they are not done again, new ones are added.")
+        Path | None, output_option(help="File of finished images: they are not done again, new ones are added.")
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="A page: measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm, "
-            "or --radius). One that `howsmooth report` wrote gets a section, else a new one."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
+    """Prove how far the output of attention can move, or within which distance an image keeps its class.
+
+    Every number holds in exact arithmetic, rounding included: none is an estimate. The page of --report shows
+    measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm, or --radius).
+
+    Examples:
+      howsmooth certify random --width 16 --heads 2 --length 8 --what head
+      howsmooth certify minilm --layer 2 --length 32 --what head --radius 0.01
+      howsmooth certify minilm --layer 2 --length 16 --what head --report report.html
+      howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance 2 --json
+      howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance inf --resume radii.jsonl
+    """
     if report is not None:
         if images is not None:
             raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
         check_section_path(report)
     if images is not None:
-        rows = _images(request, settings, images, count, attack and norm is Norm.two, norm.value, resume)
+        rows = _images(request, settings, images, count, attack and norm == "2", norm, resume)
         _print_images(rows, as_json)
         return
     if count is not None or resume is not None:
@@ -89,7 +86,7 @@ def certify(
     site = request.open(settings)
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
-    names = ["block", "heads"] if what is What.both else [what.value]
+    names = kinds_of_map(what)
     costs = {"block": expected_block_seconds, "heads": expected_seconds}
     expected = sum(costs[name](site.attention, len(site.x)) for name in names)
     if radius > 0 and "block" in names:
@@ -108,12 +105,6 @@ def certify(
         _report(site, radius, report)
         if not as_json:
             stdout().print(f"report: {report}", markup=False, soft_wrap=True)
-
-
-certify.__doc__ = (
-    "Prove how far the output of attention can move, or within which distance an image keeps its class.\n\n"
-    "Every number holds in exact arithmetic, rounding included: none is an estimate.\n\n" + _EXAMPLES
-)
 
 
 def _print(site: Site, proofs: dict[str, Certificate]) -> None:
@@ -192,7 +183,7 @@ def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:
 
 def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        typer.echo(plain_json(json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False)))
+        print_json(rows)
         return
     table = Table("image", "label", "certified radius", "attacked at", "certified ÷ attacked", "next class", "seconds")
     for row in rows:

@@ -1,4 +1,4 @@
-"""What all commands share: where output goes, how errors and progress look, and how numbers are written."""
+"""Output and progress of all commands, and how they write numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Te
 from rich.segment import Segment
 
 from howsmooth._util.common import printable, rounded
-from howsmooth.cli.exit_codes import nobody_reads
+from howsmooth.cli.exit_codes import end_on_broken_pipe
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
     from howsmooth.norms import Measurement
 
-MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+MAXIMUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
-MOST_SEED = 2**63 - 1
-"""What random generators and stores can hold; seeds beside it are made by adding a little."""
+MAXIMUM_SEED = 2**63 - 1
+"""Random generators and stores hold no larger seed."""
 _HIDDEN = re.compile(r"[^\x20-\x7e\n]")
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -49,7 +49,7 @@ class SafeConsole(Console):
             yield Segment(text if control or text == "\n" else _lines(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        nobody_reads()
+        end_on_broken_pipe()
 
 
 def _lines(text: str) -> str:
@@ -72,15 +72,15 @@ def print_line(text: str) -> None:
     typer.echo(_lines(text))
 
 
-def print_json(content: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
-    typer.echo(plain_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)))
+def print_json(content: Any) -> None:
+    """A JSON text on stdout."""
+    typer.echo(terminal_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)))
 
 
-def plain_json(text: str) -> str:
+def terminal_json(text: str) -> str:
     """The same JSON with all that a terminal would obey written as escapes.
 
-    >>> plain_json('{"model": "a\x9b2Jb"}')
+    >>> terminal_json('{"model": "a\x9b2Jb"}')
     '{"model": "a\\\\u009b2Jb"}'
     """
     return _HIDDEN.sub(lambda one: one[0] if printable(one[0]) == one[0] else json.dumps(one[0])[1:-1], text)
@@ -119,8 +119,8 @@ def step_progress(total: int) -> Iterator[Callable[[str], None]]:
 def set_threads(threads: int | None) -> None:
     """Let torch use this many threads."""
     if threads is not None:
-        if not 1 <= threads <= MOST_THREADS:
-            raise InvalidInput(f"--threads is at most {MOST_THREADS} on this machine, got {threads}: ask for fewer.")
+        if not 1 <= threads <= MAXIMUM_THREADS:
+            raise InvalidInput(f"--threads is at most {MAXIMUM_THREADS} on this machine, got {threads}: ask for fewer.")
         import torch
 
         torch.set_num_threads(threads)

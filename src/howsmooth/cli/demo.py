@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from typer import Option
 
 from howsmooth.cli.console import print_json, stdout
 from howsmooth.cli.exit_codes import NOT_CONVERGED, complain
-from howsmooth.cli.options import AsJson, Device, command
+from howsmooth.cli.options import FOLDER, AsJson, Device, Resume, command, length_option, out_option, what_option
 from howsmooth.cli.report import facts
-from howsmooth.cli.scan import FOLDER, keeping
+from howsmooth.cli.scan import keeping
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -35,12 +34,10 @@ WHOLE = "layer[lengths={0}],model[lengths={0}]"
 
 @command
 def demo(
-    models: Annotated[str, Option(help="Which of them: minilm, smollm2.")] = "minilm,smollm2",
-    lengths: Annotated[str | None, Option(help="Tokens per window, for example 16,64 (each its own).")] = None,
-    output: Annotated[Path, Option(help="Folder for the store and the report; made if missing.")] = FOLDER,
-    resume: Annotated[
-        bool, Option("--resume/--no-resume", help="Keep what an earlier demo has measured, or measure anew.")
-    ] = True,
+    models: Annotated[str, what_option(help="minilm, smollm2 or both.")] = "minilm,smollm2",
+    length: Annotated[str | None, length_option(help="Tokens per window, for example 16,64 (each its own).")] = None,
+    out: Annotated[Path, out_option(help="Folder for the store and the report; made if missing.")] = FOLDER,
+    resume: Resume = True,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -50,40 +47,40 @@ def demo(
     block is measured at several lengths, the layers and the whole at the longest, there also with random weights.
     Prints a summary and writes one HTML page that opens offline.
 
-    Examples:\n
-      howsmooth demo\n
-      howsmooth demo --models minilm --lengths 8,16,…,256 --output alice
+    Examples:
+      howsmooth demo
+      howsmooth demo --models minilm --length 8,16,…,256 --out alice
     """
     from howsmooth.models import NAMED
-    from howsmooth.reports import groups, summary, write_report
+    from howsmooth.reports import groups, report, summary
     from howsmooth.scans import Scan
 
     wanted, skipped = possible(chosen(models))
     for reason in skipped:
         complain(f"left out: {reason}")
-    store, page = output / "demo.sqlite", output / "demo.html"
+    store, page = out / "demo.sqlite", out / "demo.html"
     scans = []
     for each in wanted:
-        asked = each.lengths if lengths is None else lengths
+        lengths = each.lengths if length is None else length
         with keeping(store) as progress:
-            scans += _scans(each.model, asked, device, out=store, resume=resume, progress=progress)
+            scans += _scans(each.model, lengths, device, out=store, resume=resume, progress=progress)
     scanned = Scan.joined(scans)
-    write_report(scanned, page)
+    report(scanned, page)
     if as_json:
         print_json({"groups": facts(groups(scanned)), "cells": len(scanned), "store": str(store), "report": str(page)})
     else:
-        out = stdout()
+        console = stdout()
         for each in wanted:
-            out.print(f"{each.model}: {NAMED[each.model].description}.", markup=False, soft_wrap=True)
-        out.print()
-        out.print(summary(scanned))
-        out.print(
+            console.print(f"{each.model}: {NAMED[each.model].description}.", markup=False, soft_wrap=True)
+        console.print()
+        console.print(summary(scanned))
+        console.print(
             "σ is the local Lipschitz constant: how far the output moves, at most, per small move of the input. Layers "
             "and heads count from 0. Lower ends are true always and upper ends with probability 99 %, in layers and "
             "models up to measured rounding; bounds are proved."
         )
-        out.print(f"\nStore: {store}", markup=False, soft_wrap=True)
-        out.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
+        console.print(f"\nStore: {store}", markup=False, soft_wrap=True)
+        console.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
     if not all(row["converged"] for row in scanned.rows):
         raise typer.Exit(NOT_CONVERGED)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from _thread import interrupt_main
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -24,12 +24,12 @@ from typer.core import TyperGroup
 from howsmooth._util.common import out_of_memory, printable
 from howsmooth.errors import HowsmoothError
 
-NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, UNREAD = 1, 2, 3, 70, 130, 141
+NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 70, 130, 141
 CODES = (
     "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 3 done, and "
     "something is rougher than --limit allows; 70 an "
-    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 nobody reads the "
-    "output; 143 terminated."
+    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 broken pipe; "
+    "143 terminated."
 )
 _LONGEST = 1000
 _STOPS = {"SIGTERM": "terminated", "SIGHUP": "terminal closed"}
@@ -45,19 +45,8 @@ _NO_NAME = {
     "has an empty name": "a name that must be that of a file is empty or a folder: name the file.",
 }
 """What Python says of names that no file can have → what we say."""
-_LOWER = {
-    "measure": "--length, --width or --memory",
-    "bounds": "--n, --length or --width",
-    "worst-case": "--lengths, --starts or --width",
-    "certify": "--length, --width or --count",
-    "compare": "--lengths, or take smaller models",
-    "scan": "--lengths, or take a smaller model",
-    "noise": "--length, or take a smaller model",
-    "quantise": "--length, or take a smaller model",
-    "quantize": "--length, or take a smaller model",
-    "train": "--batch-tokens, --length, --width or --depth",
-    "demo": "--lengths",
-}
+_SIZES = ("--batch-tokens", "--length", "--width", "--depth", "--starts", "--count", "--memory")
+"""Options that make a request smaller."""
 
 
 class OneLineErrors(TyperGroup):
@@ -74,36 +63,29 @@ class OneLineErrors(TyperGroup):
     ) -> NoReturn:
         args = list(sys.argv[1:] if args is None else args)
         said = False
-        _remarks.clear()
         with _stoppable():
             try:
                 code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             except (KeyboardInterrupt, typer.Abort):
                 code = INTERRUPTED
             except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
-                code, said = UNREAD if ended.code == 1 else ended.code, True
+                code, said = BROKEN_PIPE if ended.code == 1 else ended.code, True
             except BaseException as error:  # the panics of libraries written in Rust are no `Exception`
                 if "--debug" in args:
                     for line in "".join(traceback.format_exception(error)).splitlines():
                         _to_stderr(printable(line))
-                _remarks.clear()
-                code = _report(error, args)
-        for message in _remarks:
-            complain(message)
+                code = _report(error, lambda: self._sizes(args))
         if code == INTERRUPTED:
             if not said:
                 complain(stop_word())
             code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
         sys.exit(code if isinstance(code, int) else 0)
 
-
-_remarks: list[str] = []
-"""Lines for the end of a command that is not refused."""
-
-
-def remark(message: str) -> None:
-    """A line on stderr once the command has answered; one that is refused says why, and nothing else."""
-    _remarks.append(message)
+    def _sizes(self, args: Sequence[str]) -> list[str]:
+        """The options by which the request of a command becomes smaller."""
+        command = self.commands.get(next((word for word in args if not word.startswith("-")), ""))
+        flags = {flag for param in (command.params if command else []) for flag in param.opts}
+        return [flag for flag in _SIZES if flag in flags]
 
 
 _stopped_by: int | None = None
@@ -187,9 +169,9 @@ def _runs_in_main_thread(code: CodeType) -> bool:
     return frame is not None
 
 
-def _report(error: BaseException, args: Sequence[str]) -> int:
+def _report(error: BaseException, sizes: Callable[[], list[str]]) -> int:
     """Say in one line what is wrong, and give the code for it."""
-    message = _fault_of_the_request(error, args)
+    message = _fault_of_the_request(error, sizes)
     if message is None:
         first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
         complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
@@ -199,15 +181,14 @@ def _report(error: BaseException, args: Sequence[str]) -> int:
     return USER_ERROR
 
 
-def _fault_of_the_request(error: BaseException, args: Sequence[str]) -> str | None:
+def _fault_of_the_request(error: BaseException, sizes: Callable[[], list[str]]) -> str | None:
     """What was wrong with the request; None where it was not the request."""
     if hasattr(error, "format_message"):  # what typer raises for a wrong option or argument
         return str(error.format_message())
     if isinstance(error, HowsmoothError):
         return str(error)
     if (too_large := _too_large(error)) is not None:
-        command = next((word for word in args if not word.startswith("-")), "")
-        return f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}."
+        return f"{too_large}: lower {' or '.join(sizes()) or 'the request'}, or take a smaller model."
     if isinstance(error, OSError):
         return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
     names = [advice for said, advice in _NO_NAME.items() if said in str(error)]
@@ -241,8 +222,8 @@ def _to_stderr(line: str) -> None:
         typer.echo(line, err=True)
 
 
-def nobody_reads() -> NoReturn:
+def end_on_broken_pipe() -> NoReturn:
     """End quietly, as commands do whose output goes into a pipe that was closed."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(UNREAD)
+    raise SystemExit(BROKEN_PIPE)

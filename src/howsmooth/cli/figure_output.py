@@ -22,11 +22,11 @@ def _energies(m: Measurement, maps: int, which: int) -> tuple[Tensor, Tensor]:
     return right, left
 
 
-def check_drawable(site: Site, what: str, norm: str) -> None:
+def check_drawable(site: Site, maps: list[str], norm: str) -> None:
     """Refuse a picture that cannot be drawn, before anything is measured."""
     if site.x.dim() == 3 and len(site.x) > 1:
         raise InvalidInput(f"--figure draws one input, but --input holds {len(site.x)}: store one of them by itself.")
-    if norm != "2" and (what == "block" or site.x.shape[-2] > MOST_TOKENS_FOR_MAP):
+    if norm != "2" and (maps == ["block"] or site.x.shape[-2] > MOST_TOKENS_FOR_MAP):
         raise InvalidInput(
             f"--figure shows singular vectors for a block alone, or for more than {MOST_TOKENS_FOR_MAP} tokens: use "
             "--norm 2."

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 from rich.table import Column, Table
-from typer import Option
 
 from howsmooth._util.common import check_figure_path
 from howsmooth.cli.console import lower_bound, parse_bytes, print_json, solver_progress, stdout, upper_bound, written
 from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.figure_output import check_drawable, draw_measurement
-from howsmooth.cli.options import AsJson, Picture, command
+from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, engine_option, what_option, where_option
 from howsmooth.cli.replay import Replay
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import Request, Settings, Site, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
 from howsmooth.norms.explanation import Explanation, explain
 from howsmooth.norms.local_constant import measure as measure_block
 from howsmooth.norms.local_constant import measure_heads
 
-What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro", "token": "token"})
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro", "token": "token"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F", "token": "‖J‖_token"}
 _TOP_TOKENS = 3
@@ -46,16 +42,23 @@ def measure(
     request: Request,
     settings: Settings,
     witness: Annotated[
-        Path | None, Option(help="At the input that `howsmooth worst-case` has kept in this file, on its map.")
+        Path | None, where_option(help="The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
-    what: Annotated[What | None, Option(help="What to measure (both, or what the witness is for).")] = None,
-    norm: Annotated[Norm | None, Option(help="Which norm of the Jacobian (2, or the witness's).")] = None,
-    k: Annotated[int, Option("-k", min=1, help="How many singular values (norm 2).")] = 1,
-    rtol: Annotated[float, Option(help="Relative accuracy to certify.")] = 1e-3,
-    confidence: Annotated[float, Option(help="Probability with which an upper bound holds.")] = 0.99,
-    memory: Annotated[str, Option(help="Attention weights to keep between products.")] = "512MiB",
-    explained: Annotated[bool, Option("--explain", help="Paths, sink and top tokens (norm 2).")] = False,
-    figure: Picture = None,
+    what: Annotated[
+        str | None, what_option(help="attention (the block), head or both (both, or the map of the witness).")
+    ] = None,
+    norm: Annotated[
+        Literal["2", "inf", "1", "fro", "token"] | None,
+        what_option(help="Norm of the Jacobian (2, or that of the witness)."),
+    ] = None,
+    k: Annotated[int, what_option("-k", min=1, help="Number of singular values (norm 2).")] = 1,
+    explained: Annotated[
+        bool, what_option("--explain/--no-explain", help="Also value and score path, sink, top tokens (norm 2).")
+    ] = False,
+    rtol: Rtol = 1e-3,
+    confidence: Confidence = 0.99,
+    memory: Annotated[str, engine_option(help="Memory for attention weights between products.")] = "512MiB",
+    figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the local Lipschitz constant of an attention block and of each of its heads.
@@ -63,43 +66,44 @@ def measure(
     It is the norm of the Jacobian at the given tokens. Every number says whether it is an estimate, a lower or an upper
     bound.
 
-    Examples:\n
-      howsmooth measure random --width 64 --heads 4 --causal\n
-      howsmooth measure "random\\[like=gpt2,length=256]" --what block\n
-      howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
-      howsmooth measure minilm --layer 2 --length 96\n
-      howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json\n
+    Examples:
+      howsmooth measure random --width 64 --heads 4 --causal
+      howsmooth measure random --like gpt2 --length 256 --what attention
+      howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain
+      howsmooth measure minilm --layer 2 --length 96
+      howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
     kept = parse_bytes(memory)
     if figure is not None:
         check_figure_path(figure)
     replay = None if witness is None else Replay.open(witness, request, settings)
-    what = what or (What.both if replay is None else What.block if replay.witness.head is None else What.heads)
-    norm = norm or (Norm.inf if replay is not None and replay.witness.norm == math.inf else Norm.two)
-    if explained and norm is not Norm.two:
-        raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm.value}.")
+    whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
+    maps = kinds_of_map(what or whole)
+    norm = norm or ("inf" if replay is not None and replay.witness.norm == math.inf else "2")
+    if explained and norm != "2":
+        raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm}.")
     site = request.open(settings) if replay is None else replay.site
     if figure is not None:
-        check_drawable(site, what.value, norm.value)
+        check_drawable(site, maps, norm)
     measured: dict[str, Measurement] = {}
     stories: dict[str, Explanation] = {}
     solver: dict[str, Any] = {"rtol": rtol, "seed": site.seeds["solver"], "confidence": confidence, "memory": kept}
     for name, solve in (("block", measure_block), ("heads", measure_heads)):
-        if what.value not in (name, "both"):
+        if name not in maps:
             continue
         with solver_progress(name) as progress:
-            measured[name] = solve(site.attention, site.x, _NORMS[norm.value], k, progress=progress, **solver)
+            measured[name] = solve(site.attention, site.x, _NORMS[norm], k, progress=progress, **solver)
         if explained:
             stories[name] = explain(site.attention, site.x, per_head=name == "heads", influence=False, **solver)
     if figure is not None:
-        draw_measurement(site, measured, figure, _SYMBOLS[norm.value])
+        draw_measurement(site, measured, figure, _SYMBOLS[norm])
     converged = all(bool(m.converged.all()) for m in measured.values())
     if as_json:
         again = {} if replay is None else {"witness": replay.to_dict()}
         print_json(_as_json(site, measured, stories, converged, figure) | again)
     else:
-        _print(site, measured, stories, norm.value, figure)
+        _print(site, measured, stories, norm, figure)
         if replay is not None:
             stdout().print(replay.in_words(), markup=False)
     if not converged:

@@ -1,19 +1,18 @@
-"""`howsmooth models`: which models can be measured, and how to get them."""
+"""`howsmooth models`: the models that can be measured, and how to get them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from howsmooth.cli.console import print_json, stdout
+from howsmooth.cli.options import AsJson, command
 from howsmooth.models import MODEL_TYPES, NAMED, RANDOM_NAMES
 
 
-def models(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
+@command
+def models(as_json: AsJson = False) -> None:
     """List the models that need no hub, with size, licence and how to get them.
 
     Example: howsmooth models
@@ -31,7 +30,7 @@ def models(
         }
         for name, model in NAMED.items()
     ]
-    if json:
+    if as_json:
         print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})
         return
     out = stdout()

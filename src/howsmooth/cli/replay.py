@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,8 +21,6 @@ _ACCURACY = 1e-3
 """Of a measurement, by which it may lie below what an unfinished search knew."""
 _SAME = 1e-9
 """Relative difference that rounding can make between two machines, far below what other weights make."""
-_LONGEST = 250
-"""Letters of a SOURCE of random weights; no name of a file is longer."""
 _OF_THE_MAP = ("source", "prefix", "layer", "seed")
 
 
@@ -79,7 +76,7 @@ class Replay:
         witness = Witness.load(file)
         said = _recalled(witness.source, file) if witness.source else None
         request, settings = _chosen(request, settings, said, witness, file)
-        short = None if request.names_model else 1
+        short = None if request.names_model else "1"
         site = request.open(replace(settings, length=short))
         moved = None if said is None or said[0].source == request.source else printable(said[0].source)
         stored = witness.source.get("sha256")
@@ -135,7 +132,7 @@ def _chosen(
         return request, settings
     if not named:
         drawn = random_settings(said[0].source, said[1])
-        if drawn is None or len(said[0].source) > _LONGEST or said[0].names_model:
+        if drawn is None:
             name = printable(said[0].source)
             raise InvalidInput(
                 f"{file} names {name} as its map, and nothing is opened because a file says so: name it yourself, "
@@ -155,11 +152,9 @@ def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
     if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
     request = {name: source[name] for name in _OF_THE_MAP if name in source}
-    if "layer" not in request:  # random:gpt2 was a block before it was a model, which has layers
-        request["source"] = re.sub(r"^random:([\w.-]+)(?:\[(.*)\])?$", r"random[like=\1,\2]", request["source"])
     settings = {name: value for name, value in source.items() if name in kinds and name not in request}
     check_seed(request.get("seed", 0))
-    for name in ("width", "heads", "kv_heads", "window", "length"):
+    for name in ("width", "heads", "kv_heads", "window"):
         if name in settings:
             check_count(settings[name], name)
     return Request(**request), Settings(**settings)

@@ -6,13 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
-from howsmooth.cli.console import print_json, stderr, stdout
-from howsmooth.cli.engine_options import Place
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.console import print_json, progress_line, stderr, stdout
+from howsmooth.cli.engine_options import EngineOptions
+from howsmooth.cli.options import (
+    AsJson,
+    Resume,
+    command,
+    engine_option,
+    exact_option,
+    out_option,
+    what_option,
+    where_option,
+)
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,28 +34,26 @@ LONG = 120.0
 
 @command
 def reproduce(
-    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which; without it they are listed.")] = None,
-    all_of_them: Annotated[bool, typer.Option("--all", help="Every experiment, one after the other.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A small version, minutes in all.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The paper's size, as far as it fits one machine.")] = False,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Other models than the experiment's own (may repeat).")
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="Another text than the experiment's own.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
-    yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
+    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="An experiment (all are listed).")] = None,
+    all_of_them: Annotated[bool, what_option("--all", help="Every experiment, one after the other.")] = False,
+    quick: Annotated[bool, exact_option("--quick", help="A small version, minutes in all.")] = False,
+    full: Annotated[bool, exact_option("--full", help="The paper's size, as far as it fits one machine.")] = False,
+    model: Annotated[list[str] | None, what_option(help="Other models than the experiment's own (may repeat).")] = None,
+    text: Annotated[Path | None, where_option(help="A text instead of that of the experiment.")] = None,
+    out: Annotated[Path, out_option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
+    resume: Resume = True,
+    yes: Annotated[bool, engine_option("--yes", help="Start even what takes hours.")] = False,
     *,
-    place: Place,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the claim.
 
-    Examples:\n
-      howsmooth reproduce\n
-      howsmooth reproduce lip-infinity --quick\n
-      howsmooth reproduce growth-text --model bert-base-uncased --model gpt2\n
-      howsmooth reproduce --all --quick\n
+    Examples:
+      howsmooth reproduce
+      howsmooth reproduce lip-infinity --quick
+      howsmooth reproduce growth-text --model bert-base-uncased --model gpt2
+      howsmooth reproduce --all --quick
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
     from howsmooth.papers import EXPERIMENTS, Asked
@@ -65,11 +72,11 @@ def reproduce(
     wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
     for one in wanted:
         one.check(asked)
-    engine = place.engine_asked()
+    chosen = engine.chosen()
     _warn(wanted, asked, yes)
     made = []
     for one in wanted:
-        made.append(_run(one, asked, output, resume, engine))
+        made.append(_run(one, asked, out, resume, chosen))
         if not as_json:
             _show(made[-1])
     if as_json:
@@ -110,27 +117,12 @@ def _time(minutes: float) -> str:
     return f"{hours:.0f} hours" if days < 2 else f"{hours:,.0f} hours ({days:.0f} days)"
 
 
-def _run(experiment: Experiment, asked: Asked, output: Path, resume: bool, engine: Engine | None) -> Reproduction:
+def _run(experiment: Experiment, asked: Asked, out: Path, resume: bool, engine: Engine | None) -> Reproduction:
     from howsmooth.papers import reproduce as run
 
-    console = stderr()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(experiment.id, total=None)
-        return run(
-            experiment,
-            asked,
-            output,
-            resume=resume,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            executor=engine,
-        )
+    with progress_line(experiment.id, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as update:
+        progress = lambda done, total: update(completed=done, total=total)  # noqa: E731
+        return run(experiment, asked, out, resume=resume, progress=progress, executor=engine)
 
 
 def _show(made: Reproduction) -> None:

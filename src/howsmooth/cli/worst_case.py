@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import ROUND_FLOOR
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from typer import Option
 
 from howsmooth.cli.bounds import tokens_after
 from howsmooth.cli.console import print_json, progress_line, stdout, written
-from howsmooth.cli.engine_options import Place
+from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.replay import remember
-from howsmooth.cli.scan import FOLDER
 from howsmooth.cli.set_options import layer_tokens, positive_numbers
 from howsmooth.cli.source_options import Request, Settings, Site
 from howsmooth.errors import InvalidInput
@@ -31,7 +28,6 @@ from howsmooth.search.sandwich_result import Sandwich, size_of
 from howsmooth.search.sandwich_search import sandwich
 from howsmooth.sets import InputSet, TokenSet
 
-Norm = Enum("Norm", {"two": "2", "inf": "inf"})
 _LENGTHS = "8,16,32"
 _AT_THE_LAYER = "layer"
 
@@ -40,27 +36,26 @@ _AT_THE_LAYER = "layer"
 def worst_case(
     request: Request,
     settings: Settings,
-    head: Annotated[int | None, Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
-    lengths: Annotated[str | None, Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
+    head: Annotated[int | None, what_option(min=0, help="One head, counted from 0 (the whole block).")] = None,
     radius: Annotated[
         str | None,
-        Option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
+        where_option(help="Tokens lie in balls of these radii, for example 1,2,5; layer: after its normalisation."),
     ] = None,
     after: Annotated[
-        str | None, Option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
+        str | None, where_option(help="Tokens come from this LayerNorm of SOURCE, for example h.0.ln_1.")
     ] = None,
-    rms: Annotated[bool, Option("--rms", help="--after names an RMSNorm.")] = False,
-    around: Annotated[Path | None, Option(help="Search near what the layer sees of this text.")] = None,
+    rms: Annotated[bool, where_option("--rms", help="--after names an RMSNorm.")] = False,
+    around: Annotated[Path | None, where_option(help="Search near what the layer sees of this text.")] = None,
     eps: Annotated[
-        str | None, Option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
+        str | None, where_option(help="How far tokens may move there, as shares of their mean norm: 0.01,0.05.")
     ] = None,
-    norm: Annotated[Norm, Option(help="Which norm of the Jacobian.")] = Norm.two,
-    starts: Annotated[int, Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
-    steps: Annotated[int, Option(min=1, help="Steps of each search.")] = 200,
-    seconds: Annotated[float | None, Option(help="Time for all searches together.")] = None,
-    out: Annotated[Path, Option(help="Folder for witnesses and figure.")] = FOLDER,
+    norm: Annotated[Literal["2", "inf"], what_option(help="Norm of the Jacobian.")] = "2",
+    starts: Annotated[int, exact_option(min=1, help="Random starts, beside the theorems' own.")] = 8,
+    steps: Annotated[int, exact_option(min=1, help="Steps of each search.")] = 200,
+    seconds: Annotated[float | None, exact_option(help="Time for all searches together.")] = None,
+    out: Annotated[Path, out_option(help="Folder for witnesses and figure.")] = FOLDER,
     *,
-    place: Place,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Find the least smooth input of a set, and how far the best theorem is from it.
@@ -70,34 +65,32 @@ def worst_case(
     those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
     Ctrl-C keeps and prints the best so far. With --jobs or --engine every start is searched by a worker, to its end.
 
-    Examples:\n
-      howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --radius 1,2\n
-      howsmooth worst-case minilm --layer 2 --head 0 --lengths 16,32 --radius layer\n
-      howsmooth worst-case minilm --layer 2 --around novel.txt --eps 0.01,0.05 --lengths 64\n
+    Examples:
+      howsmooth worst-case random --width 16 --heads 2 --length 8,16,…,64 --radius 1,2
+      howsmooth worst-case minilm --layer 2 --head 0 --length 16,32 --radius layer
+      howsmooth worst-case minilm --layer 2 --around novel.txt --eps 0.01,0.05 --length 64
       howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --radius layer --seconds 60
     """
-    counts = parse_lengths(lengths or settings.length or _LENGTHS)
+    counts = parse_lengths(settings.length or _LENGTHS)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
-    if lengths is not None and settings.length is not None:
-        raise InvalidInput("--lengths says how many tokens there are: leave out --length.")
     request, shares = _neighbourhood(request, radius, after, around, eps)
     if rms and after is None:
         raise InvalidInput("--rms says what --after names: give --after too.")
     radii = None if radius in (None, _AT_THE_LAYER) else positive_numbers(str(radius), "--radius")
-    if request.input is None:
-        settings = replace(settings, length=counts[-1] if shares else 4)
+    first = str(counts[-1] if shares else 4)
+    settings = replace(settings, length=None if request.input is not None else first)
     site = request.open(settings)
     where = _where(site, request, counts, radii, after, rms, shares, radius == _AT_THE_LAYER)
     out.mkdir(parents=True, exist_ok=True)
     source = remember(request, settings, site.attention)
-    stem, unit = _stem(request, source["sha256"], head, norm.value), where["eps"][0] / shares[0] if shares else 1.0
+    stem, unit = _stem(request, source["sha256"], head, norm), where["eps"][0] / shares[0] if shares else 1.0
     with _searching() as progress:
         cells = sandwich(
             site.attention,
             counts,
             **where,
-            norm=math.inf if norm is Norm.inf else 2,
+            norm=math.inf if norm == "inf" else 2,
             head=head,
             starts=starts,
             steps=steps,
@@ -106,7 +99,7 @@ def worst_case(
             files=lambda n, over: out / f"{stem}-n{n}-{_set_name(over)}{_size_name(over, unit)}.safetensors",
             source=source,
             progress=progress,
-            executor=place.engine_asked(),
+            executor=engine.chosen(),
         )
     picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:

@@ -6,7 +6,7 @@
 True
 """
 
-from howsmooth.rounding.activation_noise import Noise, rounding_noise
+from howsmooth.rounding.activation_noise import Noise, noise, rounding_noise
 from howsmooth.rounding.allocation import Allocation, allocate, first_and_last, uniform
 from howsmooth.rounding.number_formats import FORMATS, Format, parse_format, parse_formats
 from howsmooth.rounding.output_error import Answers, answers, answers_at
@@ -27,6 +27,7 @@ __all__ = [
     "answers",
     "answers_at",
     "first_and_last",
+    "noise",
     "parse_format",
     "parse_formats",
     "quantise",
