@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from howsmooth._util import optional_deps
 from howsmooth.cli import app
-from howsmooth.cli.demo import PARTS, Part, possible
+from howsmooth.cli.demo import LENGTHS, possible
 from howsmooth.models import NAMED
 from howsmooth.testing import dense_jacobian
 from tests.cli.command import Command
@@ -74,7 +74,8 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
     tiny = "random:bert[layers=2,width=16,heads=2,seed=3]"
     monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])
     asked = ["demo", "--models", tiny, "--out", str(tmp_path), "--json"]
-    monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [Part(tiny, "8,16")])
+    monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [tiny])
+    monkeypatch.setitem(LENGTHS, tiny, "8,16")
     for lengths, count in (([], 2 * 6 + 3), (["--length", "8"], 6 + 3)):  # heads and blocks; layers and the whole
         done = CliRunner().invoke(app, [*asked, *lengths])
         assert done.exit_code == 0, done.output
@@ -96,8 +97,8 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
 def test_demo_names_everything_that_is_missing_at_once_and_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {NAMED["smollm2"].package, "gguf", "accelerate"}
     monkeypatch.setattr(optional_deps, "is_there", lambda module: module not in missing)
-    there, (said,) = possible(list(PARTS))
-    assert [part.model for part in there] == ["minilm"]
+    there, (said,) = possible(LENGTHS)
+    assert there == ["minilm"]
     assert said == (
         f"smollm2 needs its weights (`{NAMED['smollm2'].install}`) and gguf and accelerate "
         "(`pip install 'howsmooth[gguf]'`)."

@@ -15,14 +15,13 @@ import torch
 import typer
 from torch import Tensor
 
-from howsmooth._util.common import check_figure_path
 from howsmooth.bounds.bound_table import Row, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.cli.console import print_json, print_line, stdout, step_progress
+from howsmooth.cli.console import print_json, print_line, show, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
 from howsmooth.cli.set_options import named_norm
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.sets import TokenSet
@@ -39,7 +38,7 @@ _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 @command
 def bounds(
     request: Request,
-    settings: Settings,
+    settings: AttentionOptions,
     radius: Annotated[float | None, where_option(help="Every token lies in the ball of this radius.")] = None,
     after: Annotated[
         str | None, where_option(help="Every token comes from this LayerNorm of SOURCE, for example h.0.ln_1.")
@@ -69,8 +68,6 @@ def bounds(
         raise InvalidInput("--json and --latex are two ways to print the same table: choose one.")
     if rms and after is None:
         raise InvalidInput("--rms says what --after names: give --after too.")
-    if figure is not None:
-        check_figure_path(figure)
     lengths = _numbers(settings.length)
     on_set = (radius is not None or after is not None) and request.input is None and not request.names_model
     inputs_needed = not on_set and request.input is None
@@ -108,7 +105,7 @@ def bounds(
             "headline": bounds_headline(tables[-1]),
             "tables": [rows.to_dict() for rows in tables],
         }
-        print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
+        print_json(content | {"converged": converged, "figure": figure})
     elif latex:
         for count, rows in zip(lengths, tables, strict=True):
             print_line(f"% {site.in_words()}, n = {count:.12g}\n{rows.to_latex()}")
@@ -149,25 +146,25 @@ def _named(row: Row) -> str:
     return row.name if row.head is None else f"{row.name}, head {row.head}"
 
 
-def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
-    out, last = stdout(), tables[-1]
-    out.print(site.in_words(), markup=False)
+def _print(site: MapAtTokens, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
+    last = tables[-1]
+    show(site.in_words())
     tokens = last.setting.tokens
     if x is not None:
-        out.print(f"tokens: {site.tokens}", markup=False)
+        show(f"tokens: {site.tokens}")
     if tokens is not None:
-        out.print(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})", markup=False)
-    out.print(f"\n{bounds_headline(last)}\n", markup=False, style="bold", soft_wrap=True)
-    out.print(last if len(tables) == 1 else _against_n(tables))
+        show(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})")
+    show(f"\n{bounds_headline(last)}\n", style="bold")
+    show(last if len(tables) == 1 else _against_n(tables))
     ratio = "ratio: to the best lower bound known where the bound holds. " if len(tables) == 1 else ""
-    out.print(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
+    show(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
     if refused:
         shown = rich.table.Table("does not apply", "since it", box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for name_and_reason in sorted(last.refused.items()):
             shown.add_row(*name_and_reason)
-        out.print(shown)
+        show(shown)
     if figure is not None:
-        out.print(f"figure: {figure}", markup=False)
+        show(f"figure: {figure}")
 
 
 def _against_n(tables: Sequence[Table]) -> rich.table.Table:
@@ -200,7 +197,7 @@ def _whole(count: float) -> int:
     return int(count)
 
 
-def _first(site: Site, n: int) -> Tensor:
+def _first(site: MapAtTokens, n: int) -> Tensor:
     """The tokens of an input of length n."""
     x = site.first(n)
     if n > x.shape[-2]:
@@ -208,7 +205,7 @@ def _first(site: Site, n: int) -> Tensor:
     return x
 
 
-def tokens_after(site: Site, prefix: str | None, rms: bool) -> TokenSet | None:
+def tokens_after(site: MapAtTokens, prefix: str | None, rms: bool) -> TokenSet | None:
     """The image of the normalisation named by --after."""
     if prefix is None:
         return None

@@ -21,9 +21,9 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
-from howsmooth.cli.console import print_json, stderr, stdout, step_progress, written
+from howsmooth.cli.console import print_json, show, stderr, step_progress, written
 from howsmooth.cli.options import AsJson, Report, command, exact_option, output_option, what_option, where_option
-from howsmooth.cli.source_options import Request, Settings, Site, kinds_of_map
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.certificate_section import write_certificates
@@ -39,7 +39,7 @@ _LONG = 10.0
 @command
 def certify(
     request: Request,
-    settings: Settings,
+    settings: AttentionOptions,
     what: Annotated[str, what_option(help="attention (the block), head or both.")] = "attention,head",
     radius: Annotated[float, where_option(min=0, help="Certify all inputs this near, not the input alone.")] = 0.0,
     ball: Annotated[Ball, where_option(help="What is near: every token, or all of them together.")] = Ball.token,
@@ -92,7 +92,7 @@ def certify(
     if radius > 0 and "block" in names:
         expected += expected_change_seconds(site.attention, len(site.x))
     if expected > _LONG:
-        stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
+        stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker")
     proofs = {
         name: certify_tokens(site.attention, site.x, per_head=name == "heads", radius=radius, ball=ball.value)
         for name in names
@@ -104,12 +104,11 @@ def certify(
     if report is not None:
         _report(site, radius, report)
         if not as_json:
-            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
+            show(f"report: {report}")
 
 
-def _print(site: Site, proofs: dict[str, Certificate]) -> None:
-    out = stdout()
-    out.print(site.in_words(), markup=False)
+def _print(site: MapAtTokens, proofs: dict[str, Certificate]) -> None:
+    show(site.in_words())
     table = Table("map", "lower bound (proved)", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
     for name, proof in proofs.items():
         ends = zip(proof.lower.reshape(-1).tolist(), proof.upper.reshape(-1).tolist(), proof.methods, strict=True)
@@ -122,18 +121,16 @@ def _print(site: Site, proofs: dict[str, Certificate]) -> None:
                 method,
                 f"{proof.seconds:.2f}" if number == 0 else "″",
             )
-    out.print(table)
+    show(table)
     proof = next(iter(proofs.values()))
     if proof.radius:
         near = "every token within" if proof.ball == "token" else "the input within"
-        out.print(
-            f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False
-        )
+        show(f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input")
     for note in dict.fromkeys([*site.notes, *(note for proof in proofs.values() for note in proof.notes)]):
-        out.print(f"note: {note}", markup=False)
+        show(f"note: {note}")
 
 
-def _report(site: Site, radius: float, path: Path) -> None:
+def _report(site: MapAtTokens, radius: float, path: Path) -> None:
     radii = ladder_radii(site.x, radius)
     with step_progress(len(radii)) as begin:
         found = ladder(site.attention, site.x, radii, progress=begin)
@@ -141,7 +138,13 @@ def _report(site: Site, radius: float, path: Path) -> None:
 
 
 def _images(
-    request: Request, settings: Settings, path: Path, count: int | None, attack: bool, norm: str, resume: Path | None
+    request: Request,
+    settings: AttentionOptions,
+    path: Path,
+    count: int | None,
+    attack: bool,
+    norm: str,
+    resume: Path | None,
 ) -> list[dict[str, Any]]:
     device = check_device(settings.device or "cpu")
     net = PatchTransformer.open(request.source, heads=settings.heads).double().to(device)
@@ -197,9 +200,8 @@ def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
             str(row["limiting"]),
             f"{row['seconds']:.2f}",
         )
-    out = stdout()
-    out.print(table)
+    show(table)
     radii = [row["radius"] for row in rows]
     mean = written(sum(radii) / len(radii), ROUND_FLOOR)
     least = written(min(radii), ROUND_FLOOR)
-    out.print(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {least}")
+    show(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {least}")

@@ -11,7 +11,7 @@ from rich.table import Table
 from typer import Argument
 
 from howsmooth._util.common import distinct_files
-from howsmooth.cli.console import print_json, stdout, step_progress
+from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.exit_codes import BEYOND
 from howsmooth.cli.options import (
     AsJson,
@@ -69,7 +69,7 @@ def compare(
       howsmooth compare training-run --report series.html
     """
     from howsmooth.reports.comparison_page import comparison_figure, write_comparison
-    from howsmooth.reports.figures import check_figure_path, save_figure
+    from howsmooth.reports.figures import save_figure
     from howsmooth.reports.page import check_report_path
     from howsmooth.scans import compare as run
     from howsmooth.scans.compare_scans import LIMIT
@@ -79,8 +79,6 @@ def compare(
         raise InvalidInput("name at least two scans or models: the one before and the one after.")
     if report is not None:
         check_report_path(report)
-    if figure is not None:
-        check_figure_path(figure)
     read = [("SOURCES", Path(source)) for source in sources if Path(source).is_file()]
     distinct_files(read=[*read, ("--text", text)], written=[("--report", report), ("--figure", figure)])
     options = {"lengths": length, "windows": windows, "what": what, "seed": seed, "device": device, "dtype": dtype}
@@ -126,18 +124,17 @@ def _scan(source: str, text: Path | None, **options: Any) -> Scan:
 
 
 def _show(comparison: Comparison, report: Path | None) -> None:
-    out = stdout()
-    out.print(comparison.headline(), markup=False, soft_wrap=True)
+    show(comparison.headline())
     table = Table("map", "tokens", *comparison.names, "factor", "at least", "at most")
     for change in comparison.changes[:_MOST_ROWS]:
         numbers = [f"{value:.4g}" for value in change.values]
         ends = [f"{end:.3g}" for end in (change.ratio, change.least, change.most)]
         strong = "bold" if change.certain > comparison.limit or change.certain < 1 / comparison.limit else None
         table.add_row(str(change.place), str(change.length), *numbers, *ends, style=strong)
-    out.print(table)
+    show(table)
     if len(comparison.changes) > _MOST_ROWS:
-        out.print(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less", markup=False)
+        show(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less")
     if comparison.missing:
-        out.print(f"{comparison.missing} cells are not in every scan and are left out", markup=False)
+        show(f"{comparison.missing} cells are not in every scan and are left out")
     if report is not None:
-        out.print(f"report: {report}", markup=False, soft_wrap=True)
+        show(f"report: {report}")

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column, Table
 
 from howsmooth._util.common import printable, rounded
 from howsmooth.cli.exit_codes import end_on_broken_pipe
@@ -29,6 +30,8 @@ MAXIMUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
 MAXIMUM_SEED = 2**63 - 1
 """Random generators and stores hold no larger seed."""
+_PARAGRAPH = 200
+"""Letters of a text that is broken into lines; shorter ones, such as paths, stay whole."""
 _HIDDEN = re.compile(r"[^\x20-\x7e\n]")
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -67,14 +70,27 @@ def stderr() -> Console:
     return SafeConsole(stderr=True)
 
 
+def show(*items: RenderableType, style: str | None = None) -> None:
+    """Print results: texts as they are (on a terminal long ones in lines), tables as wide as the console."""
+    console = stdout()
+    for item in items:
+        whole = isinstance(item, str) and (len(item) < _PARAGRAPH or not console.is_terminal)
+        console.print(item, markup=False, soft_wrap=whole, style=style)
+
+
+def right_table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """A table whose columns are aligned to the right, but for those named."""
+    return Table(*(Column(name, justify="left" if name in left else "right") for name in columns), title=title)
+
+
 def print_line(text: str) -> None:
     """Plain text on stdout, without anything that a terminal would obey."""
     typer.echo(_lines(text))
 
 
 def print_json(content: Any) -> None:
-    """A JSON text on stdout."""
-    typer.echo(terminal_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)))
+    """A JSON text on stdout; paths become texts."""
+    typer.echo(terminal_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False, default=str)))
 
 
 def terminal_json(text: str) -> str:

@@ -52,20 +52,12 @@ _SIZES = ("--batch-tokens", "--length", "--width", "--depth", "--starts", "--cou
 class OneLineErrors(TyperGroup):
     """A command group whose errors are one readable line on stderr; the traceback follows only with ``--debug``."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
         args = list(sys.argv[1:] if args is None else args)
         said = False
         with _stoppable():
             try:
-                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                code = super().main(args, *more, **options | {"standalone_mode": False})
             except (KeyboardInterrupt, typer.Abort):
                 code = INTERRUPTED
             except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
@@ -86,6 +78,16 @@ class OneLineErrors(TyperGroup):
         command = self.commands.get(next((word for word in args if not word.startswith("-")), ""))
         flags = {flag for param in (command.params if command else []) for flag in param.opts}
         return [flag for flag in _SIZES if flag in flags]
+
+
+@contextmanager
+def stored(content: Callable[[], str]) -> Iterator[None]:
+    """After Ctrl-C one line that names what is stored."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(f"{stop_word()}: {content()}.")
+        raise SystemExit(INTERRUPTED) from None
 
 
 _stopped_by: int | None = None

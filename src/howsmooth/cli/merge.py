@@ -31,6 +31,6 @@ def merge(
 
     done = join(stores, out, partial=partial)
     if as_json:
-        print_json(vars(done) | {"store": str(done.store)})
+        print_json(vars(done))
     else:
         print_line(f"{done}.")

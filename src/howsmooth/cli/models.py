@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, stdout
+from howsmooth.cli.console import print_json, show
 from howsmooth.cli.options import AsJson, command
 from howsmooth.models import MODEL_TYPES, NAMED, RANDOM_NAMES
 
@@ -33,20 +33,16 @@ def models(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})
         return
-    out = stdout()
     table = Table("name", "what it is", "precision", "download", "licence", "state")
     for row in rows:
         size, state = f"{row['bytes'] / 1e6:.0f} MB", "installed" if row["installed"] else "not installed"
         table.add_row(row["name"], row["description"], row["precision"], size, row["licence"], state)
-    out.print(table)
+    show(table)
     for row in rows:
         if not row["installed"]:
-            out.print(f"To get {row['name']}: {row['install']}", markup=False, soft_wrap=True)
-    out.print(
-        f"\nRandom weights: random:NAME[layers=2,width=64,…] with NAME one of {', '.join(RANDOM_NAMES)}.", markup=False
-    )
-    out.print(
+            show(f"To get {row['name']}: {row['install']}")
+    show(f"\nRandom weights: random:NAME[layers=2,width=64,…] with NAME one of {', '.join(RANDOM_NAMES)}.")
+    show(
         "Your own: a folder with config.json and safetensors weights, a .gguf file, or an id on the Hugging Face hub. "
         f"Read by name: {', '.join(MODEL_TYPES)}; others through transformers' attention interface.",
-        markup=False,
     )

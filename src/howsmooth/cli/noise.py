@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, stdout, step_progress, written
+from howsmooth.cli.console import print_json, right_table, show, step_progress, written
 from howsmooth.cli.options import AsJson, Device, Seed, Text, command, length_option, one_length, what_option
 from howsmooth.models import open_model
 from howsmooth.models.text_files import read_text
@@ -42,13 +42,12 @@ def noise(
     if as_json:
         print_json(found.rows())
     else:
-        stdout().print(_table(found, f"{model} ({opened.precision}) in {precision}, {tokens} tokens"))
+        show(_table(found, f"{model} ({opened.precision}) in {precision}, {tokens} tokens"))
 
 
 def _table(noise: Noise, title: str) -> Table:
-    table = Table(title=title)
-    for head in ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from"):
-        table.add_column(head, justify="right")
+    columns = ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from")
+    table = right_table(*columns, title=title)
     for row in noise.rows():
         names = ("size", "actual", "predicted", "local", "actual_token", "predicted_token", "cosine")
         source = "embedding" if row["source"] < 0 else f"layer {row['source']}"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer import Option
 
+from howsmooth._util.common import check_figure_path
 from howsmooth.cli.console import MAXIMUM_SEED, set_threads
 from howsmooth.cli.lazy_commands import DETAILS, ENGINE, EXACT, FULL, OUTPUT, TRAINING, WHAT, WHERE
 from howsmooth.errors import InvalidInput
@@ -43,7 +44,15 @@ Dtype = Annotated[
 ]
 Rtol = Annotated[float | None, exact_option(help="Relative accuracy of the two ends.")]
 Confidence = Annotated[float | None, exact_option(help="Probability with which an upper end holds.")]
-Figure = Annotated[Path | None, output_option(help="Write a picture: .png, .svg or .pdf.")]
+
+
+def _picture(path: Path | None) -> Path | None:
+    if path is not None:
+        check_figure_path(path)
+    return path
+
+
+Figure = Annotated[Path | None, output_option(callback=_picture, help="Write a picture: .png, .svg or .pdf.")]
 Report = Annotated[
     Path | None, output_option(help="Write a page: a section of one that `howsmooth report` wrote, else a new one.")
 ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
-from howsmooth._util.common import check_figure_path, distinct_files, printable, write_whole
-from howsmooth.cli.console import print_json, stdout, step_progress, written
-from howsmooth.cli.exit_codes import INTERRUPTED, complain, stop_word
+from howsmooth._util.common import distinct_files, printable, write_whole
+from howsmooth.cli.console import print_json, right_table, show, step_progress, written
+from howsmooth.cli.exit_codes import complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Device,
@@ -36,7 +34,7 @@ from howsmooth.errors import InvalidInput
 from howsmooth.models.text_files import read_text
 from howsmooth.reports.quantisation_section import write_rounding
 from howsmooth.reports.sections import check_section_path
-from howsmooth.rounding.allocation import UNITS, Allocation
+from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.engine_exports import EXPORTS, check_engine
 from howsmooth.rounding.number_formats import parse_formats
 from howsmooth.rounding.quantisation import Quantisation
@@ -51,7 +49,8 @@ def quantise(
     ] = "int8,int4",
     budget: Annotated[float | None, what_option(help="Bits per cached number, scales included.")] = None,
     per: Annotated[
-        str, what_option(help="Unit with a format of its own: model (keys, values), layer, part, head.")
+        Literal["model", "layer", "part", "head"],
+        what_option(help="Unit with a format of its own; model: one for keys, one for values."),
     ] = "part",
     text: Text = None,
     length: Annotated[str, length_option(help="Tokens per window.")] = "128",
@@ -88,8 +87,6 @@ def quantise(
       howsmooth quantise minilm --formats "int8,int4\\[per=channel]" --json
     """
     chosen, tokens = parse_formats(formats), one_length(length, minimum=2)
-    if per not in UNITS:
-        raise InvalidInput(f"--per is {', '.join(UNITS)}, got {per!r}.")
     out = default_output(f"quantise-{model}", ".sqlite") if out is None else out
     if syntax is not None:
         if budget is None:
@@ -98,21 +95,22 @@ def quantise(
         export = default_output(f"kv-{model}", f".{syntax.replace('.', '')}") if export is None else export
     elif export is not None:
         raise InvalidInput(f"--export needs --for with one of {', '.join(EXPORTS)}.")
-    if figure is not None:
-        check_figure_path(figure)
     if report is not None:
         check_section_path(report)
     files = [("--out", out), ("--export", export), ("--figure", figure), ("--report", report)]
     distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)
-    with _kept(out), step_progress(windows + (windows if budget is not None else 0) + 1) as begin:
+    with (
+        stored(lambda: f"windows that were done are stored in {out}; the same command resumes"),
+        step_progress(windows + (windows if budget is not None else 0) + 1) as begin,
+    ):
         begin("opening the model")
         quantisation = run(
             model,
             words,
             formats=formats,
             budget=budget,
-            per=per,  # type: ignore[arg-type]
+            per=per,
             length=tokens,
             windows=windows,
             samples=samples,
@@ -138,42 +136,28 @@ def quantise(
         about = f"{source}: {windows} windows of {tokens} tokens, {samples} samples of scores in each, seed {seed}."
         write_rounding(quantisation, report, about)
         if not as_json:
-            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
+            show(f"report: {report}")
     if syntax is not None and export is not None and quantisation.allocation is not None:
         content = EXPORTS[syntax](quantisation.allocation, model)
         export.parent.mkdir(parents=True, exist_ok=True)
         write_whole(export, (content + "\n").encode())
         if not as_json:
-            stdout().print(f"{content}\n\nWritten to {export}.", markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _kept(out: Path) -> Iterator[None]:
-    """After Ctrl-C one line that names what is stored."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        complain(f"{stop_word()}: windows that were done are kept in {out}; the same command goes on from there.")
-        raise SystemExit(INTERRUPTED) from None
+            show(f"{content}\n\nWritten to {export}.")
 
 
 def _print(quantisation: Quantisation, out: Path) -> None:
-    console = stdout()
-    console.print(
-        f"{quantisation.model} ({quantisation.precision}): rounded keys and values", markup=False, style="bold"
-    )
-    console.print(_formats_table(quantisation))
+    show(f"{quantisation.model} ({quantisation.precision}): rounded keys and values", style="bold")
+    show(_formats_table(quantisation))
     if quantisation.checks:
-        console.print(_checks_table(quantisation))
+        show(_checks_table(quantisation))
         assert quantisation.allocation is not None
-        console.print(_choice_table(quantisation.allocation))
-    console.print(f"Store: {out}", markup=False, soft_wrap=True)
+        show(_choice_table(quantisation.allocation))
+    show(f"Store: {out}")
 
 
 def _formats_table(quantisation: Quantisation) -> Table:
     """Every format on all keys or all values: medians over heads, and the layer with the largest damage."""
-    table = Table()
-    for head in (
+    table = right_table(
         "format",
         "of",
         "bits",
@@ -182,8 +166,8 @@ def _formats_table(quantisation: Quantisation) -> Table:
         quantisation.damage_name,
         "± (s.e.)",
         "most in",
-    ):
-        table.add_column(head, justify="left" if head in ("format", "of", "most in") else "right")
+        left=("format", "of", "most in"),
+    )
     for row in quantisation.totals():
         numbers = [written(row[name]) for name in ("proved", "predicted", "kl", "kl_error")]
         table.add_row(row["format"], f"{row['what']}s", f"{row['bits']:g}", *numbers, f"layer {row['most_in']}")
@@ -191,16 +175,16 @@ def _formats_table(quantisation: Quantisation) -> Table:
 
 
 def _checks_table(quantisation: Quantisation) -> Table:
-    table = Table(title="Run on other windows")
-    for head in (
+    table = right_table(
         "choice",
         "bits",
         f"predicted {quantisation.damage_name}",
         quantisation.damage_name,
         "± (s.e.)",
         "perplexity",
-    ):
-        table.add_column(head, justify="left" if head == "choice" else "right")
+        left=("choice",),
+        title="Run on other windows",
+    )
     for check in quantisation.checks:
         made = check.allocation
         said = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
@@ -210,9 +194,7 @@ def _checks_table(quantisation: Quantisation) -> Table:
 
 
 def _choice_table(allocation: Allocation) -> Table:
-    table = Table(title="The choice")
-    for head in ("layer", "keys", "values"):
-        table.add_column(head)
+    table = Table("layer", "keys", "values", title="The choice")
     for layer, (key, value) in enumerate(zip(allocation.by_layer("key"), allocation.by_layer("value"), strict=True)):
         table.add_row(str(layer), ", ".join(key), ", ".join(value))
     return table

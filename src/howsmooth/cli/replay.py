@@ -11,7 +11,14 @@ from howsmooth._util.annotations import fits
 from howsmooth._util.common import digest, printable
 from howsmooth._util.validation import check_count, check_seed
 from howsmooth.attention import AttentionMap
-from howsmooth.cli.source_options import Request, Settings, Site, mask_name, positions_name, random_settings
+from howsmooth.cli.source_options import (
+    AttentionOptions,
+    MapAtTokens,
+    Request,
+    mask_name,
+    positions_name,
+    random_settings,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.search.initial_vectors import evaluate
 from howsmooth.search.single_head import one_head
@@ -24,7 +31,7 @@ _SAME = 1e-9
 _OF_THE_MAP = ("source", "prefix", "layer", "seed")
 
 
-def remember(request: Request, settings: Settings, attention: AttentionMap) -> dict[str, Any]:
+def remember(request: Request, settings: AttentionOptions, attention: AttentionMap) -> dict[str, Any]:
     """What a witness file says about its map: the options that name it, and the hash of its weights."""
     said = {name: getattr(request, name) for name in _OF_THE_MAP} | vars(settings) | {"length": None}
     if request.names_model:
@@ -58,12 +65,12 @@ class Replay:
 
     file: Path
     witness: Witness
-    site: Site
+    site: MapAtTokens
     again: float
     moved: str | None = None
 
     @classmethod
-    def open(cls, file: Path, request: Request, settings: Settings) -> Replay:
+    def open(cls, file: Path, request: Request, settings: AttentionOptions) -> Replay:
         """The witness of a file, with the map that the command names.
 
         A file comes from anywhere, so what it names is not opened for its word: a model, a folder or a weights file
@@ -104,7 +111,7 @@ class Replay:
     def to_dict(self) -> dict[str, Any]:
         """Plain Python for JSON."""
         norm = "inf" if math.isinf(self.witness.norm) else 2
-        kept = {"file": str(self.file), "norm": norm, "head": self.witness.head, "over": self.witness.over}
+        kept = {"file": self.file, "norm": norm, "head": self.witness.head, "over": self.witness.over}
         return kept | {"stored": self.witness.value, "value": self.again}
 
     def in_words(self) -> str:
@@ -122,10 +129,14 @@ def _unfinished(witness: Witness) -> bool:
 
 
 def _chosen(
-    request: Request, settings: Settings, said: tuple[Request, Settings] | None, witness: Witness, file: Path
-) -> tuple[Request, Settings]:
+    request: Request,
+    settings: AttentionOptions,
+    said: tuple[Request, AttentionOptions] | None,
+    witness: Witness,
+    file: Path,
+) -> tuple[Request, AttentionOptions]:
     """What to open: as the command says; as the file says where the command confirms it, or nothing is opened."""
-    named = (request, settings) != (Request(), Settings())
+    named = (request, settings) != (Request(), AttentionOptions())
     if said is None:
         if not named:
             raise InvalidInput(f"{file} does not say which map it belongs to: name the weights before --witness.")
@@ -141,13 +152,13 @@ def _chosen(
         if drawn.width != witness.x.shape[-1]:
             raise InvalidInput(f"{file} names a map of width {drawn.width} for tokens of width {witness.x.shape[-1]}.")
         return said
-    only_named = (request, settings) == (Request(source=request.source), Settings())
+    only_named = (request, settings) == (Request(source=request.source), AttentionOptions())
     return said if only_named and said[0].source == request.source else (request, settings)
 
 
-def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
+def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, AttentionOptions]:
     """The options that were written beside the witness, each of its kind."""
-    kinds = get_type_hints(Settings) | {"source": str, "prefix": str, "layer": int, "seed": int}
+    kinds = get_type_hints(AttentionOptions) | {"source": str, "prefix": str, "layer": int, "seed": int}
     known = all(name in kinds and fits(value, kinds[name]) for name, value in source.items() if name != "sha256")
     if not known or "source" not in source or not isinstance(source.get("sha256", ""), str):
         raise InvalidInput(f"{file} names its map in a way that is not known here: name the weights before --witness.")
@@ -157,4 +168,4 @@ def _recalled(source: dict[str, Any], file: Path) -> tuple[Request, Settings]:
     for name in ("width", "heads", "kv_heads", "window"):
         if name in settings:
             check_count(settings[name], name)
-    return Request(**request), Settings(**settings)
+    return Request(**request), AttentionOptions(**settings)

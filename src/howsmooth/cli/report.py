@@ -10,7 +10,7 @@ import typer
 from typer import Argument
 
 from howsmooth._util.common import FORMATS, distinct_files, same_file
-from howsmooth.cli.console import print_json, stdout, step_progress
+from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.options import AsJson, command, out_option, output_option
 from howsmooth.errors import InvalidInput
 from howsmooth.reports import Group, groups, headline, summary
@@ -71,18 +71,17 @@ def report(
             begin("drawing")
             drawn = write_figures(scanned, figures, wanted)
     if as_json:
-        saved = {} if whole is None else {"salvaged": vars(whole) | {"store": str(whole.store)}}
-        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(scanned)} | saved)
+        saved = {} if whole is None else {"salvaged": vars(whole)}
+        print_json({"report": path, "figures": drawn, "groups": facts(scanned)} | saved)
         return
-    console = stdout()
     if as_summary:
-        console.print(summary(scanned))
+        show(summary(scanned))
     else:
         for group in scanned:
-            console.print(f"{headline(group)}\n", markup=False, soft_wrap=True)
+            show(f"{headline(group)}\n")
     if drawn:
-        console.print(f"figures: {len(drawn)} in {figures}", markup=False)
-    console.print(f"report: {path}", markup=False, soft_wrap=True)
+        show(f"figures: {len(drawn)} in {figures}")
+    show(f"report: {path}")
 
 
 def facts(scanned: Iterable[Group]) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
-from howsmooth.cli.console import print_json, progress_line, stderr, stdout
+from howsmooth.cli.console import print_json, progress_line, show, stderr
 from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.options import (
     AsJson,
@@ -56,6 +56,7 @@ def reproduce(
       howsmooth reproduce --all --quick
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
+    from howsmooth.models.text_files import read_text
     from howsmooth.papers import EXPERIMENTS, Asked
 
     if experiment is None and not all_of_them:
@@ -66,7 +67,7 @@ def reproduce(
     if experiment is not None and all_of_them:
         raise InvalidInput("name one experiment or ask for --all, not both.")
     size: Any = "quick" if quick else "full" if full else "normal"
-    asked = Asked(size, tuple(model or ()), None if text is None else _read(text))
+    asked = Asked(size, tuple(model or ()), None if text is None else read_text(text))
     if experiment is not None:
         check_one_of(experiment, EXPERIMENTS, "the experiment")
     wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
@@ -91,21 +92,14 @@ def _list(experiments: list[Experiment], as_json: bool) -> None:
     table = Table("id", "what is shown", "claim", "minutes: quick, normal, full")
     for one in experiments:
         table.add_row(one.id, one.title, one.claim, ", ".join(f"{minutes:g}" for minutes in one.minutes))
-    out = stdout()
-    out.print(table)
-    out.print("Run one with: howsmooth reproduce ID [--quick | --full]", markup=False)
-
-
-def _read(path: Path) -> str:
-    from howsmooth.models.text_files import read_text
-
-    return read_text(path)
+    show(table)
+    show("Run one with: howsmooth reproduce ID [--quick | --full]")
 
 
 def _warn(wanted: list[Experiment], asked: Asked, yes: bool) -> None:
     minutes = sum(asked.pick(*one.minutes) for one in wanted)
     if minutes > 1:
-        stderr().print(f"About {_time(minutes)} on two cores.", markup=False)
+        stderr().print(f"About {_time(minutes)} on two cores.")
     if minutes > LONG and not yes:
         raise InvalidInput(f"this takes about {_time(minutes)}: ask for it with --yes, or for --quick.")
 
@@ -126,14 +120,12 @@ def _run(experiment: Experiment, asked: Asked, out: Path, resume: bool, engine: 
 
 
 def _show(made: Reproduction) -> None:
-    out = stdout()
-    for line in (
+    show(
         f"{made.experiment.id}: {made.experiment.title}",
         f"  Claim: {made.experiment.claim}",
         f"  Paper: {made.experiment.paper}",
         f"  Setting: {made.experiment.setting} Size: {made.asked.size}.",
         f"  Measured: {made.finding.measured}",
-    ):
-        out.print(line, markup=False, soft_wrap=True)
-    out.print(f"  Verdict: {made.finding.verdict.value}", markup=False, style="bold")
-    out.print(f"  Files: {made.folder}\n", markup=False, soft_wrap=True)
+        f"  Verdict: {made.finding.verdict.value}",
+        f"  Files: {made.folder}\n",
+    )

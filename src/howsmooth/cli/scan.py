@@ -14,9 +14,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from typer import Argument
 
 from howsmooth._util.common import distinct_files, printable
-from howsmooth.cli.console import progress_line, stdout, terminal_json
+from howsmooth.cli.console import progress_line, show, terminal_json
 from howsmooth.cli.engine_options import ScanEngineOptions, print_plan
-from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, USER_ERROR, complain, stop_word
+from howsmooth.cli.exit_codes import NOT_CONVERGED, USER_ERROR, complain, stored
 from howsmooth.cli.options import (
     AsJson,
     Confidence,
@@ -126,7 +126,7 @@ def scan(
     if plan:
         print_plan(model, out, wanted, workers, as_json)
         return
-    with keeping(out) as progress:
+    with storing(out) as progress:
         lengths = wanted.pop("length", None)
         scanned = run(model, lengths=lengths, out=out, resume=resume, progress=progress, **workers.options(), **wanted)
     for note in scanned.notes:
@@ -136,10 +136,9 @@ def scan(
     if as_json:
         typer.echo(terminal_json(scanned.json()))
     else:
-        console = stdout()
         if scanned.rows:  # none when every unit failed
-            console.print(summary(scanned))
-        console.print(f"Store: {out}", markup=False, soft_wrap=True)
+            show(summary(scanned))
+        show(f"Store: {out}")
     for failure in scanned.failures:
         complain(f"not measured: {failure}.")
     if scanned.failures:
@@ -188,26 +187,25 @@ def read_scan_file(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def keeping(out: Path) -> Iterator[Callable[[Any], None]]:
+def storing(out: Path) -> Iterator[Callable[[Any], None]]:
     """A bar on stderr with the remaining time; after Ctrl-C one line that names what is stored."""
     columns = (BarColumn(), TextColumn("{task.fields[cells]}"), TimeElapsedColumn(), TimeRemainingColumn())
-    kept = ""
-    try:
-        with progress_line("opening the model", *columns, total=1.0, cells="") as update:
+    cells = ""
 
-            def show(now: Any) -> None:
-                nonlocal kept
-                kept = f"{now.cells} of {now.total} cells"
-                update(description=now.label, completed=now.work, cells=kept)
+    def content() -> str:
+        return f"{cells} are kept in {out}; the same command goes on from there" if cells else _stored_before(out)
 
-            yield show
-    except KeyboardInterrupt:
-        said = f"{kept} are kept in {out}; the same command goes on from there" if kept else _kept_before(out)
-        complain(f"{stop_word()}: {said}.")
-        raise SystemExit(INTERRUPTED) from None
+    with stored(content), progress_line("opening the model", *columns, total=1.0, cells="") as update:
+
+        def watch(now: Any) -> None:
+            nonlocal cells
+            cells = f"{now.cells} of {now.total} cells"
+            update(description=now.label, completed=now.work, cells=cells)
+
+        yield watch
 
 
-def _kept_before(out: Path) -> str:
+def _stored_before(out: Path) -> str:
     """The content of a store when a scan is stopped before it has begun to measure."""
     from howsmooth.scans import Store
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from howsmooth.cli.source_options import Request, Site
+from howsmooth.cli.source_options import MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.models.norm_before import norm_before, norm_beside, stored_gain
 from howsmooth.sets import TokenSet
@@ -35,7 +35,7 @@ def numbers_in(text: str) -> list[float]:
         return [math.nan]
 
 
-def layer_tokens(site: Site, request: Request) -> TokenSet:
+def layer_tokens(site: MapAtTokens, request: Request) -> TokenSet:
     """What the normalisation before the attention of this layer can give out."""
     if site.model is not None:
         return tokens_before(site.model, request.layer or 0)
@@ -57,7 +57,7 @@ def tokens_before(model: PreTrainedModel, layer: int) -> TokenSet:
     return TokenSet.after(norm, x.shape[-1])
 
 
-def named_norm(site: Site, name: str, rms: bool) -> TokenSet:
+def named_norm(site: MapAtTokens, name: str, rms: bool) -> TokenSet:
     """What the normalisation of that name in a file or model can give out."""
     weight, shift = site.tensors[f"{name}.weight"], site.tensors.get(f"{name}.bias")
     if site.model is not None:

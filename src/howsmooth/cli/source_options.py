@@ -77,7 +77,7 @@ class Request:
         """Whether SOURCE is a model, which has tokens of its own."""
         return names_model(self.source)
 
-    def open(self, settings: Settings) -> Site:
+    def open(self, settings: AttentionOptions) -> MapAtTokens:
         """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
 
         Args:
@@ -95,7 +95,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttentionOptions:
     """A configuration of attention, None where no option gives a value."""
 
     width: Annotated[int | None, what_option(min=1, help="Width d of a random map (64).")] = None
@@ -121,7 +121,7 @@ class Settings:
     dtype: Dtype = None
     device: Device = None
 
-    def over(self, base: Settings) -> Settings:
+    def over(self, base: AttentionOptions) -> AttentionOptions:
         """These settings where they have a value, those of ``base`` elsewhere."""
         return replace(base, **{name: value for name, value in vars(self).items() if value is not None})
 
@@ -164,11 +164,11 @@ class Settings:
         }
 
 
-DEFAULTS = Settings(width=64, heads=4, length="128", dtype="float32")
+DEFAULTS = AttentionOptions(width=64, heads=4, length="128", dtype="float32")
 PRESETS = {
-    "bert-base": Settings(width=768, heads=12),
-    "gpt2": Settings(width=768, heads=12, causal=True),
-    "llama": Settings(width=2048, heads=32, kv_heads=8, causal=True, rope_base=500_000.0),  # Llama 3.2 1B
+    "bert-base": AttentionOptions(width=768, heads=12),
+    "gpt2": AttentionOptions(width=768, heads=12, causal=True),
+    "llama": AttentionOptions(width=2048, heads=32, kv_heads=8, causal=True, rope_base=500_000.0),  # Llama 3.2 1B
 }
 
 
@@ -176,7 +176,7 @@ Seen = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Site:
+class MapAtTokens:
     """An attention map and the tokens it is measured at, with where they come from.
 
     Attributes:
@@ -213,7 +213,7 @@ class Site:
         """The tokens, without the axis of a batch of one."""
         return self.x[0] if self.x.dim() == 3 and len(self.x) == 1 else self.x
 
-    def on(self, device: str) -> Site:
+    def on(self, device: str) -> MapAtTokens:
         """The same map and tokens on another device."""
         check_device(device)
         seen = self.seen
@@ -253,12 +253,12 @@ class Site:
         }
 
 
-def random_settings(source: str, settings: Settings) -> Settings | None:
+def random_settings(source: str, settings: AttentionOptions) -> AttentionOptions | None:
     """The complete configuration of random weights that SOURCE and the options name; None for another SOURCE.
 
-    >>> random_settings("random", Settings(heads=2)).width, random_settings("minilm", Settings())
+    >>> random_settings("random", AttentionOptions(heads=2)).width, random_settings("minilm", AttentionOptions())
     (64, None)
-    >>> random_settings("random", Settings(like="gpt2", heads=2)).causal
+    >>> random_settings("random", AttentionOptions(like="gpt2", heads=2)).causal
     True
     """
     if source != "random":
@@ -268,7 +268,7 @@ def random_settings(source: str, settings: Settings) -> Settings | None:
             f"--like is {', '.join(PRESETS)}, got {shown(settings.like)}; random models of `howsmooth models`, such as "
             "random:bert, are SOURCES of their own."
         )
-    return settings.over(PRESETS.get(settings.like or "", Settings())).over(DEFAULTS)
+    return settings.over(PRESETS.get(settings.like or "", AttentionOptions())).over(DEFAULTS)
 
 
 def kinds_of_map(what: str) -> list[str]:
@@ -284,10 +284,10 @@ def kinds_of_map(what: str) -> list[str]:
     return [name for selection, name in names.items() if selection in chosen]
 
 
-def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
+def in_kind(attention: SelfAttention, settings: AttentionOptions) -> AttentionMap:
     """The same weights in another kind of attention: L2 has its queries as keys too (they are tied).
 
-    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), Settings(attention="l2", causal=True)).kind
+    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), AttentionOptions(attention="l2", causal=True)).kind
     'l2'
     """
     kind = settings.attention
@@ -347,7 +347,7 @@ def positions_name(attention: AttentionMap) -> str:
     return ", ".join(names) or "none"
 
 
-def _from_weights(request: Request, settings: Settings) -> Site:
+def _from_weights(request: Request, settings: AttentionOptions) -> MapAtTokens:
     """Random weights, or those of a file, which holds no tokens."""
     attention: AttentionMap
     tensors: Mapping[str, Tensor] = {}
@@ -369,10 +369,10 @@ def _from_weights(request: Request, settings: Settings) -> Site:
     else:
         x = unit_rms_tokens(settings.tokens or 128, attention.in_features, request.seed + 1).to(attention.dtype)
         origin = f"random tokens of unit RMS, seed {request.seed + 1}"
-    return Site(attention, x, request.source, origin, request.seed, request.input is None, tensors)
+    return MapAtTokens(attention, x, request.source, origin, request.seed, request.input is None, tensors)
 
 
-def _from_file(source: str, settings: Settings, prefix: str | None) -> AttentionMap:
+def _from_file(source: str, settings: AttentionOptions, prefix: str | None) -> AttentionMap:
     path = Path(source)
     if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
@@ -387,7 +387,7 @@ def _from_file(source: str, settings: Settings, prefix: str | None) -> Attention
     return in_kind(weights.attention(**settings.options(weights.heads, weights.head_width)), settings)
 
 
-def _from_model(request: Request, settings: Settings) -> Site:
+def _from_model(request: Request, settings: AttentionOptions) -> MapAtTokens:
     """A layer of a model, at the tokens it sees when the model reads a text."""
     misplaced = [name for name, value in vars(replace(settings, length=None, dtype=None)).items() if value is not None]
     misplaced += ["prefix"] * (request.prefix is not None)
@@ -413,7 +413,7 @@ def _from_model(request: Request, settings: Settings) -> Site:
         x, origin = _stored_tokens(request, dtype)
     name, model = f"{request.source}, layer {layer}", opened.model
     seen = None if request.input is not None else (lambda length: at(length)[1])
-    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
+    return MapAtTokens(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
 
 
 def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from typer import Argument
 
-from howsmooth.cli.console import print_json, progress_line, stdout, written
+from howsmooth.cli.console import print_json, progress_line, show, written
 from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED, complain, stop_word
 from howsmooth.cli.options import (
@@ -134,15 +134,12 @@ def _one(corpus: Any, model: ModelOptions, text: Path, out: Path | None, as_json
     (attention,) = _kinds(model.attention or "dot-product", several=False)
     settings = Settings(**model.common(), attention=attention, depth=depth, seed=seed)  # type: ignore[arg-type]
     out = out or default_folder(text, f"{settings.attention}-depth{depth}-seed{seed}")
-    with _watching(out) as show:
-        result = run(corpus, settings, out, progress=lambda s: show("", s), **options)
+    with _watching(out) as watch:
+        result = run(corpus, settings, out, progress=lambda s: watch("", s), **options)
     if as_json:
-        print_json(result.to_dict() | {"folder": str(out)})
+        print_json(result.to_dict() | {"folder": out})
     else:
-        console = stdout()
-        for line in _summary(result):
-            console.print(line, soft_wrap=True, markup=False)
-        console.print(f"Folder: {out}", soft_wrap=True, markup=False)
+        show(*_summary(result), f"Folder: {out}")
     if result.diverged is not None:
         raise typer.Exit(NOT_CONVERGED)
 
@@ -155,18 +152,16 @@ def _grid(corpus: Any, model: ModelOptions, out: Path, as_json: bool, **options:
     depths = tuple(map(_depth, (model.depth or "2,4,6").split(",")))
     seeds = tuple(range(model.seed, model.seed + model.seeds))
     grid = Grid(Settings(**model.common(), depth=max(depths)), kinds, depths, seeds)  # type: ignore[arg-type]
-    with _watching(out) as show:
+    with _watching(out) as watch:
 
         def tell(cell: Any) -> None:
-            show(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status)
+            watch(f"{cell.name} ({cell.number}/{cell.total}) ", cell.status)
 
         results = run_grid(corpus, grid, out, progress=tell, **options)
     if as_json:
         print_json([row_of(result) for result in results])
         return
-    console = stdout()
-    console.print(comparison(results, grid))
-    console.print(f"{len(results)} of {len(grid.cells())} cells. Rows: {out / TABLE}", soft_wrap=True, markup=False)
+    show(comparison(results, grid), f"{len(results)} of {len(grid.cells())} cells. Rows: {out / TABLE}")
 
 
 def comparison(results: list[Any], grid: Any) -> Table:

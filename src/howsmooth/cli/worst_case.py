@@ -15,13 +15,13 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from howsmooth.cli.bounds import tokens_after
-from howsmooth.cli.console import print_json, progress_line, stdout, written
+from howsmooth.cli.console import print_json, progress_line, show, written
 from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
 from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.replay import remember
 from howsmooth.cli.set_options import layer_tokens, positive_numbers
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.search.sandwich_result import Sandwich, size_of
@@ -35,7 +35,7 @@ _AT_THE_LAYER = "layer"
 @command
 def worst_case(
     request: Request,
-    settings: Settings,
+    settings: AttentionOptions,
     head: Annotated[int | None, what_option(min=0, help="One head, counted from 0 (the whole block).")] = None,
     radius: Annotated[
         str | None,
@@ -109,7 +109,7 @@ def worst_case(
     if as_json:
         facts = site.describe() | {"n": list(counts), "head": head} | ({} if shares else {"input": None})
         content = {"setting": facts, "cells": cells.to_dict(), "interrupted": cells.interrupted}
-        print_json(content | {"figure": None if picture is None else str(picture)})
+        print_json(content | {"figure": picture})
     else:
         _print(site, cells, head, picture)
     if cells.interrupted:
@@ -138,7 +138,7 @@ def _neighbourhood(
 
 
 def _where(
-    site: Site,
+    site: MapAtTokens,
     request: Request,
     counts: Sequence[int],
     radii: list[float] | None,
@@ -184,23 +184,20 @@ def _size_name(over: InputSet, unit: float) -> str:
     return f"{(size_of(over) or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
 
 
-def _print(site: Site, cells: Sandwich, head: int | None, picture: Path | None) -> None:
-    out = stdout()
-    out.print(site.in_words() + ("" if head is None else f"; head {head}"), markup=False)
+def _print(site: MapAtTokens, cells: Sandwich, head: int | None, picture: Path | None) -> None:
+    show(site.in_words() + ("" if head is None else f"; head {head}"))
     if any(cell.centre is not None for cell in cells):
         size = float(site.x.double().norm(dim=-1).mean())
-        out.print(f"tokens: near {site.tokens}; mean norm {written(size)}", markup=False)
+        show(f"tokens: near {site.tokens}; mean norm {written(size)}")
     if not cells:
-        out.print("nothing was found yet")
+        show("nothing was found yet")
         return
-    out.print(cells)
-    out.print(
-        "Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound."
-    )
+    show(cells)
+    show("Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound.")
     for cell in cells:
-        out.print(f"witness: {cell.file}", markup=False, soft_wrap=True)
+        show(f"witness: {cell.file}")
     if picture is not None:
-        out.print(f"figure: {picture}", markup=False, soft_wrap=True)
+        show(f"figure: {picture}")
 
 
 @contextmanager
