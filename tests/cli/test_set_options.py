@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from howsmooth.bounds import TokenSet
 from howsmooth.cli.set_options import layer_tokens, positive_numbers, tokens_before
-from howsmooth.cli.source_options import Request, AttentionOptions
+from howsmooth.cli.source_options import AttentionOptions, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.models import attention_inputs
 from howsmooth.sets import Normalised

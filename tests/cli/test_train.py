@@ -102,7 +102,7 @@ def test_other_lengths_train_too(text: Path, lengths: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_compares_kinds_over_depths(text: Path) -> None:
-    options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seed", 0)
+    options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seeds", 1)
     result = run(text, *options, "--out", "grid")
     assert result.exit_code == 0, result.output
     for word in ("l2", "contractive-2", "depth 1", "depth 2", "6 of 6 cells"):
@@ -165,7 +165,7 @@ def test_an_old_name_of_attention_is_answered_by_the_new_one(text: Path) -> None
     assert result.exit_code == 0, result.output
     assert "'l2-tied' is called 'l2' now" in result.stderr
     assert Checkpoint.load(Path("run/checkpoint.safetensors")).settings.attention == "l2"
-    table = run(text, *TINY, "--table", "--attention", "l2-tied,l2-untied", "--depth", 1, "--seed", 0, "--out", "grid")
+    table = run(text, *TINY, "--table", "--attention", "l2-tied,l2-untied", "--depth", 1, "--seeds", 1, "--out", "grid")
     assert table.exit_code == 0, table.output
     assert sorted(path.name for path in Path("grid").glob("*-seed0")) == ["l2-depth1-seed0", "l2-untied-depth1-seed0"]
 

@@ -182,7 +182,7 @@ def _against_n(tables: Sequence[Table]) -> rich.table.Table:
 
 
 def _numbers(text: str | None) -> list[float]:
-    """``16,32,…,256`` in rising order; inf, which stands for measures, is the last."""
+    """``16,32,…,256`` in rising order; inf (all measures) is the last."""
     if text is None:
         return []
     finite, _, last = text.rpartition(",")

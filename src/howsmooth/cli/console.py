@@ -44,7 +44,7 @@ class SafeConsole(Console):
     """A console on which no text can be obeyed as a command to the terminal, whoever wrote it.
 
     Names of models, texts and files come from elsewhere: escapes, other controls and direction marks in them are shown
-    as �. What rich itself says to the terminal (styles, the cursor) is kept apart from text and passes.
+    as �. Styles and the cursor, which rich controls itself, pass.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -136,7 +136,7 @@ def set_threads(threads: int | None) -> None:
     """Let torch use this many threads."""
     if threads is not None:
         if not 1 <= threads <= MAXIMUM_THREADS:
-            raise InvalidInput(f"--threads is at most {MAXIMUM_THREADS} on this machine, got {threads}: ask for fewer.")
+            raise InvalidInput(f"--threads is at most {MAXIMUM_THREADS} on this machine, got {threads}: choose fewer.")
         import torch
 
         torch.set_num_threads(threads)
@@ -160,7 +160,7 @@ def parse_bytes(text: str) -> int:
 
 
 def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> str:
-    """A number in four digits, or as many as told."""
+    """A number in four digits, or in ``digits``."""
     return rounded(value, rounding, digits)
 
 

@@ -73,7 +73,7 @@ def demo(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Scan]:
+def _scans(model: str, lengths: str, device: str | None, **store: Any) -> list[Scan]:
     """A model, and at its longest length the same architecture with random weights, to compare with."""
     from howsmooth.models import open_model
     from howsmooth.models.open_source import twin_of
@@ -83,8 +83,8 @@ def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Sc
     opened, longest = open_model(model, device=device), max(parse_lengths(lengths))
     coarse: dict[str, Any] = {"rtol": 1e-2, "explain": False, "bounds": "none"}
     return [
-        scan(opened, lengths=lengths, what=f"{WHAT},{WHOLE.format(longest)}", **kept),
-        scan(twin_of(opened), lengths=longest, what=f"{WHAT},model", **coarse, **kept),
+        scan(opened, lengths=lengths, what=f"{WHAT},{WHOLE.format(longest)}", **store),
+        scan(twin_of(opened), lengths=longest, what=f"{WHAT},model", **coarse, **store),
     ]
 
 

@@ -97,7 +97,7 @@ class LazyCommand(TyperCommand):
     def __init__(self, name: str):
         self._module = _SPELLINGS.get(name, name).replace("-", "_")
         self._command: Any = None
-        super().__init__(name, help=summary(self._module), hidden=name in _SPELLINGS, rich_markup_mode="rich")
+        super().__init__(name, help=_summary(self._module), hidden=name in _SPELLINGS, rich_markup_mode="rich")
 
     @property
     def command(self) -> Any:
@@ -122,10 +122,10 @@ class LazyCommand(TyperCommand):
         return self.command.make_context(*args, **options)
 
 
-def summary(module: str) -> str:
+def _summary(module: str) -> str:
     """The first paragraph of the docstring of a command, read from its file without an import.
 
-    >>> summary("merge")
+    >>> _summary("merge")
     'Join stores that `howsmooth scan` wrote into a new one.'
     """
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")

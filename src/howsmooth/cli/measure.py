@@ -75,7 +75,7 @@ def measure(
       howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
-    kept = parse_bytes(memory)
+    size = parse_bytes(memory)
     replay = None if witness is None else Replay.open(witness, request, settings)
     whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
     maps = kinds_of_map(what or whole)
@@ -87,7 +87,7 @@ def measure(
         _check_drawable(site, maps, norm)
     measured: dict[str, Measurement] = {}
     stories: dict[str, Explanation] = {}
-    solver: dict[str, Any] = {"rtol": rtol, "seed": site.seeds["solver"], "confidence": confidence, "memory": kept}
+    solver: dict[str, Any] = {"rtol": rtol, "seed": site.seeds["solver"], "confidence": confidence, "memory": size}
     for name, solve in (("block", measure_block), ("heads", measure_heads)):
         if name not in maps:
             continue

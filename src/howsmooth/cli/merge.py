@@ -20,7 +20,7 @@ def merge(
 ) -> None:
     """Join stores that `howsmooth scan` wrote into a new one.
 
-    A cell that stands in several must have the same numbers everywhere, and scans of one model on one text the same
+    A cell of several stores must have the same numbers everywhere, and scans of one model on one text the same
     settings and version. Of a scan in shards every shard must be there, once and to its end.
 
     Examples:

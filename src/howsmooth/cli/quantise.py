@@ -187,9 +187,9 @@ def _checks_table(quantisation: Quantisation) -> Table:
     )
     for check in quantisation.checks:
         made = check.allocation
-        said = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
+        prediction = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
         perplexity = "–" if check.perplexity is None else f"{check.perplexity:.4g}"
-        table.add_row(check.name, *said, written(check.mean), written(check.error), perplexity)
+        table.add_row(check.name, *prediction, written(check.mean), written(check.error), perplexity)
     return table
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from howsmooth.papers import Asked, Experiment, Reproduction
 
 LONG = 120.0
-"""Minutes above which a run must be asked for by --yes."""
+"""Minutes above which a run needs --yes."""
 
 
 @command

@@ -94,7 +94,7 @@ def scan(
     """Measure every head (or layer, or the whole) of a model on windows of a text.
 
     Each number comes with its lower and upper ends, the proved three-path bound, and why it is as large as it is. A
-    scan that was stopped goes on where it was when the same command is given again.
+    stopped scan continues where it was when the same command is given again.
 
     Examples:
       howsmooth scan minilm

@@ -180,7 +180,6 @@ class MapAtTokens:
     """An attention map and the tokens it is measured at, with where they come from.
 
     Attributes:
-        drawn: whether the tokens are random.
         tensors: all weights of the file or model by name; none for a random map.
         model: the model whose layer this is, when there is one.
         notes: further facts about the model.
@@ -192,7 +191,6 @@ class MapAtTokens:
     source: str
     tokens: str
     seed: int
-    drawn: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     model: PreTrainedModel | None = None
     notes: tuple[str, ...] = ()
@@ -369,7 +367,7 @@ def _from_weights(request: Request, settings: AttentionOptions) -> MapAtTokens:
     else:
         x = unit_rms_tokens(settings.tokens or 128, attention.in_features, request.seed + 1).to(attention.dtype)
         origin = f"random tokens of unit RMS, seed {request.seed + 1}"
-    return MapAtTokens(attention, x, request.source, origin, request.seed, request.input is None, tensors)
+    return MapAtTokens(attention, x, request.source, origin, request.seed, tensors)
 
 
 def _from_file(source: str, settings: AttentionOptions, prefix: str | None) -> AttentionMap:
@@ -413,7 +411,7 @@ def _from_model(request: Request, settings: AttentionOptions) -> MapAtTokens:
         x, origin = _stored_tokens(request, dtype)
     name, model = f"{request.source}, layer {layer}", opened.model
     seen = None if request.input is not None else (lambda length: at(length)[1])
-    return MapAtTokens(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
+    return MapAtTokens(attention, x, name, origin, request.seed, model.state_dict(), model, opened.notes, seen)
 
 
 def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:

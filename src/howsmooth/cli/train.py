@@ -104,8 +104,8 @@ def train(
 ) -> None:
     """Train a character language model and report its bits per character and how smooth its attention is.
 
-    A text file is split into its first 90 % to train and the rest to validate. Ctrl-C saves; --resume goes on, bit by
-    bit as if nothing had happened. Checkpoint, rows of numbers and result are in the folder.
+    A text file is split into its first 90 % to train and the rest to validate. Ctrl-C saves; --resume continues, bit by
+    bit as an uninterrupted run. Checkpoint, rows of numbers and result are in the folder.
 
     Examples:
       howsmooth train shakespeare.txt --attention contractive-2 --depth 4 --window 4
@@ -211,13 +211,13 @@ def _summary(result: Any) -> Iterator[str]:
         where = "" if KINDS[settings.attention].lipschitz else " after its LayerNorm"
         norm = "∞" if (settings.attention, settings.block_kind) == ("contractive-inf", "contractive") else "2"
         window = "" if settings.window is None else f", window {settings.window}"
-        said = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}{window}"
-        yield f"Attention: {said}: {written(result.bound, ROUND_CEILING)}."
+        bound = f"largest Lipschitz bound of a block{where} in the {norm}-norm, n = {settings.length}{window}"
+        yield f"Attention: {bound}: {written(result.bound, ROUND_CEILING)}."
 
 
 @contextmanager
 def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
-    """A line on stderr with bits, bound, speed and time left; after Ctrl-C one line that says what is kept."""
+    """A line on stderr with bits, bound, speed and remaining time; after Ctrl-C one line that names what is stored."""
     from howsmooth.papers.training import Stopped
 
     try:
@@ -233,7 +233,7 @@ def _watching(out: Path) -> Iterator[Callable[[str, Any], None]]:
 
 
 def described(now: Any) -> str:
-    """Where a run stands, in one line."""
+    """The state of a run in one line."""
     bound = "" if now.bound is None else f" · bound {written(now.bound)}"
     minutes, seconds = divmod(round(now.seconds_left), 60)
     speed = f"{now.steps_per_second:.1f} steps/s"
@@ -241,13 +241,13 @@ def described(now: Any) -> str:
 
 
 def _kinds(text: str, several: bool = True) -> tuple[str, ...]:
-    """Names of attention as they are today; one that was renamed is answered by a line on stderr."""
+    """Names of attention; a renamed one adds a line on stderr."""
     from howsmooth.nn.layers.registry import renamed
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as renamings:
         warnings.simplefilter("always")
         names = tuple(renamed(name.strip()) for name in text.split(",")) if several else (renamed(text),)
-    for warning in said:
+    for warning in renamings:
         complain(str(warning.message))
     return names
 
