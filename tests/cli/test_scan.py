@@ -257,7 +257,7 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"},
     )
     while not Path("s.sqlite").is_file() or not _kept():
         assert process.poll() is None
