@@ -308,7 +308,7 @@ def said_of(tally: Tally) -> list[str]:
     """What came of the seeds from 0 on, for the documentation."""
     cases = len(tally.seconds)
     said = {"0": "done", "1": "done, not converged", "2": "refused in one line", "129": "terminal closed"}
-    said |= {"130": "interrupted", "143": "terminated", "141": "nobody reads the output"}
+    said |= {"130": "interrupted", "143": "terminated", "141": "broken pipe"}
     said |= {str(-number): "stopped before the command had begun" for number in (1, 2, 15)}
     commands = ", ".join(f"{name} {tally.commands[name]}" for name in OPTIONS)
     rows = [[code, said.get(code, "fault"), count] for code, count in sorted(tally.codes.items())]

@@ -32,20 +32,15 @@ ODD = (
     HOSTILE,
 )
 """Odd for every option."""
-RANDOM = (
-    *("random", "random[width=16,heads=2]", "random[width=8,length=5,causal=true]", "random[width=12,kv_heads=1]"),
-    *("random[rope=true,width=16]", "random[softcap=5,width=8,heads=1]"),
-)
 SOURCES = (
-    *RANDOM,
+    *("random", "random", "random"),
     *("inputs/weights.safetensors", "inputs/weights.pt", "inputs/model", "inputs/model", "inputs/tokens.npy"),
 )
 ODD_SOURCES = (
-    *("random[width=0]", "random[width=7,heads=2]", "random[seed=1]", "random[", "random:none", "random[scale=nan]"),
+    *("random[width=8]", "random[", "random:none"),
     *("inputs/nan.safetensors", "inputs/shapes.safetensors", "inputs/cut.safetensors", "inputs/garbage.safetensors"),
     *("inputs/garbage.gguf", "inputs/empty", "inputs", "org/name", "none/such.safetensors", "inputs/config.json"),
     f"inputs/{HOSTILE}",
-    *("random[window=0]", "random[length=99999999999999]", "random[rope_base=-1]", "random[dtype=int8]"),
 )
 MODELS = (
     *("inputs/model", "inputs/model", "random:gpt2[layers=1,width=16,heads=2]", "random:bert[layers=1,width=16]"),
@@ -94,13 +89,14 @@ _ATTENTION: dict[str, Values] = {
     "--width": _some(8, 16),
     "--heads": _some(1, 2, 4),
     "--kv-heads": _some(1, 2),
-    "--length": _some(1, 3, 8, 16),
+    "--like": _some("gpt5"),
+    "--length": (["1", "3", "8", "16"], ["99999999999999", "4,8"]),
     "--causal": FLAG,
     "--window": _some(1, 3),
     "--rope": FLAG,
-    "--rope-base": _some(100, 10000.0),
+    "--rope-base": (["100", "10000.0"], ["-1"]),
     "--alibi": FLAG,
-    "--softcap": _some(5, 30),
+    "--softcap": (["5", "30"], ["nan"]),
     "--qk-norm": _some("rms", "l2"),
     "--scale": _some(0.1, 1),
     "--dtype": _some("float32", "float64", "bfloat16"),
@@ -123,8 +119,8 @@ _ROUNDING: dict[str, Values] = _WEIGHTS | {
     "--seed": _some(0, 1),
     "--out": (["out/q.json"], ["inputs/words.txt", "inputs/store.sqlite", "inputs/empty", "out"]),
     "--no-resume": FLAG,
-    "--export": _some("vllm", "modelopt", "llama.cpp", "json"),
-    "--export-file": (["out/e.json"], ["inputs/words.txt", "none/e.json"]),
+    "--for": _some("vllm", "modelopt", "llama.cpp", "json"),
+    "--export": (["out/e.json"], ["inputs/words.txt", "none/e.json"]),
     "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
     "--json": FLAG,
     "--threads": _some(1),
@@ -134,7 +130,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "measure": _ATTENTION
     | {
         "--witness": (["inputs/witness.safetensors"], ["inputs/witness-cut.safetensors", "inputs/weights.safetensors"]),
-        "--what": _some("block", "heads", "both"),
+        "--what": _some("attention", "heads", "attention,head"),
         "--norm": _some("2", "inf", "1", "fro", "token"),
         "-k": _some(1, 3),
         "--rtol": _some(1e-2, 1e-4),
@@ -145,7 +141,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     },
     "bounds": _ATTENTION
     | {
-        "--n": _some("4", "4,8", "inf"),
+        "--length": _some("4", "4,8", "inf"),
         "--over": _some("point", *_SETS),
         "--per-head": FLAG,
         "--refused": FLAG,
@@ -155,7 +151,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "worst-case": _ATTENTION
     | {
         "--head": _some(0, 1),
-        "--lengths": _some("2", "2,4"),
+        "--length": _some("2", "2,4"),
         "--over": _some("ball:1,2", "around:1%,5%", *_SETS),
         "--around": (TEXTS, ODD_TEXTS),
         "--norm": _some("2", "inf"),
@@ -166,7 +162,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "scan": _WEIGHTS
     | {
         "--text": (TEXTS, ODD_TEXTS),
-        "--lengths": _some("8", "8,12", "4,8,…,16"),
+        "--length": _some("8", "8,12", "4,8,…,16"),
         "--windows": _some(1, 2),
         "--layers": _some("0", "0-1"),
         "--what": _some("head", "attention", "head[heads=0]", "layer", "mlp", "model"),
@@ -192,7 +188,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--debug": FLAG,
     },
     "report": {
-        "--output": (["out/r.html"], ["out/r.pdf", "none/r.html", "inputs/page.html"]),
+        "--out": (["out/r.html"], ["out/r.pdf", "none/r.html", "inputs/page.html"]),
         "--figures": (["out/f"], ["inputs/words.txt"]),
         "--format": _some("png", "svg,pdf"),
         "--summary": FLAG,
@@ -209,7 +205,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
         "--blocks": _some("pre-norm", "post-norm", "contractive"),
         "--coefficient": _some(0.5, 0.9),
         "--window": _some(2, 4),
-        "--lengths": _some("fixed", "chunks", "curriculum"),
+        "--pieces": _some("fixed", "chunks", "curriculum"),
         "--cycles": _some(1, 2),
         "--rate": _some(1e-3, 1e30),
         "--schedule": _some("cosine", "fixed"),
@@ -235,11 +231,11 @@ OPTIONS: dict[str, dict[str, Values]] = {
     },
     "certify": _ATTENTION
     | {
-        "--what": _some("block", "heads", "both"),
+        "--what": _some("attention", "heads", "attention,head"),
         "--over": _some("point", "around:0.01", "around:1%", "together:1"),
         "--images": (["inputs/images.safetensors"], ["inputs/weights.safetensors", "inputs/tokens.npy"]),
         "--count": _some(1, 2),
-        "--norm": _some("2", "1", "inf"),
+        "--distance": _some("2", "1", "inf"),
         "--no-attack": FLAG,
         "--out": (["out/radii.sqlite"], ["inputs/store.sqlite", "inputs/words.txt"]),
         "--no-resume": FLAG,
@@ -248,12 +244,12 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "compare": _WEIGHTS
     | {
         "--text": (TEXTS, ODD_TEXTS),
-        "--lengths": _some("8", "8,12"),
+        "--length": _some("8", "8,12"),
         "--windows": _some(1, 2),
         "--what": _some("head", "attention", "layer"),
         "--seed": _some(0, 1),
         "--limit": _some(1, 2),
-        "--output": (["out/c.html"], ["out/c.pdf", "inputs/page.html", "none/c.html"]),
+        "--report": (["out/c.html"], ["out/c.pdf", "inputs/page.html", "none/c.html"]),
         "--figure": (PICTURES, ["out/p.bmp", "none/p.png"]),
         "--json": FLAG,
         "--threads": _some(1),
@@ -263,7 +259,7 @@ OPTIONS: dict[str, dict[str, Values]] = {
     "quantize": _ROUNDING,
     "noise": {
         "--device": _DEVICE,
-        "--dtype": _some("bf16", "fp16"),
+        "--precision": _some("bf16", "fp16"),
         "--text": (TEXTS, ODD_TEXTS),
         "--seed": _some(0, 1),
         "--json": FLAG,
@@ -305,9 +301,9 @@ _POSITIONALS: dict[str, Values] = {
     "reproduce": (("not-lipschitz",), ("lip-infinty", "inputs/model")),
 }
 _ALWAYS = {  # so that no command takes long
-    "worst-case": ("--starts", "2", "--steps", "3", "--lengths", "3"),
+    "worst-case": ("--starts", "2", "--steps", "3", "--length", "3"),
     "train": ("--width", "8", "--length", "8", "--batch-tokens", "32", "--steps", "4"),
-    "demo": ("--models", "minilm", "--lengths", "8"),
+    "demo": ("--models", "minilm", "--length", "8"),
     "quantise": ("--length", "8", "--windows", "1", "--samples", "2"),
     "quantize": ("--length", "8", "--windows", "1", "--samples", "2"),
     "noise": ("--length", "8"),
@@ -331,7 +327,7 @@ _SHARES = {
     "reproduce": 3,
 }
 """How often each command is drawn."""
-_TO_WRITE = ("--out", "--report", "--output", "--figure", "--figures", "--export", "--export-file")
+_TO_WRITE = ("--out", "--report", "--figure", "--figures", "--export")
 _OF_THE_MACHINE = ("/", "..")
 """Folders that a command told to write there, by who may, does write to."""
 _READ = ("--text", "--around", "--input", "--config", "--witness", "--images")
@@ -376,7 +372,17 @@ def draw_command(draw: random.Random) -> tuple[tuple[str, ...], frozenset[str]]:
 
 def _foreign(source: str) -> set[str]:
     """Options that do not go with a source."""
-    of_random = {"--width", "--window", "--causal", "--rope", "--rope-base", "--alibi", "--qk-norm", "--kv-heads"}
+    of_random = {
+        "--width",
+        "--like",
+        "--window",
+        "--causal",
+        "--rope",
+        "--rope-base",
+        "--alibi",
+        "--qk-norm",
+        "--kv-heads",
+    }
     of_models, of_files = {"--layer", "--text", "--around"}, {"--prefix", "--input", "--input-name"}
     of_images = {"--images", "--count"}
     if source == "inputs/network.safetensors":
@@ -390,7 +396,7 @@ def _foreign(source: str) -> set[str]:
         return of_models | of_files | of_images | {"--witness"}
     if source == "inputs/model":
         return of_random | of_files | of_images | {"--heads", "--scale", "--softcap", "--witness", "--attention"}
-    return of_models | of_images | {"--width", "--witness", "--kv-heads", "--dtype"}
+    return of_models | of_images | {"--width", "--like", "--witness", "--kv-heads", "--dtype"}
 
 
 def _value(draw: random.Random, values: Values, odd: bool) -> str:

@@ -100,7 +100,7 @@ def _weights(folder: Path) -> None:
     np.save(folder / "flat.npy", np.ones(3))
     (folder / "damaged.wav").write_bytes(b"RIFF\x10\0\0\0WAVEfmt ")
     (folder / "damaged.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
-    search = ["worst-case", "random", "--width", "8", "--heads", "2", "--over", "ball:2", "--lengths", "4"]
+    search = ["worst-case", "random", "--width", "8", "--heads", "2", "--over", "ball:2", "--length", "4"]
     found = CliRunner().invoke(app, [*search, "--starts", "2", "--steps", "5", "--out", str(folder / "search")])
     assert found.exit_code == 0, found.output
     (witness,) = (folder / "search").glob("*.safetensors")

@@ -117,7 +117,7 @@ def parts(progress: Callable[[str], None]) -> list[str]:
             write_store(store, size)
             progress(f"{size.cells} cells: reading")
             opened = cost(f"howsmooth.scans.Scan.open({str(store)!r})")
-            reported = cost(f"howsmooth.reports.write_report({str(store)!r}, {str(page)!r})")
+            reported = cost(f"howsmooth.reports.report({str(store)!r}, {str(page)!r})")
             lines.append(
                 [
                     f"{size.cells:,}",
@@ -129,7 +129,7 @@ def parts(progress: Callable[[str], None]) -> list[str]:
             )
     return [
         "Stores of 32 layers with 32 heads at eight lengths up to 1024 tokens, with numbers that were drawn, not "
-        "measured: opened with `Scan.open`, and written as a page with `write_report`, each in a process of its "
+        "measured: opened with `Scan.open`, and written as a page with `hs.report`, each in a process of its "
         "own, in seconds of processor time. Memory is the largest that the process held, of which Python and "
         "torch take about 0.3 GB. Opening proves every row by its checksum; the shares of tokens, most of the "
         "file, are read where they are shown.",

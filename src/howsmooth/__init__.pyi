@@ -44,8 +44,13 @@ from .jacobians import JacobianOperator, jacobian
 from .norms import Measurement
 from .norms.explanation import Explanation, explain, token_influence
 from .norms.local_constant import measure, measure_heads
+from .papers.reproduction import reproduce
+from .papers.training.loop import train
+from .reports import report
 from .reports.growth import Growth, growth
-from .scans import Comparison, Scan, compare, scan
+from .rounding.activation_noise import noise
+from .rounding.quantisation import quantise
+from .scans import Comparison, Scan, compare, merge, scan
 from .search import Witness, worst_case
 
 __version__: str
@@ -93,11 +98,16 @@ __all__ = [
     "meanfield",
     "measure",
     "measure_heads",
+    "merge",
     "models",
     "nn",
+    "noise",
     "norms",
     "papers",
+    "quantise",
+    "report",
     "reports",
+    "reproduce",
     "rounding",
     "scan",
     "scans",
@@ -105,5 +115,6 @@ __all__ = [
     "sets",
     "testing",
     "token_influence",
+    "train",
     "worst_case",
 ]

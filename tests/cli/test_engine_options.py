@@ -29,9 +29,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_shards_by_the_command_line_are_joined_by_merge() -> None:
-    whole = SCAN.json(TINY, "--lengths", "6,8", "--out", "whole.sqlite")
+    whole = SCAN.json(TINY, "--length", "6,8", "--out", "whole.sqlite")
     for part in ("1/2", "2/2"):
-        assert SCAN.run(TINY, "--lengths", "6,8", "--shard", part).exit_code == 0
+        assert SCAN.run(TINY, "--length", "6,8", "--shard", part).exit_code == 0
     parts = sorted(Path("howsmooth-output").glob("*.sqlite"))
     assert [part.name.partition("heads-2-")[2] for part in parts] == ["1-of-2.sqlite", "2-of-2.sqlite"]
     done = MERGE.run(*parts, "--out", "all.sqlite")
@@ -41,7 +41,7 @@ def test_shards_by_the_command_line_are_joined_by_merge() -> None:
 
 
 def test_a_plan_counts_cells_and_measures_none() -> None:
-    asked = (TINY, "--lengths", "6,8", "--windows", 3, "--no-explain", "--jobs", 4, "--out", "a b.sqlite")
+    asked = (TINY, "--length", "6,8", "--windows", 3, "--no-explain", "--jobs", 4, "--out", "a b.sqlite")
     found = SCAN.json(*asked, "--plan")
     assert (found["cells"], found["units"], found["workers"]) == (2 * 3 * 2 * 2, 12, 4)
     assert 0 < found["longest"] <= found["wall"] <= found["seconds"]
@@ -50,7 +50,7 @@ def test_a_plan_counts_cells_and_measures_none() -> None:
     lines = found["script"].splitlines()
     assert lines[0] == "#!/bin/bash"
     assert "#SBATCH --array=1-4" in lines
-    assert f"howsmooth scan '{TINY}' --lengths 6,8 --windows 3 --no-explain --threads" in found["script"]
+    assert f"howsmooth scan '{TINY}' --no-explain --length 6,8 --windows 3 --threads" in found["script"]
     assert "--shard slurm --out 'a b'-$SLURM_ARRAY_TASK_ID.sqlite" in found["script"]
     assert subprocess.run(["bash", "-n"], input=found["script"], text=True, check=False).returncode == 0
 
@@ -60,28 +60,28 @@ def test_a_plan_counts_cells_and_measures_none() -> None:
     [
         (("--engine", "abacus"), "engine is processes, slurm, ray, got 'abacus'"),
         (("--partition", "gpu"), "--partition is for --engine slurm"),
-        (("--engine", "ray", "--memory", "1GB"), "--memory is for --engine slurm"),
+        (("--engine", "ray", "--job-memory", "1GB"), "--job-memory is for --engine slurm"),
         (("--engine", "slurm", "--address", "x:1"), "--address is for --engine ray"),
-        (("--engine", "slurm", "--memory", "much"), "is not an amount of memory"),
+        (("--engine", "slurm", "--job-memory", "much"), "is not an amount of memory"),
         (("--jobs", "0"), "--jobs"),
         (("--shard", "5/4"), "a shard is i/N with i from 1 to N, or slurm, got '5/4'"),
         (("--timeout", "0"), "--timeout"),
     ],
 )
 def test_what_no_engine_understands_is_refused(asked: tuple[str, ...], said: str) -> None:
-    assert said in SCAN.refusal(TINY, "--lengths", 6, *asked)
+    assert said in SCAN.refusal(TINY, "--length", 6, *asked)
 
 
 @pytest.mark.parametrize(("engine", "module"), [("slurm", "submitit"), ("ray", "ray")])
 def test_an_extra_that_is_missing_is_named(engine: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert f"pip install 'howsmooth[{engine}]'" in SCAN.refusal(TINY, "--lengths", 6, "--engine", engine)
+    assert f"pip install 'howsmooth[{engine}]'" in SCAN.refusal(TINY, "--length", 6, "--engine", engine)
 
 
 @pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
 def test_no_scheduler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "there is no SLURM here" in SCAN.refusal(TINY, "--lengths", 6, "--engine", "slurm")
+    assert "there is no SLURM here" in SCAN.refusal(TINY, "--length", 6, "--engine", "slurm")
 
 
 @pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
@@ -100,7 +100,7 @@ def test_a_scheduler_that_does_not_answer_or_takes_no_jobs_is_quoted(
         command.write_text(f"#!/bin/sh\n{'echo out of order >&2; exit 1' if name == wrong else ':'}\n")
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert said in SCAN.refusal(TINY, "--lengths", 6, "--engine", "slurm", "--out", "s.sqlite")
+    assert said in SCAN.refusal(TINY, "--length", 6, "--engine", "slurm", "--out", "s.sqlite")
     assert contents(Path("s.sqlite")) == {}
 
 
@@ -108,7 +108,7 @@ def test_a_scheduler_that_does_not_answer_or_takes_no_jobs_is_quoted(
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_an_address_where_no_cluster_is_is_named_at_once(address: str) -> None:
-    said = SCAN.refusal(TINY, "--lengths", 6, "--engine", "ray", "--address", address)
+    said = SCAN.refusal(TINY, "--length", 6, "--engine", "ray", "--address", address)
     assert f"there is no Ray cluster at {address}" in said
 
 
@@ -127,7 +127,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 @pytest.mark.slow
 def test_searches_take_an_engine(threads: list[Engine]) -> None:
-    small = ("random", "--width", 4, "--heads", 1, "--lengths", "2,3", "--over", "ball:1", "--starts", 2, "--steps", 3)
+    small = ("random", "--width", 4, "--heads", 1, "--length", "2,3", "--over", "ball:1", "--starts", 2, "--steps", 3)
     found = Command("worst-case").json(*small, "--jobs", 2)
     assert [cell["n"] for cell in found["cells"]] == [2, 3]
     assert all(0 < cell["lower"] <= cell["upper"] for cell in found["cells"])
@@ -181,7 +181,7 @@ def test_units_that_failed_are_named_and_the_command_ends_with_2(folder: Path, m
     usual = units.measure_unit
     monkeypatch.setattr(units, "measure_unit", fragile)
     monkeypatch.setattr(run, "open_engine", lambda engine: nullcontext(ThreadPoolExecutor(1)))
-    done = SCAN.run(folder, "--text", folder / TEXT, "--lengths", "6,8", "--jobs", 2, "--out", "s.sqlite")
+    done = SCAN.run(folder, "--text", folder / TEXT, "--length", "6,8", "--jobs", 2, "--out", "s.sqlite")
     assert done.exit_code == 2
     assert "not measured: n = 8, window 0: head of layer 0: ArithmeticError: no such luck." in done.stderr
     assert {cell[3] for cell in contents(Path("s.sqlite"))} == {6}

@@ -67,7 +67,7 @@ def test_lines_of_errors_are_cut_to_a_screenful(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError(), "does not fit in memory: lower --length, --width or --memory"),
+        (MemoryError(), "does not fit in memory: lower --length or --width or --memory, or take"),
         (RuntimeError(ALLOCATION + "51200000000 bytes. Error code 12"), "(51.2 GB more were asked for): lower"),
         (OSError(12, "Cannot allocate memory"), "does not fit in memory"),
         (
@@ -105,7 +105,7 @@ def test_debug_shows_where_without_passing_escapes_on(monkeypatch: pytest.Monkey
         ("measure", "random", "--length", 100_000_000),
         ("measure", "random", "--length", 99_999_999_999_999_999_999),
         ("measure", "random", "--width", 10**9),
-        ("bounds", "random[width=1000000000]", "--n", 4, "--over", "ball:1"),
+        ("bounds", "random", "--width", 10**9, "--length", 4, "--over", "ball:1"),
         ("measure", "random", "--seed", 99_999_999_999_999_999_999),
         ("measure", "random", "--seed", -1),
         ("measure", "random", "--threads", 1_000_000),
@@ -117,7 +117,7 @@ def test_debug_shows_where_without_passing_escapes_on(monkeypatch: pytest.Monkey
         ("train", "text.txt", "--depth", 99_999_999_999_999_999_999),
         ("train", "text.txt", "--seed", 99_999_999_999_999_999_999),
         ("train", "text.txt", "--batch-tokens", 2**28, "--length", 2**20),
-        ("train", "text.txt", "--table", "--seed", "0,99999999999999999999"),
+        ("train", "text.txt", "--table", "--seeds", 99_999_999_999_999_999_999),
     ],
     ids=lambda args: " ".join(map(str, args)),
 )

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import howsmooth as hs
 from howsmooth.cli import app
-from howsmooth.cli.source_options import random_tokens
+from howsmooth.cli.source_options import unit_rms_tokens
 from howsmooth.testing import dense_jacobian
 from tests.cli.command import Command
 
@@ -53,7 +53,7 @@ def test_json_of_a_random_configuration_equals_the_library_and_dense_svd() -> No
     found = answer("random", *SMALL, "--causal", "--seed", 5)
     seeds = found["setting"]["seeds"]
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"], mask="causal")
-    x = random_tokens(12, 16, seeds["tokens"]).float()
+    x = unit_rms_tokens(12, 16, seeds["tokens"]).float()
     assert found["block"]["value"] == float(hs.measure(attention, x, seed=seeds["solver"]))
     assert found["heads"]["value"] == hs.measure_heads(attention, x, seed=seeds["solver"]).value.tolist()
     assert found["block"]["value"] == pytest.approx(dense_norm(attention, x), rel=1e-5)
@@ -70,19 +70,18 @@ def test_every_norm_equals_the_dense_matrix(norm: str) -> None:
     found = answer("random", *SMALL, "--norm", norm, "--what", "block", "--dtype", "float64")
     seeds = found["setting"]["seeds"]
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"], dtype=torch.float64)
-    x = random_tokens(12, 16, seeds["tokens"])
+    x = unit_rms_tokens(12, 16, seeds["tokens"])
     matrix = dense_jacobian(attention, x)
     order = {"2": 2, "1": 1, "inf": math.inf, "fro": "fro"}[norm]
     assert found["block"]["value"] == pytest.approx(float(torch.linalg.matrix_norm(matrix, order)), rel=1e-10)
 
 
-def test_brackets_presets_and_flags_name_the_same_configuration() -> None:
-    by_flags = answer("random", *SMALL, "--causal", "--rope", "--kv-heads", 1, "--softcap", 5, "--qk-norm", "rms")
-    brackets = "random[width=16,heads=2,length=12,causal=true,rope=yes,kv-heads=1,softcap=5,qk_norm=rms]"
-    assert answer(brackets)["heads"]["value"] == by_flags["heads"]["value"]
-    gpt2 = answer("random[like=gpt2,length=4]", "--what", "block")["setting"]
+def test_flags_win_over_a_preset() -> None:
+    gpt2 = answer("random", "--like", "gpt2", "--length", 4, "--what", "block")["setting"]
     assert (gpt2["d"], gpt2["heads"], gpt2["mask"], gpt2["n"]) == (768, 12, "causal", 4)
-    llama = answer("random[like=llama]", "--length", 3, "--width", 64, "--no-causal", "--what", "heads")["setting"]
+    llama = answer("random", "--like", "llama", "--length", 3, "--width", 64, "--no-causal", "--what", "heads")[
+        "setting"
+    ]
     assert (llama["d"], llama["kv_heads"], llama["mask"], llama["positions"]) == (64, 8, "none", "rotary")
 
 
@@ -138,7 +137,7 @@ def test_real_gpt2_weights_equal_the_map_built_by_hand(shared_dir: Path) -> None
         mask="causal",
     )
     seeds = found["setting"]["seeds"]
-    x = random_tokens(32, 768, seeds["tokens"]).float()
+    x = unit_rms_tokens(32, 768, seeds["tokens"]).float()
     assert found["block"]["value"] == float(hs.measure(attention, x, seed=seeds["solver"]))
     assert found["heads"]["value"] == hs.measure_heads(attention, x, seed=seeds["solver"]).value.tolist()
     assert found["block"]["lower"] <= found["block"]["value"] <= found["block"]["upper"]
@@ -166,13 +165,13 @@ def test_explanation_in_json_equals_the_library() -> None:
     found = answer("random", *SMALL, "--explain", "--what", "heads")
     seeds = found["setting"]["seeds"]
     attention = hs.SelfAttention.random(16, 2, seed=seeds["weights"])
-    story = hs.explain(attention, random_tokens(12, 16, seeds["tokens"]).float(), per_head=True, seed=seeds["solver"])
+    story = hs.explain(attention, unit_rms_tokens(12, 16, seeds["tokens"]).float(), per_head=True, seed=seeds["solver"])
     assert found["explanation"]["heads"]["value_path"]["value"] == story.value_path.value.tolist()
     assert found["explanation"]["heads"]["sink_token"] == story.sink_token.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["both", "block"])
+@pytest.mark.parametrize("what", ["attention,head", "attention"])
 def test_a_figure_is_written(tmp_path: Path, what: str) -> None:
     found = answer("random", *SMALL, "--what", what, "--figure", tmp_path / "f.png")
     assert found["figure"] == str(tmp_path / "f.png")
@@ -204,9 +203,13 @@ def test_wrong_requests_are_one_line(weights: Path, tmp_path: Path) -> None:
     assert "NaN" in refusal(tmp_path / "nan.safetensors", *LAYER)
     assert "--no-such-option" in refusal("random", "--no-such-option")
     assert "--norm" in refusal("random", "--norm", "3")
-    assert "'colour'" in refusal("random[colour=red]")
-    assert "'nosuch'" in refusal("random:nosuch")
-    assert "type int" in refusal("random[width=wide]")
+    assert "'red'" in refusal("random", "--like", "red")
+    assert "neither" in refusal("random[width=8]")
+    assert "'random:nosuch' is neither" in refusal("random:nosuch")
+    assert "'--width'" in refusal("random", "--width", "wide")
+    assert "--like" in refusal(weights, *LAYER, "--like", "gpt2")
+    assert "--what is attention, head" in refusal("random", "--what", "layer")
+    assert "--length is one number" in refusal("random", "--length", "4,8")
     assert "memory" in refusal("random", "--memory", "lots")
     assert "picture" in refusal("random", "--figure", tmp_path / "f.docx")
     assert "rtol" in refusal("random", "--rtol", "0", "--length", 300)
@@ -243,7 +246,7 @@ def _process(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_module_prints_nothing_but_json() -> None:
-    done = _process("measure", "random[width=8,heads=2,length=5]", "--json")
+    done = _process("measure", "random", "--width", "8", "--heads", "2", "--length", "5", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["setting"]["n"] == 5
 
@@ -281,18 +284,18 @@ def test_interruption_is_one_line_and_130() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("args", "said"),
     [
-        ("random[width=0]", "width is a whole number from 1 to"),
-        ("random[heads=0]", "heads is a whole number from 1 to"),
-        ("random[width=99999999999999999999]", "width is a whole number from 1 to"),
-        ("random[kv_heads=-1]", "kv_heads is a whole number from 1 to"),
-        (f"random[width={'9' * 6000}]", "does not give width a value of type int"),
-        ("random[heads=3]", "a width of 64 does not split into 3 heads"),
-        ("random[scale=nan]", "scale is a finite number, got nan"),
-        ("random[softcap=inf]", "softcap is a finite number"),
-        ("a" * 5000, "is neither a weights file"),
+        (("random", "--width", 0), "--width"),
+        (("random", "--heads", 0), "--heads"),
+        (("random", "--kv-heads", -1), "--kv-heads"),
+        (("random", "--width", 99_999_999_999_999_999_999), "lower --width"),
+        (("random", "--width", "9" * 6000), "--width"),
+        (("random", "--heads", 3), "a width of 64 does not split into 3 heads"),
+        (("random", "--scale", "nan"), "--scale is a finite number, got nan"),
+        (("random", "--softcap", "inf"), "--softcap is a finite number"),
+        (("a" * 5000,), "is neither a weights file"),
     ],
 )
-def test_impossible_sizes_in_brackets_are_one_clear_line(source: str, said: str) -> None:
-    assert said in refusal(source)
+def test_impossible_sizes_are_one_clear_line(args: tuple[object, ...], said: str) -> None:
+    assert said in refusal(*args)

@@ -19,10 +19,10 @@ WORDS = "to be or not to be, that is the question " * 20
 COMMANDS: dict[str, tuple[object, ...]] = {
     "measure": ("random", "--length", 4),
     "bounds": ("random", "--over", "ball:1"),
-    "worst-case": ("random", "--lengths", 2),
+    "worst-case": ("random", "--length", 2),
     "certify": ("random", "--length", 4),
-    "scan": (TINY, "--lengths", 8),
-    "compare": (TINY, TINY, "--lengths", 8),
+    "scan": (TINY, "--length", 8),
+    "compare": (TINY, TINY, "--length", 8),
     "quantise": (TINY, "--length", 8),
     "noise": (TINY, "--length", 8),
     "train": ("words.txt", "--steps", 1),
@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 }
 _NO_PLACE = {"merge", "models", "report", "reproduce"}
 """These read what is stored, or run experiments whose arithmetic belongs to their claim."""
-_NO_DTYPE = _NO_PLACE | {"train", "demo"}
+_NO_DTYPE = _NO_PLACE | {"train", "demo", "noise"}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_dtype_that_is_none_is_one_line(name: str) -> None:
 
 
 def test_compare_rounds_the_weights_of_models() -> None:
-    asked = (TINY, "random:llama[layers=1,width=16,heads=2,seed=1]", "--lengths", 8)
+    asked = (TINY, "random:llama[layers=1,width=16,heads=2,seed=1]", "--length", 8)
     plain, rounded = (Command("compare").json(*asked, "--dtype", dtype)["changes"] for dtype in ("auto", "bfloat16"))
     before, after = ({change["head"]: change["before"] for change in some} for some in (plain, rounded))
     assert before != after

@@ -31,7 +31,7 @@ def test_json_is_the_rows_of_the_library(name: str) -> None:
 
 
 def test_tables_show_formats_checks_the_choice_and_the_export() -> None:
-    done = COMMAND.run(TINY, *QUICK, "--formats", "fp8_e4m3,bf16", "--budget", 12, "--per", "layer", "--export", "vllm")
+    done = COMMAND.run(TINY, *QUICK, "--formats", "fp8_e4m3,bf16", "--budget", 12, "--per", "layer", "--for", "vllm")
     assert done.exit_code == 0, done.output
     for said in ("fp8_e4m3", "first order ÷ actual", "Run on other windows", "uniform", "The choice", "vllm serve"):
         assert said in done.stdout
@@ -42,7 +42,7 @@ def test_tables_show_formats_checks_the_choice_and_the_export() -> None:
 
 @pytest.mark.slow
 def test_exports_and_pictures_go_where_they_are_told() -> None:
-    asked = ("--budget", 6, "--export", "json", "--export-file", "kv.json", "--figure", "kv.png")
+    asked = ("--budget", 6, "--for", "json", "--export", "kv.json", "--figure", "kv.png")
     COMMAND.json(TINY, *QUICK, *asked)
     assert len(json.loads(Path("kv.json").read_text())["layers"]) == 2
     assert Path("kv.png").read_bytes().startswith(b"\x89PNG")
@@ -71,9 +71,9 @@ def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
         (["--budget", "2"], "below the smallest format"),
         (["--budget", "20"], "above the largest format"),
         (["--formats", "int4[group=3]", "--budget", "6"], "do not divide"),
-        (["--export", "vllm"], "add --budget"),
-        (["--export", "vllm", "--budget", "6"], "vllm has no int8"),
-        (["--export-file", "x"], "--export-file needs --export"),
+        (["--for", "vllm"], "add --budget"),
+        (["--for", "vllm", "--budget", "6"], "vllm has no int8"),
+        (["--export", "x"], "--export needs --for"),
         (["--figure", "kv.txt"], "does not end like a picture"),
         (["--report", "kv.txt"], "use .html"),
         (["--report", "there.html"], "is no report of howsmooth"),

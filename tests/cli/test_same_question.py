@@ -12,10 +12,9 @@ import torch
 
 import howsmooth as hs
 from evidence.scan_faults import TEXT
-from howsmooth.cli.source_options import random_tokens
+from howsmooth.cli.source_options import unit_rms_tokens
 from howsmooth.models import alice, attention_inputs, capture, open_model
 from howsmooth.models.attention_reader import from_transformers
-from howsmooth.search import Witness
 from tests.cli.command import Command
 
 QUICK = ("--starts", 1, "--steps", 1, "--out", "out")
@@ -35,14 +34,12 @@ def by_command(source: object, layer: int, text: Path | None, n: int, head: int)
     """Command → what it prints for the block and for one head."""
     on = () if text is None else ("--text", text)
     where = (source, "--layer", layer, *on)
-    scanned = answer(
-        "scan", source, *on, "--layers", layer, "--lengths", n, "--what", "heads,attention", "--windows", 2
-    )
+    scanned = answer("scan", source, *on, "--layers", layer, "--length", n, "--what", "heads,attention", "--windows", 2)
     rows = {row["head"]: row["value"] for row in scanned if row["window"] == 0}
     measured = answer("measure", *where, "--length", n)
     (bound,) = answer("bounds", *where, "--length", n)["tables"]
-    (heads,) = answer("bounds", *where, "--n", n, "--per-head")["tables"]
-    near = ("worst-case", *where, "--lengths", n, "--over", "around:0.0001%", *QUICK)
+    (heads,) = answer("bounds", *where, "--length", n, "--per-head")["tables"]
+    near = ("worst-case", *where, "--length", n, "--over", "around:0.0001%", *QUICK)
     centres = [answer(*near, *of)["cells"][0]["centre"] for of in ((), ("--head", head))]
     of_heads = {row["head"]: row["value"] for row in heads["rows"] if row["kind"] == "measured" and row["norm"] == 2}
     return {
@@ -85,9 +82,9 @@ def test_every_command_prints_the_same_value_of_a_real_model_which_is_that_of_a_
 def test_several_lengths_are_windows_of_their_own(folder: Path) -> None:
     where, n = (folder, "--layer", 1, "--text", folder / TEXT), (5, 9)
     alone = [answer("measure", *where, "--length", each, "--what", "block")["block"]["value"] for each in n]
-    tables = answer("bounds", *where, "--n", "5,9")["tables"]
+    tables = answer("bounds", *where, "--length", "5,9")["tables"]
     assert [one["measured"]["2"]["value"] for one in tables] == pytest.approx(alone, rel=SINGLE)
-    cells = answer("worst-case", *where, "--lengths", "5,9", "--over", "around:0.0001%", *QUICK)["cells"]
+    cells = answer("worst-case", *where, "--length", "5,9", "--over", "around:0.0001%", *QUICK)["cells"]
     assert [cell["centre"] for cell in cells] == pytest.approx(alone, rel=SINGLE)
 
 
@@ -113,36 +110,30 @@ def test_the_beginning_of_a_text_is_what_the_library_gives_too(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_random_names_a_model_everywhere_and_says_so_where_it_named_a_block() -> None:
+def test_random_names_a_model_everywhere() -> None:
     done = Command("measure").run("random:gpt2", "--length", 4, "--what", "block", "--json")
-    (line,) = done.stderr.splitlines()
-    assert "random[like=gpt2]" in line
-    (row,) = answer("scan", "random:gpt2", "--lengths", 4, "--what", "attention[layers=0]")
+    (row,) = answer("scan", "random:gpt2", "--length", 4, "--what", "attention[layers=0]")
     assert json.loads(done.stdout)["block"]["value"] == row["value"]
-    block = answer("measure", "random[like=gpt2,length=4]", "--what", "block")
+    block = answer("measure", "random", "--like", "gpt2", "--length", 4, "--what", "block")
     attention = hs.SelfAttention.random(768, 12, mask="causal", seed=block["setting"]["seeds"]["weights"])
-    x = random_tokens(4, 768, block["setting"]["seeds"]["tokens"]).float()
+    x = unit_rms_tokens(4, 768, block["setting"]["seeds"]["tokens"]).float()
     assert block["block"]["value"] == float(hs.measure(attention, x, seed=block["setting"]["seeds"]["solver"]))
-    assert "a block of its sizes is random[like=llama]" in Command("measure").refusal("random:llama", "--no-causal")
+    assert "a block of its sizes is random --like llama" in Command("measure").refusal("random:llama", "--no-causal")
 
 
 def test_a_refusal_has_no_note_beside_it() -> None:
     assert "the device 'x' cannot be used" in Command("worst-case").refusal("random:gpt2", "--device", "x")
 
 
-def test_a_witness_for_the_block_that_had_a_models_name_is_found_again() -> None:
-    (cell,) = answer("worst-case", "random[like=bert-base]", "--width", 12, "--lengths", 3, "--over", "ball:1", *QUICK)[
-        "cells"
-    ]
-    kept = Witness.load(cell["file"])
-    old = {**kept.source, "source": "random:bert-base"}
-    Witness(**{**vars(kept), "source": old}).save("old.safetensors")
-    again = answer("measure", "--witness", "old.safetensors")
+def test_a_witness_for_a_block_of_the_sizes_of_a_model_is_found_again() -> None:
+    block = ("random", "--like", "bert-base", "--width", 12)
+    (cell,) = answer("worst-case", *block, "--length", 3, "--over", "ball:1", *QUICK)["cells"]
+    again = answer("measure", "--witness", cell["file"])
     assert again["witness"]["value"] == cell["lower"]
 
 
 def test_a_witness_for_a_random_model_is_found_again_where_it_is_named() -> None:
-    (cell,) = answer("worst-case", RANDOM, "--lengths", 3, "--over", "ball:1", *QUICK)["cells"]
+    (cell,) = answer("worst-case", RANDOM, "--length", 3, "--over", "ball:1", *QUICK)["cells"]
     assert "name it yourself" in Command("measure").refusal("--witness", cell["file"])
     again = answer("measure", RANDOM, "--witness", cell["file"])
     assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]

@@ -33,7 +33,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_json_is_a_list_of_the_rows_that_the_library_gives(folder: Path) -> None:
-    asked = ("--text", folder / TEXT, "--lengths", "6,12", "--windows", 2, "--layers", 1, "--what", "heads,attention")
+    asked = ("--text", folder / TEXT, "--length", "6,12", "--windows", 2, "--layers", 1, "--what", "heads,attention")
     found = rows(folder, *asked, "--out", "s.sqlite")
     expected = run_scan(
         str(folder), folder / TEXT, lengths=[6, 12], windows=2, layers=[1], what=["head", "attention"]
@@ -46,7 +46,7 @@ def test_json_is_a_list_of_the_rows_that_the_library_gives(folder: Path) -> None
 
 @pytest.mark.slow
 def test_the_summary_names_the_roughest_head_its_growth_and_the_store() -> None:
-    result = run(TINY, "--lengths", "8,16,…,32")
+    result = run(TINY, "--length", "8,16,…,32")
     assert result.exit_code == 0, result.output
     found = Scan.open(default_store(TINY)).rows
     worst = max((row for row in found if row["length"] == 32), key=lambda row: row["value"])
@@ -56,19 +56,19 @@ def test_the_summary_names_the_roughest_head_its_growth_and_the_store() -> None:
 
 
 def test_a_second_run_measures_nothing_and_prints_the_same() -> None:
-    first, second = rows(TINY, "--lengths", 8), rows(TINY, "--lengths", 8)
+    first, second = rows(TINY, "--length", 8), rows(TINY, "--length", 8)
     assert first == second  # the seconds too: they are those of the first run
 
 
 def test_no_resume_measures_anew_with_other_settings() -> None:
-    rows(TINY, "--lengths", 8)
-    assert "--no-resume to measure it anew" in refusal(TINY, "--lengths", 8, "--rtol", 0.1)
-    assert {row["rtol"] for row in rows(TINY, "--lengths", 8, "--rtol", 0.1, "--no-resume")} == {0.1}
+    rows(TINY, "--length", 8)
+    assert "--no-resume to measure it anew" in refusal(TINY, "--length", 8, "--rtol", 0.1)
+    assert {row["rtol"] for row in rows(TINY, "--length", 8, "--rtol", 0.1, "--no-resume")} == {0.1}
 
 
 def test_a_config_file_is_overridden_by_flags(folder: Path) -> None:
     Path("scan.toml").write_text(
-        f'model = "{folder}"\ntext = "{folder / TEXT}"\nlengths = [6, 12]\nwindows = 2\nexplain = false\n'
+        f'model = "{folder}"\ntext = "{folder / TEXT}"\nlength = [6, 12]\nwindows = 2\nexplain = false\n'
         'what = "head[layers=0,heads=1]"\nout = "from-config.sqlite"\n'
     )
     found = rows("--config", "scan.toml", "--windows", 1)
@@ -79,7 +79,7 @@ def test_a_config_file_is_overridden_by_flags(folder: Path) -> None:
 
 def test_exports_hold_the_rows() -> None:
     names = ["rows.csv", "rows.json", "rows.parquet"]
-    found = rows(TINY, "--lengths", 8, *(part for name in names for part in ("--export", name)))
+    found = rows(TINY, "--length", 8, *(part for name in names for part in ("--export", name)))
     assert json.loads(Path("rows.json").read_text()) == found
     with Path("rows.csv").open(newline="") as file:
         assert [float(row["value"]) for row in csv.DictReader(file)] == [row["value"] for row in found]
@@ -87,7 +87,7 @@ def test_exports_hold_the_rows() -> None:
 
 
 def test_cells_that_do_not_converge_give_exit_code_1() -> None:
-    result = run(TINY, "--lengths", 200, "--layers", 0, "--rtol", 1e-12, "--json")
+    result = run(TINY, "--length", 200, "--layers", 0, "--rtol", 1e-12, "--json")
     assert result.exit_code == 1
     assert not all(row["converged"] for row in json.loads(result.stdout))
 
@@ -95,14 +95,14 @@ def test_cells_that_do_not_converge_give_exit_code_1() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "which model?"),
+        ([], "no model is named"),
         (["nosuch/model-anywhere"], "nosuch/model-anywhere"),
-        ([TINY, "--lengths", "8,…,100"], "doubling does not lead to 100"),
-        ([TINY, "--lengths", "1024"], "at most 512"),
+        ([TINY, "--length", "8,…,100"], "doubling does not lead to 100"),
+        ([TINY, "--length", "1024"], "at most 512"),
         ([TINY, "--layers", "0-7"], "layer 2 does not exist"),
         ([TINY, "--layers", "0-40000000"], "no model has layers up to 40000000"),
         ([TINY, "--what", "head[heads=0-40000000]"], "no model has heads up to 40000000"),
-        ([TINY, "--lengths", "9" * 5000], "lengths are numbers of tokens"),
+        ([TINY, "--length", "9" * 5000], "lengths are numbers of tokens"),
         (
             [TINY, "--seed", "99999999999999999999"],
             "'--seed': Input should be less than or equal to 9223372036854775807",
@@ -129,20 +129,20 @@ def test_a_wrong_request_is_one_clear_line(args: list[str], said: str) -> None:
 )
 def test_a_text_that_cannot_be_read_is_one_clear_line(content: bytes, said: str) -> None:
     Path("text.txt").write_bytes(content)
-    assert said in refusal(TINY, "--text", "text.txt", "--lengths", 64)
+    assert said in refusal(TINY, "--text", "text.txt", "--length", 64)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("lengths = ", "is not TOML"),
-        ("lenghts = 8", "sets 'lenghts', which is no option of a scan"),
+        ("length = ", "is not TOML"),
+        ("lenght = 8", "sets 'lenght', which is no option of a scan"),
         ('windows = "three"', "sets windows to 'three'"),
         ("explain = 1", "sets explain to 1"),
         ('layers = ["a"]', "layers must be a text or a whole number"),
         ("layers = [1.5]", "layers must be a text or a whole number"),
         ("what = [1]", "what must be a text"),
-        ("lengths = []", "lengths are numbers of tokens"),
+        ("length = []", "lengths are numbers of tokens"),
         ("seed = 99999999999999999999", "seed must be a whole number"),
         ("windows = " + "9" * 5000, "is not TOML"),
         ('model = "a\\u0000b"', "a text with a zero byte"),
@@ -160,7 +160,7 @@ def test_a_wrong_config_file_is_one_clear_line(content: str, said: str) -> None:
 
 def test_a_store_in_use_is_one_clear_line() -> None:
     with Store.writing("s.sqlite"):
-        assert "another scan is writing to s.sqlite" in refusal(TINY, "--lengths", 8, "--out", "s.sqlite")
+        assert "another scan is writing to s.sqlite" in refusal(TINY, "--length", 8, "--out", "s.sqlite")
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_nothing_that_is_read_or_written_is_overwritten(args: list[str]) -> None
     Path("c.json").write_text("")
     Path("link.csv").symlink_to("n.csv")
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
-    assert "would overwrite: choose another name" in refusal(TINY, "--lengths", 8, *args)
+    assert "would overwrite: choose another name" in refusal(TINY, "--length", 8, *args)
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
 
 def test_no_file_of_the_model_is_overwritten(folder: Path) -> None:
     before = (folder / "config.json").read_bytes()
-    assert "is also MODEL" in refusal(folder, "--lengths", 8, "--export", folder / "config.json")
+    assert "is also MODEL" in refusal(folder, "--length", 8, "--export", folder / "config.json")
     assert (folder / "config.json").read_bytes() == before
 
 
@@ -196,20 +196,20 @@ def test_a_store_that_vanishes_is_no_success(monkeypatch: pytest.MonkeyPatch) ->
         return measured(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(driver, "measure_batch", removing)
-    said = refusal(TINY, "--lengths", 8, "--out", "s.sqlite")
+    said = refusal(TINY, "--length", 8, "--out", "s.sqlite")
     assert "s.sqlite was removed, renamed or replaced" in said
 
 
 @pytest.mark.parametrize("before", [0, 4])
 def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if before:
-        rows(TINY, "--lengths", 8, "--out", "s.sqlite")
+        rows(TINY, "--length", 8, "--out", "s.sqlite")
 
     def interrupted(*args: object, **options: object) -> object:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "open_model", interrupted)
-    done = run(TINY, "--lengths", 8, "--out", "s.sqlite")
+    done = run(TINY, "--length", 8, "--out", "s.sqlite")
     assert done.exit_code == 130
     said = "nothing new was measured; the 4 cells in s.sqlite are kept" if before else "nothing was measured yet"
     assert done.stderr.splitlines() == [f"howsmooth: interrupted: {said}."]
@@ -217,7 +217,7 @@ def test_an_interruption_before_the_first_batch_says_what_is_kept(before: int, m
 
 @pytest.mark.slow
 def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = rows(TINY, "--lengths", 8, "--out", "s.sqlite")
+    old = rows(TINY, "--length", 8, "--out", "s.sqlite")
     measured, count = driver.measure_batch, iter(range(9))
 
     def interrupted(*args: object) -> object:
@@ -225,7 +225,7 @@ def test_measuring_anew_that_is_interrupted_keeps_the_old_cells(monkeypatch: pyt
             raise KeyboardInterrupt
         return measured(*args)  # type: ignore[arg-type]
 
-    anew = (TINY, "--lengths", 8, "--out", "s.sqlite", "--no-resume", "--rtol", 0.01)
+    anew = (TINY, "--length", 8, "--out", "s.sqlite", "--no-resume", "--rtol", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(driver, "measure_batch", interrupted)
         done = run(*anew)
@@ -245,7 +245,7 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
         code,
         "scan",
         TINY,
-        "--lengths",
+        "--length",
         "8,16,…,512",
         "--windows",
         "20",
@@ -257,7 +257,7 @@ def test_control_c_says_what_is_kept_and_how_to_go_on() -> None:
         command,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"},
     )
     while not Path("s.sqlite").is_file() or not _kept():
         assert process.poll() is None

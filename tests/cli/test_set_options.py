@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from howsmooth.cli.set_options import layer_tokens, tokens_before
-from howsmooth.cli.source_options import Request, Settings
+from howsmooth.cli.source_options import AttentionOptions, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.models import attention_inputs
 from howsmooth.sets import Normalised
@@ -65,7 +65,7 @@ def test_a_file_says_its_normalisation_beside_the_attention(bias: bool, make: ob
     drawn |= {f"h.{i}.ln_1.bias": torch.rand(8) for i in (0, 1) if bias}
     save_file(drawn, tmp_path / "w.safetensors")
     request = Request(str(tmp_path / "w.safetensors"), prefix="h.1.attn")
-    found = layer_tokens(request.open(Settings(heads=2, length=1)), request)
+    found = layer_tokens(request.open(AttentionOptions(heads=2, length=1)), request)
     expected = make(drawn["h.1.ln_1.weight"], drawn.get("h.1.ln_1.bias"))  # type: ignore[operator]
     assert torch.equal(found.axes, expected.axes)
     assert torch.equal(found.centre, expected.centre)
@@ -81,7 +81,7 @@ def test_gains_of_a_file_are_those_of_its_model_or_cover_both(
     if kind is not None:
         (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     request = Request(str(tmp_path / "w.safetensors"))
-    found = layer_tokens(request.open(Settings(heads=2, length=1)), request)
+    found = layer_tokens(request.open(AttentionOptions(heads=2, length=1)), request)
     wide = torch.maximum(gain.double().abs(), (1 + gain.double()).abs())
     assert torch.equal(found.axes.diagonal(), wide if extra is None else extra + gain.double())
     assert ("w or 1 + w" in found.origin) == (extra is None)
@@ -90,4 +90,4 @@ def test_gains_of_a_file_are_those_of_its_model_or_cover_both(
 def test_random_weights_have_no_normalisation() -> None:
     request = Request("random")
     with pytest.raises(InvalidInput, match="holds no normalisation"):
-        layer_tokens(request.open(Settings(width=8, length=1)), request)
+        layer_tokens(request.open(AttentionOptions(width=8, length=1)), request)

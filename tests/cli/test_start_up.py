@@ -13,8 +13,9 @@ import pytest
 from typer.main import get_command
 
 import howsmooth as hs
-from howsmooth.cli import app, busy
-from howsmooth.cli.lazy_commands import SUMMARIES, OnDemand
+from howsmooth.cli import app
+from howsmooth.cli.lazy_commands import LazyCommand
+from howsmooth.cli.program import leave_busy_cores
 
 ANSWER = """
 import sys
@@ -53,25 +54,11 @@ def test_nothing_heavy_is_imported_for_an_answer_at_once(args: tuple[str, ...], 
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
-@pytest.mark.slow
-def test_help_needs_no_parser_and_no_highlighter_and_others_still_get_them() -> None:
-    code = (
-        "import sys; from howsmooth.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert not {'markdown_it', 'pygments', 'rich.syntax'} & set(sys.modules), 'too much'\n"
-        "import typer.rich_utils as used, rich.markdown, rich.traceback\n"
-        "assert isinstance(used.Markdown('*a*'), rich.markdown.Markdown)\n"
-        "assert used.Traceback.from_exception == rich.traceback.Traceback.from_exception\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_summary_is_the_beginning_of_the_help_of_its_command() -> None:
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        assert isinstance(command, OnDemand)
+    for command in get_command(app).commands.values():  # type: ignore[attr-defined]
+        assert isinstance(command, LazyCommand)
         first, _, _ = inspect.cleandoc(command.command.help).partition("\n\n")
-        assert " ".join(first.split()) == SUMMARIES[name]
+        assert " ".join(first.split()) == command.help
         assert command.params is command.command.params
 
 
@@ -105,11 +92,10 @@ def test_the_package_needs_no_module_that_windows_lacks() -> None:
 def test_torch_takes_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch, load: float, threads: int | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert busy.free_cores() == threads
     for said in (None, "5"):
         environment = {} if said is None else {"OMP_NUM_THREADS": said}
         monkeypatch.setattr(os, "environ", environment)
-        busy.leave_room()
+        leave_busy_cores()
         assert environment.get("OMP_NUM_THREADS") == (said or (None if threads is None else str(threads)))
 
 

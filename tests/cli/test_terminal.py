@@ -15,7 +15,7 @@ from rich.text import Text
 
 from evidence.scan_faults import TEXT, make_model
 from howsmooth.cli import app
-from howsmooth.cli.console import SafeConsole, plain_json
+from howsmooth.cli.console import SafeConsole, terminal_json
 from howsmooth.cli.exit_codes import complain
 from howsmooth.scans import scan
 from tests.cli.command import Command
@@ -116,7 +116,7 @@ def test_a_console_passes_styles_and_no_controls_of_text() -> None:
 
 def test_json_for_a_terminal_is_the_same_json() -> None:
     content = {"a": HOSTILE, "b": ["é ½ 語", "tab\t line\n"], "\u2028": 1}
-    said = plain_json(json.dumps(content, indent=2, ensure_ascii=False))
+    said = terminal_json(json.dumps(content, indent=2, ensure_ascii=False))
     assert json.loads(said) == content
     assert not commands_in(said)
     assert "語" in said

@@ -99,12 +99,12 @@ def test_a_run_has_a_folder_of_its_own_and_goes_on_only_when_asked(text: Path) -
 
 @pytest.mark.parametrize("lengths", ["chunks", "curriculum"])
 def test_other_lengths_train_too(text: Path, lengths: str) -> None:
-    assert printed(text, *TINY, "--lengths", lengths)["settings"]["lengths"] == lengths
+    assert printed(text, *TINY, "--pieces", lengths)["settings"]["lengths"] == lengths
 
 
 @pytest.mark.slow
 def test_the_table_compares_kinds_over_depths(text: Path) -> None:
-    options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seed", 0)
+    options = (*TINY, "--table", "--attention", "l2,contractive-2,contractive-inf", "--depth", "1,2", "--seeds", 1)
     result = run(text, *options, "--out", "grid")
     assert result.exit_code == 0, result.output
     for word in ("l2", "contractive-2", "depth 1", "depth 2", "6 of 6 cells"):

@@ -89,7 +89,7 @@ def dense_norm(attention: hs.SelfAttention, x: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() -> None:
-    found = search("random", *SMALL, "--causal", "--lengths", "2,4", "--over", "ball:2,1", "--seed", 5)
+    found = search("random", *SMALL, "--causal", "--length", "2,4", "--over", "ball:2,1", "--seed", 5)
     attention = hs.SelfAttention.random(6, 2, seed=5, mask="causal")
     seed = found["setting"]["seeds"]["solver"]
     expected = sandwich(attention, [2, 4], over=[hs.sets.Ball(1.0), hs.sets.Ball(2.0)], starts=2, steps=20, seed=seed)
@@ -105,7 +105,7 @@ def test_json_equals_the_library_and_the_dense_jacobian_at_the_kept_witness() ->
 
 @pytest.mark.slow
 def test_the_table_names_both_ends_and_every_file() -> None:
-    done = run("worst-case", "random", *SMALL, "--lengths", "2,4", "--over", "ball:1", "--head", 1, *QUICK)
+    done = run("worst-case", "random", *SMALL, "--length", "2,4", "--over", "ball:1", "--head", 1, *QUICK)
     assert done.exit_code == 0, done.output
     for part in (
         "head 1",
@@ -127,13 +127,13 @@ def test_the_table_names_both_ends_and_every_file() -> None:
 
 @pytest.mark.slow
 def test_the_usual_set_of_weights_without_a_model_are_tokens_of_unit_rms() -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3)["cells"]
+    (cell,) = search("random", *SMALL, "--length", 3)["cells"]
     assert cell["over"]["origin"] == "tokens of unit RMS"
     assert float(Witness.load(cell["file"]).x.square().mean(-1).max()) <= 1 + 1e-9
 
 
 def test_the_infinity_norm_is_searched_too() -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1", "--norm", "inf")["cells"]
+    (cell,) = search("random", *SMALL, "--length", 3, "--over", "ball:1", "--norm", "inf")["cells"]
     witness = Witness.load(cell["file"])
     attention = hs.SelfAttention.random(6, 2, dtype=torch.float32).in_dtype(torch.float64)
     matrix = dense_jacobian(attention, witness.x)
@@ -144,7 +144,7 @@ def test_the_infinity_norm_is_searched_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--over", "norm"), ("--over", "norm:h.0.ln_1")])
 def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str, str]) -> None:
-    (cell,) = search(layer, "--heads", 2, "--lengths", 3, *options)["cells"]
+    (cell,) = search(layer, "--heads", 2, "--length", 3, *options)["cells"]
     raw = load_file(layer)
     tokens = Ellipsoid.layer_norm(raw["h.0.ln_1.weight"], raw["h.0.ln_1.bias"])
     assert cell["size"] == tokens.radius
@@ -157,7 +157,7 @@ def test_the_layers_own_normalisation_is_the_set(layer: Path, options: tuple[str
 def test_eps_searches_near_stored_tokens(layer: Path, tmp_path: Path) -> None:
     x = torch.randn(5, 6, dtype=torch.float64)
     np.save(tmp_path / "x.npy", x.numpy())
-    found = search(layer, "--heads", 2, "--input", tmp_path / "x.npy", "--over", "around:10%,1%", "--lengths", "3,5")
+    found = search(layer, "--heads", 2, "--input", tmp_path / "x.npy", "--over", "around:10%,1%", "--length", "3,5")
     for cell in found["cells"]:
         witness = Witness.load(cell["file"])
         share = cell["size"] / float(x.norm(dim=-1).mean())
@@ -169,7 +169,7 @@ def test_eps_searches_near_stored_tokens(layer: Path, tmp_path: Path) -> None:
 @needs_minilm
 @pytest.mark.slow
 def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: Path) -> None:
-    asked = ("minilm", "--layer", 2, "--lengths", 6, "--starts", 1, "--steps", 3)
+    asked = ("minilm", "--layer", 2, "--length", 6, "--starts", 1, "--steps", 3)
     (on_set,) = answer("worst-case", *asked)["cells"]
     assert (on_set["over"]["set"], on_set["over"]["origin"]) == ("normalised", "LayerNorm")
     (tmp_path / "story.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
@@ -187,7 +187,7 @@ def test_a_model_is_searched_after_its_normalisation_and_near_a_text(tmp_path: P
     "options", [(), ("--head", 1), ("--norm", "inf"), ("--window", 2, "--softcap", 5, "--head", 0)]
 )
 def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> None:
-    (cell,) = search("random", *SMALL, "--causal", "--lengths", 4, "--over", "ball:1.5", "--seed", 3, *options)["cells"]
+    (cell,) = search("random", *SMALL, "--causal", "--length", 4, "--over", "ball:1.5", "--seed", 3, *options)["cells"]
     again = answer("measure", "--witness", cell["file"])
     assert again["witness"]["value"] == again["witness"]["stored"] == cell["lower"]
     found = again["heads"]["value"][cell["head"]] if cell["head"] is not None else again["block"]["value"]
@@ -200,7 +200,7 @@ def test_a_witness_gives_the_same_number_again(options: tuple[object, ...]) -> N
 @pytest.mark.slow
 def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
     here = (layer, "--heads", 2)
-    (cell,) = search(*here, "--lengths", 3, "--over", "ball:1")["cells"]
+    (cell,) = search(*here, "--length", 3, "--over", "ball:1")["cells"]
     moved = layer.rename(layer.with_name("moved.safetensors"))
     assert answer("measure", moved, "--heads", 2, "--witness", cell["file"])["witness"]["value"] == cell["lower"]
     assert "no file" in refusal("measure", layer, "--witness", cell["file"])
@@ -209,7 +209,7 @@ def test_a_witness_is_replayed_on_the_map_that_is_named(layer: Path) -> None:
 
 
 def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None:
-    (cell,) = search(layer, "--heads", 2, "--lengths", 3, "--over", "ball:1")["cells"]
+    (cell,) = search(layer, "--heads", 2, "--length", 3, "--over", "ball:1")["cells"]
     changed = load_file(layer)
     changed["h.0.attn.q_proj.weight"][0, 0] += 1e-6
     save_file(changed, layer)
@@ -219,7 +219,7 @@ def test_a_witness_is_refused_when_its_weights_have_changed(layer: Path) -> None
 @pytest.mark.slow
 def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
     """The factor on the logits is no weight: the hash does not know it, the number does."""
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:2")["cells"]
+    (cell,) = search("random", *SMALL, "--length", 3, "--over", "ball:2")["cells"]
     found = Witness.load(cell["file"])
     kept = found.source | {"scale": 0.3}
     Witness(**{**vars(found), "source": kept}).save(cell["file"])
@@ -229,7 +229,7 @@ def test_a_map_that_only_looks_the_same_is_noticed_by_its_number() -> None:
 
 @pytest.mark.slow
 def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1")["cells"]
+    (cell,) = search("random", *SMALL, "--length", 3, "--over", "ball:1")["cells"]
     whole = Path(cell["file"]).read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-40])
     (tmp_path / "empty.safetensors").write_bytes(b"")
@@ -249,10 +249,13 @@ def test_what_is_no_witness_is_one_line(layer: Path, tmp_path: Path) -> None:
         files=lambda n, over: tmp_path / "mine.safetensors",
     )
     assert "name the weights" in refusal("measure", "--witness", tmp_path / "mine.safetensors")
-    named = answer("measure", "random[width=6,heads=2]", "--witness", tmp_path / "mine.safetensors")
+    named = answer("measure", "random", "--width", 6, "--heads", 2, "--witness", tmp_path / "mine.safetensors")
     assert named["witness"]["value"] == named["witness"]["stored"]
-    assert "width 6" in refusal("measure", "random[width=8,heads=2]", "--witness", tmp_path / "mine.safetensors")
-    other = refusal("measure", "random[width=6,heads=2,causal=yes]", "--witness", tmp_path / "mine.safetensors")
+    of_width_8 = ("random", "--width", 8, "--heads", 2)
+    assert "width 6" in refusal("measure", *of_width_8, "--witness", tmp_path / "mine.safetensors")
+    other = refusal(
+        "measure", "random", "--width", 6, "--heads", 2, "--causal", "--witness", tmp_path / "mine.safetensors"
+    )
     assert "but random" in other
 
 
@@ -267,8 +270,9 @@ EVIL: list[dict[str, object]] = [
     {"source": 5},
     {"source": None},
     {"source": ["random"]},
-    {"source": "random[width=0]"},
-    {"source": "random[width=1000000000]"},
+    {"source": "random[width=4,heads=2]"},
+    {"source": "random", "width": 0},
+    {"source": "random", "like": "load"},
     {"source": "random", "width": 10**9},
     {"source": "random", "width": "x"},
     {"source": "random", "width": True},
@@ -301,14 +305,16 @@ def test_a_witness_opens_nothing_by_itself(
 
 
 def test_a_witness_of_the_version_before_is_replayed_to_the_same_number() -> None:
-    again = answer("measure", "--witness", STORED.with_name("witness-2.safetensors"))["witness"]
+    again = answer(
+        "measure", "random", "--width", 4, "--heads", 2, "--witness", STORED.with_name("witness-2.safetensors")
+    )["witness"]
     assert again["stored"] == 2.6414122191412424
     assert again["value"] == pytest.approx(again["stored"], rel=1e-12)
 
 
 @pytest.mark.slow
 def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
-    (cell,) = search(layer, "--heads", 2, "--causal", "--lengths", 3, "--over", "ball:1")["cells"]
+    (cell,) = search(layer, "--heads", 2, "--causal", "--length", 3, "--over", "ball:1")["cells"]
     said = refusal("measure", "--witness", cell["file"])
     assert f"howsmooth measure {layer} --witness" in said.replace("\n", "")
     again = answer("measure", layer, "--witness", cell["file"])  # --heads and --causal are those of the file
@@ -320,7 +326,7 @@ def test_the_map_of_a_witness_is_named_on_the_command_line(layer: Path) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_files() -> None:
-    asked = ("random", *SMALL, "--lengths", "2,4", "--over", "ball:1")
+    asked = ("random", *SMALL, "--length", "2,4", "--over", "ball:1")
     first = search(*asked, "--out", "a")["cells"]
     second = search(*asked, "--out", "b")["cells"]
     for one, two in zip(first, second, strict=True):
@@ -331,7 +337,7 @@ def test_the_same_seed_gives_the_same_files() -> None:
 def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "batch.npy", np.ones((2, 4, 6)))
     np.save(tmp_path / "short.npy", np.ones((3, 6)))
-    ask = ("worst-case", "random", *SMALL, "--lengths", 3)
+    ask = ("worst-case", "random", *SMALL, "--length", 3)
     for wrong in ("0", "-1", "nan", "inf", "wide", "1,"):
         assert "names no set" in refusal(*ask, "--over", f"ball:{wrong}")
     for wrong in ("-0.1", "0", "nan"):
@@ -340,17 +346,16 @@ def test_wrong_requests_are_one_line(layer: Path, tmp_path: Path) -> None:
     assert "not a point" in refusal(*ask, "--over", "point")
     assert "give its distance" in refusal("worst-case", layer, "--heads", 2, "--input", tmp_path / "short.npy")
     assert "lengths are numbers" in refusal(*ask[:-1], "0", "--over", "ball:1")
-    assert "leave out --length" in refusal(*ask, "--length", 4)
     assert "there is no head 2" in refusal(*ask, "--head", 2, "--over", "ball:1")
     assert "--seconds is a positive" in refusal(*ask, "--seconds", 0)
     assert "--norm" in refusal(*ask, "--norm", "1")
     assert "are for models" in refusal(*ask, "--layer", 1)
     assert "are for models" in refusal(*ask, "--around", tmp_path / "t.txt", "--over", "around:10%")
     near = ("worst-case", layer, "--heads", 2, "--over", "around:10%")
-    assert "the input has 3" in refusal(*near, "--input", tmp_path / "short.npy", "--lengths", 4)
-    assert "holds 2" in refusal(*near, "--input", tmp_path / "batch.npy", "--lengths", 2)
+    assert "the input has 3" in refusal(*near, "--input", tmp_path / "short.npy", "--length", 4)
+    assert "holds 2" in refusal(*near, "--input", tmp_path / "batch.npy", "--length", 2)
     assert "no normalisation 'h.7.ln_1'" in refusal("worst-case", layer, "--heads", 2, "--over", "norm:h.7.ln_1")
-    assert "cannot load the model" in refusal("worst-case", "no-such/model", "--lengths", 2)
+    assert "cannot load the model" in refusal("worst-case", "no-such/model", "--length", 2)
     (tmp_path / "taken").write_text("")
     assert "File exists" in refusal(*ask, "--over", "ball:1", "--out", tmp_path / "taken")
 
@@ -366,20 +371,20 @@ def test_wrong_requests_about_a_model_are_one_line() -> None:
 
 def test_more_tokens_than_memory_are_refused_at_once() -> None:
     began = time.monotonic()
-    said = refusal("worst-case", "random", *SMALL, "--lengths", 100_000_000, "--over", "ball:1")
+    said = refusal("worst-case", "random", *SMALL, "--length", 100_000_000, "--over", "ball:1")
     assert time.monotonic() - began < 20
     assert "memory" in said or "GiB" in said
 
 
 @pytest.mark.slow
 def test_a_large_radius_gives_a_right_answer_and_a_larger_one_a_clear_error() -> None:
-    (cell,) = search("random", *SMALL, "--lengths", 3, "--over", "ball:1e3")["cells"]
+    (cell,) = search("random", *SMALL, "--length", 3, "--over", "ball:1e3")["cells"]
     witness = Witness.load(cell["file"])
     assert cell["lower"] == pytest.approx(dense_norm(hs.SelfAttention.random(6, 2), witness.x), rel=1e-3)
     assert cell["upper"] >= cell["lower"]
     for radius in ("1e9", "1e160", "1e300"):
         assert "choose a smaller radius" in refusal(
-            "worst-case", "random", *SMALL, "--lengths", 3, "--over", f"ball:{radius}"
+            "worst-case", "random", *SMALL, "--length", 3, "--over", f"ball:{radius}"
         )
 
 
@@ -388,7 +393,7 @@ def test_help_has_examples_and_every_option_of_the_map() -> None:
     assert "Examples" in out
     for option in (
         "--head",
-        "--lengths",
+        "--length",
         "--over",
         "--around",
         "--seconds",
@@ -414,7 +419,7 @@ def stop_once_something_is_kept():
     os.kill(os.getpid(), signal.SIGINT)
 if {stopped}:
     threading.Thread(target=stop_once_something_is_kept, daemon=True).start()
-app('worst-case random --width 16 --heads 2 --lengths 24,32 --over ball:3 --steps {steps}'.split())
+app('worst-case random --width 16 --heads 2 --length 24,32 --over ball:3 --steps {steps}'.split())
 """
 
 

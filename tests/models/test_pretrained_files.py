@@ -423,7 +423,7 @@ def test_commands_say_what_was_repaired(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a b c d e f g h i j k l")
     text = ["--text", str(tmp_path / "text.txt")]
     said = "'_orig_mod' was taken out of the names of"
-    scanned = Command("scan").run(str(tmp_path / "model"), *text, "--lengths", 8, "--out", tmp_path / "s.sqlite")
+    scanned = Command("scan").run(str(tmp_path / "model"), *text, "--length", 8, "--out", tmp_path / "s.sqlite")
     assert f"note: {said}" in scanned.stderr
     measured = Command("measure").run(str(tmp_path / "model"), *text, "--length", 8, "--what", "block")
     assert f"note: {said}" in " ".join(measured.stdout.split())

@@ -44,8 +44,7 @@ def test_a_panic_is_refused_in_one_sentence_without_its_report(
 @pytest.mark.parametrize("command", ["scan", "measure", "certify"])
 def test_a_command_ends_as_documented(panicking: Path, tmp_path: Path, command: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    length = ("--lengths", 8) if command == "scan" else ("--length", 8)
-    line = Command(command).refusal(panicking, "--text", panicking / "row.txt", *length)
+    line = Command(command).refusal(panicking, "--text", panicking / "row.txt", "--length", 8)
     assert "the tokenizer gave up" in line
 
 

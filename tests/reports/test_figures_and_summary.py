@@ -16,7 +16,8 @@ from rich.console import Console
 import howsmooth as hs
 from howsmooth._util.common import printable
 from howsmooth.models.random_models import RANDOM_TWIN
-from howsmooth.reports import group_headline, groups, summary, write_figures, write_report
+from howsmooth.reports import group_headline, groups, summary, write_figures
+from howsmooth.reports import report as write_report
 from howsmooth.reports.figures import save_figure
 from howsmooth.reports.findings import bound_distances, growths
 from howsmooth.reports.growth.laws import rounded_up

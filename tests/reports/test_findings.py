@@ -15,7 +15,8 @@ import pytest
 from scipy.stats import linregress
 
 import howsmooth as hs
-from howsmooth.reports import group_headline, groups, write_report
+from howsmooth.reports import group_headline, groups
+from howsmooth.reports import report as write_report
 from howsmooth.reports.findings import bound_distances, ends, growths, methods, why
 from howsmooth.reports.page import embedded, page
 from howsmooth.reports.payload import group_data, pack_shares

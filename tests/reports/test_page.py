@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from howsmooth.reports import write_report
+from howsmooth.reports import report as write_report
 from tests.reports.browsing import visit
 from tests.reports.measured import Measured, stored
 

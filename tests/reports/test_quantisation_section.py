@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from howsmooth.errors import InvalidInput
-from howsmooth.reports import quantisation_section, write_report
+from howsmooth.reports import quantisation_section
+from howsmooth.reports import report as write_report
 from howsmooth.reports.quantisation_section import rounding_section, write_rounding
 from howsmooth.rounding import Quantisation, quantise
 from howsmooth.rounding.allocation import frontier

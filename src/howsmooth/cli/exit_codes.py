@@ -1,6 +1,6 @@
-"""How a command ends: its exit code (`CODES`), its one line on stderr, and the signals that stop it.
+"""The end of a command: its exit code (`CODES`), its one line on stderr, and the signals that stop it.
 
-A closed terminal (SIGHUP) and SIGTERM stop a command as Ctrl-C does: what was measured until then is kept. Nothing but
+A closed terminal (SIGHUP) and SIGTERM stop a command as Ctrl-C does: measurements until then are stored. Nothing but
 a measurement that did not converge ever ends with 1.
 """
 
@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from _thread import interrupt_main
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -24,12 +24,12 @@ from typer.core import TyperGroup
 from howsmooth._util.common import out_of_memory, printable
 from howsmooth.errors import HowsmoothError
 
-NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, UNREAD = 1, 2, 3, 70, 130, 141
+NOT_CONVERGED, USER_ERROR, BEYOND, BROKEN, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 70, 130, 141
 CODES = (
     "Exit codes: 0 done; 1 done, but something did not converge; 2 the request was wrong or too large; 3 done, and "
     "something is rougher than --limit allows; 70 an "
-    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 nobody reads the "
-    "output; 143 terminated."
+    "unexpected error of howsmooth itself; 129 terminal closed; 130 interrupted; 141 broken pipe; "
+    "143 terminated."
 )
 _LONGEST = 1000
 _STOPS = {"SIGTERM": "terminated", "SIGHUP": "terminal closed"}
@@ -44,66 +44,52 @@ _NO_NAME = {
     "null character": "a file name holds a NUL character: write it without.",
     "has an empty name": "a name that must be that of a file is empty or a folder: name the file.",
 }
-"""What Python says of names that no file can have → what we say."""
-_LOWER = {
-    "measure": "--length, --width or --memory",
-    "bounds": "--n, --length or --width",
-    "worst-case": "--lengths, --starts or --width",
-    "certify": "--length, --width or --count",
-    "compare": "--lengths, or take smaller models",
-    "scan": "--lengths, or take a smaller model",
-    "noise": "--length, or take a smaller model",
-    "quantise": "--length, or take a smaller model",
-    "quantize": "--length, or take a smaller model",
-    "train": "--batch-tokens, --length, --width or --depth",
-    "demo": "--lengths",
-}
+"""Part of a message of Python about a name that no file can have → the advice."""
+_SIZES = ("--batch-tokens", "--length", "--width", "--depth", "--starts", "--count", "--memory")
+"""Options that make a request smaller."""
 
 
 class OneLineErrors(TyperGroup):
     """A command group whose errors are one readable line on stderr; the traceback follows only with ``--debug``."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> NoReturn:
         args = list(sys.argv[1:] if args is None else args)
-        said = False
-        _remarks.clear()
+        explained = False
         with _stoppable():
             try:
-                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                code = super().main(args, *more, **options | {"standalone_mode": False})
             except (KeyboardInterrupt, typer.Abort):
                 code = INTERRUPTED
-            except SystemExit as ended:  # the command has said why; typer itself leaves with 1 when a pipe is closed
-                code, said = UNREAD if ended.code == 1 else ended.code, True
+            except (
+                SystemExit
+            ) as ended:  # the command has given the reason; typer itself leaves with 1 when a pipe is closed
+                code, explained = BROKEN_PIPE if ended.code == 1 else ended.code, True
             except BaseException as error:  # the panics of libraries written in Rust are no `Exception`
                 if "--debug" in args:
                     for line in "".join(traceback.format_exception(error)).splitlines():
                         _to_stderr(printable(line))
-                _remarks.clear()
-                code = _report(error, args)
-        for message in _remarks:
-            complain(message)
+                code = _report(error, lambda: self._sizes(args))
         if code == INTERRUPTED:
-            if not said:
+            if not explained:
                 complain(stop_word())
             code = INTERRUPTED if _stopped_by is None else 128 + _stopped_by
         sys.exit(code if isinstance(code, int) else 0)
 
+    def _sizes(self, args: Sequence[str]) -> list[str]:
+        """The options by which the request of a command becomes smaller."""
+        command = self.commands.get(next((word for word in args if not word.startswith("-")), ""))
+        flags = {flag for param in (command.params if command else []) for flag in param.opts}
+        return [flag for flag in _SIZES if flag in flags]
 
-_remarks: list[str] = []
-"""Lines for the end of a command that is not refused."""
 
-
-def remark(message: str) -> None:
-    """A line on stderr once the command has answered; one that is refused says why, and nothing else."""
-    _remarks.append(message)
+@contextmanager
+def stored(content: Callable[[], str]) -> Iterator[None]:
+    """After Ctrl-C one line that names what is stored."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(f"{stop_word()}: {content()}.")
+        raise SystemExit(INTERRUPTED) from None
 
 
 _stopped_by: int | None = None
@@ -111,7 +97,7 @@ _stopped_by: int | None = None
 
 
 def stop_word() -> str:
-    """What stopped the command, for the line that says what is kept."""
+    """The cause of the stop, for the line that names what is stored."""
     return "interrupted" if _stopped_by is None else _STOPS[signal.Signals(_stopped_by).name]
 
 
@@ -145,25 +131,25 @@ def _stoppable() -> Iterator[None]:
 
 
 _AGAIN = 0.01
-"""Seconds after which a stop that was lost is given again."""
+"""Seconds after which a dropped stop is repeated."""
 
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Give a stop again that came while Python ran a finaliser or the callback of a weak reference.
+    """Repeat a stop that came while Python ran a finaliser or the callback of a weak reference.
 
-    What these raise goes to `sys.unraisablehook` and the work goes on, so the command would neither stop nor be quiet.
-    The new stop comes from another thread, a moment later and after the hook has returned: in the hook itself it would
-    be lost as the first was.
+    Python passes an exception there to `sys.unraisablehook` and continues, so the command would neither stop nor be
+    quiet. The new stop comes from another thread, a moment later and after the hook has returned: the hook itself would
+    drop it again.
     """
     usual = sys.unraisablehook
     over = threading.Event()
 
-    def hook(lost: Any) -> None:
-        if isinstance(lost.exc_value, KeyboardInterrupt):
+    def hook(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
             threading.Thread(target=stop_again, daemon=True).start()
         else:
-            usual(lost)
+            usual(dropped)
 
     def stop_again() -> None:
         while not over.wait(_AGAIN):
@@ -187,9 +173,9 @@ def _runs_in_main_thread(code: CodeType) -> bool:
     return frame is not None
 
 
-def _report(error: BaseException, args: Sequence[str]) -> int:
-    """Say in one line what is wrong, and give the code for it."""
-    message = _fault_of_the_request(error, args)
+def _report(error: BaseException, sizes: Callable[[], list[str]]) -> int:
+    """Print one line about the error and return its exit code."""
+    message = _fault_of_the_request(error, sizes)
     if message is None:
         first = next(iter(str(error).splitlines()), "")  # torch appends kilobytes of C++ frames
         complain(f"unexpected {type(error).__name__}: {first} (a fault of howsmooth; --debug shows where)")
@@ -199,35 +185,34 @@ def _report(error: BaseException, args: Sequence[str]) -> int:
     return USER_ERROR
 
 
-def _fault_of_the_request(error: BaseException, args: Sequence[str]) -> str | None:
-    """What was wrong with the request; None where it was not the request."""
+def _fault_of_the_request(error: BaseException, sizes: Callable[[], list[str]]) -> str | None:
+    """The fault of the request; None for a fault of howsmooth."""
     if hasattr(error, "format_message"):  # what typer raises for a wrong option or argument
         return str(error.format_message())
     if isinstance(error, HowsmoothError):
         return str(error)
     if (too_large := _too_large(error)) is not None:
-        command = next((word for word in args if not word.startswith("-")), "")
-        return f"{too_large}: lower {_LOWER.get(command, 'what was asked for')}."
+        return f"{too_large}: lower {' or '.join(sizes()) or 'the request'}, or take a smaller model."
     if isinstance(error, OSError):
         return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-    names = [advice for said, advice in _NO_NAME.items() if said in str(error)]
+    names = [advice for part, advice in _NO_NAME.items() if part in str(error)]
     return names[0] if names and isinstance(error, ValueError) else None
 
 
 def _too_large(error: BaseException) -> str | None:
     """Whether the machine lacks the memory, or numbers of 64 bits the range, in words."""
-    said = str(error)
+    message = str(error)
     if out_of_memory(error):
-        asked = re.search(r"allocate ([\d.]+ ?[KMGTPE]i?B|\d+ bytes)", said)
-        return "this does not fit in memory" + (f" ({_amount(asked[1])} more were asked for)" if asked else "")
-    if isinstance(error, RuntimeError | OverflowError | ValueError | TypeError) and _NO_SIZE.search(said):
+        size = re.search(r"allocate ([\d.]+ ?[KMGTPE]i?B|\d+ bytes)", message)
+        return "this does not fit in memory" + (f" ({_amount(size[1])} more were asked for)" if size else "")
+    if isinstance(error, RuntimeError | OverflowError | ValueError | TypeError) and _NO_SIZE.search(message):
         return "a size or number of this request is beyond what any machine can hold"
     return None
 
 
-def _amount(said: str) -> str:
-    number, _, unit = said.partition(" ")
-    return f"{int(number) / 1e9:.3g} GB" if unit == "bytes" and number.isdigit() else said
+def _amount(size: str) -> str:
+    number, _, unit = size.partition(" ")
+    return f"{int(number) / 1e9:.3g} GB" if unit == "bytes" and number.isdigit() else size
 
 
 def complain(message: str) -> None:
@@ -241,8 +226,8 @@ def _to_stderr(line: str) -> None:
         typer.echo(line, err=True)
 
 
-def nobody_reads() -> NoReturn:
-    """End quietly, as commands do whose output goes into a pipe that was closed."""
+def end_on_broken_pipe() -> NoReturn:
+    """End quietly after a write into a closed pipe."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(UNREAD)
+    raise SystemExit(BROKEN_PIPE)

@@ -1,90 +1,111 @@
-"""The commands, each imported when it is used: a list of them, and a word that is none, need neither torch nor time."""
+"""The commands, each imported when it is used, so that a list of them needs neither torch nor time; and their help."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
 from howsmooth.cli.exit_codes import OneLineErrors
-from howsmooth.cli.light_help import import_help
 
-SUMMARIES = {
-    "measure": "Measure the local Lipschitz constant of an attention block and of each of its heads.",
-    "bounds": "Bound the Lipschitz constant of an attention block by every theorem that applies.",
-    "worst-case": "Find the least smooth input of a set, and how far the best theorem is from it.",
-    "certify": "Prove how far the output of attention can move, or within which distance an image keeps its class.",
-    "scan": "Measure every head (or layer, or the whole) of a model on windows of a text.",
-    "merge": "Join stores that `howsmooth scan` wrote into a new one.",
-    **dict.fromkeys(
-        ("quantise", "quantize"),
-        "Predict, prove and measure what rounding the KV cache does, head by head, and choose formats for a budget.",
-    ),
-    "noise": "Predict how rounding noise grows through the residual stream, beside what a run in low precision really "
-    "does.",
-    "report": "Write a scan as one HTML file that opens offline.",
-    "compare": "Show what changed from the first to the last, map by map, and by how much at least.",
-    "reproduce": "Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the "
-    "claim.",
-    "train": "Train a character language model and report its bits per character and how smooth its attention is.",
-    "models": "List the models that need no hub, with size, licence and how to get them.",
-    "demo": "Scan two real models on Alice in Wonderland and write a report.",
-}
-"""Command → the first sentence of its help, in the order in which they are listed."""
-_HIDDEN = {"quantize": "quantise"}
-"""Other spellings → the command."""
+COMMANDS = (
+    *("measure", "bounds", "worst-case", "certify", "scan", "merge", "quantise", "quantize", "noise", "report"),
+    *("compare", "reproduce", "train", "models", "demo"),
+)
+"""Every command, in the order of the list."""
+_SPELLINGS = {"quantize": "quantise"}
+"""Other spellings, which the list leaves out → the command."""
+PANELS = (WHAT, WHERE, EXACT, TRAINING, OUTPUT, DETAILS, ENGINE) = (
+    *("What to measure", "Where", "How exact", "Training", "Output"),
+    *("What to measure, in detail", "Engine"),
+)
+"""Titles of the groups of options, in the order in which help shows them."""
+_ONLY_IN_FULL = (DETAILS, ENGINE)
+"""Groups that --help-all shows and --help does not."""
+FULL = "howsmooth.full_help"
+"""Key of a context's ``meta`` for help with all options."""
 
 
-def plain_flags(params: Sequence[Any]) -> list[Any]:
-    """Options, of which those without a value are shown without the type of one: ``--json``, not ``--json <bool>``."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.display_type_rich = lambda ctx: None
-    return list(params)
+class ListedOption(TyperOption):
+    """An option as help shows it: a flag without a type, a number without the range that an error would name."""
+
+    def __init__(self, option: TyperOption):
+        vars(self).update(vars(option))
+
+    def display_type_rich(self, ctx: Any) -> str | None:
+        shown = str(super().display_type_rich(ctx)).lower().replace(" range", "")
+        return None if self.is_flag else re.sub(r"list\[(.*)\]", r"\1", shown)
+
+    def _get_number_range_help_str(self) -> str | None:
+        return None
 
 
-class PlainFlags(TyperCommand):
-    """A command whose flags are shown as flags."""
+def _listed(params: Iterable[Any] | None) -> list[Any]:
+    return [ListedOption(param) if isinstance(param, TyperOption) else param for param in params or []]
 
-    def get_params(self, ctx: Any) -> Any:
-        return plain_flags(super().get_params(ctx))
+
+def _reflowed(text: str) -> str:
+    """The paragraphs of a docstring as one line each; examples stay as they are."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(one if one.startswith("Example") else " ".join(one.split()) for one in paragraphs)
+
+
+class PanelCommand(TyperCommand):
+    """A command whose --help leaves out the groups of options that few need."""
+
+    def __init__(self, *args: Any, params: Iterable[Any] | None = None, **given: Any):
+        super().__init__(*args, params=_listed(params), **given)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        arguments = [param for param in self.params if not isinstance(param, TyperOption)]
+        panels = {panel: [p for p in self.params if getattr(p, "rich_help_panel", "") == panel] for panel in PANELS}
+        brief = FULL not in ctx.meta
+        shown = [param for panel, group in panels.items() if not (brief and panel in _ONLY_IN_FULL) for param in group]
+        left_out = len(self.params) - len(arguments) - len(shown)
+        epilog = f"{left_out} more options: {ctx.command_path} --help-all" if left_out else None
+        listing = TyperCommand(
+            self.name,
+            params=[*arguments, *shown],
+            help=_reflowed(self.help or ""),
+            epilog=epilog,
+            add_help_option=False,
+        )
+        listing.format_help(ctx, formatter)
 
 
 class Commands(OneLineErrors):
-    """All commands of `SUMMARIES`."""
+    """All commands of `COMMANDS`."""
 
-    def __init__(self, **given: Any):
-        super().__init__(**given)
-        self.commands = {name: OnDemand(name) for name in SUMMARIES}
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        import_help()
-        super().format_help(ctx, formatter)
+    def __init__(self, *, params: Iterable[Any] | None = None, **given: Any):
+        commands = {name: LazyCommand(name) for name in COMMANDS}
+        super().__init__(**given | {"commands": commands, "params": _listed(params)})
 
     def get_params(self, ctx: Any) -> Any:
-        return plain_flags(super().get_params(ctx))
+        return _listed(super().get_params(ctx))
 
 
-class OnDemand(TyperCommand):
+class LazyCommand(TyperCommand):
     """A command of which only name and summary are known until it is used."""
 
     def __init__(self, name: str):
+        self._module = _SPELLINGS.get(name, name).replace("-", "_")
         self._command: Any = None
-        super().__init__(name, help=SUMMARIES[name], hidden=name in _HIDDEN, rich_markup_mode="rich")
+        super().__init__(name, help=_summary(self._module), hidden=name in _SPELLINGS, rich_markup_mode="rich")
 
     @property
     def command(self) -> Any:
         """The command itself, from the module of its name."""
         if self._command is None:
-            spelt = _HIDDEN.get(str(self.name), str(self.name)).replace("-", "_")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-            alone.command(self.name, cls=PlainFlags, hidden=self.hidden)(
-                getattr(import_module(f"howsmooth.cli.{spelt}"), spelt)
-            )
+            function = getattr(import_module(f"howsmooth.cli.{self._module}"), self._module)
+            alone.command(self.name, cls=PanelCommand, hidden=self.hidden)(function)
             self._command = get_command(alone)
         return self._command
 
@@ -99,3 +120,14 @@ class OnDemand(TyperCommand):
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         return self.command.make_context(*args, **options)
+
+
+def _summary(module: str) -> str:
+    """The first paragraph of the docstring of a command, read from its file without an import.
+
+    >>> _summary("merge")
+    'Join stores that `howsmooth scan` wrote into a new one.'
+    """
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    found = re.search(rf'^def {module}\(.*?"""(.*?)\n\n', source, re.DOTALL | re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
 from rich.table import Column, Table
-from typer import Option
+from torch import Tensor
 
-from howsmooth._util.common import check_figure_path
-from howsmooth.cli.console import lower_bound, parse_bytes, print_json, solver_progress, stdout, upper_bound, written
+from howsmooth.cli.console import lower_bound, parse_bytes, print_json, show, solver_progress, upper_bound, written
 from howsmooth.cli.exit_codes import NOT_CONVERGED
-from howsmooth.cli.figure_output import check_drawable, draw_measurement
-from howsmooth.cli.options import AsJson, Picture, command
+from howsmooth.cli.options import AsJson, Confidence, Figure, Rtol, command, engine_option, what_option, where_option
 from howsmooth.cli.replay import Replay
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
-from howsmooth.norms.explanation import Explanation, explain
+from howsmooth.norms.explanation import Explanation, explain, token_influence
 from howsmooth.norms.local_constant import measure as measure_block
 from howsmooth.norms.local_constant import measure_heads
 
-What = Enum("What", {"block": "block", "heads": "heads", "both": "both"})
-Norm = Enum("Norm", {"two": "2", "inf": "inf", "one": "1", "fro": "fro", "token": "token"})
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro", "token": "token"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F", "token": "‖J‖_token"}
 _TOP_TOKENS = 3
+_MAP_TOKENS = 256
+"""More tokens are drawn by their energies: n × n blocks would take long."""
 _WHAT_RELATIVE_IS = (
     "relative: {norm}·|X|/|f(X)|, by what share of itself the output can move when the input moves by a small share of "
     "itself; it compares layers and models, {norm} alone compares inputs, lengths and heads of one layer."
@@ -44,18 +41,25 @@ _WHAT_PATHS_ARE = (
 @command
 def measure(
     request: Request,
-    settings: Settings,
+    settings: AttentionOptions,
     witness: Annotated[
-        Path | None, Option(help="At the input that `howsmooth worst-case` has kept in this file, on its map.")
+        Path | None, where_option(help="The input in this file of `howsmooth worst-case`, on its map.")
     ] = None,
-    what: Annotated[What | None, Option(help="What to measure (both, or what the witness is for).")] = None,
-    norm: Annotated[Norm | None, Option(help="Which norm of the Jacobian (2, or the witness's).")] = None,
-    k: Annotated[int, Option("-k", min=1, help="How many singular values (norm 2).")] = 1,
-    rtol: Annotated[float, Option(help="Relative accuracy to certify.")] = 1e-3,
-    confidence: Annotated[float, Option(help="Probability with which an upper bound holds.")] = 0.99,
-    memory: Annotated[str, Option(help="Attention weights to keep between products.")] = "512MiB",
-    explained: Annotated[bool, Option("--explain", help="Paths, sink and top tokens (norm 2).")] = False,
-    figure: Picture = None,
+    what: Annotated[
+        str | None, what_option(help="attention (the block), head or both (both, or the map of the witness).")
+    ] = None,
+    norm: Annotated[
+        Literal["2", "inf", "1", "fro", "token"] | None,
+        what_option(help="Norm of the Jacobian (2, or that of the witness)."),
+    ] = None,
+    k: Annotated[int, what_option("-k", min=1, help="Number of singular values (norm 2).")] = 1,
+    explained: Annotated[
+        bool, what_option("--explain/--no-explain", help="Also value and score path, sink, top tokens (norm 2).")
+    ] = False,
+    rtol: Rtol = 1e-3,
+    confidence: Confidence = 0.99,
+    memory: Annotated[str, engine_option(help="Memory for attention weights between products.")] = "512MiB",
+    figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the local Lipschitz constant of an attention block and of each of its heads.
@@ -63,56 +67,55 @@ def measure(
     It is the norm of the Jacobian at the given tokens. Every number says whether it is an estimate, a lower or an upper
     bound.
 
-    Examples:\n
-      howsmooth measure random --width 64 --heads 4 --causal\n
-      howsmooth measure "random\\[like=gpt2,length=256]" --what block\n
-      howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain\n
-      howsmooth measure minilm --layer 2 --length 96\n
-      howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json\n
+    Examples:
+      howsmooth measure random --width 64 --heads 4 --causal
+      howsmooth measure random --like gpt2 --length 256 --what attention
+      howsmooth measure gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --explain
+      howsmooth measure minilm --layer 2 --length 96
+      howsmooth measure layer.pt --heads 8 --input tokens.npy --figure heads.png --json
       howsmooth measure minilm --witness howsmooth-output/worst-minilm-4c1f0e-n16-LayerNorm.safetensors
     """
-    kept = parse_bytes(memory)
-    if figure is not None:
-        check_figure_path(figure)
+    size = parse_bytes(memory)
     replay = None if witness is None else Replay.open(witness, request, settings)
-    what = what or (What.both if replay is None else What.block if replay.witness.head is None else What.heads)
-    norm = norm or (Norm.inf if replay is not None and replay.witness.norm == math.inf else Norm.two)
-    if explained and norm is not Norm.two:
-        raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm.value}.")
+    whole = "attention,head" if replay is None else "attention" if replay.witness.head is None else "head"
+    maps = kinds_of_map(what or whole)
+    norm = norm or ("inf" if replay is not None and replay.witness.norm == math.inf else "2")
+    if explained and norm != "2":
+        raise InvalidInput(f"--explain splits the 2-norm: leave out --norm {norm}.")
     site = request.open(settings) if replay is None else replay.site
     if figure is not None:
-        check_drawable(site, what.value, norm.value)
+        _check_drawable(site, maps, norm)
     measured: dict[str, Measurement] = {}
     stories: dict[str, Explanation] = {}
-    solver: dict[str, Any] = {"rtol": rtol, "seed": site.seeds["solver"], "confidence": confidence, "memory": kept}
+    solver: dict[str, Any] = {"rtol": rtol, "seed": site.seeds["solver"], "confidence": confidence, "memory": size}
     for name, solve in (("block", measure_block), ("heads", measure_heads)):
-        if what.value not in (name, "both"):
+        if name not in maps:
             continue
         with solver_progress(name) as progress:
-            measured[name] = solve(site.attention, site.x, _NORMS[norm.value], k, progress=progress, **solver)
+            measured[name] = solve(site.attention, site.x, _NORMS[norm], k, progress=progress, **solver)
         if explained:
             stories[name] = explain(site.attention, site.x, per_head=name == "heads", influence=False, **solver)
     if figure is not None:
-        draw_measurement(site, measured, figure, _SYMBOLS[norm.value])
+        _draw(site, measured, figure, _SYMBOLS[norm])
     converged = all(bool(m.converged.all()) for m in measured.values())
     if as_json:
         again = {} if replay is None else {"witness": replay.to_dict()}
         print_json(_as_json(site, measured, stories, converged, figure) | again)
     else:
-        _print(site, measured, stories, norm.value, figure)
+        _print(site, measured, stories, norm, figure)
         if replay is not None:
-            stdout().print(replay.in_words(), markup=False)
+            show(replay.in_words())
     if not converged:
         raise typer.Exit(NOT_CONVERGED)
 
 
 def _print(
-    site: Site, measured: dict[str, Measurement], stories: dict[str, Explanation], norm: str, figure: Path | None
+    site: MapAtTokens, measured: dict[str, Measurement], stories: dict[str, Explanation], norm: str, figure: Path | None
 ) -> None:
-    out, facts = stdout(), site.describe()
+    facts = site.describe()
     batch = "" if facts["batch"] is None else f"{facts['batch']} inputs of "
-    out.print(site.in_words(), markup=False)
-    out.print(f"tokens: {batch}n = {facts['n']}: {facts['input']}", markup=False)
+    show(site.in_words())
+    show(f"tokens: {batch}n = {facts['n']}: {facts['input']}")
     several = any(m.values is not None and m.values.shape[-1] > 1 for m in measured.values())
     ends = [Column("lower bound", no_wrap=True), Column("upper bound", no_wrap=True)]
     table = Table("map", f"{_SYMBOLS[norm]} (estimate)", *ends, "relative")
@@ -127,19 +130,19 @@ def _print(
             converged = "yes" if bool(m.converged[index]) else "no"
             relative = "–" if m.relative is None else written(float(m.relative[index]), digits=3)
             table.add_row(_map_name(name, index), value, *both, relative, *more, converged, *cost)
-    out.print(table)
+    show(table)
     if several:
-        out.print("next σ: the next singular values (estimates).", markup=False)
-    out.print(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]), markup=False)
+        show("next σ: the next singular values (estimates).")
+    show(_WHAT_RELATIVE_IS.format(norm=_SYMBOLS[norm]))
     if any(m.value.numel() > 1 for m in measured.values()):
-        out.print("″ solved together with the map above; each upper bound holds with its probability by itself.")
+        show("″ solved together with the map above; each upper bound holds with its probability by itself.")
     for note in dict.fromkeys([*site.notes, *(note for m in measured.values() for note in m.notes)]):
-        out.print(f"note: {note}", markup=False)
+        show(f"note: {note}")
     if stories:
-        out.print(_explanations(stories))
-        out.print(_WHAT_PATHS_ARE, markup=False)
+        show(_explanations(stories))
+        show(_WHAT_PATHS_ARE)
     if figure is not None:
-        out.print(f"figure: {figure}", markup=False)
+        show(f"figure: {figure}")
 
 
 def _explanations(stories: dict[str, Explanation]) -> Table:
@@ -168,7 +171,11 @@ def _map_name(name: str, index: tuple[int, ...]) -> str:
 
 
 def _as_json(
-    site: Site, measured: dict[str, Measurement], stories: dict[str, Explanation], converged: bool, figure: Path | None
+    site: MapAtTokens,
+    measured: dict[str, Measurement],
+    stories: dict[str, Explanation],
+    converged: bool,
+    figure: Path | None,
 ) -> dict[str, Any]:
     content: dict[str, Any] = {"setting": site.describe()}
     content |= {name: m.to_dict() for name, m in measured.items()}
@@ -181,7 +188,46 @@ def _as_json(
             }
             for name, story in stories.items()
         }
-    return content | {"converged": converged, "figure": None if figure is None else str(figure)}
+    return content | {"converged": converged, "figure": figure}
 
 
 _TENSORS = ("value_share", "sink", "sink_token", "entropy", "input_energy", "output_energy")
+
+
+def _energies(m: Measurement, maps: int, which: int) -> tuple[Tensor, Tensor]:
+    """Energy per token, ``(n,)``, of one map's leading right and left singular vector; with -k they come first."""
+    assert m.right is not None
+    assert m.left is not None
+    right, left = (v.reshape(maps, -1, *v.shape[-2:])[which, 0].square().sum(-1) for v in (m.right, m.left))
+    return right, left
+
+
+def _check_drawable(site: MapAtTokens, maps: list[str], norm: str) -> None:
+    """Refuse a picture that cannot be drawn, before anything is measured."""
+    if site.x.dim() == 3 and len(site.x) > 1:
+        raise InvalidInput(f"--figure draws one input, but --input holds {len(site.x)}: store one of them by itself.")
+    if norm != "2" and (maps == ["block"] or site.x.shape[-2] > _MAP_TOKENS):
+        raise InvalidInput(
+            f"--figure shows singular vectors for a block alone, or for more than {_MAP_TOKENS} tokens: use --norm 2."
+        )
+
+
+def _draw(site: MapAtTokens, measured: dict[str, Measurement], path: Path, symbol: str) -> None:
+    """The picture of `howsmooth measure`: all heads, and the roughest one in detail; or the block's token energies."""
+    from howsmooth.reports.figures import head_bars, influence_map, new_figure, save_figure, token_energies
+
+    if "heads" not in measured:
+        came, went = _energies(measured["block"], 1, 0)
+        save_figure(token_energies(came, went, title="Block: where the worst perturbation sits and shows"), path)
+        return
+    m = measured["heads"]
+    figure, (left, right) = new_figure(2, 6.8, 5.6)
+    head_bars(m.value.reshape(-1), m.lower.reshape(-1), m.upper.reshape(-1), quantity=symbol, ax=left)
+    head = int(m.value.reshape(-1).argmax())
+    if site.x.shape[-2] <= _MAP_TOKENS:
+        influence = token_influence(site.attention, site.x.reshape(site.x.shape[-2:]), head=head)
+        influence_map(influence, title=f"Head {head}: which token moves which", ax=right)
+    else:
+        came, went = _energies(m, site.attention.heads, head)
+        token_energies(came, went, title=f"Head {head}: where the worst perturbation sits and shows", ax=right)
+    save_figure(figure, path)

@@ -5,32 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from howsmooth.cli.console import print_json, print_line
-from howsmooth.cli.options import AsJson, Debug
+from howsmooth.cli.options import AsJson, command, out_option, output_option
 
 
+@command
 def merge(
     stores: Annotated[list[Path], Argument(help="The stores to join; they stay as they are.")],
-    out: Annotated[Path, Option(help="The store to write, which must not be there.")],
-    partial: Annotated[bool, Option("--partial", help="Also when shards of a scan are missing or unfinished.")] = False,
+    out: Annotated[Path, out_option(help="The store to write, which must not be there.")],
+    partial: Annotated[bool, output_option("--partial", help="Also if shards are missing or unfinished.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Join stores that `howsmooth scan` wrote into a new one.
 
-    A cell that stands in several must have the same numbers everywhere, and scans of one model on one text the same
+    A cell of several stores must have the same numbers everywhere, and scans of one model on one text the same
     settings and version. Of a scan in shards every shard must be there, once and to its end.
 
-    Examples:\n
-      howsmooth merge part-1.sqlite part-2.sqlite --out all.sqlite\n
+    Examples:
+      howsmooth merge part-1.sqlite part-2.sqlite --out all.sqlite
       howsmooth merge shards/*.sqlite --out all.sqlite --json
     """
     from howsmooth.scans import merge as join
 
     done = join(stores, out, partial=partial)
     if as_json:
-        print_json(vars(done) | {"store": str(done.store)})
+        print_json(vars(done))
     else:
         print_line(f"{done}.")

@@ -1,20 +1,19 @@
-"""`howsmooth models`: which models can be measured, and how to get them."""
+"""`howsmooth models`: the models that can be measured, and how to get them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
-from howsmooth.cli.console import print_json, stdout
+from howsmooth.cli.console import print_json, show
+from howsmooth.cli.options import AsJson, command
 from howsmooth.models import MODEL_TYPES, NAMED
 from howsmooth.models.module_names import RANDOM_NAMES
 
 
-def models(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
+@command
+def models(as_json: AsJson = False) -> None:
     """List the models that need no hub, with size, licence and how to get them.
 
     Example: howsmooth models
@@ -32,23 +31,19 @@ def models(
         }
         for name, model in NAMED.items()
     ]
-    if json:
+    if as_json:
         print_json({"models": rows, "random": list(RANDOM_NAMES), "architectures": list(MODEL_TYPES)})
         return
-    out = stdout()
     table = Table("name", "what it is", "precision", "download", "licence", "state")
     for row in rows:
         size, state = f"{row['bytes'] / 1e6:.0f} MB", "installed" if row["installed"] else "not installed"
         table.add_row(row["name"], row["description"], row["precision"], size, row["licence"], state)
-    out.print(table)
+    show(table)
     for row in rows:
         if not row["installed"]:
-            out.print(f"To get {row['name']}: {row['install']}", markup=False, soft_wrap=True)
-    out.print(
-        f"\nRandom weights: random:NAME[layers=2,width=64,…] with NAME one of {', '.join(RANDOM_NAMES)}.", markup=False
-    )
-    out.print(
+            show(f"To get {row['name']}: {row['install']}")
+    show(f"\nRandom weights: random:NAME[layers=2,width=64,…] with NAME one of {', '.join(RANDOM_NAMES)}.")
+    show(
         "Your own: a folder with config.json and safetensors weights, a .gguf file, or an id on the Hugging Face hub. "
         f"Read by name: {', '.join(MODEL_TYPES)}; others through transformers' attention interface.",
-        markup=False,
     )

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
-from howsmooth.cli.options import Device, RowsAsJson, command
-from howsmooth.errors import InvalidInput
-from howsmooth.models import alice, open_model
+from howsmooth.cli.console import print_json, right_table, show, step_progress, written
+from howsmooth.cli.options import AsJson, Device, Seed, Text, command, length_option, one_length, what_option
+from howsmooth.models import open_model
 from howsmooth.models.input_files import read_text
-from howsmooth.rounding.activation_noise import DTYPES, ActivationNoise, rounding_noise
-from howsmooth.rounding.rounded_model import check_text_model
+from howsmooth.rounding.activation_noise import ActivationNoise
+from howsmooth.rounding.activation_noise import noise as run
 
 
 @command
 def noise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
-    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    text: Annotated[Path | None, typer.Option(help="A text file (Alice in Wonderland).")] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the window.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of where the window begins.")] = 0,
+    precision: Annotated[str, what_option(help="Low precision: bf16 or fp16.")] = "bf16",
+    text: Text = None,
+    length: Annotated[str, length_option(help="Tokens of the window.")] = "64",
+    seed: Seed = 0,
     device: Device = None,
-    as_json: RowsAsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict how rounding noise grows through the residual stream, beside what a run in low precision really does.
 
     The noise of every layer is carried on by the Jacobians of the layers behind it; the last column says whose noise
     has the largest share.
 
-    Examples:\n
-      howsmooth noise smollm2 --dtype bf16 --length 64\n
-      howsmooth noise minilm --dtype fp16 --json
+    Examples:
+      howsmooth noise smollm2 --precision bf16 --length 64
+      howsmooth noise minilm --precision fp16 --json
     """
-    if dtype not in DTYPES:
-        raise InvalidInput(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}.")
-    words = alice() if text is None else read_text(text)
-    opened = open_model(model, device=device)
-    check_text_model(opened.model)
-    [window] = opened.windows(words, length, 1, seed)
+    opened, tokens = open_model(model, device=device), one_length(length, minimum=2)
     with step_progress(2 + getattr(opened.model.config, "num_hidden_layers", 1)) as begin:
         begin("reading")
-        measured_noise = rounding_noise(opened, window, dtype, begin)
+        words = None if text is None else read_text(text)
+        found = run(opened, words, precision=precision, length=tokens, seed=seed, progress=begin)
     if as_json:
-        typer.echo(plain_json(json.dumps(measured_noise.rows(), indent=2, allow_nan=False)))
+        print_json(found.rows())
     else:
-        stdout().print(_table(measured_noise, f"{model} ({opened.precision}) in {dtype}, {length} tokens"))
+        show(_table(found, f"{model} ({opened.precision}) in {precision}, {tokens} tokens"))
 
 
 def _table(noise: ActivationNoise, title: str) -> Table:
-    table = Table(title=title)
-    for head in ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from"):
-        table.add_column(head, justify="right")
+    columns = ("layer", "‖h‖", "noise", "predicted", "own", "median token", "predicted ", "cosine", "most from")
+    table = right_table(*columns, title=title)
     for row in noise.rows():
         names = ("size", "actual", "predicted", "local", "actual_token", "predicted_token", "cosine")
         source = "embedding" if row["source"] < 0 else f"layer {row['source']}"

@@ -1,64 +1,77 @@
-"""`howsmooth quantise`: what rounded keys and values do to a model, and which formats to choose."""
+"""`howsmooth quantise`: the effect of rounded keys and values on a model, and a choice of formats."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
-from howsmooth._util.common import check_figure_path, distinct_files, printable, write_whole
-from howsmooth.cli.console import MOST_SEED, plain_json, stdout, step_progress, written
-from howsmooth.cli.exit_codes import INTERRUPTED, complain, stop_word
-from howsmooth.cli.options import Device, Picture, RowsAsJson, WeightDtype, command
+from howsmooth._util.common import distinct_files, printable, write_whole
+from howsmooth.cli.console import print_json, right_table, show, step_progress, written
+from howsmooth.cli.exit_codes import complain, stored
+from howsmooth.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Figure,
+    Report,
+    Resume,
+    Seed,
+    Text,
+    command,
+    default_output,
+    exact_option,
+    length_option,
+    one_length,
+    out_option,
+    output_option,
+    what_option,
+    where_option,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.models.input_files import read_text
 from howsmooth.reports.quantisation_section import write_rounding
 from howsmooth.reports.sections import check_section_path
-from howsmooth.rounding.allocation import UNITS, Allocation
+from howsmooth.rounding.allocation import Allocation
 from howsmooth.rounding.engine_exports import EXPORTS, check_engine
 from howsmooth.rounding.number_formats import parse_formats
 from howsmooth.rounding.quantisation import Quantisation
 from howsmooth.rounding.quantisation import quantise as run
 
-FOLDER = Path("howsmooth-output")
-
 
 @command
 def quantise(
     model: Annotated[str, typer.Argument(help="A named model (smollm2), a folder, a hub id, or random:KIND.")],
-    text: Annotated[Path | None, typer.Option(help="A text file (Alice in Wonderland).")] = None,
     formats: Annotated[
-        str, typer.Option(help="Between commas: int8, int4\\[per=channel], fp8_e4m3, nvfp4, …")
+        str, what_option(help="Between commas: int8, int4\\[per=channel], fp8_e4m3, nvfp4, …")
     ] = "int8,int4",
-    budget: Annotated[float | None, typer.Option(help="Bits per cached number, scales included.")] = None,
+    budget: Annotated[float | None, what_option(help="Bits per cached number, scales included.")] = None,
     per: Annotated[
-        str, typer.Option(help="What has a format of its own: model (keys, values), layer, part, head.")
+        Literal["model", "layer", "part", "head"],
+        what_option(help="Unit with a format of its own; model: one for keys, one for values."),
     ] = "part",
-    length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 128,
+    text: Text = None,
+    length: Annotated[str, length_option(help="Tokens per window.")] = "128",
     windows: Annotated[
-        int, typer.Option(min=1, help="Windows to predict on; a budget is checked on as many others.")
+        int, where_option(min=1, help="Windows to predict on; a budget is checked on as many others.")
     ] = 4,
-    samples: Annotated[int, typer.Option(min=2, help="Backward passes per window.")] = 24,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of windows and samples.")] = 0,
+    samples: Annotated[int, exact_option(min=2, help="Backward passes per window.")] = 24,
+    seed: Seed = 0,
     device: Device = None,
-    dtype: WeightDtype = None,
-    out: Annotated[Path | None, typer.Option(help="Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Use the ledger, or begin anew.")] = True,
+    dtype: Dtype = None,
+    out: Annotated[Path | None, out_option(help="Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
+    resume: Resume = True,
+    syntax: Annotated[
+        str | None, output_option("--for", help="Write the choice for vllm, modelopt, llama.cpp or as json.")
+    ] = None,
     export: Annotated[
-        str | None, typer.Option(help="Write the choice for an engine: vllm, modelopt, llama.cpp or json.")
+        Path | None, output_option(help="File of that choice (howsmooth-output/kv-MODEL.ENGINE).")
     ] = None,
-    export_file: Annotated[Path | None, typer.Option(help="Where to (howsmooth-output/kv-MODEL.ENGINE).")] = None,
-    figure: Picture = None,
-    report: Annotated[
-        Path | None, typer.Option(help="A page: one that `howsmooth report` wrote gets a section, else a new one.")
-    ] = None,
-    as_json: RowsAsJson = False,
+    figure: Figure = None,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """Predict, prove and measure what rounding the KV cache does, head by head, and choose formats for a budget.
 
@@ -66,42 +79,39 @@ def quantise(
     bound, and the predicted KL of the next token (of an encoder, which has no cache: 1 − cosine of its sentence
     embedding). With a budget also which formats to take, run on windows they were not chosen on.
 
-    Examples:\n
-      howsmooth quantise smollm2 --formats int8,int4,int3 --length 64 --windows 2\n
-      howsmooth quantise smollm2 --text novel.txt --formats int8,int4,int3,int2 --budget 4.25\n
-      howsmooth quantise smollm2 --formats fp8_e4m3,bf16 --budget 10 --per layer --export vllm\n
-      howsmooth quantise smollm2 --formats int8,int4,int3 --budget 4.25 --report report.html\n
+    Examples:
+      howsmooth quantise smollm2 --formats int8,int4,int3 --length 64 --windows 2
+      howsmooth quantise smollm2 --text novel.txt --formats int8,int4,int3,int2 --budget 4.25
+      howsmooth quantise smollm2 --formats fp8_e4m3,bf16 --budget 10 --per layer --for vllm
+      howsmooth quantise smollm2 --formats int8,int4,int3 --budget 4.25 --report report.html
       howsmooth quantise minilm --formats "int8,int4\\[per=channel]" --json
     """
-    chosen = parse_formats(formats)
-    if per not in UNITS:
-        raise InvalidInput(f"--per is {', '.join(UNITS)}, got {per!r}.")
-    model_name = re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-")
-    out = FOLDER / f"quantise-{model_name}.sqlite" if out is None else out
-    target = None
-    if export is not None:
+    chosen, tokens = parse_formats(formats), one_length(length, minimum=2)
+    out = default_output(f"quantise-{model}", ".sqlite") if out is None else out
+    if syntax is not None:
         if budget is None:
-            raise InvalidInput("--export writes what was chosen within a budget: add --budget BITS.")
-        check_engine(export, chosen, per)
-        target = FOLDER / f"kv-{model_name}.{export.replace('.', '')}" if export_file is None else export_file
-    elif export_file is not None:
-        raise InvalidInput(f"--export-file needs --export with one of {', '.join(EXPORTS)}.")
-    if figure is not None:
-        check_figure_path(figure)
+            raise InvalidInput("--for writes the choice within a budget: add --budget BITS.")
+        check_engine(syntax, chosen, per)
+        export = default_output(f"kv-{model}", f".{syntax.replace('.', '')}") if export is None else export
+    elif export is not None:
+        raise InvalidInput(f"--export needs --for with one of {', '.join(EXPORTS)}.")
     if report is not None:
         check_section_path(report)
-    files = [("--out", out), ("--export-file", target), ("--figure", figure), ("--report", report)]
+    files = [("--out", out), ("--export", export), ("--figure", figure), ("--report", report)]
     distinct_files(read=[("--text", text)], written=files)
     words = None if text is None else read_text(text)
-    with _kept(out), step_progress(windows + (windows if budget is not None else 0) + 1) as begin:
+    with (
+        stored(lambda: f"windows that were done are stored in {out}; the same command resumes"),
+        step_progress(windows + (windows if budget is not None else 0) + 1) as begin,
+    ):
         begin("opening the model")
         quantisation = run(
             model,
             words,
             formats=formats,
             budget=budget,
-            per=per,  # type: ignore[arg-type]
-            length=length,
+            per=per,
+            length=tokens,
             windows=windows,
             samples=samples,
             seed=seed,
@@ -114,7 +124,7 @@ def quantise(
     if not quantisation.causal:
         complain(f"note: {printable(model)} is an encoder without a KV cache: damage is 1 − cosine of its embedding.")
     if as_json:
-        typer.echo(plain_json(json.dumps(quantisation.rows(), indent=2, ensure_ascii=False, allow_nan=False)))
+        print_json(quantisation.rows())
     else:
         _print(quantisation, out)
     if figure is not None:
@@ -124,45 +134,31 @@ def quantise(
         save_figure(quantisation_figure(quantisation), figure)
     if report is not None:
         source = "Alice in Wonderland" if text is None else text.name
-        about = f"{source}: {windows} windows of {length} tokens, {samples} samples of scores in each, seed {seed}."
+        about = f"{source}: {windows} windows of {tokens} tokens, {samples} samples of scores in each, seed {seed}."
         write_rounding(quantisation, report, about)
         if not as_json:
-            stdout().print(f"report: {report}", markup=False, soft_wrap=True)
-    if target is not None and export is not None and quantisation.allocation is not None:
-        content = EXPORTS[export](quantisation.allocation, model)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, (content + "\n").encode())
+            show(f"report: {report}")
+    if syntax is not None and export is not None and quantisation.allocation is not None:
+        content = EXPORTS[syntax](quantisation.allocation, model)
+        export.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(export, (content + "\n").encode())
         if not as_json:
-            stdout().print(f"{content}\n\nWritten to {target}.", markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _kept(out: Path) -> Iterator[None]:
-    """After Ctrl-C, one line that says what was kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        complain(f"{stop_word()}: windows that were done are kept in {out}; the same command goes on from there.")
-        raise SystemExit(INTERRUPTED) from None
+            show(f"{content}\n\nWritten to {export}.")
 
 
 def _print(quantisation: Quantisation, out: Path) -> None:
-    console = stdout()
-    console.print(
-        f"{quantisation.model} ({quantisation.precision}): rounded keys and values", markup=False, style="bold"
-    )
-    console.print(_formats_table(quantisation))
+    show(f"{quantisation.model} ({quantisation.precision}): rounded keys and values", style="bold")
+    show(_formats_table(quantisation))
     if quantisation.checks:
-        console.print(_checks_table(quantisation))
+        show(_checks_table(quantisation))
         assert quantisation.allocation is not None
-        console.print(_choice_table(quantisation.allocation))
-    console.print(f"Store: {out}", markup=False, soft_wrap=True)
+        show(_choice_table(quantisation.allocation))
+    show(f"Store: {out}")
 
 
 def _formats_table(quantisation: Quantisation) -> Table:
-    """Every format on all keys or all values: medians over heads, and the layer that suffers most."""
-    table = Table()
-    for head in (
+    """Every format on all keys or all values: medians over heads, and the layer with the largest damage."""
+    table = right_table(
         "format",
         "of",
         "bits",
@@ -171,8 +167,8 @@ def _formats_table(quantisation: Quantisation) -> Table:
         quantisation.damage_name,
         "± (s.e.)",
         "most in",
-    ):
-        table.add_column(head, justify="left" if head in ("format", "of", "most in") else "right")
+        left=("format", "of", "most in"),
+    )
     for row in quantisation.totals():
         numbers = [written(row[name]) for name in ("proved", "predicted", "kl", "kl_error")]
         table.add_row(row["format"], f"{row['what']}s", f"{row['bits']:g}", *numbers, f"layer {row['most_in']}")
@@ -180,28 +176,26 @@ def _formats_table(quantisation: Quantisation) -> Table:
 
 
 def _checks_table(quantisation: Quantisation) -> Table:
-    table = Table(title="Run on other windows")
-    for head in (
+    table = right_table(
         "choice",
         "bits",
         f"predicted {quantisation.damage_name}",
         quantisation.damage_name,
         "± (s.e.)",
         "perplexity",
-    ):
-        table.add_column(head, justify="left" if head == "choice" else "right")
+        left=("choice",),
+        title="Run on other windows",
+    )
     for check in quantisation.checks:
         made = check.allocation
-        said = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
+        prediction = ("–", "–") if made is None else (f"{made.bits:.4g}", written(made.damage))
         perplexity = "–" if check.perplexity is None else f"{check.perplexity:.4g}"
-        table.add_row(check.name, *said, written(check.mean), written(check.error), perplexity)
+        table.add_row(check.name, *prediction, written(check.mean), written(check.error), perplexity)
     return table
 
 
 def _choice_table(allocation: Allocation) -> Table:
-    table = Table(title="The choice")
-    for head in ("layer", "keys", "values"):
-        table.add_column(head)
+    table = Table("layer", "keys", "values", title="The choice")
     for layer, (key, value) in enumerate(zip(allocation.by_layer("key"), allocation.by_layer("value"), strict=True)):
         table.add_row(str(layer), ", ".join(key), ", ".join(value))
     return table

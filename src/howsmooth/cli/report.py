@@ -7,50 +7,49 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from howsmooth._util.common import FORMATS, distinct_files, same_file
-from howsmooth.cli.console import print_json, stdout, step_progress
-from howsmooth.cli.options import AsJson, Debug
+from howsmooth.cli.console import print_json, show, step_progress
+from howsmooth.cli.options import AsJson, command, out_option, output_option
 from howsmooth.errors import InvalidInput
-from howsmooth.reports import group_headline, groups, summary, write_report
+from howsmooth.reports import group_headline, groups, summary
 from howsmooth.reports.figure_formats import check_formats
 from howsmooth.reports.page import check_report_path
+from howsmooth.reports.page import report as run
 from howsmooth.reports.scan_groups import Group
 from howsmooth.scans import salvage as salvaged
 
 _ALL = ",".join(suffix.removeprefix(".") for suffix in FORMATS)
 
 
+@command
 def report(
     store: Annotated[Path, Argument(help="The store that `howsmooth scan` wrote.")],
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="The page to write; by default beside the store, as .html.")
-    ] = None,
-    figures: Annotated[Path | None, Option(help="Also write figures into this folder; made if missing.")] = None,
-    formats: Annotated[str, Option("--format", help="Of the figures, for example pdf or png,svg.")] = _ALL,
-    as_summary: Annotated[bool, Option("--summary", help="Also print a one-page summary.")] = False,
+    out: Annotated[Path | None, out_option(help="The page to write; by default beside the store, as .html.")] = None,
+    figures: Annotated[Path | None, output_option(help="Also write figures into this folder; made if missing.")] = None,
+    formats: Annotated[str, output_option("--format", help="Formats of the figures: pdf or png,svg.")] = _ALL,
+    as_summary: Annotated[bool, output_option("--summary", help="Also print a one-page summary.")] = False,
     salvage: Annotated[
-        bool, Option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
+        bool, output_option("--salvage", help="Of a damaged store, keep what is whole in a new one and report that.")
     ] = False,
-    docs: Annotated[str | None, Option(help="Address of the documentation, for links to the theory.")] = None,
+    docs: Annotated[str | None, output_option(help="Address of the documentation, for links to the theory.")] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Write a scan as one HTML file that opens offline.
 
     The page has the headline, every head, growth with n, the text coloured by influence, the distance to each bound, a
     table to sort, and all settings.
 
-    Examples:\n
-      howsmooth report scan.sqlite\n
-      howsmooth report scan.sqlite -o report.html --summary\n
-      howsmooth report scan.sqlite --figures figures --format pdf\n
+    Examples:
+      howsmooth report scan.sqlite
+      howsmooth report scan.sqlite -o report.html --summary
+      howsmooth report scan.sqlite --figures figures --format pdf
       howsmooth report damaged.sqlite --salvage -o report.html
     """
     if not store.is_file():
         raise InvalidInput(f"there is no scan at {store}: make one with `howsmooth scan MODEL --out {store}`.")
-    path = store.with_suffix(".html") if output is None else output
+    path = store.with_suffix(".html") if out is None else out
     check_report_path(path)
     distinct_files(read=[("the store", store)], written=[("the page", path)])
     wanted = check_formats(formats.split(","))
@@ -67,28 +66,27 @@ def report(
         begin("reading the scan")
         scanned = groups(store)
         begin("writing the page")
-        write_report(scanned, path, documentation=docs)
+        run(scanned, path, documentation=docs)
         drawn = []
         if figures is not None:
             begin("drawing")
             drawn = write_figures(scanned, figures, wanted)
     if as_json:
-        saved = {} if whole is None else {"salvaged": vars(whole) | {"store": str(whole.store)}}
-        print_json({"report": str(path), "figures": [str(one) for one in drawn], "groups": facts(scanned)} | saved)
+        saved = {} if whole is None else {"salvaged": vars(whole)}
+        print_json({"report": path, "figures": drawn, "groups": facts(scanned)} | saved)
         return
-    out = stdout()
     if as_summary:
-        out.print(summary(scanned))
+        show(summary(scanned))
     else:
         for group in scanned:
-            out.print(f"{group_headline(group)}\n", markup=False, soft_wrap=True)
+            show(f"{group_headline(group)}\n")
     if drawn:
-        out.print(f"figures: {len(drawn)} in {figures}", markup=False)
-    out.print(f"report: {path}", markup=False, soft_wrap=True)
+        show(f"figures: {len(drawn)} in {figures}")
+    show(f"report: {path}")
 
 
 def facts(scanned: Iterable[Group]) -> list[dict[str, str]]:
-    """The headline of every group, and what it is about."""
+    """The headline of every group, with its model and text."""
     return [
         {"model": g.model, "precision": g.precision, "text": g.text, "headline": group_headline(g)} for g in scanned
     ]

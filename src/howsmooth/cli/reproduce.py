@@ -6,13 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from howsmooth._util.validation import check_one_of
-from howsmooth.cli.console import print_json, stderr, stdout
-from howsmooth.cli.engine_options import Place
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.console import print_json, progress_line, show, stderr
+from howsmooth.cli.engine_options import EngineOptions
+from howsmooth.cli.options import (
+    AsJson,
+    Resume,
+    command,
+    engine_option,
+    exact_option,
+    out_option,
+    what_option,
+    where_option,
+)
 from howsmooth.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,35 +29,34 @@ if TYPE_CHECKING:
     from howsmooth.papers import Experiment, ExperimentOptions, Reproduction
 
 LONG = 120.0
-"""Minutes above which a run must be asked for by --yes."""
+"""Minutes above which a run needs --yes."""
 
 
 @command
 def reproduce(
-    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which; without it they are listed.")] = None,
-    all_of_them: Annotated[bool, typer.Option("--all", help="Every experiment, one after the other.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A small version, minutes in all.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The paper's size, as far as it fits one machine.")] = False,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Other models than the experiment's own (may repeat).")
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="Another text than the experiment's own.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on with a run that was stopped.")] = True,
-    yes: Annotated[bool, typer.Option("--yes", help="Start even what takes hours.")] = False,
+    experiment: Annotated[str | None, typer.Argument(metavar="[ID]", help="An experiment (all are listed).")] = None,
+    all_of_them: Annotated[bool, what_option("--all", help="Every experiment, one after the other.")] = False,
+    quick: Annotated[bool, exact_option("--quick", help="A small version, minutes in all.")] = False,
+    full: Annotated[bool, exact_option("--full", help="The paper's size, as far as it fits one machine.")] = False,
+    model: Annotated[list[str] | None, what_option(help="Other models than the experiment's own (may repeat).")] = None,
+    text: Annotated[Path | None, where_option(help="A text instead of that of the experiment.")] = None,
+    out: Annotated[Path, out_option(help="Folder for data, figures and verdicts.")] = Path("reproduced"),
+    resume: Resume = True,
+    yes: Annotated[bool, engine_option("--yes", help="Start even what takes hours.")] = False,
     *,
-    place: Place,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment of the papers: its data (Parquet), its figure (PDF, PNG, SVG) and a verdict on the claim.
 
-    Examples:\n
-      howsmooth reproduce\n
-      howsmooth reproduce lip-infinity --quick\n
-      howsmooth reproduce growth-text --model bert-base-uncased --model gpt2\n
-      howsmooth reproduce --all --quick\n
+    Examples:
+      howsmooth reproduce
+      howsmooth reproduce lip-infinity --quick
+      howsmooth reproduce growth-text --model bert-base-uncased --model gpt2
+      howsmooth reproduce --all --quick
       howsmooth reproduce growth-text --full --yes --engine ray --address head-node:6379
     """
+    from howsmooth.models.input_files import read_text
     from howsmooth.papers import EXPERIMENTS, ExperimentOptions
 
     if experiment is None and not all_of_them:
@@ -59,17 +67,17 @@ def reproduce(
     if experiment is not None and all_of_them:
         raise InvalidInput("name one experiment or ask for --all, not both.")
     size: Any = "quick" if quick else "full" if full else "normal"
-    asked = ExperimentOptions(size, tuple(model or ()), None if text is None else _read(text))
+    asked = ExperimentOptions(size, tuple(model or ()), None if text is None else read_text(text))
     if experiment is not None:
         check_one_of(experiment, EXPERIMENTS, "the experiment")
     wanted = list(EXPERIMENTS.values()) if experiment is None else [EXPERIMENTS[experiment]]
     for one in wanted:
         one.check(asked)
-    engine = place.engine_asked()
+    chosen = engine.chosen()
     _warn(wanted, asked, yes)
     made = []
     for one in wanted:
-        made.append(_run(one, asked, out, resume, engine))
+        made.append(_run(one, asked, out, resume, chosen))
         if not as_json:
             _show(made[-1])
     if as_json:
@@ -84,21 +92,14 @@ def _list(experiments: list[Experiment], as_json: bool) -> None:
     table = Table("id", "what is shown", "claim", "minutes: quick, normal, full")
     for one in experiments:
         table.add_row(one.id, one.title, one.claim, ", ".join(f"{minutes:g}" for minutes in one.minutes))
-    out = stdout()
-    out.print(table)
-    out.print("Run one with: howsmooth reproduce ID [--quick | --full]", markup=False)
-
-
-def _read(path: Path) -> str:
-    from howsmooth.models.input_files import read_text
-
-    return read_text(path)
+    show(table)
+    show("Run one with: howsmooth reproduce ID [--quick | --full]")
 
 
 def _warn(wanted: list[Experiment], asked: ExperimentOptions, yes: bool) -> None:
     minutes = sum(asked.pick(*one.minutes) for one in wanted)
     if minutes > 1:
-        stderr().print(f"About {_time(minutes)} on two cores.", markup=False)
+        stderr().print(f"About {_time(minutes)} on two cores.")
     if minutes > LONG and not yes:
         raise InvalidInput(f"this takes about {_time(minutes)}: ask for it with --yes, or for --quick.")
 
@@ -115,35 +116,18 @@ def _run(
 ) -> Reproduction:
     from howsmooth.papers import reproduce as run
 
-    console = stderr()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(experiment.id, total=None)
-        return run(
-            experiment,
-            asked,
-            out,
-            resume=resume,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            executor=engine,
-        )
+    with progress_line(experiment.id, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as update:
+        progress = lambda done, total: update(completed=done, total=total)  # noqa: E731
+        return run(experiment, asked, out, resume=resume, progress=progress, executor=engine)
 
 
 def _show(made: Reproduction) -> None:
-    out = stdout()
-    for line in (
+    show(
         f"{made.experiment.id}: {made.experiment.title}",
         f"  Claim: {made.experiment.claim}",
         f"  Paper: {made.experiment.paper}",
         f"  Setting: {made.experiment.setting} Size: {made.asked.size}.",
         f"  Measured: {made.finding.measured}",
-    ):
-        out.print(line, markup=False, soft_wrap=True)
-    out.print(f"  Verdict: {made.finding.verdict.value}", markup=False, style="bold")
-    out.print(f"  Files: {made.folder}\n", markup=False, soft_wrap=True)
+        f"  Verdict: {made.finding.verdict.value}",
+        f"  Files: {made.folder}\n",
+    )

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from howsmooth.cli.source_options import Request, Site
+from howsmooth.cli.source_options import MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.models.probed_norms import norm_before, norm_beside, stored_gain
 from howsmooth.sets import SetText
@@ -21,7 +21,7 @@ OVER = "{}: point, around:0.01, around:1% (of the mean token norm), together:0.0
 _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
-def norm_of(site: Site, request: Request, over: SetText) -> Ellipsoid | None:
+def norm_of(site: MapAtTokens, request: Request, over: SetText) -> Ellipsoid | None:
     """The image of the normalisation that ``norm``, ``norm:NAME`` or ``rms:NAME`` means; None for another set."""
     if over.form not in ("norm", "rms"):
         return None
@@ -35,7 +35,7 @@ def norm_of(site: Site, request: Request, over: SetText) -> Ellipsoid | None:
     return named_norm(site, name, over.form == "rms")
 
 
-def layer_tokens(site: Site, request: Request) -> Ellipsoid:
+def layer_tokens(site: MapAtTokens, request: Request) -> Ellipsoid:
     """The image of the normalisation before the attention of this layer."""
     if site.model is not None:
         return tokens_before(site.model, request.layer or 0)
@@ -57,7 +57,7 @@ def tokens_before(model: PreTrainedModel, layer: int) -> Ellipsoid:
     return Ellipsoid.after(norm, x.shape[-1])
 
 
-def named_norm(site: Site, name: str, rms: bool) -> Ellipsoid:
+def named_norm(site: MapAtTokens, name: str, rms: bool) -> Ellipsoid:
     """The image of the normalisation of that name in a file or model."""
     weight, shift = site.tensors[f"{name}.weight"], site.tensors.get(f"{name}.bias")
     if site.model is not None:

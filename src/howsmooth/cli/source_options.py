@@ -1,20 +1,18 @@
-"""What a command is about: the SOURCE argument and its options become an attention map and tokens."""
+"""The SOURCE argument of a command and its options become an attention map and tokens."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
-from typer import Argument, Option
+from typer import Argument
 
-from howsmooth._util.common import printable
 from howsmooth._util.validation import check_device, check_memory, shown
 from howsmooth.attention import (
     ALiBi,
@@ -28,28 +26,28 @@ from howsmooth.attention import (
     SigmoidAttention,
     SlidingWindow,
 )
-from howsmooth.cli.console import MOST_SEED
-from howsmooth.cli.exit_codes import remark
-from howsmooth.cli.options import Device
+from howsmooth.cli.options import (
+    Device,
+    Dtype,
+    Seed,
+    Text,
+    details_option,
+    length_option,
+    one_length,
+    what_option,
+    where_option,
+)
 from howsmooth.errors import InvalidInput
 from howsmooth.models import capture, open_model
 from howsmooth.models.input_files import read_input
 from howsmooth.models.open_source import names_model
 from howsmooth.models.random_models import random_name
 from howsmooth.models.weight_files import SUFFIXES, load_tokens, read_attention_weights, read_tensors
+from howsmooth.scans.scan_grammar import Selection, parse_what
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GRAMMAR = re.compile(r"random(?::(?P<preset>[\w.-]+))?(?:\[(?P<pairs>.*)\])?")
-_LIKE = re.compile(r"(?:^|,)\s*like\s*=\s*([\w.-]+)\s*(?=,|$)")
-_CHANGED = (
-    "random:{0} is a model of that architecture, as for howsmooth scan; a block of random weights with the sizes of "
-    "{0}, which it was before, is random[like={0}]"
-)
-_MOST = 2**40
-"""Largest width, length, … that is looked at at all; no memory holds more."""
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 KINDS: dict[str, Any] = {"l2": L2SelfAttention, "cosine": CosineAttention, "sigmoid": SigmoidAttention}
 """Other kinds of attention that weights can be taken for."""
 _OF_DOT_PRODUCTS = ("rope", "rope_base", "alibi", "softcap", "qk_norm", "scale", "kv_heads")
@@ -58,32 +56,32 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 @dataclass(frozen=True)
 class Request:
-    """Which attention, at which tokens: the first options of every command that takes a SOURCE."""
+    """An attention map and its tokens, as the first options of every command that takes a SOURCE name them."""
 
     source: Annotated[
         str,
         Argument(
-            help="A weights file (.safetensors, .pt, .pth), random, random\\[name=value,…], or a model: a name "
-            "(minilm, smollm2), random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
+            help="A weights file (.safetensors, .pt, .pth), random weights, or a model: a name (minilm, smollm2), "
+            "random:KIND, a folder, a .gguf file, or an id on the hub (org/name)."
         ),
     ] = "random"
-    prefix: Annotated[str | None, Option(help="Which layer of the file, for example h.0.attn.")] = None
-    layer: Annotated[int | None, Option(min=0, help="Which layer of the model, counted from 0 (0).")] = None
-    text: Annotated[Path | None, Option(help="Text that the model reads (Alice in Wonderland).")] = None
-    input: Annotated[Path | None, Option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
-    input_name: Annotated[str | None, Option(help="Which tensor of the --input file.")] = None
-    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Of weights, tokens and the solver's start.")] = 0
+    prefix: Annotated[str | None, what_option(help="A layer of the file, for example h.0.attn.")] = None
+    layer: Annotated[int | None, what_option(min=0, help="A layer of the model, counted from 0 (0).")] = None
+    text: Text = None
+    input: Annotated[Path | None, where_option(help="File with the tokens, (n, d) or (batch, n, d).")] = None
+    input_name: Annotated[str | None, where_option(help="A tensor of the --input file.")] = None
+    seed: Seed = 0
 
     @property
     def names_model(self) -> bool:
         """Whether SOURCE is a model, which has tokens of its own."""
         return names_model(self.source)
 
-    def open(self, settings: Settings) -> Site:
+    def open(self, settings: AttentionOptions) -> MapAtTokens:
         """The map and its tokens: from --input, else what a model's layer sees, else random ones of unit RMS.
 
         Args:
-            settings: what the flags say; they win over the preset and the brackets.
+            settings: the values of the options; they win over a preset.
         """
         if self.input is None and self.input_name is not None:
             raise InvalidInput("--input-name chooses a tensor of --input: give that file too.")
@@ -97,47 +95,60 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A configuration of attention, None where nothing was said; and the options that say it."""
+class AttentionOptions:
+    """A configuration of attention, None where no option gives a value."""
 
-    width: Annotated[int | None, Option(min=1, help="Width d of a random map (64).")] = None
-    heads: Annotated[int | None, Option(min=1, help="Number of heads (4 when random).")] = None
-    kv_heads: Annotated[int | None, Option(min=1, help="Number of key-value heads, when fewer.")] = None
-    length: Annotated[int | None, Option(min=1, help="Number n of random or text tokens (128).")] = None
-    causal: Annotated[bool | None, Option("--causal/--no-causal", help="Tokens see only the past.")] = None
-    window: Annotated[int | None, Option(min=1, help="Tokens see only this many neighbours.")] = None
-    rope: Annotated[bool | None, Option("--rope/--no-rope", help="Rotary positions.")] = None
-    rope_base: Annotated[float | None, Option(help="Base of the rotary angles (10000).")] = None
-    alibi: Annotated[bool | None, Option("--alibi/--no-alibi", help="Linear position biases.")] = None
-    softcap: Annotated[float | None, Option(help="Logits become c·tanh(s/c).")] = None
-    qk_norm: Annotated[str | None, Option(help="Normalise queries and keys: rms or l2.")] = None
-    scale: Annotated[float | None, Option(help="Factor on the logits (1/√head width).")] = None
-    dtype: Annotated[str | None, Option(help="Convert weights and tokens to this dtype.")] = None
-    attention: Annotated[
-        str | None, Option(help="Kind of attention for weights without a model: dot, l2, cosine or sigmoid (dot).")
+    width: Annotated[int | None, what_option(min=1, help="Width d of a random map (64).")] = None
+    heads: Annotated[int | None, what_option(min=1, help="Number of heads (4 when random).")] = None
+    causal: Annotated[bool | None, what_option("--causal/--no-causal", help="Tokens see only the past.")] = None
+    length: Annotated[
+        str | None,
+        length_option(help="Number of random or text tokens (128); for bounds and worst-case several: 8,16,…,64."),
     ] = None
+    like: Annotated[str | None, details_option(help="Random weights of the sizes of bert-base, gpt2 or llama.")] = None
+    attention: Annotated[
+        str | None,
+        details_option(help="Kind of attention of weights without a model: dot, l2, cosine, sigmoid (dot)."),
+    ] = None
+    kv_heads: Annotated[int | None, details_option(min=1, help="Number of key-value heads, when fewer.")] = None
+    window: Annotated[int | None, details_option(min=1, help="Tokens see only this many neighbours.")] = None
+    rope: Annotated[bool | None, details_option("--rope/--no-rope", help="Rotary positions.")] = None
+    rope_base: Annotated[float | None, details_option(help="Base of the rotary angles (10000).")] = None
+    alibi: Annotated[bool | None, details_option("--alibi/--no-alibi", help="Linear position biases.")] = None
+    softcap: Annotated[float | None, details_option(help="Logits become c·tanh(s/c).")] = None
+    qk_norm: Annotated[str | None, details_option(help="Normalise queries and keys: rms or l2.")] = None
+    scale: Annotated[float | None, details_option(help="Factor on the logits (1/√head width).")] = None
+    dtype: Dtype = None
     device: Device = None
 
-    def over(self, base: Settings) -> Settings:
-        """These settings where they say something, those of ``base`` elsewhere."""
+    def over(self, base: AttentionOptions) -> AttentionOptions:
+        """These settings where they have a value, those of ``base`` elsewhere."""
         return replace(base, **{name: value for name, value in vars(self).items() if value is not None})
 
     @property
     def rotary(self) -> bool:
-        """Whether queries and keys turn with their position; a base alone says so too."""
+        """Whether queries and keys turn with their position; a base alone implies it."""
         return self.rope_base is not None if self.rope is None else self.rope
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype asked for."""
-        if self.dtype is None:
+        """The dtype; None for that of the weights."""
+        if self.dtype in (None, "auto"):
             return None
         if self.dtype not in DTYPES:
-            raise InvalidInput(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+            raise InvalidInput(f"--dtype is auto, {', '.join(DTYPES)}, got {self.dtype!r}.")
         return DTYPES[self.dtype]
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens."""
+        return None if self.length is None else one_length(self.length)
 
     def options(self, heads: int, head_width: int) -> dict[str, Any]:
         """The arguments of `SelfAttention` beside the weights."""
+        for name in ("rope_base", "softcap", "scale"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise InvalidInput(f"--{name.replace('_', '-')} is a finite number, got {getattr(self, name)}.")
         if self.rope_base is not None and not self.rope_base > 0:
             raise InvalidInput(f"the base of the rotary angles must be positive, got {self.rope_base}.")
         mask: LogitBias | None = Causal() if self.causal else None
@@ -153,11 +164,11 @@ class Settings:
         }
 
 
-DEFAULTS = Settings(width=64, heads=4, length=128, dtype="float32")
+DEFAULTS = AttentionOptions(width=64, heads=4, length="128", dtype="float32")
 PRESETS = {
-    "bert-base": Settings(width=768, heads=12),
-    "gpt2": Settings(width=768, heads=12, causal=True),
-    "llama": Settings(width=2048, heads=32, kv_heads=8, causal=True, rope_base=500_000.0),  # Llama 3.2 1B
+    "bert-base": AttentionOptions(width=768, heads=12),
+    "gpt2": AttentionOptions(width=768, heads=12, causal=True),
+    "llama": AttentionOptions(width=2048, heads=32, kv_heads=8, causal=True, rope_base=500_000.0),  # Llama 3.2 1B
 }
 
 
@@ -165,15 +176,14 @@ Seen = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Site:
+class MapAtTokens:
     """An attention map and the tokens it is measured at, with where they come from.
 
     Attributes:
-        drawn: whether the tokens are random.
         tensors: all weights of the file or model by name; none for a random map.
         model: the model whose layer this is, when there is one.
-        notes: what else the reader should know about the model.
-        seen: what the layer sees of a window of another length, when a model reads a text.
+        notes: further facts about the model.
+        seen: the tokens of the layer for a window of another length, when a model reads a text.
     """
 
     attention: AttentionMap
@@ -181,7 +191,6 @@ class Site:
     source: str
     tokens: str
     seed: int
-    drawn: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     model: PreTrainedModel | None = None
     notes: tuple[str, ...] = ()
@@ -202,7 +211,7 @@ class Site:
         """The tokens, without the axis of a batch of one."""
         return self.x[0] if self.x.dim() == 3 and len(self.x) == 1 else self.x
 
-    def on(self, device: str) -> Site:
+    def on(self, device: str) -> MapAtTokens:
         """The same map and tokens on another device."""
         check_device(device)
         seen = self.seen
@@ -242,26 +251,41 @@ class Site:
         }
 
 
-def random_settings(source: str, settings: Settings) -> Settings | None:
-    """The complete configuration of random weights that SOURCE and the flags ask for; None for another SOURCE.
+def random_settings(source: str, settings: AttentionOptions) -> AttentionOptions | None:
+    """The complete configuration of random weights that SOURCE and the options name; None for another SOURCE.
 
-    >>> random_settings("random[width=8]", Settings(heads=2)).width, random_settings("minilm", Settings())
-    (8, None)
-    >>> random_settings("random[like=gpt2,length=4]", Settings(heads=2)).causal
+    >>> random_settings("random", AttentionOptions(heads=2)).width, random_settings("minilm", AttentionOptions())
+    (64, None)
+    >>> random_settings("random", AttentionOptions(like="gpt2", heads=2)).causal
     True
     """
-    parsed = _GRAMMAR.fullmatch(source)
-    if parsed is None or names_model(source):
+    if source != "random":
         return None
-    like, pairs = _LIKE.search(parsed["pairs"] or ""), _LIKE.sub("", parsed["pairs"] or "")
-    preset = _preset(parsed["preset"] if like is None else like[1])
-    return settings.over(_pairs(pairs)).over(preset).over(DEFAULTS)
+    if settings.like not in (None, *PRESETS):
+        raise InvalidInput(
+            f"--like is {', '.join(PRESETS)}, got {shown(settings.like)}; random models of `howsmooth models`, such as "
+            "random:bert, are SOURCES of their own."
+        )
+    return settings.over(PRESETS.get(settings.like or "", AttentionOptions())).over(DEFAULTS)
 
 
-def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
+def kinds_of_map(what: str) -> list[str]:
+    """The block, its heads, or both, as --what of `howsmooth scan` names them.
+
+    >>> kinds_of_map("head,attention")
+    ['block', 'heads']
+    """
+    names = {Selection("attention"): "block", Selection("head"): "heads"}
+    chosen = parse_what(what)
+    if not all(selection in names for selection in chosen):
+        raise InvalidInput(f"--what is attention, head or attention,head here, got {shown(what)}.")
+    return [name for selection, name in names.items() if selection in chosen]
+
+
+def in_kind(attention: SelfAttention, settings: AttentionOptions) -> AttentionMap:
     """The same weights in another kind of attention: L2 has its queries as keys too (they are tied).
 
-    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), Settings(attention="l2", causal=True)).kind
+    >>> in_kind(SelfAttention.random(8, heads=2, mask="causal"), AttentionOptions(attention="l2", causal=True)).kind
     'l2'
     """
     kind = settings.attention
@@ -286,10 +310,10 @@ def in_kind(attention: SelfAttention, settings: Settings) -> AttentionMap:
     return other
 
 
-def random_tokens(length: int, width: int, seed: int) -> Tensor:
+def unit_rms_tokens(length: int, width: int, seed: int) -> Tensor:
     """Directions drawn uniformly, every token of root mean square one: |x_i| = √width. In float64.
 
-    >>> random_tokens(3, 4, seed=0).square().mean(-1)
+    >>> unit_rms_tokens(3, 4, seed=0).square().mean(-1)
     tensor([1.0000, 1.0000, 1.0000], dtype=torch.float64)
     """
     check_memory(8 * length * width, f"an input of {length} tokens of width {width}", "lower --length")
@@ -315,14 +339,14 @@ def mask_name(attention: AttentionMap) -> str:
 
 
 def positions_name(attention: AttentionMap) -> str:
-    """What tells the map where a token stands."""
+    """The positions that the map reads, in a word or two."""
     names = ["rotary"] if any(isinstance(stage, Rotary) for stage in attention.query_stages) else []
     names += ["ALiBi"] if any(isinstance(term, ALiBi) for term in attention.terms) else []
     return ", ".join(names) or "none"
 
 
-def _from_weights(request: Request, settings: Settings) -> Site:
-    """Random weights, or those of a file, which says nothing about tokens."""
+def _from_weights(request: Request, settings: AttentionOptions) -> MapAtTokens:
+    """Random weights, or those of a file, which holds no tokens."""
     attention: AttentionMap
     tensors: Mapping[str, Tensor] = {}
     drawn = random_settings(request.source, settings)
@@ -331,8 +355,8 @@ def _from_weights(request: Request, settings: Settings) -> Site:
             raise InvalidInput("--prefix chooses a layer of a weights file: leave it out for a random configuration.")
         settings, width, heads = drawn, drawn.width or 0, drawn.heads or 1
         check_memory(32 * width**2, f"random attention of width {width}", "lower --width")
-        said = {"kv_heads": drawn.kv_heads, "dtype": drawn.torch_dtype, **drawn.options(heads, width // heads)}
-        attention = in_kind(SelfAttention.random(width, heads, seed=request.seed, **said), drawn)
+        options = {"kv_heads": drawn.kv_heads, "dtype": drawn.torch_dtype, **drawn.options(heads, width // heads)}
+        attention = in_kind(SelfAttention.random(width, heads, seed=request.seed, **options), drawn)
     else:
         attention = _from_file(request.source, settings, request.prefix)
         tensors, _ = read_tensors(Path(request.source))
@@ -341,34 +365,33 @@ def _from_weights(request: Request, settings: Settings) -> Site:
             raise InvalidInput("--length is for random tokens: leave it out when --input gives the tokens.")
         x, origin = _stored_tokens(request, settings.torch_dtype if drawn is None else None)
     else:
-        length = settings.length or DEFAULTS.length or 0
-        x = random_tokens(length, attention.in_features, request.seed + 1).to(attention.dtype)
+        x = unit_rms_tokens(settings.tokens or 128, attention.in_features, request.seed + 1).to(attention.dtype)
         origin = f"random tokens of unit RMS, seed {request.seed + 1}"
-    return Site(attention, x, request.source, origin, request.seed, request.input is None, tensors)
+    return MapAtTokens(attention, x, request.source, origin, request.seed, tensors)
 
 
-def _from_file(source: str, settings: Settings, prefix: str | None) -> AttentionMap:
+def _from_file(source: str, settings: AttentionOptions, prefix: str | None) -> AttentionMap:
     path = Path(source)
     if path.suffix not in SUFFIXES and not os.path.isfile(path):
         raise InvalidInput(
-            f"{shown(source)} is neither a weights file (.safetensors, .pt, .pth) nor a random configuration (random, "
-            "random[like=gpt2], random[width=64,heads=4,…]) nor a model (minilm, random:bert, or a folder with "
-            "config.json)."
+            f"{shown(source)} is neither a weights file (.safetensors, .pt, .pth) nor random nor a model (minilm, "
+            "random:bert, or a folder with config.json)."
         )
-    if settings.width is not None:
-        raise InvalidInput("--width is for random weights: those of a file have their own.")
-    said: dict[str, Any] = {"kv_heads": settings.kv_heads, "dtype": settings.torch_dtype, "rotary": settings.rotary}
-    weights = read_attention_weights(path, prefix, settings.heads, **said)
+    for name in ("width", "like"):
+        if getattr(settings, name) is not None:
+            raise InvalidInput(f"--{name} is for random weights: those of a file have their own sizes.")
+    options: dict[str, Any] = {"kv_heads": settings.kv_heads, "dtype": settings.torch_dtype, "rotary": settings.rotary}
+    weights = read_attention_weights(path, prefix, settings.heads, **options)
     return in_kind(weights.attention(**settings.options(weights.heads, weights.head_width)), settings)
 
 
-def _from_model(request: Request, settings: Settings) -> Site:
+def _from_model(request: Request, settings: AttentionOptions) -> MapAtTokens:
     """A layer of a model, at the tokens it sees when the model reads a text."""
     misplaced = [name for name, value in vars(replace(settings, length=None, dtype=None)).items() if value is not None]
     misplaced += ["prefix"] * (request.prefix is not None)
     if misplaced:
         name = random_name(request.source)
-        hint = f" (a block of its sizes is random[like={name}])" if name in PRESETS else ""
+        hint = f" (a block of its sizes is random --like {name})" if name in PRESETS else ""
         raise InvalidInput(
             f"--{misplaced[0].replace('_', '-')} is for weights without a model: {request.source} has its own{hint}."
         )
@@ -382,15 +405,13 @@ def _from_model(request: Request, settings: Settings) -> Site:
         (site,) = capture(opened.model, opened.inputs(window), [layer])
         return (site.attention, site.x) if dtype is None else (site.attention.in_dtype(dtype), site.x.to(dtype))
 
-    attention, x = at(settings.length or opened.usual_length(content))
+    attention, x = at(settings.tokens or opened.usual_length(content))
     origin = f"what layer {layer} sees of {request.text or 'Alice in Wonderland'}"
     if request.input is not None:
         x, origin = _stored_tokens(request, dtype)
-    if random_name(request.source) in PRESETS:
-        remark(f"note: {_CHANGED.format(random_name(request.source))}.")
     name, model = f"{request.source}, layer {layer}", opened.model
     seen = None if request.input is not None else (lambda length: at(length)[1])
-    return Site(attention, x, name, origin, request.seed, False, model.state_dict(), model, opened.notes, seen)
+    return MapAtTokens(attention, x, name, origin, request.seed, model.state_dict(), model, opened.notes, seen)
 
 
 def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor, str]:
@@ -398,34 +419,3 @@ def _stored_tokens(request: Request, dtype: torch.dtype | None) -> tuple[Tensor,
     x = load_tokens(request.input, request.input_name)
     x = x.to(dtype) if dtype is not None and x.is_floating_point() else x
     return x, str(request.input) + ("" if request.input_name is None else f" ({request.input_name})")
-
-
-def _preset(name: str | None) -> Settings:
-    if name is not None and name not in PRESETS:
-        raise InvalidInput(
-            f"there is no random configuration {name!r}: choose random[like=NAME] with NAME one of "
-            f"{', '.join(PRESETS)}, or a random model of `howsmooth models`, such as random:bert."
-        )
-    return Settings() if name is None else PRESETS[name]
-
-
-def _pairs(text: str | None) -> Settings:
-    """``width=64,causal=true`` as settings."""
-    kinds = {name: get_args(kind)[0] for name, kind in get_type_hints(Settings).items()}
-    given: dict[str, Any] = {}
-    for pair in filter(None, map(str.strip, (text or "").split(","))):
-        name, _, value = map(str.strip, pair.partition("="))
-        name = name.replace("-", "_")
-        if name not in kinds:
-            raise InvalidInput(f"{name!r} is not a setting: choose from {', '.join(f.name for f in fields(Settings))}.")
-        try:
-            number = given[name] = _TRUTH[value.lower()] if kinds[name] is bool else kinds[name](value)
-        except (KeyError, ValueError):
-            raise InvalidInput(
-                f"{printable(pair)[:60]!r} does not give {name} a value of type {kinds[name].__name__}."
-            ) from None
-        if kinds[name] is int and not 1 <= number <= _MOST:
-            raise InvalidInput(f"{name} is a whole number from 1 to {_MOST}, got {printable(value)[:60]}.")
-        if kinds[name] is float and not math.isfinite(number):
-            raise InvalidInput(f"{name} is a finite number, got {printable(value)[:60]}.")
-    return Settings(**given)

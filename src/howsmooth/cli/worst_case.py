@@ -8,22 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import ROUND_FLOOR
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from typer import Option
 
-from howsmooth.cli.console import print_json, progress_line, stdout, written
-from howsmooth.cli.engine_options import Place
+from howsmooth.cli.console import print_json, progress_line, show, written
+from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
-from howsmooth.cli.options import AsJson, command
+from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.replay import remember
-from howsmooth.cli.scan import FOLDER
 from howsmooth.cli.set_options import OVER, layer_tokens, norm_of
-from howsmooth.cli.source_options import Request, Settings, Site
+from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
 from howsmooth.search.sandwich_result import Sandwich
@@ -32,25 +29,25 @@ from howsmooth.sets import Around, InputSet, SetText
 from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.sets.near_sets import Over
 
-Norm = Enum("Norm", {"two": "2", "inf": "inf"})
 _LENGTHS = "8,16,32"
 
 
 @command
 def worst_case(
     request: Request,
-    settings: Settings,
-    head: Annotated[int | None, Option(min=0, help="One head, counted from 0 (the whole block).")] = None,
-    lengths: Annotated[str | None, Option(help=f"Numbers of tokens: 16,64 or 8,16,…,64 ({_LENGTHS}).")] = None,
-    over: Annotated[str | None, Option(help=OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
-    around: Annotated[Path | None, Option(help="Text for --over around: search near the layer's input there.")] = None,
-    norm: Annotated[Norm, Option(help="Which norm of the Jacobian.")] = Norm.two,
-    starts: Annotated[int, Option(min=1, help="Random starts, beside the theorems' own.")] = 8,
-    steps: Annotated[int, Option(min=1, help="Steps of each search.")] = 200,
-    seconds: Annotated[float | None, Option(help="Time for all searches together.")] = None,
-    out: Annotated[Path, Option(help="Folder for witnesses and figure.")] = FOLDER,
+    settings: AttentionOptions,
+    head: Annotated[int | None, what_option(min=0, help="One head, counted from 0 (the whole block).")] = None,
+    over: Annotated[str | None, where_option(help=OVER.format("The sets, with one size or several (ball:1,2)"))] = None,
+    around: Annotated[
+        Path | None, where_option(help="Text for --over around: search near the layer's input there.")
+    ] = None,
+    norm: Annotated[Literal["2", "inf"], what_option(help="Norm of the Jacobian.")] = "2",
+    starts: Annotated[int, exact_option(min=1, help="Random starts, beside the theorems' own.")] = 8,
+    steps: Annotated[int, exact_option(min=1, help="Steps of each search.")] = 200,
+    seconds: Annotated[float | None, exact_option(help="Time for all searches together.")] = None,
+    out: Annotated[Path, out_option(help="Folder for witnesses and figure.")] = FOLDER,
     *,
-    place: Place,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Find the least smooth input of a set, and how far the best theorem is from it.
@@ -60,36 +57,34 @@ def worst_case(
     those after the layer's own normalisation, or, for weights without a model, of root mean square at most one.
     Ctrl-C keeps and prints the best so far. With --jobs or --engine every start is searched by a worker, to its end.
 
-    Examples:\n
-      howsmooth worst-case random --width 16 --heads 2 --lengths 8,16,…,64 --over ball:1,2\n
-      howsmooth worst-case minilm --layer 2 --head 0 --lengths 16,32 --over norm\n
-      howsmooth worst-case minilm --layer 2 --around novel.txt --over around:1%,5% --lengths 64\n
+    Examples:
+      howsmooth worst-case random --width 16 --heads 2 --length 8,16,…,64 --over ball:1,2
+      howsmooth worst-case minilm --layer 2 --head 0 --length 16,32 --over norm
+      howsmooth worst-case minilm --layer 2 --around novel.txt --over around:1%,5% --length 64
       howsmooth worst-case gpt2.safetensors --prefix h.0.attn. --heads 12 --causal --head 3 --over norm --seconds 60
     """
-    counts = parse_lengths(lengths or settings.length or _LENGTHS)
+    counts = parse_lengths(settings.length or _LENGTHS)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInput(f"--seconds is a positive number of seconds, got {seconds}.")
-    if lengths is not None and settings.length is not None:
-        raise InvalidInput("--lengths says how many tokens there are: leave out --length.")
     named = None if over is None else SetText.parse(over)
     near = named is not None and named.near_input
     if named is not None and named.form == "point":
         raise InvalidInput("a search needs a set, not a point: howsmooth measure takes one input.")
     request = _about(request, near, around)
-    if request.input is None:
-        settings = replace(settings, length=counts[-1] if near else 4)
+    first = str(counts[-1] if near else 4)
+    settings = replace(settings, length=None if request.input is not None else first)
     site = request.open(settings)
     sets = _sets(site, request, counts, named)
     out.mkdir(parents=True, exist_ok=True)
     source = remember(request, settings, site.attention)
-    stem = _stem(request, source["sha256"], head, norm.value)
+    stem = _stem(request, source["sha256"], head, norm)
     unit = named.absolute(site.one_input)[0] / named.sizes[0] if named is not None and named.share else 1.0
     with _searching() as progress:
         cells = sandwich(
             site.attention,
             counts,
             over=sets,
-            norm=math.inf if norm is Norm.inf else 2,
+            norm=math.inf if norm == "inf" else 2,
             head=head,
             starts=starts,
             steps=steps,
@@ -98,7 +93,7 @@ def worst_case(
             files=lambda n, over: out / f"{stem}-n{n}-{_set_name(over)}{_size_name(over, unit)}.safetensors",
             source=source,
             progress=progress,
-            executor=place.engine_asked(),
+            executor=engine.chosen(),
         )
     picture = out / f"{stem}-{_set_name(cells[0].over)}.png" if cells else None
     if picture is not None:
@@ -108,7 +103,7 @@ def worst_case(
     if as_json:
         facts = site.describe() | {"n": list(counts), "head": head} | ({} if near else {"input": None})
         content = {"setting": facts, "cells": cells.to_dict(), "interrupted": cells.interrupted}
-        print_json(content | {"figure": None if picture is None else str(picture)})
+        print_json(content | {"figure": picture})
     else:
         _print(site, cells, head, picture)
     if cells.interrupted:
@@ -129,7 +124,7 @@ def _about(request: Request, near: bool, around: Path | None) -> Request:
 
 
 def _sets(
-    site: Site, request: Request, counts: Sequence[int], named: SetText | None
+    site: MapAtTokens, request: Request, counts: Sequence[int], named: SetText | None
 ) -> Over | Sequence[InputSet] | Mapping[int, Sequence[InputSet]]:
     """The sets, as `howsmooth.search.sandwich` takes them."""
     if named is not None and named.near_input:
@@ -166,23 +161,20 @@ def _size_name(over: InputSet, unit: float) -> str:
     return f"{(over.size or 0.0) / unit:.6g}" if _set_name(over) in ("eps", "R") else ""
 
 
-def _print(site: Site, cells: Sandwich, head: int | None, picture: Path | None) -> None:
-    out = stdout()
-    out.print(site.in_words() + ("" if head is None else f"; head {head}"), markup=False)
+def _print(site: MapAtTokens, cells: Sandwich, head: int | None, picture: Path | None) -> None:
+    show(site.in_words() + ("" if head is None else f"; head {head}"))
     if any(cell.centre is not None for cell in cells):
         size = float(site.x.double().norm(dim=-1).mean())
-        out.print(f"tokens: near {site.tokens}; mean norm {written(size)}", markup=False)
+        show(f"tokens: near {site.tokens}; mean norm {written(size)}")
     if not cells:
-        out.print("nothing was found yet")
+        show("nothing was found yet")
         return
-    out.print(cells)
-    out.print(
-        "Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound."
-    )
+    show(cells)
+    show("Some input of the set reaches the lower bound: the witness. No input of the set exceeds the upper bound.")
     for cell in cells:
-        out.print(f"witness: {cell.file}", markup=False, soft_wrap=True)
+        show(f"witness: {cell.file}")
     if picture is not None:
-        out.print(f"figure: {picture}", markup=False, soft_wrap=True)
+        show(f"figure: {picture}")
 
 
 @contextmanager

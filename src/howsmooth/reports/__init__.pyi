@@ -1,8 +1,8 @@
 from . import figures, growth
 from .findings import group_headline
-from .page import write_report
+from .page import report
 from .scan_figures import write_figures
 from .scan_groups import groups
 from .text_summary import summary
 
-__all__ = ["figures", "group_headline", "groups", "growth", "summary", "write_figures", "write_report"]
+__all__ = ["figures", "group_headline", "groups", "growth", "report", "summary", "write_figures"]

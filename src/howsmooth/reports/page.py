@@ -30,7 +30,7 @@ _ESCAPES = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 
 
 @validated
-def write_report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
+def report(source: Source, path: str | PathLike[str], *, documentation: str | None = None) -> Path:
     """Write the report and return its path.
 
     Args:
@@ -41,7 +41,7 @@ def write_report(source: Source, path: str | PathLike[str], *, documentation: st
     >>> import tempfile
     >>> row = {"model": "m", "what": "head", "layer": 0, "head": 0, "length": 8, "value": 1.0}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_report([row], Path(folder, "report.html")).name
+    ...     report([row], Path(folder, "report.html")).name
     'report.html'
     """
     path = Path(path)

@@ -11,7 +11,7 @@ engine); `activation_noise` is about low precision of activations.
 True
 """
 
-from howsmooth.rounding.activation_noise import ActivationNoise, rounding_noise
+from howsmooth.rounding.activation_noise import ActivationNoise, noise, rounding_noise
 from howsmooth.rounding.allocation import Allocation, allocate
 from howsmooth.rounding.number_formats import Format, parse_format, parse_formats
 from howsmooth.rounding.output_error import output_errors_at
@@ -23,6 +23,7 @@ __all__ = [
     "Format",
     "Quantisation",
     "allocate",
+    "noise",
     "output_errors_at",
     "parse_format",
     "parse_formats",

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.annotations import PlainText
 from howsmooth._util.common import first_tensor
 from howsmooth._util.process_lock import alone
 from howsmooth._util.torch_globals import exact_autograd
-from howsmooth._util.validation import check_one_of, validated
+from howsmooth._util.validation import Count, Device, Seed, check_one_of, validated
 from howsmooth.errors import InvalidInput
-from howsmooth.models import OpenModel, Targets, Window
+from howsmooth.models import OpenModel, Targets, Window, alice, open_model
 from howsmooth.models.forward_pass import Call, reference_mode, run_model, temporary_hooks
 from howsmooth.rounding.rounded_model import check_finite_weights, check_text_model
 
@@ -68,6 +69,36 @@ class ActivationNoise:
             {"layer": layer, **{name: float(getattr(self, name)[layer]) for name in names}, "source": int(source)}
             for layer, source in enumerate(self.source)
         ]
+
+
+@validated
+def noise(
+    model: str | OpenModel,
+    text: PlainText | None = None,
+    *,
+    precision: str = "bf16",
+    length: Count = 64,
+    seed: Seed = 0,
+    device: Device | None = None,
+    progress: Step | None = None,
+) -> ActivationNoise:
+    """The growth of rounding noise through the layers of a model in one window of a text.
+
+    Args:
+        model: as `howsmooth.models.open_model` takes it.
+        text: None for Alice in Wonderland.
+        precision: bf16 or fp16.
+        length, seed: of the window.
+        progress: called with a label when a step begins.
+
+    >>> len(noise("random:llama[layers=2,width=32]", length=12).rows())
+    2
+    """
+    check_one_of(precision, DTYPES, "the precision")
+    opened = open_model(model, device=device) if isinstance(model, str) else model.on(device)
+    check_text_model(opened.model)
+    [window] = opened.windows(alice() if text is None else text, length, 1, seed)
+    return rounding_noise(opened, window, precision, progress)
 
 
 @validated

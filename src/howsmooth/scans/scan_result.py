@@ -176,9 +176,9 @@ class Scan:
 
     def report(self, path: Path | str) -> None:
         """One HTML file that opens offline."""
-        from howsmooth.reports import write_report
+        from howsmooth.reports import report
 
-        write_report(self, path)
+        report(self, path)
 
     def _repr_html_(self) -> str:
         """The report itself, where it fits into a notebook; otherwise the roughest rows."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import howsmooth as hs
-from howsmooth.cli.train import Model
+from howsmooth.cli.train import ModelOptions
 from howsmooth.errors import DoesNotApply, InvalidInput
 from howsmooth.nn import ContractiveL2Attention, L2Attention, replace_attention
 from howsmooth.nn.layers.l2_layer import UntiedL2Attention
@@ -44,7 +44,7 @@ def test_training_knows_every_kind_that_it_can_use() -> None:
         "lipschitz-norm",  # sees the future
     }
     assert not LAYER_KINDS["lipschitz-norm"].causal
-    (option,) = get_type_hints(Model, include_extras=True)["attention"].__metadata__
+    (option,) = get_type_hints(ModelOptions, include_extras=True)["attention"].__metadata__
     assert set(re.findall(r"[a-z0-9-]+", option.help.partition(";")[0])) - {"not", "ipschitz"} == set(ATTENTIONS)
 
 
