@@ -49,9 +49,7 @@ def quantise(
     device: Device = None,
     dtype: WeightDtype = None,
     out: Annotated[Path | None, typer.Option(help="Ledger (howsmooth-output/quantise-MODEL.sqlite).")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Use the ledger, or begin anew.")
-    ] = True,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Use the ledger, or begin anew.")] = True,
     export: Annotated[
         str | None, typer.Option(help="Write the choice for an engine: vllm, modelopt, llama.cpp or json.")
     ] = None,
