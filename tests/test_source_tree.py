@@ -45,7 +45,6 @@ EXPLAINED = {
 
 SAME_NAME = {
     "CosineAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
-    "FORMATS": "endings of pictures to write, and of images and sounds to read.",
     "GradientStepAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "LipschitzNormAttention": "the map that is measured, and the layer of nn that is trained, which offers the map.",
     "Row": "of a table of bounds, of a store, of a report: a class, and two mappings as JSON has them.",

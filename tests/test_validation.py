@@ -251,12 +251,14 @@ def test_half_a_letter_is_in_no_name_of_a_file(call: Callable[[], object]) -> No
         call()
 
 
+NEAR = hs.sets.Around(torch.randn(6, 8, dtype=torch.float64), 0.01)
+BALL = hs.sets.Ball(1.0)
 CALLS: dict[str, Callable[[hs.SelfAttention, torch.Tensor], object]] = {
     "measure": lambda a, x: hs.measure(a, x),
     "measure_heads": lambda a, x: hs.measure_heads(a, x),
     "explain": lambda a, x: hs.explain(a, x),
-    "certify": lambda a, x: hs.certify(a, hs.sets.Around(x, 0.01)),
-    "worst_case": lambda a, x: hs.worst_case(a, 4, over=hs.sets.Ball(1.0), starts=1, steps=2),
+    "certify": lambda a, x: hs.certify(a, NEAR),
+    "worst_case": lambda a, x: hs.worst_case(a, 4, over=BALL, starts=1, steps=2),
     "table": lambda a, x: hs.bounds.table(a, over=x),
     "scan": lambda a, x: hs.scan("random:gpt2[layers=1,width=8,heads=2]", "some words to read", lengths=4, windows=1),
 }
