@@ -30,7 +30,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
         lambda: hs.token_influence(ATTENTION, X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.bounds.table(ATTENTION, over=X, rtoll=1e-3),  # type: ignore[call-arg]
         lambda: hs.jacobian(ATTENTION, X, memmory=3),  # type: ignore[call-arg]
-        lambda: hs.worst_case(ATTENTION, 4, stepss=1),  # type: ignore[call-arg]
+        lambda: hs.worst_case(ATTENTION, 4, overr=Ball(1.0)),  # type: ignore[call-arg]
         lambda: hs.growth([1.0, 2.0], [8, 16], pairedd=True),  # type: ignore[call-arg]
         lambda: hs.scan("minilm", rtoll=1e-3),
         lambda: hs.scan("minilm", lenghts=8),

@@ -52,7 +52,7 @@ class Rotary(TokenStage):
     @validated
     def standard(cls, dim: int, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """ω_m = base^{−2m/dim}, in double precision."""
-        check_positive(base, "the base of rotary positions")
+        base = check_positive(base, "the base of rotary positions")
         if dim < 2 or dim % 2:
             raise InvalidInput(f"rotary positions turn pairs of coordinates: the width must be even, got {dim}.")
         return cls(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), interleaved)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from howsmooth._util.validation import Count, shown, validated
+from howsmooth._util.validation import Count, check_number, shown, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.sets.ellipsoid import Ellipsoid
 
@@ -258,6 +258,7 @@ def check_inside(x: Tensor, tokens: Ellipsoid) -> None:
 
 def check_extent(name: str, value: float) -> float:
     """A finite number that is not negative: a radius, or a distance."""
-    if not 0 <= value <= sys.float_info.max:
+    number = value if isinstance(value, int | float) else check_number(value, name)
+    if not 0 <= number <= sys.float_info.max:
         raise InvalidInput(f"{name} must be finite and not negative, or the set is empty, got {shown(value)}.")
-    return float(value)
+    return float(number)
