@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -82,6 +83,25 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
             yield node.target.id
+
+
+def foreign_targets(tree: ast.Module) -> Iterator[str]:
+    """Attributes that are assigned, those of ``self`` and ``cls`` apart."""
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Attribute):
+                own = isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+                yield from () if own else (ast.unparse(target),)
+
+
+def foreign_assignments() -> Counter[str]:
+    """``file: attribute`` → how often it is assigned from outside its object."""
+    found: Counter[str] = Counter()
+    for path in sorted(SOURCES.rglob("*.py")):
+        place = path.relative_to(SOURCES).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found.update(f"{place}: {target}" for target in foreign_targets(tree))
+    return found
 
 
 @cache

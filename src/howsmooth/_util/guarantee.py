@@ -1,4 +1,4 @@
-"""How far a number can be trusted: proved, probable or measured."""
+"""Guarantees: an end of a result is proved, holds with a probability, or holds up to measured rounding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Guarantee(Enum):
-    """What stands behind an end of a result, or behind the rounding it allows for.
+    """The guarantee of an end of a result, or of the bound on its rounding.
 
     >>> Guarantee.MEASURED.value
     'holds up to rounding, which was measured and is not bounded'

@@ -1,4 +1,4 @@
-"""What an argument must be: one sentence for everything else.
+"""Checks of arguments: a value that does not fit is refused in one sentence.
 
 Every check returns the value it was given, in the type the code behind it works with, or raises `InvalidInput` with the
 name of the argument, what it takes and what it got. `validated` does the same for a call, by its annotations.
@@ -377,7 +377,7 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """What was given, in a few words: text from elsewhere may be long, and tensors many lines."""
+    """A short text for any value: texts from elsewhere may be long, and tensors have many lines."""
     if isinstance(value, Tensor):
         if value.is_nested:  # of some there is no shape to ask for
             return "a nested tensor"

@@ -6,6 +6,5 @@ every command is a module of its name. They share `options` (one definition per 
 `exit_codes` turns errors and signals into one line and a code.
 """
 
-from howsmooth.cli.program import app, main
-
-__all__ = ["app", "main"]
+from howsmooth.cli.program import app as app
+from howsmooth.cli.program import main as main

@@ -11,7 +11,7 @@ engine); `activation_noise` is about low precision of activations.
 True
 """
 
-from howsmooth.rounding.activation_noise import ActivationNoise, noise, rounding_noise
+from howsmooth.rounding.activation_noise import ActivationNoise, noise
 from howsmooth.rounding.allocation import Allocation, allocate
 from howsmooth.rounding.number_formats import Format, parse_format, parse_formats
 from howsmooth.rounding.output_error import output_errors_at
@@ -28,5 +28,4 @@ __all__ = [
     "parse_format",
     "parse_formats",
     "quantise",
-    "rounding_noise",
 ]
