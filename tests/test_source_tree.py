@@ -17,7 +17,7 @@ from tests import source_tree
 
 PACKAGES = (
     # Shared by every package.
-    *("errors", "_util", "engines"),
+    *("errors", "_util", "engines", "numerics"),
     # From a map to a number.
     *("attention", "jacobians", "norms"),
     # Where maps and inputs come from, and what is known about them.

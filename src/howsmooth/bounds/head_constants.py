@@ -20,9 +20,9 @@ from torch import Tensor
 from howsmooth._util.validation import validated
 from howsmooth.attention import AttentionMap, Rotary
 from howsmooth.attention.stages import Scale
-from howsmooth.bounds.point_error import gamma
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.small_matrices import spectral
+from howsmooth.numerics.roundoff import gamma
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 _MOST_OFFSETS = 4096

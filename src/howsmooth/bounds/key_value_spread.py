@@ -35,8 +35,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths, distances
+from howsmooth.numerics.roundoff import gamma
 
 NOISY = 1e-2
 """Where rounding may be this much of the Cauchy–Schwarz form of a product, that form takes its place."""

@@ -31,31 +31,12 @@ from howsmooth.attention import AttentionMap, Rotary, UnitNorm
 from howsmooth.attention.l2_map import _DistanceKey, _DistanceQuery
 from howsmooth.attention.stages import Behind, Scale, TokenStage
 from howsmooth.errors import DoesNotApply
+from howsmooth.numerics.roundoff import UNIT, gamma
 
-UNIT = 2.0**-53
-"""Unit roundoff of float64."""
 _EVALUATION = 1600
 """Roundings in one weight besides its sum: 745 in the argument of exp, twice, and a few in exp and the quotient."""
 LARGEST_EXPONENT = 700.0
 """e^{ω} beyond which every weight that is seen is taken to be as large as weights can be."""
-
-
-def gamma(steps: float) -> float:
-    r""":math:`\gamma_m = mu/(1-mu)`, the relative error of m roundings.
-
-    >>> gamma(1) == 2**-53 / (1 - 2**-53)
-    True
-    """
-    return steps * UNIT / (1 - steps * UNIT)
-
-
-def norm_allowance(n: int, width: int) -> float:
-    r"""Relative allowance for a norm, the root of the top eigenvalue λ of a Gram matrix: :math:`\gamma_{8(n+w)^2}`.
-
-    A w × w Gram matrix of sums over n is computed to within :math:`\gamma_n` times its trace, at most wλ, its
-    eigenvalues to within :math:`w^2u` times λ (LAPACK's backward error), and the products before it likewise.
-    """
-    return gamma(8 * (n + width) ** 2)
 
 
 @dataclass(frozen=True)

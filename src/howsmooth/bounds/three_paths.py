@@ -36,19 +36,10 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.attention.masks import Maps, softmax
 from howsmooth.attention.stages import Chain, TokenStage
-from howsmooth.bounds.point_error import (
-    UNIT,
-    Radii,
-    Traced,
-    gamma,
-    logit_radius,
-    norm_allowance,
-    projected,
-    through,
-    weight_radii,
-)
+from howsmooth.bounds.point_error import Radii, Traced, logit_radius, projected, through, weight_radii
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.function_checks import check_tokens
+from howsmooth.numerics.roundoff import UNIT, gamma, norm_allowance
 
 _Tensors = TypeVar("_Tensors", "_Vectors", Traced)
 LEAST = 1e-300

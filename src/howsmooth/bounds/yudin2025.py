@@ -22,9 +22,9 @@ from torch import Tensor
 from howsmooth.bounds.assumptions import PLAIN
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.nair2025 import norms_at
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths
+from howsmooth.numerics.roundoff import gamma
 
 REFERENCE = "Yudin, Gaponov, Kudriashov, Rakhuba 2025"
 

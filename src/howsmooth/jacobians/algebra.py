@@ -29,6 +29,7 @@ from howsmooth._util.guarantee import weakest
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
+from howsmooth.numerics.spectral_norms import least_component
 
 _OF_ONE_PRODUCT = 2.0
 """Relative error, in eps, of a product beyond what a part states as its noise."""
@@ -187,22 +188,16 @@ class Sum(_Composed):
 
 
 def power_bound(op: JacobianOperator, steps: int = 4, failing: float = 1e-6, seed: int = 0) -> Tensor:
-    r"""An upper bound on ‖J‖ from ``steps`` products with JᵀJ, true with probability 1 − ``failing`` [1]_.
+    r"""An upper bound on ‖J‖ from ``steps`` products with JᵀJ, true with probability 1 − ``failing``.
 
-    A random unit vector v has a component |c| ≥ τ on the top singular vector, so that ‖(JᵀJ)^q v‖ ≥ σ^{2q} τ. The bound
-    exceeds σ by up to τ^{−1/2q}, ten times or so: enough for what it is for, sizes that are multiplied by eps.
-
-    .. [1] J. D. Dixon, *Estimating extremal eigenvalues and condition numbers of matrices*, SIAM J. Numer. Anal. 20
-       (1983).
+    ‖(JᵀJ)^q v‖ ≥ σ^{2q} τ for a random unit vector v (`howsmooth.numerics.spectral_norms.least_component`). The bound
+    exceeds σ by up to τ^{−1/2q}, ten times or so: enough for sizes that are multiplied by eps.
 
     >>> from howsmooth.jacobians.operator import MatrixOperator
     >>> 1 <= float(power_bound(MatrixOperator(torch.eye(100)))) < 20
     True
     """
-    from scipy.special import betaincinv
-
-    size = op.in_size
-    tau = 1.0 if size == 1 else math.sqrt(betaincinv(0.5, (size - 1) / 2, failing))
+    tau = least_component(op.in_size, failing)
     generator = torch.Generator().manual_seed(seed)
     shape = (*op.batch_shape, *op.in_shape)
     v = torch.randn(shape, generator=generator, dtype=op.dtype).to(op.device)

@@ -26,8 +26,8 @@ from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJacobian, attention_jacobian
 from howsmooth.jacobians.function_checks import check_tokens, random_like
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.product_error import spread_of_sum
 from howsmooth.jacobians.token_blocks import TokenBlocks
+from howsmooth.numerics.roundoff import spread_of_sum
 
 CompositePath = Literal["all", "value", "score", "gate"]
 _POWER_STEPS = 3

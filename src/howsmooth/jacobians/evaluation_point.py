@@ -15,7 +15,8 @@ from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
 from howsmooth.attention.stages import Chain
-from howsmooth.jacobians.product_error import per_map, spread_of_sum
+from howsmooth.jacobians.product_error import per_map
+from howsmooth.numerics.roundoff import spread_of_sum
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,12 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.attention_map import AttentionMap
+from howsmooth.numerics.roundoff import spread_of_sum
+from howsmooth.numerics.spectral_norms import spectral_bound
 
 if TYPE_CHECKING:
     from howsmooth.jacobians.evaluation_point import EvaluationPoint
     from howsmooth.jacobians.softmax_products import Mixing
-
-
-_SMALL = 128
-"""Least side of matrices whose norms are bounded by squarings of WWᵀ."""
 
 
 @dataclass(frozen=True)
@@ -218,61 +216,9 @@ class WeightNorms:
         ]
 
 
-def spread_of_sum(terms: int) -> float:
-    """Rounding of a sum of this many products, √terms·u, in units of eps = 2u."""
-    return math.sqrt(terms) / 2
-
-
 def per_map(per_head: Tensor, maps: Tensor, attention: AttentionMap) -> Tensor:
     """A number per head (or per key–value head) as one per map of ``maps``, heads running fastest."""
     return per_head.repeat_interleave(attention.heads // len(per_head)).repeat(len(maps) // attention.heads)
-
-
-def spectral_bound(weight: Tensor) -> Tensor:
-    """An upper bound on ‖W‖₂ in float64: the Schatten 64-norm (Σ σ⁶⁴)^{1/64} = ‖(WWᵀ)¹⁶‖_F^{1/32}.
-
-    Above ‖W‖₂ by at most rank^{1/64}. With more than 128 rows and columns `matrix_power_bound` is taken: squaring WWᵀ
-    would cost as much as the products whose rounding is in question.
-    """
-    scale = weight.abs().amax((-2, -1), keepdim=True)
-    scale = scale.masked_fill(scale == 0, 1.0)
-    scaled, side = weight / scale, min(weight.shape[-2:])
-    scaled = scaled if weight.shape[-2] == side else scaled.mT
-    if side > _SMALL:
-        return matrix_power_bound(scaled) * scale[..., 0, 0].double()
-    power = scaled @ scaled.mT
-    log = torch.zeros_like(scale[..., 0, 0], dtype=torch.float64)
-    for _ in range(4):
-        size = power.abs().amax((-2, -1), keepdim=True)
-        power = power / size.masked_fill_(size == 0, 1.0)
-        power = power @ power
-        log = 2 * (log + size[..., 0, 0].double().log())
-    return ((torch.linalg.matrix_norm(power.double()).log() + log) / 32).exp() * scale[..., 0, 0].double()
-
-
-def matrix_power_bound(matrix: Tensor, steps: int = 16, starts: int = 8, failing: float = 1e-6) -> Tensor:
-    """An upper bound on ‖W‖₂, true with probability 1 − ``failing``, from power iteration with several random starts.
-
-    Unless all of them have a component below τ on the top singular vector, one has |(WWᵀ)^q v| ≥ σ^{2q} τ [3]_.
-
-    .. [3] J. D. Dixon, *Estimating extremal eigenvalues and condition numbers of matrices*, SIAM J. Numer. Anal. 20
-       (1983).
-
-    >>> bound = matrix_power_bound(torch.diag(torch.linspace(1, 2, 900)))
-    >>> 2 <= float(bound) < 2.4
-    True
-    """
-    from scipy.special import betaincinv
-
-    size = matrix.shape[-2]
-    tau = 1.0 if size == 1 else math.sqrt(betaincinv(0.5, (size - 1) / 2, failing ** (1 / starts)))
-    v = torch.randn(starts, size, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype).to(matrix.device)
-    v, log = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True), 0.0
-    for _ in range(steps):
-        v = (v @ matrix) @ matrix.mT
-        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-        v, log = v / length.clamp_min(torch.finfo(v.dtype).tiny), log + length.double().log()
-    return ((torch.as_tensor(log).squeeze(-1).amax(-1) - math.log(tau)) / (2 * steps)).exp()
 
 
 def _lengths(tokens: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from howsmooth._util.torch_globals import full_precision
 from howsmooth.attention.memory_layout import is_channels_first, matmul, prefers_channels_first
 from howsmooth.attention.stages import Chain, TokenDerivative, TokenStage
 from howsmooth.jacobians.operator import Accuracy, JacobianOperator
-from howsmooth.jacobians.product_error import spectral_bound, spread_of_sum
+from howsmooth.numerics.roundoff import spread_of_sum
+from howsmooth.numerics.spectral_norms import spectral_bound
 
 
 class Affine(TokenStage):

@@ -26,9 +26,9 @@ from howsmooth.attention.masks import Sight
 from howsmooth.bounds.assumptions import UNMASKED_OR_CAUSAL
 from howsmooth.bounds.catalogue import Assumption, theorem
 from howsmooth.bounds.kim2021 import L2_ASSUMPTIONS, l2_weights, phi_inverse
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
+from howsmooth.numerics.roundoff import gamma
 
 _entry: dict[str, Any] = {"scope": "global", "kinds": ("l2",)}
 _lower: dict[str, Any] = _entry | {"side": "lower"}

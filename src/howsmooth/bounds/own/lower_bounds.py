@@ -46,9 +46,9 @@ from howsmooth.bounds.assumptions import (
 )
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.head_constants import query_key, value_matrices
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.norms.small_matrices import spectral
+from howsmooth.numerics.roundoff import gamma
 from howsmooth.sets.ellipsoid import Ellipsoid
 
 Sums = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

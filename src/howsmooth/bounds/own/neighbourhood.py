@@ -51,9 +51,9 @@ from howsmooth.bounds.own.three_path import (
     spread_norm,
     three_path_of,
 )
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
+from howsmooth.numerics.roundoff import gamma
 
 _NOTHING = -1e30
 """The logarithm of nothing, finite so that derivatives are."""

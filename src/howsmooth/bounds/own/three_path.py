@@ -35,10 +35,10 @@ from howsmooth.attention import AttentionMap
 from howsmooth.bounds.assumptions import KNOWN_ROUNDING
 from howsmooth.bounds.catalogue import theorem
 from howsmooth.bounds.key_value_spread import NOISY, about_means, keys, product_slack
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.bounds.three_paths import Paths, cross_scatter, distances, paths, scatter
 from howsmooth.norms.small_matrices import spectral
+from howsmooth.numerics.roundoff import gamma
 
 TINY = 1e-300
 _MARGIN = 1e-8

@@ -27,13 +27,13 @@ from howsmooth.bounds.own.three_path import (
     root,
     spread_norm,
 )
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths, distances, mixed_pairs
 from howsmooth.certificates.ball.leave_one_out import MIN_REMAINDER, LeaveOneOut
 from howsmooth.certificates.ball.norm_of_partitioned_sum import norm_of_partitioned_sum
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.certificates.ball.weight_perturbation import PerturbationStep, WeightPerturbation, exponential_mean
 from howsmooth.certificates.point.proved_eigenvalue import largest_eigenvalues
+from howsmooth.numerics.roundoff import gamma
 
 _POWERS = (0.5, 0.75, 1.0)
 """Powers of the key weights to try, beside none."""

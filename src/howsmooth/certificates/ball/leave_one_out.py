@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.own.three_path import TINY, root
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths
 from howsmooth.certificates.ball.weight_perturbation import exponential_mean
+from howsmooth.numerics.roundoff import gamma
 
 MIN_REMAINDER = 1e-100
 """One minus a weight counts as zero below this, so that quotients are finite."""

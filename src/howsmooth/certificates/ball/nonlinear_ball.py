@@ -20,11 +20,11 @@ from howsmooth.attention.positions import Rotary
 from howsmooth.attention.stages import Chain, Scale, TokenStage, UnitNorm
 from howsmooth.bounds.own.neighbourhood import softmax_ceiling
 from howsmooth.bounds.own.three_path import nonnegative_norm
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import PathsAt
 from howsmooth.certificates.ball.weight_boxes import largest_mean
 from howsmooth.certificates.network.affine_form import spectral_ceiling
 from howsmooth.errors import DoesNotApply
+from howsmooth.numerics.roundoff import gamma
 
 _RAISED = 1 + gamma(2**14)
 

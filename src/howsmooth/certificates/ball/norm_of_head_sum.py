@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from howsmooth.attention import AttentionMap
-from howsmooth.bounds.point_error import gamma
+from howsmooth.numerics.roundoff import gamma
 
 _POWERS = (0.0, 0.25, 0.5)
 """a_h = s_h to one of these powers."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.own.three_path import TINY
-from howsmooth.bounds.point_error import gamma
+from howsmooth.numerics.roundoff import gamma
 
 _STEPS = 30
 

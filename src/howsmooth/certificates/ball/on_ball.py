@@ -17,7 +17,6 @@ from torch import Tensor
 from howsmooth._util.validation import check_count
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.neighbourhood import three_path_ball_of
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.question_setting import Setting
 from howsmooth.certificates.ball.block_ball import LIMIT, BlockBall
 from howsmooth.certificates.ball.head_ball import HeadBall
@@ -25,6 +24,7 @@ from howsmooth.certificates.ball.nonlinear_ball import nonlinear_bound
 from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.enclosure import Enclosure, enclose_block, enclose_heads
 from howsmooth.certificates.point.head_gram import HeadsAt
+from howsmooth.numerics.roundoff import gamma
 
 
 def enclose_heads_around(at: HeadsAt, moves: Tensor, here: Sequence[Enclosure] | None = None) -> list[Enclosure]:

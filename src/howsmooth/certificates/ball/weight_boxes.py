@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
+from howsmooth.numerics.roundoff import gamma
 
 
 def largest_mean(numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:

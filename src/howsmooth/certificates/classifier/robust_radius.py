@@ -15,10 +15,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.classifier.cls_token import Functionals, PooledAttention
 from howsmooth.certificates.classifier.relu_relaxation import HiddenBounds, HiddenMoments, ReluRelaxation
 from howsmooth.certificates.classifier.trust_region import ball_minimum, form_minimum
+from howsmooth.numerics.roundoff import gamma
 
 _ROUNDS = 5
 _FINENESS = 2e-3

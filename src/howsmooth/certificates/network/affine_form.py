@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
+from howsmooth.numerics.roundoff import gamma
 
 _SQUARINGS = 6
 

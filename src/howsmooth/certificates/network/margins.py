@@ -15,7 +15,6 @@ from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import NotNegative, validated
-from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.network.affine_form import AffineForm, length
 from howsmooth.certificates.network.attention_remainder import attend
 from howsmooth.certificates.network.parts_ir import (
@@ -32,6 +31,7 @@ from howsmooth.certificates.network.parts_ir import (
 from howsmooth.certificates.network.read_check import check_network, double_copy, preserved_random_state
 from howsmooth.certificates.network.taylor_remainders import Remainder, activate, normalise
 from howsmooth.errors import InvalidInput
+from howsmooth.numerics.roundoff import gamma
 
 _STEPS = 40
 _FINENESS = 1e-3

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.network.affine_form import AffineForm, block_diagonal, length, spectral_ceiling
+from howsmooth.numerics.roundoff import gamma
 
 ROUNDED = gamma(2**12)
 """Sums of nonnegative numbers, of at most some thousand terms, are rounded up by this share."""

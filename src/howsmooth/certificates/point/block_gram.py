@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
+from howsmooth.numerics.roundoff import gamma
 
 
 @dataclass(frozen=True)

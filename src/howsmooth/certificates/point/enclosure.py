@@ -18,13 +18,13 @@ from torch import Tensor
 
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.own.three_path import three_path_of
-from howsmooth.bounds.point_error import gamma
 from howsmooth.certificates.ball.norm_of_head_sum import norm_of_head_sum
 from howsmooth.certificates.point.block_gram import StackedHeads
 from howsmooth.certificates.point.head_gram import HeadBlocks, HeadsAt
 from howsmooth.certificates.point.proved_eigenvalue import cholesky_bound, deflated_bound, top_eigenvalue
 from howsmooth.errors import InvalidInput
 from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.numerics.roundoff import gamma
 
 CHOLESKY = 6144
 """Maximum outputs of a map whose Gram matrix is factored: 300 MB and ten seconds of one core."""

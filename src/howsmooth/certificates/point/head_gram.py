@@ -19,8 +19,8 @@ from torch import Tensor
 from howsmooth.attention import AttentionMap
 from howsmooth.bounds.key_value_spread import about_means, keys, product_slack
 from howsmooth.bounds.own.three_path import push_radii
-from howsmooth.bounds.point_error import gamma
 from howsmooth.bounds.three_paths import Paths, PathsAt
+from howsmooth.numerics.roundoff import gamma
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from howsmooth.nn.invertible.fixed_point import (
     solve_fixed_point,
 )
 from howsmooth.nn.invertible.log_determinant import LogDeterminant, Method, log_determinant
-from howsmooth.nn.invertible.running_error import UnknownRounding, evaluation_error
 from howsmooth.nn.layers.attention_layer import Mask, without_autocast
+from howsmooth.numerics.running_error import UnknownRounding, evaluation_error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from howsmooth import nn as layers
 from howsmooth.nn.invertible.actnorm import ActNorm
 from howsmooth.nn.invertible.branches import AttentionBranch, Branch, ComposedBranch, ScaledBranch
 from howsmooth.nn.invertible.contractive_mlp import NONEXPANSIVE_ACTIVATIONS
-from howsmooth.nn.invertible.running_error import UnknownRounding, evaluation_error
+from howsmooth.numerics.running_error import UnknownRounding, evaluation_error
 
 
 def branches() -> dict[str, nn.Module]:

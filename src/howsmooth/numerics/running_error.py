@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from howsmooth.numerics.roundoff import gamma, unit_roundoff
+
 aten = torch.ops.aten
 _Rule = Callable[..., Tensor]
 ELEMENTARY = 4
@@ -124,17 +126,12 @@ class _Running(TorchDispatchMode):
 
 
 def _unit(like: Tensor) -> float:
-    return torch.finfo(like.dtype).eps / 2
+    return unit_roundoff(like.dtype)
 
 
 def _tiny(like: Tensor) -> float:
     """Bound the cost of underflow in one operation."""
     return torch.finfo(like.dtype).tiny
-
-
-def _gamma(k: int, like: Tensor) -> float:
-    share = (k + 2) * _unit(like)
-    return share / (1 - share) if share < 0.5 else math.inf
 
 
 def _size(value: Any) -> Any:
@@ -164,7 +161,7 @@ def _quotient(run: _Running, out: Tensor, a: Any, b: Any, **_: Any) -> Tensor:
 
 def _matrices(run: _Running, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     ea, eb, size = run.of(a), run.of(b), _size(b)
-    return (_size(a) + ea) @ (eb + _gamma(a.shape[-1], out) * size) + ea @ size + a.shape[-1] * _tiny(out)
+    return (_size(a) + ea) @ (eb + gamma(a.shape[-1] + 2, _unit(out)) * size) + ea @ size + a.shape[-1] * _tiny(out)
 
 
 def _added(run: _Running, out: Tensor, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -176,7 +173,7 @@ def _added(run: _Running, out: Tensor, c: Tensor, a: Tensor, b: Tensor, *, beta:
 
 def _reduced(run: _Running, out: Tensor, a: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
     dims = list(range(a.dim())) if dim is None or dim == [] else dim
-    return run.of(a).sum(dims, keepdim) + _gamma(_terms(out, a), out) * _size(a).sum(dims, keepdim)
+    return run.of(a).sum(dims, keepdim) + gamma(_terms(out, a) + 2, _unit(out)) * _size(a).sum(dims, keepdim)
 
 
 def _terms(out: Tensor, a: Tensor) -> int:
@@ -212,7 +209,7 @@ def _softmax(run: _Running, out: Tensor, a: Tensor, dim: int, _: bool) -> Tensor
     moved = run.of(a) + 2 * _unit(out) * (_size(a.amax(dim, keepdim=True)) + _size(a))
     floor = out + _tiny(out)
     denominator = (floor * moved.exp()).sum(dim, keepdim=True).log().clamp(min=0.0)
-    rounding = _gamma(out.shape[dim] + 4 * ELEMENTARY, out)
+    rounding = gamma(out.shape[dim] + 4 * ELEMENTARY + 2, _unit(out))
     error = (floor * torch.expm1(moved + denominator) * (1 + rounding)).clamp(max=1.0)
     total = error.sum(dim, keepdim=True) * (1 + rounding)
     return torch.minimum(error, total - error + rounding * (total + 2)) + rounding * floor
@@ -232,7 +229,7 @@ def _softplus(run: _Running, out: Tensor, a: Tensor, beta: float = 1, threshold:
 def _length(run: _Running, out: Tensor, a: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
     dims, count = list(range(a.dim())) if dim is None else dim, _terms(out, a)
     moved = torch.linalg.vector_norm(run.of(a), order, dims, keepdim)
-    return moved + _gamma(count + 4, out) * out + count * _tiny(out)
+    return moved + gamma(count + 4 + 2, _unit(out)) * out + count * _tiny(out)
 
 
 def _converted(run: _Running, out: Tensor, a: Tensor, **_: Any) -> Tensor:
