@@ -113,7 +113,7 @@ def test_a_text_is_kept_by_its_digest(tmp_path: Path, monkeypatch: pytest.Monkey
     told = json.loads(run(app, [*ask, str(tmp_path / "novel.txt")]).stdout)["reproduced"][0]["text"]
     assert told.startswith("1700 characters, sha256 ")
     (tmp_path / "other.txt").write_text("Call me Ahab. " * 100)
-    assert "other settings" in run(app, [*ask, str(tmp_path / "other.txt")]).stderr
+    assert "belongs to another run" in run(app, [*ask, str(tmp_path / "other.txt")]).stderr
 
 
 @pytest.mark.slow
