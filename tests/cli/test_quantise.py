@@ -78,7 +78,7 @@ def test_encoders_are_told_what_is_measured_instead(kind: str) -> None:
         (["--report", "kv.txt"], "use .html"),
         (["--report", "there.html"], "is no report of howsmooth"),
         (["--report", "folder/kv.html"], "does not exist"),
-        (["--per", "token"], "--per is model, layer, part, head"),
+        (["--per", "token"], "'token' is not one of 'model', 'layer', 'part', 'head'"),
         (["--text", "missing.txt"], "there is no file missing.txt"),
         (["--length", "100000"], "at most"),
     ],
