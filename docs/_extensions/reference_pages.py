@@ -107,7 +107,7 @@ def package_page(package: str, names: list[Entry]) -> str:
 
 def catalogue_page() -> str:
     """Every bound of the catalogue with its formula, by where it holds."""
-    from howsmooth.bounds import CATALOGUE, SCOPES
+    from howsmooth.bounds.catalogue import CATALOGUE, SCOPES
     from howsmooth.reports.theory_links import theory_links
 
     theory = theory_links(None).bounds
