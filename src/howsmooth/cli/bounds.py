@@ -19,7 +19,7 @@ from howsmooth.bounds.catalogue import SCOPES
 from howsmooth.cli.console import print_json, print_line, show, step_progress
 from howsmooth.cli.exit_codes import NOT_CONVERGED
 from howsmooth.cli.options import AsJson, Figure, command, output_option, what_option, where_option
-from howsmooth.cli.set_options import OVER, named_ellipsoid
+from howsmooth.cli.set_options import OVER, norm_image
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
@@ -109,7 +109,7 @@ def bounds(
 def _region(site: MapAtTokens, request: Request, named: SetText, inputs: Sequence[Tensor]) -> InputSet:
     """The set of --over; for one about an input the set of all its tokens, the same for every n."""
     if not named.near_input:
-        return named.sets(norm=named_ellipsoid(site, request, named))[0]
+        return named.sets(norm=norm_image(site, request, named))[0]
     every = torch.cat([x.flatten(0, -2) for x in inputs])
     return Around(every, named.absolute(inputs[0])[0]) if named.sizes else Tokens(every)
 

@@ -21,7 +21,7 @@ OVER = "{}: point, around:0.01, around:1% (of the mean token norm), together:0.0
 _NORM_NAMES = re.compile(r"(norm|\bln)\w*\.weight$", re.IGNORECASE)
 
 
-def named_ellipsoid(site: MapAtTokens, request: Request, over: SetText) -> Ellipsoid | None:
+def norm_image(site: MapAtTokens, request: Request, over: SetText) -> Ellipsoid | None:
     """The image of the normalisation that ``norm``, ``norm:NAME`` or ``rms:NAME`` means; None for another set."""
     if over.form not in ("norm", "rms"):
         return None

@@ -19,7 +19,7 @@ from howsmooth.cli.engine_options import EngineOptions
 from howsmooth.cli.exit_codes import INTERRUPTED, NOT_CONVERGED
 from howsmooth.cli.options import FOLDER, AsJson, command, exact_option, out_option, what_option, where_option
 from howsmooth.cli.replay import remember
-from howsmooth.cli.set_options import OVER, layer_tokens, named_ellipsoid
+from howsmooth.cli.set_options import OVER, layer_tokens, norm_image
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
@@ -134,7 +134,7 @@ def _sets(
         sizes = named.absolute(x)
         return {n: [Around(site.first(n).double(), eps, named.form == "around") for eps in sizes] for n in counts}
     if named is not None:
-        return named.sets(norm=named_ellipsoid(site, request, named))
+        return named.sets(norm=norm_image(site, request, named))
     if site.model is not None:
         return layer_tokens(site, request)
     width = site.attention.in_features

@@ -174,7 +174,7 @@ def names_model(source: str) -> bool:
     """Whether SOURCE names a model rather than the weights of one attention block.
 
     A model is a name in `NAMED`, ``random:NAME[…]``, a folder with config.json, a .gguf file, or an id on the hub
-    (``org/name``). A block is ``random``, ``random[…]`` or a file of weights.
+    (``org/name``). A block is ``random`` or a file of weights.
 
     >>> [names_model(source) for source in ("minilm", "random:bert[layers=2]", "org/name", "random[width=8]", "w.pt")]
     [True, True, True, False, False]
