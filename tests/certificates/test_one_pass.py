@@ -48,7 +48,7 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_weights_are_evaluated_once_on_a_ball(kind: str, per_head: bool, evaluations: Counter[int]) -> None:
     attention, x = drawn(OPTIONS[kind]), torch.randn(5, 12, dtype=torch.float64)
-    hs.certify(attention, x, radius=0.01, per_head=per_head)
+    hs.certify(attention, hs.sets.Around(x, 0.01), per_head=per_head)
     assert evaluations == dict.fromkeys(range(attention.heads), 1)
 
 
@@ -56,10 +56,10 @@ def test_paths_without_a_store_are_counted_more_than_once(
     evaluations: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention, x = drawn(OPTIONS["heads"]), torch.randn(5, 12, dtype=torch.float64)
-    stored = hs.certify(attention, x, radius=0.01)
+    stored = hs.certify(attention, hs.sets.Around(x, 0.01))
     evaluations.clear()
     monkeypatch.setattr(PathsAt, "weights", PathsAt._evaluate)
-    again = hs.certify(attention, x, radius=0.01)
+    again = hs.certify(attention, hs.sets.Around(x, 0.01))
     assert min(evaluations[head] for head in range(3)) > 1
     assert (again.lower, again.upper) == (stored.lower, stored.upper)
 
@@ -76,7 +76,7 @@ def test_heads_beyond_a_stacked_block_are_proved_once(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "enclose_heads", counted)
     monkeypatch.setattr(enclosure, "BLOCK", 4)
     monkeypatch.setattr(enclosure, "STACKED", 4)
-    hs.certify(attention, x, radius=0.01)
+    hs.certify(attention, hs.sets.Around(x, 0.01))
     assert len(proofs) == 1
     on_ball.enclose_block(HeadsAt(attention, x))
     assert len(proofs) == 2

@@ -269,8 +269,8 @@ def test_a_killed_search_has_left_its_best_witness(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     code = f"""
 import torch, howsmooth as hs
-from howsmooth.search import worst_case
-worst_case(hs.SelfAttention.random(16, dtype=torch.float64), 32, radius=4.0, steps=10**6, save={str(path)!r})
+attention = hs.SelfAttention.random(16, dtype=torch.float64)
+hs.worst_case(attention, 32, over=hs.sets.Ball(4.0), steps=10**6, save={str(path)!r})
 """
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

@@ -27,6 +27,10 @@ class StoreError(HowsmoothError, OSError):
     """A store or ledger that cannot be opened, read or written; the message names a remedy."""
 
 
+class EmptyFile(StoreError):
+    """A database without tables: its writer has made the file and nothing else so far."""
+
+
 class Connection(sqlite3.Connection):
     """A connection that raises `sqlite3.Error` for every damage.
 
@@ -106,7 +110,8 @@ class FileFormat:
         if application == self.application_id:
             wrong = f"its tables are not those of a {self.name}"
             raise StoreError(f"{path} is damaged: {wrong}; {self._remedy(path)}.")
-        raise StoreError(f"{path} is a database, but no {self.name} of this version of howsmooth: choose another file.")
+        refusal = EmptyFile if not stored and not application else StoreError
+        raise refusal(f"{path} is a database, but no {self.name} of this version of howsmooth: choose another file.")
 
     def check_pages(self, db: sqlite3.Connection, path: Path | str, thorough: bool = False) -> None:
         """Raise `StoreError` unless SQLite finds every page in order."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth._util.ledger import Ledger
+from howsmooth._util.sqlite_files import EmptyFile
 from howsmooth._util.validation import NotNegative, Size, check_count, check_fields, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.papers.training.training_settings import TrainingSettings
@@ -93,6 +94,8 @@ class TrainingResult:
             result = cls(settings, **content, rows=list(items.values()))
             check_fields(result)
             return result
+        except EmptyFile:
+            return None  # another process begins the run at this moment
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = str(error).rstrip(".")
             raise InvalidInput(f"{path} is damaged ({why}): move it away to make it anew with --resume.") from error
