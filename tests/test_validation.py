@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -280,3 +281,16 @@ def test_a_call_is_validated_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert validations == [name]
     CALLS[name](a, x)
     assert validations == [name, name]  # a negative control: the counter counts every call
+
+
+@pytest.mark.parametrize(("package", "checked"), [("cli", True), ("papers", True), ("norms", False), ("scans", False)])
+def test_the_command_line_and_the_experiments_are_validated_like_everybody_else(package: str, checked: bool) -> None:
+    """A call is judged by the file that it stands in."""
+
+    @validated
+    def doubled(number: float) -> float:
+        return 2 * number
+
+    code = compile("doubled('x')", str(Path(hs.__path__[0], package, "some_module.py")), "exec")
+    with pytest.raises(InvalidInput, match="number must be a number") if checked else nullcontext():
+        exec(code, {"doubled": doubled})

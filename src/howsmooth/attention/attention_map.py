@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -22,26 +23,26 @@ _NARROW = 256
 """Number of columns of all projections up to which one product is faster than three."""
 
 
-class MapModule(nn.Module):
+class MapModule(nn.Module, ABC):
     """A map as a value: changed copies are made by `replace`, and nothing is assigned to its fields from outside."""
 
     kind: str
     heads: int
 
     @property
+    @abstractmethod
     def in_features(self) -> int:
         """Width of a token."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def out_features(self) -> int:
         """Width of an output token."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Floating dtype of the weights."""
-        raise NotImplementedError
 
     def replace(self, **fields: Any) -> Self:
         """A copy with other weights, biases, masks or numbers of heads; all other tensors and modules are shared.
