@@ -22,8 +22,8 @@ from howsmooth.models.weight_files import load_attention
 from howsmooth.reports.growth import Growth, growth
 from howsmooth.reports.growth.laws import ROUNDING
 from howsmooth.search import worst_case
-from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.ascent import norm_at
+from howsmooth.search.sandwich_search import not_passed, tightest_upper
 from howsmooth.search.start_inputs import constructions, two_poles
 from howsmooth.sets import Ball
 from howsmooth.sets.ellipsoid import Ellipsoid

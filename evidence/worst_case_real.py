@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from evidence.tables import table
 from howsmooth.models import OpenModel, Targets, Window, alice, open_model
 from howsmooth.search import Witness, sandwich, worst_case
-from howsmooth.search.initial_vectors import norm_at
-from howsmooth.search.sandwich_result import SandwichCell
+from howsmooth.search.ascent import norm_at
+from howsmooth.search.sandwich_search import SandwichCell
 from howsmooth.sets import Around, Tokens
 
 TITLE = "The worst case near real text"

@@ -30,7 +30,7 @@ PACKAGES = (
 """A package imports those before it, never those after it."""
 
 EXPLAINED = {
-    ("howsmooth.search.sandwich_result", "reports"): (
+    ("howsmooth.search.sandwich_search", "reports"): (
         "Sandwich.figure() is a public name: the picture is drawn, and matplotlib loaded, only when it is asked for."
     ),
     ("howsmooth.scans.scan_result", "reports"): (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.reports.drawings import Axis, Chart, heat_map
 
 NASTY = "</title></style></script><script>alert(1)</script><img src=x onerror=alert(2)>\" ' onload='x' & {{ 7 * 7 }}"

@@ -17,7 +17,7 @@ from howsmooth.jacobians.function_operator import FunctionJacobian
 from howsmooth.nn.hosting.adapter import AttentionAdapter
 from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.nn.layers.l2_layer import UntiedL2Attention
-from howsmooth.search import multi_start
+from howsmooth.search import worst_case_search
 
 N, D, HEADS = 6, 8, 2
 CLOSED: dict[str, Callable[[], nn.Module]] = {
@@ -121,7 +121,9 @@ def test_every_door_gives_the_numbers_of_the_layer(name: str, monkeypatch: pytes
     assert table.measured is not None
     assert float(table.measured) == pytest.approx(exact, rel=1e-7)
     assert all(row.value >= exact for row in table.rows if row.kind == "upper")
-    monkeypatch.setattr(multi_start, "FunctionRoughness", None)  # the search of functions, which must not be needed
+    monkeypatch.setattr(
+        worst_case_search, "FunctionRoughness", None
+    )  # the search of functions, which must not be needed
     witness = hs.worst_case(layer, N, over=hs.sets.Ball(2.0), starts=2, steps=5)
     assert witness.value == pytest.approx(float(torch.linalg.matrix_norm(dense(layer, witness.x), 2)), rel=2e-3)
 

@@ -17,7 +17,7 @@ from howsmooth.nn import CosineAttention
 from howsmooth.nn.invertible.branches import AttentionBranch
 from howsmooth.scans.cell_values import head_values
 from howsmooth.scans.scan_options import ScanSettings
-from howsmooth.search.best_bound import tightest_upper
+from howsmooth.search.sandwich_search import tightest_upper
 from howsmooth.sets import Ball, Everywhere
 
 EYES = torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)

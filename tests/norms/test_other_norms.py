@@ -14,7 +14,7 @@ from evidence.spectra import families, with_spectrum
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import dense_norm, frobenius_norm, inf_norm, one_norm, operator_norm
-from howsmooth.norms.frobenius import interval
+from howsmooth.norms.entry_norms import interval
 
 SHAPES = [(2, 3, 20, 30), (30, 20), (25, 25), (1, 7), (7, 1)]
 ORDS: list[float | str] = [2, 1, math.inf, "fro"]

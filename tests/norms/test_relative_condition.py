@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap, CosineAttention, DenseBias, L2SelfAttention, SigmoidAttention
-from howsmooth.norms import relative_condition
+from howsmooth.norms import local_constant
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -83,9 +83,9 @@ def test_long_inputs_need_no_square_of_numbers() -> None:
 @pytest.mark.parametrize("norm", [1, 2, math.inf, "fro", "token"])
 def test_lengths_in_parts_are_those_at_once(norm: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = tokens(3, 7, 5)
-    once = relative_condition.size(x, norm, 2)
-    monkeypatch.setattr(relative_condition, "_PART", 4)
-    torch.testing.assert_close(relative_condition.size(x, norm, 2), once, rtol=1e-14, atol=0)
+    once = local_constant.size(x, norm, 2)
+    monkeypatch.setattr(local_constant, "_PART", 4)
+    torch.testing.assert_close(local_constant.size(x, norm, 2), once, rtol=1e-14, atol=0)
 
 
 def test_units_of_the_tokens_change_sigma_and_not_the_relative_condition() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.jacobians.dropped_tiles.truncated import Truncated
 from howsmooth.jacobians.operator import MatrixOperator
 from howsmooth.norms import golub_kahan, operator_norm
-from howsmooth.norms.truncated_norm import Deflated, _Near, deflated_norm
+from howsmooth.norms.norm_choice import Deflated, _Near, deflated_norm
 
 N = 300
 

@@ -11,7 +11,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.engines import EngineError
-from howsmooth.search import Witness, distributed_starts, sandwich
+from howsmooth.search import Witness, sandwich, worst_case_search
 from howsmooth.sets import Ball
 
 N, STARTS = 5, 3
@@ -56,17 +56,17 @@ def test_the_best_is_kept_in_a_file_and_every_start_is_told(attention: hs.SelfAt
 def test_a_start_that_fails_is_noted_and_the_others_count(
     attention: hs.SelfAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = distributed_starts.climb
+    usual = worst_case_search.climb
 
     def climb(item: Any) -> Witness:
         if item[1].name.startswith("random 1"):
             raise ArithmeticError("no way up")
         return usual(item)
 
-    monkeypatch.setattr(distributed_starts, "climb", climb)
+    monkeypatch.setattr(worst_case_search, "climb", climb)
     found = searched(attention, 2)
     assert any("random 1" in note and "no way up" in note for note in found.measurement.notes)
-    monkeypatch.setattr(distributed_starts, "climb", _nowhere)
+    monkeypatch.setattr(worst_case_search, "climb", _nowhere)
     with pytest.raises(EngineError, match="no start could be climbed"):
         searched(attention, 2)
 

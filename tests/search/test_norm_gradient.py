@@ -12,8 +12,8 @@ import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.search import norm_gradient
-from howsmooth.search.initial_vectors import first_vectors as leading
-from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.ascent import first_vectors as leading
+from howsmooth.search.ascent import norm_at
 from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness, aligned, largest_entry_sign, unit
 
 F64 = torch.float64
@@ -108,7 +108,7 @@ def test_a_slope_predicts_how_the_norm_grows() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "causal", "l2", "sigmoid"])
 def test_rows_of_large_jacobians_are_chosen_by_probes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.search.initial_vectors._ALL_ROWS", 0)
+    monkeypatch.setattr("howsmooth.search.ascent._ALL_ROWS", 0)
     f = maps()[name]
     check_leading(f, draw(3, 40, f.in_features, seed=5), math.inf, least=0.9)
 

@@ -18,8 +18,7 @@ from howsmooth.bounds import CATALOGUE, table
 from howsmooth.bounds.bound_table import ContradictedBound
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.sandwich_curves import sandwich_figure
-from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.sandwich_search import sandwich
+from howsmooth.search.sandwich_search import not_passed, sandwich, tightest_upper
 from howsmooth.search.witness import Witness
 from howsmooth.sets import Around, Ball, InputSet, Normalised, Sphere
 from howsmooth.sets.ellipsoid import Ellipsoid

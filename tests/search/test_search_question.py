@@ -13,7 +13,7 @@ import torch
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
 from howsmooth.search import start_inputs
-from howsmooth.search.search_question import Question, SearchOptions
+from howsmooth.search.search_question import Question
 from howsmooth.sets import Around, Ball, InputSet
 
 BALL = Ball(1.0)
@@ -21,7 +21,7 @@ HEAD = hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2))
 
 
 def ask(f: Any = HEAD, n: int | None = 4, over: Any = BALL, **options: Any) -> Question:
-    return Question.of(f, n, over, SearchOptions(**{"starts": 3, "steps": 5} | options))
+    return Question.of(f, n, over, **{"starts": 3, "steps": 5} | options)
 
 
 def test_a_question_knows_the_sizes_whoever_says_them() -> None:

@@ -20,7 +20,7 @@ from howsmooth.cli.source_options import (
     random_settings,
 )
 from howsmooth.errors import InvalidInput
-from howsmooth.search.initial_vectors import norm_at
+from howsmooth.search.ascent import norm_at
 from howsmooth.search.witness import Witness
 
 _ACCURACY = 1e-3

@@ -23,8 +23,7 @@ from howsmooth.cli.set_options import OVER, layer_tokens, norm_image
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request
 from howsmooth.errors import InvalidInput
 from howsmooth.scans.scan_grammar import parse_lengths
-from howsmooth.search.sandwich_result import Sandwich
-from howsmooth.search.sandwich_search import sandwich
+from howsmooth.search.sandwich_search import Sandwich, sandwich
 from howsmooth.sets import Around, InputSet, SetText
 from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.sets.near_sets import Over

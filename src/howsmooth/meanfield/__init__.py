@@ -11,12 +11,6 @@ weights (10⁻⁹, …) answer for 10⁹ tokens.
 4470 in W₂, moving (splitting one atom: 0.3374)
 """
 
-from howsmooth.meanfield.discrete_measure import Measure
-from howsmooth.meanfield.distance_ratios import largest_ratio, ratio
-from howsmooth.meanfield.distances import conditional, distance, w2
-from howsmooth.meanfield.local_stretch import LocalConstant, local_constant
-from howsmooth.meanfield.measure_attention import field, push
-from howsmooth.meanfield.two_atoms import two_atom, two_atom_measure
+import lazy_loader
 
-__all__ = ["LocalConstant", "Measure", "conditional", "distance", "field", "largest_ratio", "local_constant", "push"]
-__all__ += ["ratio", "two_atom", "two_atom_measure", "w2"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -20,8 +20,7 @@ from howsmooth.jacobians.attention_operator import DEFAULT_MEMORY, AttentionJaco
 from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.jacobians.composite_operator import CompositeJacobian
 from howsmooth.norms import Measurement, operator_norm
-from howsmooth.norms.local_constant import in_tokens, solve
-from howsmooth.norms.relative_condition import with_scale
+from howsmooth.norms.local_constant import in_tokens, solve, with_scale
 from howsmooth.norms.small_matrices import spectral
 
 _BLOCK_ENTRIES = 2**22

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +14,23 @@ from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.jacobians.start_vector import random_start, start_stream
-from howsmooth.norms.bidiagonal import Bidiagonalisation
-from howsmooth.norms.counted_products import FlatProducts
-from howsmooth.norms.lanczos_bound import LanczosBound, smallest_component
-from howsmooth.norms.measurement import Measurement
-from howsmooth.norms.singular_triplets import Target, Triplets
+from howsmooth.norms.bidiagonal import Bidiagonalisation, orthonormalised
+from howsmooth.norms.counted_products import (
+    FlatProducts,
+    harmless_scale,
+    lengths,
+    product_error,
+    rounding_allowance,
+    widened,
+)
+from howsmooth.norms.lanczos_bound import LanczosBound, RitzProjection, smallest_component
+from howsmooth.norms.measurement import Measurement, NormKind, measurement_between, rounding_note, uncrossed
 
 BASIS_BYTES = 2**30
 _SPARE = 0.1  # share of the chance of failing that is reserved for maps which rounding limits,
 _REPEATS = 4  # and the number of runs they get from it
 _ALWAYS_CHECK = 32  # up to this size the small decomposition is checked after every step, later every 1/16 of the size
+_PROMISING = 2.0  # times what may be open, by a guess that is not exact
 
 
 @validated
@@ -102,15 +110,14 @@ def golub_kahan(
         first = _random_start(op, generator) if start is None else _given_start(op, start)
         process = Bidiagonalisation(products, first, generator)
         del first
-        results = Triplets(op, Target.of(op, k, rtol, stop_at, stop_below), start is None, products.scale)
+        results = Triplets(op, k, rtol, products.scale, stop_at, stop_below)
         # Decided before anything is known of the start, so that the two chances of failing add up to 1 − confidence.
         spare = _SPARE if op.dtype == torch.float32 or bool((results.product_error > 0).any()) else 0.0
         failing = 1 - confidence
-        bound = _upper_bound(products, results, 1 - (1 - spare) * failing) if start is None else None
-        _run(process, bound, results, max_steps, limit, progress)
+        results.run(process, None if start is not None else 1 - (1 - spare) * failing, max_steps, limit, progress)
         del process
         count = products.count + (results.verify(generator) if verify else 0)
-        again = results.limited & ~results.converged & (results.values[:, 0] < results.target.stop_at)
+        again = results.limited & ~results.converged & (results.values[:, 0] < results.stop_at)
         if spare and bool(again.any()) and start is None and rtol >= results.smallest_rtol:
             each = 1 - (spare * failing) ** (1 / _REPEATS)
             count += _repeat(results, again, each, seed, max_steps, limit)
@@ -122,10 +129,33 @@ def golub_kahan(
     return results.measurement(count, confidence if start is None else 0.0, started, tuple(notes))
 
 
-def _upper_bound(products: FlatProducts, results: Triplets, confidence: float) -> LanczosBound:
-    op, eps = products.op, torch.finfo(products.op.dtype).eps
-    error = results.product_error[products.maps] / products.scale
-    return LanczosBound(len(products.maps), op.in_size, confidence, eps, error, op.accuracy.alignment)
+def spectral_norm_and_products(
+    op: JacobianOperator, rtol: float, confidence: float, seed: int
+) -> tuple[Measurement, FlatProducts]:
+    """A rough ‖J‖₂, as a bound on other norms, and products whose squares neither overflow nor vanish."""
+    spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
+    return spectral, FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
+
+
+def below_spectral_norm(
+    op: JacobianOperator,
+    estimate: Callable[[FlatProducts, Measurement], Tensor],
+    dimension: int,
+    rtol: float,
+    confidence: float,
+    seed: int,
+    norm: NormKind,
+    method: str,
+) -> Measurement:
+    """A norm that is at most √dimension·‖J‖₂, its upper end; an estimate by products attains the lower one."""
+    started, factor = time.perf_counter(), math.sqrt(dimension)
+    spectral, flat = spectral_norm_and_products(op, rtol, confidence, seed)
+    value = estimate(flat, spectral)
+    lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.accuracy.point), factor * product_error(op))
+    lower, upper, notes = uncrossed(lower, factor * spectral.upper.reshape(-1))
+    notes = ("the value is the largest one found, hence a lower bound", *notes)
+    facts = {"products": flat.count + spectral.products, "seconds": time.perf_counter() - started}
+    return measurement_between(op, value, (lower, upper), rtol, confidence, notes, norm=norm, method=method, **facts)
 
 
 def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_steps: int, limit: int) -> int:
@@ -141,8 +171,8 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
         products = FlatProducts(op, results.scale)
         products.keep(maps)
         process = Bidiagonalisation(products, _random_start(op, generator)[maps.to(op.device)], generator)
-        again = Triplets(op, Target.of(op, 1, results.rtol), True, results.scale)
-        _run(process, _upper_bound(products, again, confidence), again, max_steps, limit, None)
+        again = Triplets(op, 1, results.rtol, results.scale)
+        again.run(process, confidence, max_steps, limit)
         count += products.count
         largest = torch.maximum(largest, again.upper)
         if bool((largest >= results.upper)[maps].all()):
@@ -151,66 +181,260 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
     return count
 
 
-def _run(
-    process: Bidiagonalisation,
-    bound: LanczosBound | None,
-    results: Triplets,
-    max_steps: int,
-    limit: int,
-    progress: Callable[[int, float], None] | None,
-) -> None:
-    running = torch.ones(len(process.products.maps), dtype=torch.bool)  # of the maps still in the process
-    value = 0.0
-    for steps in range(1, max_steps + 1):
-        results.count_step()
-        process.step_left()
-        near = 0 < process.size < _ALWAYS_CHECK and results.promising(process.products.maps[running])
-        if bound is not None and near:
-            small = process.project_halfway()
-            done = running & results.settled(small, bound, process.products.maps)
-            if bool(done.any()):
-                results.record(process, small, bound, done)
+class Triplets:
+    """The k leading singular triplets of every map of the batch, filled in as the maps finish.
+
+    ``scale`` is that of the products (`FlatProducts.scale`): the process sees J/scale, everything here is J's own.
+    A map is finished, too, when its value has reached ``stop_at``, or when its upper end has come down to
+    ``stop_below``: one number, or one per map, and None for no such stop. ``bounded`` tells whether the start was
+    random, so that there is an upper bound. ``open`` holds the distance of each map from convergence after its last two
+    steps (`LanczosBound.judge`).
+    """
+
+    def __init__(
+        self,
+        op: JacobianOperator,
+        k: int,
+        rtol: float,
+        scale: Tensor,
+        stop_at: Tensor | float | None = None,
+        stop_below: Tensor | float | None = None,
+    ):
+        maps = op.batch_size
+        self.op, self.k, self.rtol, self.scale = op, k, rtol, scale
+        self.stop_at = _per_map(op, math.inf if stop_at is None else stop_at, "stop_at")
+        self.stop_below = _per_map(op, 0.0 if stop_below is None else stop_below, "stop_below")
+        self.steps, self.bounded = 0, True
+        self.product_error = product_error(op)
+        self.values = torch.zeros(maps, k, dtype=torch.float64)
+        self.residuals = torch.zeros_like(self.values)
+        self.lower, self.slip = torch.zeros(2, maps, dtype=torch.float64)
+        self.upper = torch.full_like(self.lower, math.inf)
+        self.accurate, self.limited = torch.zeros(2, maps, dtype=torch.bool)
+        self.open = torch.full((2, maps), math.inf, dtype=torch.float64)
+        self.left = torch.zeros(maps, k, op.out_size, dtype=op.dtype, device=op.device)
+        self.right = torch.zeros(maps, k, op.in_size, dtype=op.dtype, device=op.device)
+
+    @property
+    def allowance(self) -> float:
+        return rounding_allowance(self.op.dtype, 2 * self.steps, self.op.accuracy.point)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether J v is taken from the products made: where the error of J itself is above all of theirs.
+
+        The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product, which the allowance includes.
+        """
+        rounding = rounding_allowance(self.op.dtype, 2 * self.steps)
+        return self.k == 1 and rounding <= 2 * self.op.accuracy.point and not bool((self.product_error > 0).any())
+
+    @property
+    def smallest_rtol(self) -> float:
+        return 4 * self.allowance
+
+    def run(
+        self,
+        process: Bidiagonalisation,
+        confidence: float | None,
+        max_steps: int,
+        limit: int,
+        progress: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """Step until every map of the process is finished; no upper bound without a ``confidence``."""
+        products, bound = process.products, None
+        self.bounded = confidence is not None
+        if confidence is not None:
+            error, eps = self.product_error[products.maps] / products.scale, torch.finfo(self.op.dtype).eps
+            alignment = self.op.accuracy.alignment
+            bound = LanczosBound(len(products.maps), self.op.in_size, confidence, eps, error, alignment)
+        running = torch.ones(len(products.maps), dtype=torch.bool)  # of the maps still in the process
+        value = 0.0
+        for step in range(1, max_steps + 1):
+            self.steps += 1
+            process.step_left()
+            near = 0 < process.size < _ALWAYS_CHECK and self._promising(products.maps[running])
+            if bound is not None and near:
+                small = process.project_halfway()
+                done = running & self._settled(small, bound, products.maps)
+                self._record(process, small, bound, done)
                 running = running & ~done
-            if not bool(running.any()):
-                if progress is not None:
-                    progress(steps, max(value, float((small.values[:, 0] * process.products.scale).max())))
-                return
-        process.step_right()
-        m, exhausted = process.size, process.beta == 0
-        full, last = m == limit, steps == max_steps
-        due = m <= _ALWAYS_CHECK or m % (m // 16) == 0 or full or last or bool((exhausted & running).any())
-        if due:
-            small = process.project()
-            value = max(value, float((small.theta[:, 0] * process.products.scale).max()))
-        if progress is not None:
-            progress(steps, value)
-        if not due:
-            continue
-        done = running
-        if not last:
-            reached = small.theta[:, 0] * process.products.scale >= results.target.stop_at[process.products.maps]
-            done = (
-                running
-                & (m >= results.k)
-                & (exhausted | reached | results.settled(small, bound, process.products.maps))
-            )
-        if bool(done.any()):
-            results.record(process, small, bound, done)
+                if not bool(running.any()):
+                    if progress is not None:
+                        progress(step, max(value, float((small.values[:, 0] * products.scale).max())))
+                    return
+            process.step_right()
+            m, exhausted = process.size, process.beta == 0
+            full, last = m == limit, step == max_steps
+            due = m <= _ALWAYS_CHECK or m % (m // 16) == 0 or full or last or bool((exhausted & running).any())
+            if due:
+                small = process.project()
+                largest = small.theta[:, 0] * products.scale
+                value = max(value, float(largest.max()))
+            if progress is not None:
+                progress(step, value)
+            if not due:
+                continue
+            done = running
+            if not last:
+                reached = exhausted | (largest >= self.stop_at[products.maps])
+                done = running & (m >= self.k) & (reached | self._settled(small, bound, products.maps))
+            self._record(process, small, bound, done)
             running = running & ~done
-        if not bool(running.any()):
+            if not bool(running.any()):
+                return
+            if full:
+                kept = self.k + (limit - self.k) // 2
+                if bound is not None:
+                    bound.restart(small, kept)
+                process.restart(small, kept)
+            if bool((exhausted & running).any()):
+                process.refresh(exhausted & running)
+            if 4 * int(running.sum()) <= 3 * len(running):
+                process.keep(running)
+                if bound is not None:
+                    bound.keep(running)
+                running = running[running]
+
+    def _settled(self, small: RitzProjection, bound: LanczosBound | None, maps: Tensor) -> Tensor:
+        """Whether each of ``maps`` has reached rtol, all that rounding lets it reach, or an upper end small enough."""
+        top = small.values[:, 0]
+        rtol = max(self.rtol, self.smallest_rtol)
+        if bound is None:
+            return (small.residuals[:, : self.k].abs() <= rtol * top[:, None]).all(-1)
+        within = torch.maximum(rtol * top, 2 * bound.product_error)
+        target = self._target(top, bound.product_error)
+        accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
+        has_limit = bool((self.stop_below[maps] > 0).any())
+        if not (has_limit or bool(accurate.any())):
+            return accurate
+        open_share, limited = bound.judge(target**2, small)
+        if small.skew is None:
+            self.open[:, maps] = torch.stack([self.open[1, maps], open_share])
+        settled = accurate & ((open_share < 1) | limited)
+        if has_limit:
+            low_enough = (self.stop_below[maps] / self.scale[maps] - bound.product_error) / (1 + self.allowance)
+            possible = low_enough > top * (1 + self.allowance)
+            settled |= possible & bound.excludes(torch.where(possible, low_enough, 2 * top + 1) ** 2, small)
+        return settled
+
+    def _promising(self, maps: Tensor) -> bool:
+        """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last.
+
+        It always may where an upper end below some number is requested.
+        """
+        before, now = self.open[:, maps]
+        near = (now * torch.sqrt(now / before) < _PROMISING) | (self.stop_below[maps] > 0)
+        return self.k == 1 and bool(near.any())
+
+    def _target(self, top: Tensor, error: Tensor) -> Tensor:
+        """The upper bound at which both ends, widened, are rtol apart, or as close as rounding allows."""
+        rtol = max(self.rtol, self.smallest_rtol)
+        wanted = (1 + rtol) * (top * (1 - self.allowance) - error) - error
+        return torch.maximum(wanted / (1 + self.allowance), top * (1 + self.allowance) + error)
+
+    def _record(
+        self, process: Bidiagonalisation, small: RitzProjection, bound: LanczosBound | None, done: Tensor
+    ) -> None:
+        """Write down the results of the finished maps of the process, where ``done`` is true."""
+        if not bool(done.any()):
             return
-        if full:
-            keep = results.k + (limit - results.k) // 2
-            if bound is not None:
-                bound.restart(small, keep)
-            process.restart(small, keep)
-        if bool((exhausted & running).any()):
-            process.refresh(exhausted & running)
-        if 4 * int(running.sum()) <= 3 * len(running):
-            process.keep(running)
-            if bound is not None:
-                bound.keep(running)
-            running = running[running]
+        where, k = process.products.maps[done], min(self.k, process.size)
+        scale = self.scale[where]
+        self.values[where, :k] = small.values[done, :k] * scale[:, None]
+        largest = small.values[:, 0]
+        if bound is not None:
+            # Should the event of small probability happen and a later cycle pass the bound, the bound gives way.
+            largest = torch.maximum(bound.tighten(small), largest)
+            upper = largest[done] * (1 + self.allowance)
+            self.upper[where] = upper * scale + self.product_error[where]
+            target = self._target(small.values[:, 0], bound.product_error)
+            self.limited[where] = bound.judge(target**2, small)[1][done]
+        self.residuals[where, :k] = _residuals(small, k, largest)[done] * scale[:, None]
+        within = self.rtol * self.values[where, :1]
+        self.accurate[where] = (self.residuals[where] <= within).all(-1) & (process.size >= self.k)
+        self.right[where.to(self.op.device), :k] = process.right_vectors(small, done, k)
+        if self.reuses:
+            self.left[where.to(self.op.device), :k] = process.images(small, done, k)
+            self.slip[where] = small.drift[0, done].norm(dim=-1) * scale  # of Σ q_j e_j, |q| = 1, after restarts too
+
+    def verify(self, generator: torch.Generator) -> int:
+        """Take every value anew as ‖J v‖ of its unit vector v, which also gives the left vectors; products made."""
+        products, reuses = FlatProducts(self.op, self.scale), self.reuses
+        for i in range(self.k):
+            right = self.right[:, i]
+            moved = self.left[:, i].clone() if reuses else products.matvec(right)
+            length, norm = lengths(right), lengths(moved)
+            self.values[:, i] = torch.where(length > 0, norm / length, 0.0).cpu() * self.scale
+            inverse = torch.where(norm > 0, 1 / norm, 0.0)
+            self.left[:, i] = moved * inverse.to(moved)[:, None]
+            self._complete(i, moved, products, generator)
+        allowance = self.allowance if reuses else rounding_allowance(self.op.dtype, 1, self.op.accuracy.point)
+        error = self.product_error + (self.slip if reuses else 0.0)
+        self.lower, _ = widened(self.values[:, 0], allowance, error)
+        return products.count
+
+    def _complete(self, i: int, moved: Tensor, products: FlatProducts, generator: torch.Generator) -> None:
+        """Where J v is rounding, any left vector orthogonal to those before will do; its residual is taken for true."""
+        limit = self.allowance * self.values[:, 0] + self.product_error if i else 0.0
+        null = self.values[:, i] <= limit
+        if not bool(null.any()):
+            return
+        device = null.to(self.op.device)
+        basis = self.left[device, :i]
+        unit = orthonormalised(moved[device], basis, generator)
+        self.left[device, i] = unit
+        back = products.rmatvec(self.left[:, i])[device].double()
+        sigma = (self.values[null, i] / self.scale[null]).to(back)[:, None]
+        ahead = moved[device].double() - sigma * unit.double()
+        residual = torch.maximum(ahead.norm(dim=-1), (back - sigma * self.right[device, i].double()).norm(dim=-1))
+        self.residuals[null, i] = residual.cpu() * self.scale[null]
+        self.accurate[null] &= self.residuals[null, i] <= self.rtol * self.values[null, 0]
+
+    @property
+    def converged(self) -> Tensor:
+        """Whether the residuals are small and, unless the start was given, the ends are ``rtol`` apart."""
+        close = (self.lower <= self.upper) & (self.upper <= (1 + self.rtol) * self.lower)
+        return self.accurate & close if self.bounded else self.accurate
+
+    def measurement(self, products: int, confidence: float, started: float, notes: tuple[str, ...]) -> Measurement:
+        batch, triplets = self.op.batch_shape, () if self.k == 1 else (self.k,)
+        lower, upper, crossed = uncrossed(self.lower, self.upper)
+        converged = self.converged
+        inaccurate = 3 * self.product_error > self.rtol * self.values[:, 0]  # then `_target` is out of reach
+        return Measurement(
+            value=self.values[:, 0].reshape(batch),
+            lower=lower.reshape(batch),
+            upper=upper.reshape(batch),
+            confidence=confidence,
+            norm=2,
+            converged=converged.reshape(batch),
+            products=products,
+            method="golub-kahan",
+            dtype=self.op.dtype,
+            seconds=time.perf_counter() - started,
+            left=self.left.reshape(*batch, *triplets, *self.op.out_shape),
+            right=self.right.reshape(*batch, *triplets, *self.op.in_shape),
+            values=self.values.reshape(*batch, self.k),
+            residuals=self.residuals.reshape(*batch, self.k),
+            rounding=self.op.accuracy.guarantee,
+            notes=notes + crossed + rounding_note((self.limited | inaccurate) & ~converged, self.op.dtype),
+        )
+
+
+def _residuals(small: RitzProjection, k: int, largest: Tensor) -> Tensor:
+    """‖Jᵀu_i − θ_i v_i‖ of the first k triplets, where no singular value exceeds ``largest``.
+
+    Between the halves of a step ρ = ‖J v − θu‖ is known. For u' = Jv/|Jv| it makes Jᵀu' − |Jv|v = (ρ/|Jv|) Jᵀu_{m+1}
+    less its part along v, as ⟨Jᵀu_{m+1}, v⟩ = ρ: at most ρσ₁/|Jv|.
+    """
+    residuals = small.residuals[:, :k].abs()
+    return residuals if small.skew is None else residuals * largest[:, None] / small.values[:, :k]
+
+
+def _per_map(op: JacobianOperator, number: Tensor | float, name: str) -> Tensor:
+    if isinstance(number, Tensor) and number.shape not in (torch.Size(()), op.batch_shape):
+        raise InvalidInput(f"{name} is one number or one per map, got shape {tuple(number.shape)}.")
+    return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
 
 
 def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,15 +42,14 @@ from howsmooth.jacobians.operator import JacobianOperator
 from howsmooth.norms.counted_products import (
     CHUNK_BYTES,
     FlatProducts,
-    harmless_scale,
     not_finite,
     power_of_two,
     product_error,
     rounding_allowance,
     widened,
 )
-from howsmooth.norms.lanczos import golub_kahan
-from howsmooth.norms.measurement import Measurement, measurement_between, uncrossed
+from howsmooth.norms.lanczos import below_spectral_norm
+from howsmooth.norms.measurement import Measurement, measurement_between
 
 _ROUNDS, _FIRST_STEPS, _STEPS = 12, 4, 50
 """How often a row of blocks is looked at, and how far it is climbed: all rows a little, then the few that may be
@@ -84,24 +84,18 @@ def token_norm(
     if not op.in_shape or not op.out_shape:
         raise InvalidInput(f"{op!r} has no tokens, whose last axis this norm needs: choose norm=2.")
     cost = math.ceil(op.line_costs()[0])
-    notes: tuple[str, ...] = ()
     with torch.no_grad():
-        if cost <= exact_limit:
-            value, above = _from_blocks(op, rtol / 10)
-            products, method, confidence = cost, "token blocks", 1.0
-            allowance, error = rounding_allowance(op.dtype, op.out_size, op.accuracy.point), _error(op)
-            lower, upper = widened(value, allowance, error)[0], widened(above, allowance, error)[1]
-        else:
-            spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
-            flat = FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
-            value, method = _ascent(flat, spectral.right, seed), "token ascent"
-            products = flat.count + spectral.products
-            error = math.sqrt(_tokens(op.in_shape)) * product_error(op)
-            lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.accuracy.point), error)
-            lower, upper, notes = uncrossed(lower, math.sqrt(_tokens(op.in_shape)) * spectral.upper.reshape(-1))
-            notes = ("the value is the largest movement found, hence a lower bound", *notes)
-    facts = {"norm": "token", "products": products, "method": method, "seconds": time.perf_counter() - started}
-    return measurement_between(op, value, (lower, upper), rtol, confidence, notes, **facts)
+        if cost > exact_limit:
+            ascent = partial(_ascent, seed=seed)
+            tokens = _tokens(op.in_shape)
+            return below_spectral_norm(op, ascent, tokens, rtol, confidence, seed, "token", "token ascent")
+        value, above = _from_blocks(op, rtol / 10)
+    allowance, error = rounding_allowance(op.dtype, op.out_size, op.accuracy.point), _error(op)
+    ends = widened(value, allowance, error)[0], widened(above, allowance, error)[1]
+    seconds = time.perf_counter() - started
+    return measurement_between(
+        op, value, ends, rtol, norm="token", products=cost, method="token blocks", seconds=seconds
+    )
 
 
 def _tokens(shape: torch.Size) -> int:
@@ -209,7 +203,7 @@ def _unit(tokens: Tensor) -> Tensor:
     )
 
 
-def _ascent(flat: FlatProducts, right: Tensor | None, seed: int) -> Tensor:
+def _ascent(flat: FlatProducts, spectral: Measurement, seed: int) -> Tensor:
     """The largest movement of a token that ascents by products find.
 
     They begin at the tokens that the top singular vector and random inputs, every token of length one, move most.
@@ -219,8 +213,8 @@ def _ascent(flat: FlatProducts, right: Tensor | None, seed: int) -> Tensor:
     starts = torch.randn(
         _STARTS, op.batch_size, *into, generator=random_stream(seed, "token norm"), dtype=torch.float64
     )
-    if right is not None:
-        starts[0] = right.reshape(op.batch_size, *into).double().cpu()
+    assert spectral.right is not None
+    starts[0] = spectral.right.reshape(op.batch_size, *into).double().cpu()
     moved = [flat.matvec(_unit(y).to(op.dtype).to(op.device).flatten(1)).reshape(-1, *out) for y in starts]
     squares = torch.stack([one.double().square().sum(-1) for one in moved])
     squares = torch.maximum(squares[0], squares[1:].mean(0))

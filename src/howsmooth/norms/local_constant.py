@@ -1,23 +1,34 @@
-"""`hs.measure`: the local Lipschitz constant of a map at an input."""
+r"""`hs.measure`: the local Lipschitz constant σ of a map at an input, also against the sizes of input and output.
+
+A model does not know in which units its tokens are measured. With the gain of a normalisation multiplied by c and the
+weights behind it divided by c it computes the same function, and σ of its attention is divided by c. What does not
+change is the **relative condition**
+
+.. math:: \kappa = \|J(X)\|\,\frac{|X|}{|f(X)|},
+
+by what share of its own size the output can move when the input moves by a small share of its size: 1 % of κ = 3 is
+3 %. σ compares inputs, lengths and heads of one layer; κ compares layers and models as well.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from howsmooth._util.torch_globals import full_precision
 from howsmooth._util.validation import (
     Count,
+    NotNegative,
     Positive,
     Probability,
     Seed,
     Size,
-    check_count,
-    check_number,
     check_options,
     keywords,
     validated,
@@ -31,8 +42,9 @@ from howsmooth.jacobians.closed_or_autodiff import closed_jacobian
 from howsmooth.jacobians.dropped_tiles.truncated import truncated_jacobian
 from howsmooth.norms import Measurement, operator_norm
 from howsmooth.norms.measurement import NormKind
-from howsmooth.norms.relative_condition import with_scale
 
+_PART = 2**16
+"""Coordinates of a map that are brought to float64 together."""
 _OPTIONS = [name for name in signature(operator_norm).parameters if name != "op"]
 
 
@@ -98,7 +110,10 @@ def measure_heads(
     k: Count = 1,
     rtol: Positive = 1e-3,
     seed: Seed = 0,
-    **options: Any,
+    *,
+    memory: Size = DEFAULT_MEMORY,
+    skip: NotNegative = 0.0,
+    **solver: Any,
 ) -> Measurement:
     """The local Lipschitz constant of every head x ↦ W_h f_h(x), its own slice of the output projection included.
 
@@ -110,9 +125,7 @@ def measure_heads(
     >>> hs.measure_heads(hs.SelfAttention.random(32, heads=4), x).value.shape
     torch.Size([4])
     """
-    check_options(options, [*_OPTIONS, "memory", "skip", *keywords(measure_heads)], "measure_heads")
-    memory = check_count(options.pop("memory", DEFAULT_MEMORY), "memory", least=0)
-    skip = check_number(options.pop("skip", 0.0), "skip", least=0.0)
+    check_options(solver, [*_OPTIONS, *keywords(measure_heads)], "measure_heads")
     known = as_attention_map(attention, *x.shape[-2:-1], kind=MapModule)
     if known is None:
         raise InvalidInput(
@@ -125,7 +138,7 @@ def measure_heads(
         operator = truncated_jacobian(known, x, skip, per_head=True, reduced=turned, memory=memory)
     else:
         operator = closed_jacobian(known, x, per_head=True, reduced=turned, memory=memory)
-    result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **options)
+    result = solve(operator, norm=norm, k=k, rtol=rtol, seed=seed, **solver)
     return with_scale(result, operator, x, known)
 
 
@@ -144,3 +157,42 @@ def in_tokens(operator: JacobianOperator, result: Measurement) -> Measurement:
         right=None if right is None else operator.lift_in(right),
         notes=operator.notes + result.notes,
     )
+
+
+def with_scale(
+    result: Measurement, operator: JacobianOperator, x: Tensor, f: Callable[[Tensor], Tensor] | None = None
+) -> Measurement:
+    """A measurement that knows |X|/|f(X)|, in the vector norm that belongs to its own.
+
+    Args:
+        operator: at x; without a value of its own (`JacobianOperator.value_at`) the result has no scale.
+        f: the attention map, where the operator belongs to one.
+    """
+    output = operator.value_at(f, x)
+    if output is None:
+        return result
+    above = size(x, result.norm, x.dim() if x.dim() < 3 else x.dim() - 1).cpu()
+    below = size(output, result.norm, output.dim() - len(operator.batch_shape)).cpu()
+    if above.dim() < below.dim():  # every head sees the same tokens
+        above = above[..., None]
+    scale = torch.where(below > 0, above / below, math.nan).expand(result.value.shape)
+    return replace(result, scale=scale)
+
+
+def size(tokens: Tensor, norm: NormKind, dims: int) -> Tensor:
+    """The length of what the last ``dims`` axes hold, in float64, as the norm of a Jacobian measures it.
+
+    Frobenius for 2 and "fro", the sum of all entries for 1, the largest for inf, the longest token for "token".
+
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    >>> [round(float(size(x, norm, 2)), 3) for norm in (2, 1, math.inf, "token")]
+    [5.385, 9.0, 4.0, 5.0]
+    """
+    tokens = tokens.detach()
+    if norm == "token":
+        tokens = torch.linalg.vector_norm(tokens.double(), dim=-1, keepdim=True)
+    orders: dict[NormKind, NormKind] = {"token": math.inf, "fro": 2}
+    order = orders.get(norm, norm)
+    flat = tokens.flatten(-dims) if dims else tokens[..., None]
+    parts = [torch.linalg.vector_norm(part.double(), ord=order, dim=-1) for part in flat.split(_PART, dim=-1)]
+    return torch.linalg.vector_norm(torch.stack(parts, dim=-1), ord=order, dim=-1)

@@ -100,7 +100,7 @@ class Measurement:
     def relative(self) -> Tensor | None:
         """The relative condition value·|X|/|f(X)|: by what share of itself the output can move when the input moves by
         a small share of itself. It compares layers and models, which σ does not
-        (`howsmooth.norms.relative_condition`)."""
+        (`howsmooth.norms.local_constant`)."""
         return None if self.scale is None else self.value * self.scale
 
     def __float__(self) -> float:

@@ -9,7 +9,7 @@ from statistics import median
 from markupsafe import Markup
 
 from howsmooth._util.common import rounded
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.certificates.ball.radius_sweep import Ladder
 from howsmooth.reports.drawings import Axis, Chart
 from howsmooth.reports.sections import write_section

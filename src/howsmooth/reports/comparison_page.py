@@ -14,7 +14,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from howsmooth._util.common import write_whole
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.reports.figures.style import literal, new_figure, open_frame
 from howsmooth.reports.page import check_report_path
 from howsmooth.scans import Comparison

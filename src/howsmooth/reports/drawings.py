@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 
 _LEFT, _TOP, _BOTTOM, _RIGHT = 62, 26, 46, 12
 """Margins of a chart, as in its template."""

@@ -1,6 +1,6 @@
 """The answer to the title of a report: smoothness of the model, its layers and its heads, a comparison, and a cause.
 
-Numbers are relative conditions (`howsmooth.norms.relative_condition`), which compare; σ has the units of the tokens.
+Numbers are relative conditions (`howsmooth.norms.local_constant`), which compare; σ has the units of the tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 from markupsafe import Markup
 
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.reports.drawings import Axis
 from howsmooth.reports.findings import few_digits, main_kind, place_of, why
 from howsmooth.reports.scan_groups import KINDS, Group, Row

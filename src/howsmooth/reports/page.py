@@ -14,7 +14,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from howsmooth._util.common import write_whole
-from howsmooth._util.templates import render, visible, written_out
+from howsmooth._util.display import render, visible, written_out
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.findings import ends, gaps, group_headline, main_kind, place_of, why

@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from howsmooth._util.common import rounded
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.reports.drawings import Axis, Chart, heat_map
 from howsmooth.reports.sections import write_section
 from howsmooth.rounding.allocation import frontier

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from howsmooth._util.common import write_whole
-from howsmooth._util.templates import render
+from howsmooth._util.display import render
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.page import check_report_path
 

@@ -6,28 +6,198 @@ on the whole set: no input of the set is worse than U, and the witness is one th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
+import rich.box
+import rich.table
 import torch
 from torch import Tensor, nn
 
+from howsmooth._util.common import rounded
+from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import Positive, Seed, Size, validated
 from howsmooth.attention import AttentionMap, as_attention_map
+from howsmooth.bounds.bound_table import BoundRow, compared_with
+from howsmooth.bounds.catalogue import ON_SETS, least_upper_bound
+from howsmooth.bounds.question_setting import setting
 from howsmooth.engines import Engine, open_engine
 from howsmooth.errors import InvalidInput
-from howsmooth.search.best_bound import not_passed, tightest_upper
-from howsmooth.search.initial_vectors import norm_at
-from howsmooth.search.sandwich_result import Sandwich, SandwichCell
+from howsmooth.search.ascent import norm_at
+from howsmooth.search.witness import Witness
 from howsmooth.search.worst_case_search import worst_case
 from howsmooth.sets import InputSet
 from howsmooth.sets.near_sets import Over, as_set
 
 Function = Callable[[Tensor], Tensor]
+
+
+def tightest_upper(f: Function, n: int, over: InputSet, *, norm: float = 2, head: int | None = None) -> BoundRow | None:
+    """The smallest upper bound of the catalogue that holds for n tokens on the whole set; None when none applies.
+
+    >>> import howsmooth as hs, torch
+    >>> from howsmooth.sets import Ball
+    >>> tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0)).written
+    '≤ 6.437'
+    """
+    attention = as_attention_map(f, n, kind=nn.Module) or f
+    if not isinstance(attention, nn.Module) or not hasattr(attention, "kind"):
+        return None
+    whole = over.x is None and over.reach == 0  # no theorem is about a single token
+    where = setting(attention, n=n, over=None if whole else over)  # a ball per token holds the ball of all together
+    least = least_upper_bound(where, norm, head=head, scopes=("neighbourhood", *ON_SETS))
+    if least is None:
+        return None
+    bound, value = least
+    return BoundRow(bound.name, float(value), "upper", norm, bound.scope, bound.reference, bound.statement, head=head)
+
+
+def not_passed(upper: BoundRow | None, reached: float) -> BoundRow | None:
+    """The upper end with its ratio to what a witness reaches, or `ContradictedBound` when the witness passes it.
+
+    >>> import howsmooth as hs, torch
+    >>> from howsmooth.sets import Ball
+    >>> upper = tightest_upper(hs.SelfAttention.from_bilinear(-torch.eye(2), torch.eye(2)), 100, Ball(1.0))
+    >>> not_passed(upper, 6.5)
+    Traceback (most recent call last):
+    howsmooth.bounds.bound_table.ContradictedBound: howsmooth.mean_field says ... at most 6.43656, but the witness ...
+    """
+    if upper is None:
+        return None
+    lower = BoundRow("the witness", reached, "lower", upper.norm, "point", "", "", head=upper.head)
+    return compared_with(upper, [lower])
+
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class SandwichCell:
+    """Both ends for one number of tokens on one set.
+
+    Attributes:
+        n: number of tokens.
+        over: the set.
+        witness: an input of the set and the norm of the Jacobian there, the lower end.
+        upper: the smallest upper bound that holds on the set; None when no theorem applies.
+        centre: the norm of the Jacobian at the centre of a neighbourhood.
+        file: where the witness is kept.
+    """
+
+    n: int
+    over: InputSet
+    witness: Witness
+    upper: BoundRow | None = None
+    centre: float | None = None
+    file: Path | None = None
+
+    @property
+    def lower(self) -> float:
+        """L: the norm of the Jacobian at the witness."""
+        return self.witness.value
+
+    @property
+    def start(self) -> str:
+        """The start that led to the witness."""
+        return "an earlier witness" if self.witness.start.startswith("given") else self.witness.start
+
+    @property
+    def size(self) -> float | None:
+        """R, or ε of a neighbourhood; None for a set that has neither."""
+        return self.over.size
+
+    @property
+    def ratio(self) -> float | None:
+        """U / L; None when one of them says nothing."""
+        if self.upper is None or self.upper.vacuous or not self.lower > 0:
+            return None
+        return self.upper.value / self.lower
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python for JSON; an upper bound that overflows is None with ``"vacuous": True``."""
+        upper = None if self.upper is None else self.upper.to_dict()
+        return {
+            "n": self.n,
+            "size": self.size,
+            "over": self.over.describe(),
+            "norm": "inf" if math.isinf(self.witness.norm) else int(self.witness.norm),
+            "head": self.witness.head,
+            "lower": self.lower,
+            "start": self.start,
+            "stopped": self.witness.stopped,
+            "upper": None if upper is None else upper["value"],
+            "vacuous": False if upper is None else upper["vacuous"],
+            "bound": None if self.upper is None else self.upper.name,
+            "scope": None if self.upper is None else self.upper.scope,
+            "ratio": self.ratio,
+            "centre": self.centre,
+            "converged": bool(self.witness.measurement.converged.all()),
+            "seconds": self.witness.seconds,
+            "file": None if self.file is None else str(self.file),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Sandwich(Sequence[SandwichCell]):
+    """Both ends of the Lipschitz constant, one `SandwichCell` for each set and number of tokens.
+
+    Attributes:
+        cells: in the order in which they were searched.
+        interrupted: whether Ctrl-C ended the search; the last cell then holds the best input found until then.
+    """
+
+    cells: tuple[SandwichCell, ...]
+    interrupted: bool = False
+
+    @overload
+    def __getitem__(self, index: int) -> SandwichCell: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SandwichCell, ...]: ...
+    def __getitem__(self, index: int | slice) -> SandwichCell | tuple[SandwichCell, ...]:
+        return self.cells[index]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain Python for JSON."""
+        return [cell.to_dict() for cell in self.cells]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One line per cell."""
+        pd = need("pandas", "a data frame")
+
+        return pd.DataFrame([row | {"over": row["over"]["set"]} for row in self.to_dict()])
+
+    def figure(self) -> Figure:
+        """L ≤ Lip ≤ U against n and against the size of the set; see `howsmooth.reports.figures.sandwich_curves`."""
+        from howsmooth.reports.figures.sandwich_curves import sandwich_figure
+
+        return sandwich_figure(self)
+
+    def __rich__(self) -> rich.table.Table:
+        near = any(cell.centre is not None for cell in self.cells)
+        shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("n", "set", *["at its centre"] * near, "lower bound (witness)", "upper bound (theorem)", "ratio"):
+            shown.add_column(name, justify="right" if name in ("n", "ratio") else "left")
+        for cell in self.cells:
+            centre = "" if cell.centre is None else f"≈ {rounded(cell.centre, digits=4)}"
+            upper = "none applies" if cell.upper is None else f"{cell.upper.written} ({cell.upper.name})"
+            ratio = "–" if cell.ratio is None else rounded(cell.ratio, ROUND_CEILING, 3)
+            lower = f"≥ {rounded(cell.lower, ROUND_FLOOR, 4)} ({cell.start})"
+            shown.add_row(str(cell.n), str(cell.over), *[centre] * near, lower, upper, ratio)
+        return shown
+
+
 Progress = Callable[[str, float, int, float], None]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth._util.validation import check_finite, check_tensor, memory
 from howsmooth.attention import AttentionMap, as_attention_map
 from howsmooth.errors import InvalidInput
-from howsmooth.search.witness_files import plain_json
+from howsmooth.search.witness import plain_json
 from howsmooth.sets import Everywhere, InputSet, Tokens
 from howsmooth.sets.near_sets import Over, as_set
 
@@ -26,16 +26,22 @@ _RESOLUTION = 1e-3
 """Rounding of logits above which weights, and with them every number of the search, mean nothing."""
 
 
-@dataclass(frozen=True, eq=False)
-class SearchOptions:
-    """Options of one search, with the meaning that they have in `howsmooth.worst_case`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question:
+    """A checked question of `howsmooth.worst_case`, with its options; no start is drawn yet.
 
     Attributes:
+        f: the map, of one head when a head was requested; an attention map in float64, converted once.
+        over: the set. n, d: number of tokens and their width. norm: 2 or inf.
         given: the inputs of ``start``. save: the path of the file of the best witness.
     """
 
+    f: Callable[[Tensor], Any]
+    over: InputSet
+    n: int
+    d: int
+    norm: float
     given: tuple[Tensor, ...] = ()
-    norm: float | str = 2
     head: int | None = None
     starts: int = 8
     constructions: bool = True
@@ -46,43 +52,29 @@ class SearchOptions:
     source: dict[str, Any] = field(default_factory=dict)
     progress: Progress | None = None
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Question(SearchOptions):
-    """A checked question of `howsmooth.worst_case`; no start is drawn yet.
-
-    Attributes:
-        f: the map, of one head when a head was requested; an attention map in float64, converted once.
-        over: the set. n, d: number of tokens and their width. norm: 2 or inf.
-    """
-
-    f: Callable[[Tensor], Any]
-    over: InputSet
-    n: int
-    d: int
-    norm: float
-
     @classmethod
-    def of(cls, f: Callable[[Tensor], Any], n: int | None, over: Over | None, options: SearchOptions) -> Question:
+    def of(
+        cls, f: Callable[[Tensor], Any], n: int | None, over: Over | None, norm: float | str = 2, **options: Any
+    ) -> Question:
         """The question, or one sentence on why it has no answer."""
-        if options.norm not in _NORMS:
-            raise InvalidInput(f"norm={options.norm!r} cannot be searched: choose 2 or inf.")
-        plain_json(options.source, "source")
-        for x in options.given:
+        if norm not in _NORMS:
+            raise InvalidInput(f"norm={norm!r} cannot be searched: choose 2 or inf.")
+        region, given, head = as_set(over), options.get("given", ()), options.get("head")
+        plain_json(options.get("source", {}), "source")
+        for x in given:
             check_tensor(x, "the start", dims=(1, 2), floating=False)
-        region = as_set(over)
-        n = _length(region, options.given, n)
+        n = _length(region, given, n)
         f = as_attention_map(f, n, kind=nn.Module) or f
         if isinstance(f, AttentionMap):
-            f = (f if options.head is None else f.head(options.head)).in_dtype(torch.float64)
+            f = (f if head is None else f.head(head)).in_dtype(torch.float64)
             _check_map(f, region)
-        elif options.head is not None:
-            raise InvalidInput(f"head={options.head} needs an attention map with heads, got {type(f).__name__}.")
-        d = _width(f, region, options.given, n)
+        elif head is not None:
+            raise InvalidInput(f"head={head} needs an attention map with heads, got {type(f).__name__}.")
+        d = _width(f, region, given, n)
         region.check(n, d)
-        if not (options.given or options.starts or options.constructions):
+        question = cls(f=f, over=region, n=n, d=d, norm=_NORMS[norm], **options)
+        if not (given or question.starts or question.constructions):
             raise InvalidInput("there is nothing to set out from: ask for starts, or allow constructions.")
-        question = cls(**vars(options) | {"f": f, "over": region, "n": n, "d": d, "norm": _NORMS[options.norm]})
         _check_memory(question)
         if isinstance(f, AttentionMap):
             f.terms.check(n, f.heads, 1)
@@ -150,13 +142,13 @@ def _width(f: object, region: InputSet, given: tuple[Tensor, ...], n: int) -> in
     return d
 
 
-def _check_memory(asked: Question) -> None:
+def _check_memory(question: Question) -> None:
     """Refuse what cannot fit: the tokens of all starts, their projections, and the bases of the last measurement."""
-    n, starts = asked.n, asked.starts + len(asked.given) + _CONSTRUCTIONS
-    numbers = n * asked.d * (20 * starts + 100)
-    if isinstance(asked.f, AttentionMap):
-        widths = 2 * asked.f.query_weight.shape[1] + asked.f.value_weight.shape[1]
-        numbers += 16 * starts * n * asked.f.heads * widths
+    n, starts = question.n, question.starts + len(question.given) + _CONSTRUCTIONS
+    numbers = n * question.d * (20 * starts + 100)
+    if isinstance(question.f, AttentionMap):
+        widths = 2 * question.f.query_weight.shape[1] + question.f.value_weight.shape[1]
+        numbers += 16 * starts * n * question.f.heads * widths
     needed, there = 8 * numbers, memory()
     if needed > there / 2:
         raise InvalidInput(

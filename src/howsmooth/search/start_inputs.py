@@ -43,32 +43,32 @@ class Start:
     exact: bool = True
 
 
-def starts_for(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
+def starts_for(question: Question) -> tuple[list[Start], tuple[str, ...]]:
     """Where to set out from: inputs given, the theorems' own and random ones, and what is to be noted about them."""
-    f, over, n, d = asked.f, asked.over, asked.n, asked.d
-    starts, notes = _given(asked)
+    f, over, n, d = question.f, question.over, question.n, question.d
+    starts, notes = _given(question)
     if isinstance(over, Tokens):
-        attention = f if asked.constructions and isinstance(f, AttentionMap) else None
-        starts += _sequences(attention, over, n, asked.starts, asked.seed)
+        attention = f if question.constructions and isinstance(f, AttentionMap) else None
+        starts += _sequences(attention, over, n, question.starts, question.seed)
     else:
-        if asked.constructions:
+        if question.constructions:
             starts += constructions(f, over, n, d)
-        starts += random_starts(f, over, n, d, asked.starts, asked.seed)
+        starts += random_starts(f, over, n, d, question.starts, question.seed)
     for start in starts:
         check_resolution(f, over.sequence(start.x) if isinstance(over, Tokens) else start.x)
     return starts, notes
 
 
-def _given(asked: Question) -> tuple[list[Start], tuple[str, ...]]:
-    starts, notes, over = [], [], asked.over
-    for i, x in enumerate(asked.given):
-        name = "given" if len(asked.given) == 1 else f"given {i}"
+def _given(question: Question) -> tuple[list[Start], tuple[str, ...]]:
+    starts, notes, over = [], [], question.over
+    for i, x in enumerate(question.given):
+        name = "given" if len(question.given) == 1 else f"given {i}"
         if isinstance(over, Tokens):
-            starts.append(Start(name, _ids(x, over, asked.n)))
+            starts.append(Start(name, _ids(x, over, question.n)))
             continue
         check_tokens(x, "the start")
-        if x.shape != (asked.n, asked.d):
-            raise InvalidInput(f"a start must have shape ({asked.n}, {asked.d}), got {tuple(x.shape)}.")
+        if x.shape != (question.n, question.d):
+            raise InvalidInput(f"a start must have shape ({question.n}, {question.d}), got {tuple(x.shape)}.")
         x = x.detach().double().cpu().clone()
         outside = over.excess(x)
         if outside > 1e-9 * max(1.0, float(x.norm(dim=-1).max())):

@@ -1,25 +1,11 @@
 """Sets of inputs: the places where a map is bounded, searched and certified, one noun for every ``over=``.
 
-Read `input_sets` first: `InputSet` and its subclasses `Ball`, `Sphere`, `Normalised` and `Everywhere`; then
-`near_sets` (`Point`, `Around` and `Box`: inputs near a given one), `tokens` (sequences of given tokens) and `set_text`
-(the texts of the command line, such as ``around:1%``). `ellipsoid` holds the value that theorems take from a set: the
+Read `input_sets` first: `InputSet` and its subclasses `Ball`, `Sphere`, `Normalised`, `Everywhere` and `Tokens`
+(sequences of given tokens); then `near_sets` (`Point`, `Around` and `Box`: inputs near a given one; `SetText`: the
+texts of the command line, such as ``around:1%``). `ellipsoid` holds the value that theorems take from a set: the
 ellipsoid in which every single token lies.
 """
 
-from howsmooth.sets.input_sets import Ball, Everywhere, InputSet, Normalised, Sphere
-from howsmooth.sets.near_sets import Around, Box, Point
-from howsmooth.sets.set_text import SetText
-from howsmooth.sets.tokens import Tokens
+import lazy_loader
 
-__all__ = [
-    "Around",
-    "Ball",
-    "Box",
-    "Everywhere",
-    "InputSet",
-    "Normalised",
-    "Point",
-    "SetText",
-    "Sphere",
-    "Tokens",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

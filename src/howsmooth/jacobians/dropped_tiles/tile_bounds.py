@@ -22,7 +22,7 @@ The norm of a matrix of blocks is at most that of the matrix of their norms, so 
 
 with bounds N_q, N_k, N_v on the maps from tokens to dq, dk and (through W_O) dv. It is gathered while the weights are
 evaluated once and does not depend on any random start. By Weyl's inequality :math:`|\sigma(J - E) - \sigma(J)| \le
-\varepsilon`; `howsmooth.norms.truncated_norm` makes far more of it.
+\varepsilon`; `howsmooth.norms.norm_choice` makes far more of it.
 
 **One product.** A vector that is known says more: with the lengths of dq, dk, dv in blocks of tokens I and J,
 

@@ -38,7 +38,7 @@ _SMALLER_SHARES, _MORE_TILES = (0.05, 0.1), 1.5
 class Truncated(JacobianOperator):
     """A cheap operator near an exact one: ‖exact − cheap‖ ≤ error for every map.
 
-    Its products are those of ``cheap``, and its accuracy includes ``error``. `howsmooth.norms.truncated_norm` finds the
+    Its products are those of ``cheap``, and its accuracy includes ``error``. `howsmooth.norms.norm_choice` finds the
     norm of ``exact`` from it.
 
     Attributes:

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from howsmooth.errors import InvalidInput
 from howsmooth.reports.figures.style import light_grid, new_figure
-from howsmooth.search.sandwich_result import SandwichCell
+from howsmooth.search.sandwich_search import SandwichCell
 
 _CURVES, _TICKS = 10, 8
 """Maximum number of curves in the legend, and of labelled ticks."""
