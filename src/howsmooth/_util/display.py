@@ -126,8 +126,10 @@ def in_notebook() -> bool:
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)  # Colab has a kind of its own
 
 
-def bar() -> Callable[[float, str], None]:
-    """A bar of rich under the running cell: call it with the share that is done and a label."""
+def bar() -> Callable[[float, str], None] | None:
+    """A bar of rich under the running cell of a notebook: call it with the share that is done and a label."""
+    if not in_notebook():
+        return None
     from IPython.display import display
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -149,23 +151,19 @@ def bar() -> Callable[[float, str], None]:
 
 def scan_bar() -> Callable[[Any], None] | None:
     """The progress of a scan: a bar in a notebook, None elsewhere."""
-    if not in_notebook():
-        return None
     show = bar()
-    return lambda now: show(now.work, f"{now.cells} of {now.total} cells · {now.label}")
+    return show and (lambda now: show(now.work, f"{now.cells} of {now.total} cells · {now.label}"))
 
 
 def search_bar() -> Callable[[int, int, float], None] | None:
     """The progress of a search, from its step, the number of steps and the best value so far."""
-    if not in_notebook():
-        return None
     show = bar()
-    return lambda step, steps, best: show(step / max(steps, 1), f"step {step} of {steps} · best so far {best:.4g}")
+    return show and (
+        lambda step, steps, best: show(step / max(steps, 1), f"step {step} of {steps} · best so far {best:.4g}")
+    )
 
 
 def step_bar(total: int) -> Callable[[str], None] | None:
     """The progress of work in steps, from the label of each step that begins."""
-    if not in_notebook():
-        return None
     show, begun = bar(), itertools.count()
-    return lambda label: show(min(next(begun) / max(total, 1), 1.0), label)
+    return show and (lambda label: show(min(next(begun) / max(total, 1), 1.0), label))

@@ -58,9 +58,9 @@ class Measure:
         if places is not None and bool(((places < 0) | (places > 1)).any()):
             raise InvalidInput("the positions of a measure lie in [0, 1]: divide the places of n tokens by n.")
         there = mass > 0
-        object.__setattr__(self, "atoms", points[there])
-        object.__setattr__(self, "weights", mass[there])
-        object.__setattr__(self, "positions", None if places is None else places[there])
+        vars(self).update(  # frozen for everybody else
+            atoms=points[there], weights=mass[there], positions=None if places is None else places[there]
+        )
 
     @classmethod
     @validated

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from howsmooth.norms.counted_products import FlatProducts, not_finite, overlaps, quick_lengths
 from howsmooth.norms.lanczos_bound import RitzProjection
@@ -53,17 +54,17 @@ class Bidiagonalisation:
     """
 
     def __init__(self, products: FlatProducts, start: Tensor, generator: torch.Generator):
-        op = products.op
+        op, maps = products.op, len(start)
+        capacity = min(_FIRST_CAPACITY, op.in_size)
         self.products, self.generator = products, generator
         self.size = self._made = 0
-        self.beta = torch.zeros(len(start), dtype=torch.float64)
-        self._right = start.new_empty(len(start), min(_FIRST_CAPACITY, op.in_size) + 1, op.in_size)
-        self._left = start.new_empty(len(start), min(_FIRST_CAPACITY, op.in_size), op.out_size)
-        self._b = torch.zeros(len(start), *(2 * (self._left.shape[1],)), dtype=torch.float64)
+        self.beta, self._scale = torch.zeros(2, maps, dtype=torch.float64)
+        self._right = start.new_empty(maps, capacity + 1, op.in_size)
+        self._left = start.new_empty(maps, capacity, op.out_size)
+        self._b = torch.zeros(maps, capacity, capacity, dtype=torch.float64)
         self._right[:, 0] = start
         self._first: Tensor | None = products.calibrated(start)
-        self._scale = torch.zeros(len(start), dtype=torch.float64)
-        self._drift = torch.zeros(2, *self._b.shape[:2], dtype=torch.float64)  # what was removed from each u and v
+        self._drift = torch.zeros(2, maps, capacity, dtype=torch.float64)  # what was removed from each u and v
         self._follows_left = False  # whether J v_m meets the left basis in its last vector only
         self._both = False  # whether left vectors are to be reorthogonalised too
 
@@ -114,13 +115,12 @@ class Bidiagonalisation:
 
     def right_vectors(self, small: RitzProjection, maps: Tensor, k: int) -> Tensor:
         """The k leading right Ritz vectors of the running maps chosen by the mask: ``(chosen, k, in_size)``."""
-        chosen = slice(None) if bool(maps.all()) else maps  # a slice does not copy the basis
-        return _combine(small.right[chosen, :, :k], self._right[chosen, : small.right.shape[1]])
+        return self._combined(small.right[..., :k], self._right, maps)
 
     def images(self, small: RitzProjection, maps: Tensor, k: int) -> Tensor:
         """J v = U B q of those vectors, up to the errors of the products behind U: ``(chosen, k, out_size)``."""
-        chosen, m = slice(None) if bool(maps.all()) else maps, small.right.shape[1]
-        return _combine(self._b[chosen, :m, :m] @ small.right[chosen, :, :k], self._left[chosen, :m])
+        m = small.right.shape[1]
+        return self._combined(self._b[:, :m, :m] @ small.right[..., :k], self._left, maps)
 
     def refresh(self, maps: Tensor) -> None:
         """Where the space is invariant, go on from a random direction orthogonal to it."""
@@ -130,8 +130,8 @@ class Bidiagonalisation:
 
     def restart(self, small: RitzProjection, keep: int) -> None:
         """Thick restart: the ``keep`` largest Ritz triplets lead the bases, v_{m+1} stays the next vector."""
-        left = _combine(small.left[..., :keep], self._left[:, : self.size])
-        right = _combine(small.right[..., :keep], self._right[:, : self.size])
+        left = self._combined(small.left[..., :keep], self._left)
+        right = self._combined(small.right[..., :keep], self._right)
         next_right = self._right[:, self.size].clone()
         self._left[:, :keep], self._right[:, :keep], self._right[:, keep] = left, right, next_right
         self._b.zero_()
@@ -148,6 +148,11 @@ class Bidiagonalisation:
         self._left, self._right = _moved_up(self._left, mask, self.size), _moved_up(self._right, mask, self.size + 1)
         self._b, self.beta, self._scale = self._b[mask], self.beta[mask], self._scale[mask]
         self._drift = self._drift[:, mask]
+
+    def _combined(self, coefficients: Tensor, basis: Tensor, maps: Tensor | None = None) -> Tensor:
+        chosen = slice(None) if maps is None or bool(maps.all()) else maps  # a slice does not copy the basis
+        some = basis[chosen, : coefficients.shape[1]]
+        return torch.bmm(coefficients[chosen].mT.to(some), some)
 
     def _orthonormal(self, x: Tensor, basis: Tensor, side: int) -> tuple[Tensor, Tensor]:
         length = quick_lengths(x)
@@ -166,10 +171,8 @@ class Bidiagonalisation:
 
     def _grow(self) -> None:
         more = min(self.size, self._right.shape[-1] - self.size)
-        self._left = torch.cat([self._left, self._left.new_empty(len(self.beta), more, self._left.shape[-1])], 1)
-        self._right = torch.cat([self._right, self._right.new_empty(len(self.beta), more, self._right.shape[-1])], 1)
-        self._b = torch.nn.functional.pad(self._b, (0, more, 0, more))
-        self._drift = torch.nn.functional.pad(self._drift, (0, more))
+        self._left, self._right = pad(self._left, (0, 0, 0, more)), pad(self._right, (0, 0, 0, more))
+        self._b, self._drift = pad(self._b, (0, more, 0, more)), pad(self._drift, (0, more))
 
 
 def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
@@ -181,18 +184,15 @@ def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
     return basis[: len(index)]
 
 
-def _combine(coefficients: Tensor, basis: Tensor) -> Tensor:
-    return torch.bmm(coefficients.mT.to(basis), basis)
-
-
 def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Tensor:
     """Unit vectors orthogonal to the bases ``(maps, m, size)``: along x where something of x is left, else random."""
-    unit, length, _ = _orthonormalise(x, quick_lengths(x), basis, torch.zeros(len(x), dtype=torch.float64))
+    nothing = torch.zeros(len(x), dtype=torch.float64)
+    unit, length, _ = _orthonormalise(x, quick_lengths(x), basis, nothing)
     dead = length == 0
     if bool(dead.any()):
         w = torch.randn(int(dead.sum()), x.shape[-1], generator=generator, dtype=x.dtype).to(x.device)
         index = dead.to(x.device)
-        unit[index], *_ = _orthonormalise(w, quick_lengths(w), basis[index], torch.zeros(len(w), dtype=torch.float64))
+        unit[index], *_ = _orthonormalise(w, quick_lengths(w), basis[index], nothing[dead])
     return unit
 
 

@@ -269,8 +269,7 @@ def _in_full(
         old, new = getattr(m, name), getattr(again, name)
         if part is not None:
             tail = old.shape[m.value.dim() :]
-            fields[name] = old.reshape(-1, *tail).index_put((open_maps.to(old.device),), new).reshape(old.shape)
-        else:
-            fields[name] = new
+            new = old.reshape(-1, *tail).index_put((open_maps.to(old.device),), new).reshape(old.shape)
+        fields[name] = new
     count, seconds = m.products + again.products, time.perf_counter() - started
     return replace(again, **fields, products=count, seconds=seconds, notes=(*again.notes, note))

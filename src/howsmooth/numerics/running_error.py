@@ -145,7 +145,7 @@ def _ulp(out: Tensor) -> Tensor:
 
 
 def _sum(run: _Running, out: Tensor, a: Any, b: Any, *, alpha: float = 1, **_: Any) -> Tensor:
-    return run.of(a) + abs(alpha) * run.of(b) + 2 * _unit(out) * _size(out) + (alpha != 1) * _unit(out) * _size(b)
+    return run.of(a) + abs(alpha) * run.of(b) + 2 * _ulp(out) + (alpha != 1) * _unit(out) * _size(b)
 
 
 def _product(run: _Running, out: Tensor, a: Any, b: Any, **_: Any) -> Tensor:
@@ -217,13 +217,13 @@ def _softmax(run: _Running, out: Tensor, a: Tensor, dim: int, _: bool) -> Tensor
 
 def _with_slope(slope: float) -> _Rule:
     """Make the rule of an elementary function with derivatives up to ``slope``."""
-    return lambda run, out, a, *_: slope * run.of(a) + 2 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
+    return lambda run, out, a, *_: slope * run.of(a) + 2 * ELEMENTARY * _ulp(out) + _tiny(out)
 
 
 def _softplus(run: _Running, out: Tensor, a: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     """torch returns the argument itself above a threshold, and drops log(1 + e^−a)."""
     dropped = torch.where(beta * a > threshold, torch.exp(-beta * a) / beta, 0.0)
-    return run.of(a) + dropped + 3 * ELEMENTARY * _unit(out) * _size(out) + _tiny(out)
+    return run.of(a) + dropped + 3 * ELEMENTARY * _ulp(out) + _tiny(out)
 
 
 def _length(run: _Running, out: Tensor, a: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False) -> Tensor:

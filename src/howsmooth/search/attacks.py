@@ -29,7 +29,7 @@ class Attack:
 
     Attributes:
         distance: ℓ2 distance to the nearest point found with another class, ∞ where none was, ``(batch,)``.
-        margin: the least margin met, ``(batch,)``. point: where it was met, or the nearest point found.
+        margin: the smallest margin met, ``(batch,)``. point: where it was met, or the nearest point found.
     """
 
     distance: Tensor
@@ -57,24 +57,22 @@ def minimal_norm_attack(model: Model, x: Tensor, labels: Tensor, steps: Count = 
     True
     """
     _check(x, labels)
-    shape = [-1, *[1] * (x.dim() - 1)]
-    delta = torch.zeros_like(x)
-    length = torch.full((len(x),), 1.0, dtype=x.dtype, device=x.device)
-    best = torch.full_like(length, torch.inf)
-    point, least = x.clone(), torch.full_like(length, torch.inf)
+    delta, point = torch.zeros_like(x), x.clone()
+    length = torch.ones(len(x), dtype=x.dtype, device=x.device)
+    distance = smallest = torch.full_like(length, torch.inf)
     for step in range(steps):
         margin, gradient = _slope(model, x + delta, labels)
-        size = delta.flatten(1).norm(dim=1)
+        size = _lengths(delta)
         changed = margin <= 0
-        nearer = changed & (size < best)
-        best, point = torch.where(nearer, size, best), torch.where(nearer.reshape(shape), x + delta, point)
-        least = torch.minimum(least, margin)
+        nearer = changed & (size < distance)
+        distance, point = torch.where(nearer, size, distance), torch.where(_like(nearer, x), x + delta, point)
+        smallest = torch.minimum(smallest, margin)
         shrink = decay * (1 - step / steps) + 0.002
-        length = torch.where(changed, torch.minimum(size, best) * (1 - shrink), length * (1 + shrink))
+        length = torch.where(changed, torch.minimum(size, distance) * (1 - shrink), length * (1 + shrink))
         stride = length * (0.5 * (1 - step / steps) + 0.02)
-        delta = delta - gradient * stride.reshape(shape)
-        delta = delta * (length / delta.flatten(1).norm(dim=1).clamp_min(_TINY)).reshape(shape)
-    return Attack(best, least, point)
+        delta = delta - gradient * _like(stride, x)
+        delta = delta * _like(length / _lengths(delta).clamp_min(_TINY), x)
+    return Attack(distance, smallest, point)
 
 
 @validated
@@ -87,26 +85,23 @@ def projected_attack(
     starts: Count = 2,
     seed: Seed = 0,
 ) -> Attack:
-    """The least margin found within ``radius`` of each input, one number or one for each."""
+    """The smallest margin found within ``radius`` of each input, one number or one for each."""
     _check(x, labels)
     generator = torch.Generator().manual_seed(seed)
-    shape = [-1, *[1] * (x.dim() - 1)]
     reach = torch.as_tensor(radius, dtype=x.dtype).expand(len(x))
-    least, point = torch.full_like(reach, torch.inf), x.clone()
+    smallest, point = torch.full_like(reach, torch.inf), x.clone()
     for start in range(starts):
         delta = torch.zeros_like(x)
         if start:
             delta = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-            delta = delta * (reach / delta.flatten(1).norm(dim=1)).reshape(shape)
+            delta = delta * _like(reach / _lengths(delta), x)
         for step in range(steps + 1):
             margin, gradient = _slope(model, x + delta, labels)
-            lower = margin < least
-            least, point = torch.where(lower, margin, least), torch.where(lower.reshape(shape), x + delta, point)
-            stride = reach * (1.0 - step / (steps + 1))
-            delta = delta - gradient * stride.reshape(shape)
-            delta = delta * (reach / delta.flatten(1).norm(dim=1).clamp_min(_TINY)).clamp_max(1.0).reshape(shape)
-    away = (point - x).flatten(1).norm(dim=1)
-    return Attack(torch.where(least <= 0, away, torch.inf), least, point)
+            lower = margin < smallest
+            smallest, point = torch.where(lower, margin, smallest), torch.where(_like(lower, x), x + delta, point)
+            delta = delta - gradient * _like(reach * (1.0 - step / (steps + 1)), x)
+            delta = delta * _like((reach / _lengths(delta).clamp_min(_TINY)).clamp_max(1.0), x)
+    return Attack(torch.where(smallest <= 0, _lengths(point - x), torch.inf), smallest, point)
 
 
 def _slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,8 +110,17 @@ def _slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         margin = margins(model(x), labels)
         (gradient,) = torch.autograd.grad(margin.sum(), x)
-    size = gradient.flatten(1).norm(dim=1).clamp_min(_TINY)
-    return margin.detach(), gradient / size.reshape([-1, *[1] * (x.dim() - 1)])
+    return margin.detach(), gradient / _like(_lengths(gradient).clamp_min(_TINY), x)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """The length of every input of a batch."""
+    return x.flatten(1).norm(dim=1)
+
+
+def _like(numbers: Tensor, x: Tensor) -> Tensor:
+    """One number for each input, in a shape that multiplies a batch of inputs."""
+    return numbers.reshape(-1, *[1] * (x.dim() - 1))
 
 
 def _check(x: Tensor, labels: Tensor) -> None:

@@ -124,7 +124,7 @@ class SandwichCell:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python for JSON; an upper bound that overflows is None with ``"vacuous": True``."""
-        upper = None if self.upper is None else self.upper.to_dict()
+        upper = {} if self.upper is None else self.upper.to_dict()
         return {
             "n": self.n,
             "size": self.size,
@@ -134,10 +134,10 @@ class SandwichCell:
             "lower": self.lower,
             "start": self.start,
             "stopped": self.witness.stopped,
-            "upper": None if upper is None else upper["value"],
-            "vacuous": False if upper is None else upper["vacuous"],
-            "bound": None if self.upper is None else self.upper.name,
-            "scope": None if self.upper is None else self.upper.scope,
+            "upper": upper.get("value"),
+            "vacuous": upper.get("vacuous", False),
+            "bound": upper.get("name"),
+            "scope": upper.get("scope"),
             "ratio": self.ratio,
             "centre": self.centre,
             "converged": bool(self.witness.measurement.converged.all()),
