@@ -24,7 +24,7 @@ from howsmooth.reports.growth.laws import ROUNDING
 from howsmooth.search import worst_case
 from howsmooth.search.ascent import norm_at
 from howsmooth.search.sandwich_search import not_passed, tightest_upper
-from howsmooth.search.start_inputs import constructions, two_poles
+from howsmooth.search.search_question import constructions, two_poles
 from howsmooth.sets import Ball
 from howsmooth.sets.ellipsoid import Ellipsoid
 
@@ -47,7 +47,7 @@ class Point:
         branches: the larger σ of the inputs of Castin et al. 2024, both eigenvalue branches, the outlier first.
         clusters: σ at the two clusters of `howsmooth.bounds.own.lower_bounds`, their pair and scale chosen for the
             head.
-        poles: σ at `howsmooth.search.start_inputs.two_poles`.
+        poles: σ at `howsmooth.search.search_question.two_poles`.
         search: what the search reaches, which has all of these among its starts; start: the one that led there.
         upper: the smallest proved upper bound.
     """

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth._util import validation
-from howsmooth._util.annotations import fits, in_words
-from howsmooth._util.validation import Count, Positive, Probability, Seed, WrongCall, validated
+from howsmooth._util.validation import Count, Positive, Probability, Seed, WrongCall, fits, in_words, validated
 from howsmooth.errors import HowsmoothError, InvalidInput
 
 NONSENSE: list[object] = [None, "x", b"x", [], {}, object(), 1 + 2j, torch.ones(2), torch.ones((), device="meta"), int]

@@ -42,8 +42,7 @@ from .errors import (
 )
 from .jacobians import JacobianOperator, jacobian
 from .norms import Measurement
-from .norms.explanation import Explanation, explain, token_influence
-from .norms.local_constant import measure, measure_heads
+from .norms.local_constant import Explanation, explain, measure, measure_heads, token_influence
 from .papers.reproduction import reproduce
 from .papers.training.loop import train
 from .reports import report

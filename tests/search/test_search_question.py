@@ -12,7 +12,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.attention import AttentionMap
-from howsmooth.search import start_inputs
+from howsmooth.search import search_question
 from howsmooth.search.search_question import Question
 from howsmooth.sets import Around, Ball, InputSet
 
@@ -51,20 +51,20 @@ def test_a_question_knows_the_sizes_whoever_says_them() -> None:
 def test_what_has_no_answer_is_refused_before_a_start_is_built(
     options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_inputs, "constructions", lambda *args: pytest.fail("built a start"))
-    monkeypatch.setattr(start_inputs, "random_starts", lambda *args: pytest.fail("built a start"))
+    monkeypatch.setattr(search_question, "constructions", lambda *args: pytest.fail("built a start"))
+    monkeypatch.setattr(search_question, "random_starts", lambda *args: pytest.fail("built a start"))
     with pytest.raises(hs.InvalidInput, match=why):
         hs.worst_case(HEAD, **{"n": 4, "over": BALL} | options)
 
 
 def test_the_starts_of_a_question_are_those_given_those_of_theorems_and_those_drawn() -> None:
     over: InputSet = Ball(1.0)
-    found, notes = start_inputs.starts_for(ask(given=(torch.full((4, 2), 9.0), torch.zeros(4, 2))))
+    found, notes = search_question.starts_for(ask(given=(torch.full((4, 2), 9.0), torch.zeros(4, 2))))
     names = [start.name for start in found]
     assert names[:2] == ["given 0, brought into the set", "given 1"]
     assert len(notes) == 1
-    assert names[2:] == [s.name for s in start_inputs.constructions(HEAD, over, 4, 2)] + [
-        s.name for s in start_inputs.random_starts(HEAD, over, 4, 2, 3, 0)
+    assert names[2:] == [s.name for s in search_question.constructions(HEAD, over, 4, 2)] + [
+        s.name for s in search_question.random_starts(HEAD, over, 4, 2, 3, 0)
     ]
     assert all(over.excess(start.x) < 1e-12 for start in found)
 

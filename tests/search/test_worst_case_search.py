@@ -19,7 +19,7 @@ import howsmooth as hs
 from howsmooth.bounds import get
 from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.search import Witness, worst_case
-from howsmooth.search.start_inputs import constructions
+from howsmooth.search.search_question import constructions
 from howsmooth.sets import Around, Ball, InputSet, Normalised, Sphere
 from howsmooth.sets.ellipsoid import Ellipsoid
 from howsmooth.testing import dense_jacobian

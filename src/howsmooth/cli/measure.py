@@ -18,9 +18,8 @@ from howsmooth.cli.replay import Replay
 from howsmooth.cli.source_options import AttentionOptions, MapAtTokens, Request, kinds_of_map
 from howsmooth.errors import InvalidInput
 from howsmooth.norms import Measurement
-from howsmooth.norms.explanation import Explanation, explain, token_influence
+from howsmooth.norms.local_constant import Explanation, explain, measure_heads, token_influence
 from howsmooth.norms.local_constant import measure as measure_block
-from howsmooth.norms.local_constant import measure_heads
 
 _NORMS: dict[str, float | str] = {"2": 2, "inf": math.inf, "1": 1, "fro": "fro", "token": "token"}
 _SYMBOLS = {"2": "‖J‖₂", "inf": "‖J‖_∞", "1": "‖J‖₁", "fro": "‖J‖_F", "token": "‖J‖_token"}

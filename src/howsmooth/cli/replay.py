@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from howsmooth._util.annotations import fits
 from howsmooth._util.common import digest, printable
-from howsmooth._util.validation import check_count, check_seed
+from howsmooth._util.validation import check_count, check_seed, fits
 from howsmooth.attention import AttentionMap
 from howsmooth.cli.source_options import (
     AttentionOptions,

@@ -16,8 +16,7 @@ from howsmooth.bounds import CATALOGUE, get, setting
 from howsmooth.bounds.catalogue import upper_bounds
 from howsmooth.models import Targets
 from howsmooth.norms import Measurement
-from howsmooth.norms.explanation import explain
-from howsmooth.norms.local_constant import measure, measure_heads
+from howsmooth.norms.local_constant import explain, measure, measure_heads
 from howsmooth.scans.plan import CellBatch, ScanCell
 from howsmooth.scans.scan_options import ScanSettings
 

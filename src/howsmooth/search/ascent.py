@@ -33,7 +33,7 @@ from howsmooth.jacobians import JacobianOperator, jacobian
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import measure
 from howsmooth.search.norm_gradient import AttentionRoughness, Roughness, unit
-from howsmooth.search.start_inputs import Start
+from howsmooth.search.search_question import Start
 from howsmooth.sets import InputSet, Tokens
 
 _ALL_ROWS = 2**20

@@ -31,8 +31,7 @@ from howsmooth.errors import InvalidInput, NotDifferentiable
 from howsmooth.norms import Measurement
 from howsmooth.search.ascent import MILESTONES, Ascent, Climb, Exchange, Peak, norm_at
 from howsmooth.search.norm_gradient import AttentionRoughness, FunctionRoughness
-from howsmooth.search.search_question import Progress, Question, resolved
-from howsmooth.search.start_inputs import Start, starts_for
+from howsmooth.search.search_question import Progress, Question, Start, resolved, starts_for
 from howsmooth.search.witness import Stopped, Witness
 from howsmooth.sets import Tokens
 from howsmooth.sets.near_sets import Over
