@@ -28,6 +28,7 @@ import torch
 from beartype.door import is_bearable
 from torch import Tensor
 
+from howsmooth._util.common import first_line
 from howsmooth.errors import InvalidInput
 
 _WORDS: dict[Any, str] = {
@@ -93,7 +94,7 @@ def fits(value: object, kind: Any) -> bool:
     if kind is int:
         return whole_number(value) is not None
     if kind is float:
-        return _is_number(value)
+        return _number(value) is not None
     if kind is bool:
         return isinstance(value, bool | np.bool_)
     if _is_path_kind(kind):
@@ -170,12 +171,16 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
+def _number(value: object) -> float | None:
+    """A real number of Python or numpy, or a tensor of one, as a float; None for anything else."""
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_meta and not value.is_complex() and value.dtype is not torch.bool
-    return isinstance(value, int | float | np.floating | np.integer)
+        real = not (value.dim() or value.is_meta or value.is_complex() or value.dtype is torch.bool)
+    else:
+        real = isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
+    try:
+        return float(value) if real else None  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
 
 
 _P = ParamSpec("_P")
@@ -296,21 +301,18 @@ def check_tensor(value: object, name: str, dims: Collection[int] | None = None, 
 
 def check_kind(value: object, kind: Any, name: str) -> None:
     """Refuse a value that is not of the kind of an annotation, or outside the range that an `Annotated` one has."""
-    for one in alternatives(kind):
-        if not fits(value, one):
-            continue
-        if isinstance(value, Tensor):
-            check_readable(value, name)
-            check_no_nan(value, name)
-        for check in getattr(one, "__metadata__", ()):
-            check(value, name)
-        return
-    if kind is Tensor:
+    members = alternatives(kind)
+    fitting = [one for one in members if fits(value, one)][:1]
+    if fitting and isinstance(value, Tensor):
+        check_readable(value, name)
+        check_no_nan(value, name)
+    elif kind is Tensor:
         check_tensor(value, name)
-    for one in alternatives(kind):
+    for one in fitting or members:
         for check in getattr(one, "__metadata__", ()):
             check(value, name)
-    raise InvalidInput(f"{name} must be {in_words(kind)}, got {shown(value)}.")
+    if not fitting:
+        raise InvalidInput(f"{name} must be {in_words(kind)}, got {shown(value)}.")
 
 
 def check_readable(value: Tensor, name: str) -> None:
@@ -446,9 +448,9 @@ def check_device(name: Device) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).add(1)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        why = first_line(error)
         raise InvalidInput(
-            f"the device {shown(name)} cannot be used ({said}): choose another, for example cpu."
+            f"the device {shown(name)} cannot be used ({why}): choose another, for example cpu."
         ) from None
     if device.type == "meta":
         raise InvalidInput("nothing can be computed on the meta device: choose another, for example cpu.")
@@ -548,17 +550,3 @@ def _text(value: object) -> str:
         return repr(value)
     except Exception:  # a number of too many digits, or a class of its own
         return f"a {type(value).__name__}"
-
-
-def _number(value: object) -> float | None:
-    """A real number of Python or numpy, or a tensor of one, as a float."""
-    if isinstance(value, bool | str | bytes | complex) or value is None:
-        return None
-    if isinstance(value, Tensor) and (value.is_meta or value.dim() or value.is_complex() or value.dtype is torch.bool):
-        return None
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf
-    except Exception:  # a class of its own
-        return None

@@ -56,7 +56,10 @@ def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
     functions by the power method from random vectors, in the ∞-norm by Boyd's iteration from several.
     """
     if not isinstance(roughness, AttentionRoughness):
-        tries = [_by_power(x, roughness, i) for i in range(_ROW_TRIES if roughness.norm == math.inf else 1)]
+        shape, streams = (len(x), *roughness.out_shape(x[0])), _ROW_TRIES if roughness.norm == math.inf else 1
+        drawn = [random_stream(i, "vectors to begin with") for i in range(streams)]
+        random = [unit(torch.randn(shape, generator=stream, dtype=x.dtype)) for stream in drawn]
+        tries = [_power_method(x, roughness, vectors, _POWER_ROUNDS) for vectors in random]
         values, vectors = map(torch.stack, zip(*tries, strict=True))
         best = values.argmax(0)
         return values.amax(0), vectors[best, torch.arange(len(x))]
@@ -70,10 +73,9 @@ def first_vectors(x: Tensor, roughness: Roughness) -> tuple[Tensor, Tensor]:
     return measured.value, measured.right
 
 
-def _by_power(x: Tensor, roughness: Roughness, seed: int) -> tuple[Tensor, Tensor]:
-    shape = (len(x), *roughness.out_shape(x[0]))
-    vectors = unit(torch.randn(shape, generator=random_stream(seed, "vectors to begin with"), dtype=x.dtype))
-    for _ in range(_POWER_ROUNDS):
+def _power_method(x: Tensor, roughness: Roughness, vectors: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """A lower bound on ‖J‖ at every x from vectors improved by steps of the power method, and these vectors."""
+    for _ in range(rounds):
         vectors = roughness.slope(x, vectors).vectors
     return roughness.slope(x, vectors).value, vectors
 
@@ -137,9 +139,11 @@ class Climb(ABC):
     The best points are replaced, never written into: after an interrupt at any moment they are whole.
     """
 
-    def __init__(self, points: Tensor, values: Tensor, starts: list[Start]):
-        tried = zip(points, values.tolist(), starts, strict=True)
-        self.best = [Peak(z.clone(), value, start.name) for z, value, start in tried]
+    def __init__(self, roughness: Roughness, over: InputSet, points: Tensor, starts: list[Start]):
+        self.roughness = roughness
+        values, self.vectors = first_vectors(over.at(points), roughness)
+        evaluated = zip(points, values.tolist(), starts, strict=True)
+        self.best = [Peak(z.clone(), value, start.name) for z, value, start in evaluated]
         self.retired: list[Peak] = []
         self.history: list[float] = []
 
@@ -178,24 +182,22 @@ class Ascent(Climb):
     """Gradient ascent in the coordinates of a set."""
 
     def __init__(self, roughness: Roughness, over: InputSet, starts: list[Start], seed: int):
-        self.roughness, self.over = roughness, over
-        self.z = over.restrict_(over.coordinates(torch.stack([start.x for start in starts])))
-        values, self.vectors = first_vectors(over.at(self.z), roughness)
-        super().__init__(self.z, values, starts)
+        self.over, self.z = over, over.restrict_(over.coordinates(torch.stack([start.x for start in starts])))
+        super().__init__(roughness, over, self.z, starts)
         self.stride = over.stride(self.z)
         self.fallen = [False] * len(starts)
         self._shake([i for i, start in enumerate(starts) if start.exact], seed)
-        self.first: Tensor
-        self.second: Tensor
-        self.count = 0
         self._rest()
+
+    def _rest(self) -> None:
+        self.first, self.second, self.count = torch.zeros_like(self.z), torch.zeros_like(self.z[..., :1]), 0
 
     def step(self, progress: float) -> None:
         slope = self.roughness.slope(self.over.at(self.z), self.vectors)
         values = slope.value.tolist()
         self.best = [
-            Peak(self.z[i].clone(), value, peak.name) if value > peak.value else peak
-            for i, (value, peak) in enumerate(zip(values, self.best, strict=True))
+            Peak(z.clone(), value, peak.name) if value > peak.value else peak
+            for z, value, peak in zip(self.z, values, self.best, strict=True)
         ]
         self.history.append(self.leader.value)
         self.fallen = [value < FALLEN * peak.value for value, peak in zip(values, self.best, strict=True)]
@@ -222,9 +224,6 @@ class Ascent(Climb):
         mean, square = self.first / (1 - _FIRST**self.count), self.second / (1 - _SECOND**self.count)
         self.z = over.restrict_(self.z + rate * self.stride * mean / square.sqrt().clamp(min=_TINY))
 
-    def _rest(self) -> None:
-        self.first, self.second, self.count = torch.zeros_like(self.z), torch.zeros_like(self.z[..., :1]), 0
-
     def _shake(self, exact: list[int], seed: int) -> None:
         """Move constructions a little, since equal tokens have equal gradients and would stay equal."""
         noise = torch.randn(self.z.shape, generator=random_stream(seed, "shaken constructions"), dtype=self.z.dtype)
@@ -238,7 +237,7 @@ TRIED = 16
 """Exchanges of one token that are tried in a step."""
 MEASURED = 3
 """Of those, how many are measured: an estimate from a few products cannot tell close ones apart."""
-_ROUNDS = 2
+_ROUNDS = 1
 """Steps of the power method for a sequence that is tried, from the vectors of the one it comes from."""
 _PATIENCE = 4
 """Steps without improvement, each trying further exchanges, before a sequence is shaken."""
@@ -249,19 +248,18 @@ class Exchange(Climb):
     """Sequences ``(starts, n)`` of token ids, improved by exchanges."""
 
     def __init__(self, roughness: Roughness, over: Tokens, starts: list[Start], seed: int):
-        self.roughness, self.over = roughness, over
+        self.over, self.ids = over, torch.stack([start.x for start in starts])
+        super().__init__(roughness, over, self.ids, starts)
         self.generator = random_stream(seed, "exchanges")
-        self.ids = torch.stack([start.x for start in starts])
-        values, self.vectors = first_vectors(over.sequence(self.ids), roughness)
-        super().__init__(self.ids, values, starts)
-        self.values = values.tolist()
+        self.values = [peak.value for peak in self.best]
         self.stuck = [0] * len(starts)
 
     def step(self, progress: float) -> None:
         gradient = self._gradient()
         tried = [self._candidates(*pair) for pair in zip(self.ids, gradient, self.stuck, strict=True)]
         counts = [len(candidates) for candidates in tried]
-        estimates = self._estimate(torch.cat(tried), self.vectors.repeat_interleave(torch.tensor(counts), 0))
+        vectors = self.vectors.repeat_interleave(torch.tensor(counts), 0)
+        estimates, _ = _power_method(self.over.sequence(torch.cat(tried)), self.roughness, vectors, _ROUNDS)
         chosen = [
             ids[values.topk(min(MEASURED, len(values))).indices]
             for ids, values in zip(tried, estimates.split(counts), strict=True)
@@ -285,8 +283,6 @@ class Exchange(Climb):
             x = self.over.transformed(embedded)
         slope = self.roughness.slope(x.detach(), self.vectors)
         self.vectors = slope.vectors
-        if x is embedded:
-            return slope.gradient
         return torch.autograd.grad(x, embedded, slope.gradient)[0]
 
     def _decide(self, i: int, ids: Tensor, values: Tensor, vectors: Tensor) -> None:
@@ -294,9 +290,9 @@ class Exchange(Climb):
         top = int(values.argmax()) if len(values) else 0
         if len(values) and float(values[top]) > self.values[i] * _BETTER:
             self._take(i, ids[top], float(values[top]), vectors[top])
-            return
-        self.stuck[i] += 1
-        if self.stuck[i] > _PATIENCE:
+        elif self.stuck[i] < _PATIENCE:
+            self.stuck[i] += 1
+        else:
             self._shake(i)
 
     def _candidates(self, ids: Tensor, gradient: Tensor, skip: int) -> Tensor:
@@ -317,13 +313,6 @@ class Exchange(Climb):
         for sequence, positions in zip(sequences, exchanged, strict=True):
             sequence[positions] = token[positions]
         return sequences
-
-    def _estimate(self, ids: Tensor, vectors: Tensor) -> Tensor:
-        """‖J‖ from below, by a few steps of the power method from the vectors of the sequence they come from."""
-        x = self.over.sequence(ids)
-        for _ in range(_ROUNDS - 1):
-            vectors = self.roughness.slope(x, vectors).vectors
-        return self.roughness.slope(x, vectors).value
 
     def _take(self, i: int, ids: Tensor, value: float, vectors: Tensor) -> None:
         self.ids, self.vectors = self.ids.clone(), self.vectors.clone()

@@ -106,17 +106,15 @@ class _Mixing:
 
     def __init__(self, attention: AttentionMap, projection: BlockProjection, starts: int, tokens: list[Tensor]):
         query, key, value, dquery, dkey, dvalue = tokens
-        self.projection, self.starts, self.heads = projection, starts, attention.heads
-        self.n, self.width = query.shape[1], query.shape[2]
-        self.query, self.dquery = query, dquery
+        self.attention, self.projection, self.starts, self.heads = attention, projection, starts, attention.heads
+        self.query = query
+        self.n, self.width = query.shape[1:]
         self.keys = torch.cat([key, dkey], dim=-1)
         self.values = torch.cat([value, dvalue], dim=-1)
         self.queries = torch.cat([dquery, query], dim=-1)  # against `keys` it gives dq kᵀ + q dkᵀ
         self.crossed = torch.cat([query, dquery], dim=-1)
-        self.softmax, self.softcap = attention.weighting == "softmax", attention.softcap
-        self.terms = attention.terms
         self.maps = Maps.every(starts, attention.heads, self.n, query)
-        self.gquery, self.gdquery = torch.zeros_like(query), torch.zeros_like(query)
+        self.gqueries = torch.zeros_like(self.queries)  # of dq and of q
         self.gkeys, self.gvalues = torch.zeros_like(self.keys), torch.zeros_like(self.values)
 
     def steepest(self) -> tuple[Tensor, list[Tensor]]:
@@ -160,9 +158,9 @@ class _Mixing:
         ]
 
     def _gradients(self) -> list[Tensor]:
-        gkey, gdkey = self.gkeys.split(self.width, -1)
+        (gdquery, gquery), (gkey, gdkey) = self.gqueries.chunk(2, -1), self.gkeys.chunk(2, -1)
         gvalue, gdvalue = self.gvalues.chunk(2, -1)
-        return [self.gquery, gkey, gvalue, self.gdquery, gdkey, gdvalue]
+        return [gquery, gkey, gvalue, gdquery, gdkey, gdvalue]
 
 
 class _Block:
@@ -170,22 +168,24 @@ class _Block:
 
     def __init__(self, parent: _Mixing, maps: slice, rows: slice):
         self.parent, self.maps, self.rows = parent, maps, rows
-        self.cols = slice(*parent.terms.key_range(rows.start, rows.stop, parent.n))
+        attention, softcap = parent.attention, parent.attention.softcap
+        self.softmax = attention.weighting == "softmax"
+        self.cols = slice(*attention.terms.key_range(rows.start, rows.stop, parent.n))
         self.keys, self.values = parent.keys[maps, self.cols], parent.values[maps, self.cols]
         key, self.value = self.keys[..., : parent.width], self.values[..., : self.values.shape[-1] // 2]
         logits = parent.query[maps, rows] @ key.mT
         self.shift = parent.queries[maps, rows] @ self.keys.mT  # the tangent of the logits
         self.bend: Tensor | None = None
         self.cap: Tensor | None = None
-        if parent.softcap is not None:
-            bent = (logits / parent.softcap).tanh()
-            logits = parent.softcap * bent
+        if softcap is not None:
+            bent = (logits / softcap).tanh()
+            logits = softcap * bent
             self.cap = 1 - bent.square()
-            self.bend = -2 / parent.softcap * bent * self.cap * self.shift  # what the cap's own slope adds
+            self.bend = -2 / softcap * bent * self.cap * self.shift  # the share of the cap's own slope
             self.shift = self.shift * self.cap
-        added = parent.terms.block(rows, self.cols, parent.maps.select(maps))
+        added = attention.terms.block(rows, self.cols, parent.maps.select(maps))
         logits = logits if added is None else logits.add_(added)
-        if parent.softmax:
+        if self.softmax:
             top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, keepdim=True)
             logits -= top.masked_fill_(top == -math.inf, 0.0)
             weights = logits.exp_()
@@ -202,9 +202,8 @@ class _Block:
     def accumulate(self, g: Tensor) -> None:
         """Add the derivatives of Σ g ∘ moved to the parent's."""
         parent, width, v = self.parent, self.parent.width, self.value.shape[-1]
-        seen = g @ self.value.mT  # G
-        if parent.softmax:
-            fixed = g @ self.values[..., v:].mT  # H
+        seen, fixed = g @ self.value.mT, g @ self.values[..., v:].mT  # G and H
+        if self.softmax:
             fixed.addcmul_(self.total, seen, value=-1)
             seen -= (self.weights * seen).sum(-1, keepdim=True)
             fixed.addcmul_(self.shift, seen)  # F
@@ -212,17 +211,16 @@ class _Block:
             curved = fixed.mul_(self.weights)  # B
             straight = seen.mul_(self.weights)  # E
         else:
-            fixed = g @ self.values[..., v:].mT
             curved = self.slopes * ((1 - 2 * self.weights) * self.shift * seen + fixed)
             straight = seen.mul_(self.slopes)
         if self.cap is not None and self.bend is not None:
             curved = curved * self.cap + straight * self.bend
             straight = straight * self.cap
-        here = (self.maps, self.rows)
+        here, seen_keys = (self.maps, self.rows), (self.maps, self.cols)
+        gqueries, gkeys, gvalues = parent.gqueries[here], parent.gkeys[seen_keys], parent.gvalues[seen_keys]
         both = straight @ self.keys
-        parent.gdquery[here] += both[..., :width]
-        parent.gquery[here] += both[..., width:] + curved @ self.keys[..., :width]
-        gkeys, gvalues = parent.gkeys[self.maps, self.cols], parent.gvalues[self.maps, self.cols]
+        gqueries[..., :width] += both[..., :width]
+        gqueries[..., width:] += both[..., width:] + curved @ self.keys[..., :width]
         both = straight.mT @ parent.crossed[here]
         gkeys[..., width:] += both[..., :width]
         gkeys[..., :width] += both[..., width:] + curved.mT @ parent.query[here]
