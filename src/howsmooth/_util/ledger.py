@@ -147,10 +147,8 @@ class Ledger:
         rows = self._db.execute("SELECT key, sha256 FROM run").fetchall()
         if not rows and not self.items():
             return ""
-        if len(rows) != 1 or not isinstance(rows[0][0], str):
-            raise self._damaged("the key of the run")
-        [(key, stored)] = rows
-        if _sha256(key.encode(errors="surrogateescape")) != stored:
+        key, stored = rows[0] if len(rows) == 1 else (None, None)
+        if not isinstance(key, str) or _sha256(key.encode(errors="surrogateescape")) != stored:
             raise self._damaged("the key of the run")
         return key
 

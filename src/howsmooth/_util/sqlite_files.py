@@ -93,7 +93,8 @@ class FileFormat:
             int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
         )
         stored = set(db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
-        if application == self.application_id and version in dict(self.schemas):
+        ours = application == self.application_id
+        if ours and version in dict(self.schemas):
             own = self.objects(version)
             tables = {one[2] for one in own}
             # Tables of others are ignored; views, triggers and indexes on these tables could change every answer.
@@ -105,11 +106,12 @@ class FileFormat:
                 f"{path} is empty: its content is in the file {Path(path).name}-wal of the {self.writer} that was "
                 f"killed; copy both, or run the {self.writer} again where it was."
             )
-        if application == self.application_id and version > self.version:
+        if ours and version > self.version:
             raise StoreError(f"{path} was written by a later version of howsmooth: install that one to read it.")
-        if application == self.application_id:
-            wrong = f"its tables are not those of a {self.name}"
-            raise StoreError(f"{path} is damaged: {wrong}; {self._remedy(path)}.")
+        if ours:
+            raise StoreError(
+                f"{path} is damaged: its tables are not those of a {self.name}; {self.remedy.format(path=path)}."
+            )
         refusal = EmptyFile if not stored and not application else StoreError
         raise refusal(f"{path} is a database, but no {self.name} of this version of howsmooth: choose another file.")
 
@@ -118,7 +120,7 @@ class FileFormat:
         [(message, *_), *_] = db.execute(f"PRAGMA {'integrity' if thorough else 'quick'}_check(1)").fetchall()
         if message != "ok":
             words = " ".join(str(message).split())
-            raise StoreError(f"the {self.name} {path} is damaged ({words}): {self._remedy(path)}.")
+            raise StoreError(f"the {self.name} {path} is damaged ({words}): {self.remedy.format(path=path)}.")
 
     def connect_writer(self, path: Path | str) -> sqlite3.Connection:
         """A connection that may write to a file, which is made when it is missing.
@@ -201,7 +203,7 @@ class FileFormat:
                     f"{Path(path).name}-wal; copy both to a folder where you may write."
                 )
             return f"cannot write to {path} ({error}): choose another --out."
-        return f"{path} is no sound {self.name} ({error}): choose another file, or {self._remedy(path)}."
+        return f"{path} is no sound {self.name} ({error}): choose another file, or {self.remedy.format(path=path)}."
 
     @contextmanager
     def only_writer(self, path: Path | str) -> Iterator[None]:
@@ -222,9 +224,6 @@ class FileFormat:
                 reason = error.strerror or error
                 raise StoreError(f"cannot write to {path} ({reason}): choose another --out.") from error
             yield
-
-    def _remedy(self, path: Path | str) -> str:
-        return self.remedy.format(path=path)
 
 
 def write_ahead(db: sqlite3.Connection) -> None:

@@ -69,7 +69,6 @@ def conditional(mu: Measure, nu: Measure, p: float = 2) -> float:
 @validated
 def distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     """d_p of measures with positions, W_p of measures without."""
-    _check(mu, nu, p)
     return wasserstein(mu, nu, p) if mu.positions is None and nu.positions is None else conditional(mu, nu, p)
 
 

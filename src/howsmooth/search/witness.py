@@ -172,24 +172,19 @@ def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Meas
     _same_names(set(plain if isinstance(plain, dict) else ()) - _HOLDS, _MEASUREMENT)
     if _norm(plain["norm"]) != norm:
         raise InvalidInput("the measurement is of another norm")
-    value, lower = (_tensor(plain[name], name) for name in ("value", "lower"))
-    upper = torch.tensor(math.inf, dtype=torch.float64) if plain["upper"] is None else _tensor(plain["upper"], "upper")
+    upper = plain["upper"]
     values, residuals = (
         None if plain[name] is None else torch.stack([_tensor(v, name) for v in _list(plain[name], name)])
         for name in ("values", "residuals")
     )
-    if not bool(lower <= upper):
-        raise InvalidInput("lower is above upper")
-    if not isinstance(plain["converged"], bool) or not isinstance(plain["method"], str):
-        raise InvalidInput("converged and method are of another kind")
+    if not isinstance(plain["converged"], bool):
+        raise InvalidInput("converged is of another kind")
     if not 0 <= check_number(plain["confidence"], "confidence") <= 1:
         raise InvalidInput("confidence is no probability")
-    if not all(isinstance(note, str) for note in _list(plain["notes"], "notes")):
-        raise InvalidInput("notes are words")
-    return Measurement(
-        value=value,
-        lower=lower,
-        upper=upper,
+    measurement = Measurement(
+        value=_tensor(plain["value"], "value"),
+        lower=_tensor(plain["lower"], "lower"),
+        upper=torch.tensor(math.inf, dtype=torch.float64) if upper is None else _tensor(upper, "upper"),
         confidence=plain["confidence"],
         norm=norm,
         converged=torch.tensor(plain["converged"]),
@@ -201,9 +196,11 @@ def _measurement(plain: Any, norm: float, tensors: Mapping[str, Tensor]) -> Meas
         right=tensors.get("right"),
         values=values,
         residuals=residuals,
-        notes=tuple(plain["notes"]),
+        notes=tuple(_list(plain["notes"], "notes")),
         rounding=_GUARANTEES[check_one_of(plain.get("lower_holds", "measured"), _GUARANTEES, "lower_holds")],
     )
+    check_fields(measurement)
+    return measurement
 
 
 def _same_names(given: Any, wanted: set[str]) -> None:

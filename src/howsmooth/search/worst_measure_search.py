@@ -32,7 +32,7 @@ from howsmooth.attention import AttentionMap, LogitBias, as_attention_map
 from howsmooth.attention.masks import Maps
 from howsmooth.errors import InvalidInput
 from howsmooth.meanfield import LocalConstant, Measure, local_constant
-from howsmooth.meanfield.measure_attention import weighted
+from howsmooth.meanfield.measure_attention import Past, weighted
 from howsmooth.search.norm_gradient import unit
 from howsmooth.sets import InputSet, Tokens
 from howsmooth.sets.near_sets import Over, as_set
@@ -210,8 +210,9 @@ class _Climb:
         self.z, self.log_mass = z.requires_grad_(), log_mass.requires_grad_()
         self.best = [self.z.detach().clone(), self.log_mass.detach().clone()]
         self.highest = torch.full((starts,), -math.inf, dtype=torch.float64)
-        self.term = _Masses(2 if ordered else None)
-        self.map = self.map.replace(logit_biases=[self.term])
+        self.term = _Masses()
+        halves = torch.arange(atoms, dtype=torch.float64).repeat_interleave(2)
+        self.map = self.map.replace(logit_biases=[self.term, Past(halves)] if ordered else [self.term])
         self.left = torch.randn(starts, 2 * atoms, self.map.out_features, generator=generator, dtype=torch.float64)
         self.optimizer = torch.optim.Adam([{"params": [self.z]}, {"params": [self.log_mass]}], maximize=True)
         self.left = self._follow(rounds=8)[0]
@@ -286,20 +287,13 @@ def _random_masses(starts: int, atoms: int, depth: float, generator: torch.Gener
 
 
 class _Masses(LogitBias):
-    """Key j of start s gains ln w_sj. With ``group``, runs of so many tokens stand in order and see themselves."""
+    """Key j of start s gains ln w_sj."""
 
-    def __init__(self, group: int | None):
-        super().__init__()
-        self.group = group
-        self.log_mass: Tensor = torch.empty(0)
+    log_mass: Tensor
 
     def weigh(self, log_mass: Tensor) -> None:
         """Take these logarithms of masses, ``(starts, keys)``."""
         self.log_mass = log_mass
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor:
-        added = self.log_mass[maps.batch][:, None, cols]
-        if self.group is None:
-            return added
-        row, col = maps.positions(rows) // self.group, maps.positions(cols) // self.group
-        return added + maps.hide(col <= row[:, None])
+        return self.log_mass[maps.batch][:, None, cols]

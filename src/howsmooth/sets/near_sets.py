@@ -70,11 +70,9 @@ class Around(InputSet):
     @property
     def moves(self) -> Tensor:
         """The distance that every token may move, ``(n,)``."""
-        if self.moving is None:
-            return torch.full((len(self.x),), self.reach, dtype=torch.float64)
-        return torch.zeros(len(self.x), dtype=torch.float64).index_fill(
-            0, torch.tensor(self.moving, dtype=torch.long), self.reach
-        )
+        moves = torch.zeros(len(self.x), dtype=torch.float64)
+        moves[slice(None) if self.moving is None else self.moving] = self.reach
+        return moves
 
     def ellipsoid(self, width: int) -> Ellipsoid | None:
         if self.within is not None:
