@@ -304,8 +304,8 @@ def first_line(error: BaseException, hidden: str = "", kind: bool = False) -> st
     """
     lines = str(error).replace(hidden, "").strip().splitlines()
     name = type(error).__name__
-    said = f"{name}: {lines[0]}" if lines and kind else lines[0] if lines else name
-    return printable(said[:200]).rstrip(".")
+    text = f"{name}: {lines[0]}" if lines and kind else lines[0] if lines else name
+    return printable(text[:200]).rstrip(".")
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -53,8 +53,8 @@ def lacking(module: str) -> str:
     "needs the package POT, which is not installed: pip install 'howsmooth[ot]'"
     """
     package, extra = EXTRAS.get(module.split(".")[0], (module, ""))
-    asked = f"'howsmooth[{extra}]'" if extra else package
-    return f"needs the package {package}, which is not installed: pip install {asked}"
+    requirement = f"'howsmooth[{extra}]'" if extra else package
+    return f"needs the package {package}, which is not installed: pip install {requirement}"
 
 
 def is_there(module: str) -> bool:

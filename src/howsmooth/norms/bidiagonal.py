@@ -34,7 +34,7 @@ from howsmooth.norms.lanczos_bound import RitzProjection
 _FIRST_CAPACITY = 32
 _NOTHING = 1e-2  # in eps of the map's size: rounding leaves more, unless the arithmetic happened to be exact
 _SHORT = 0.1  # of the map's size: below this, a left vector may have lost its orthogonality
-_LOST = 16.0  # in eps of the map's size: when more is taken away from a right vector, the left ones have lost theirs
+_DRIFTED = 16.0  # in eps of the map's size: when more is taken away from a right vector, the left ones have lost theirs
 
 
 class Bidiagonalisation:
@@ -165,8 +165,8 @@ class Bidiagonalisation:
             floor = _NOTHING * torch.finfo(x.dtype).eps * self._scale
             unit, length, removed = _orthonormalise(x, length, basis, floor)
         self._drift[side, :, self.size] = removed
-        lost = _LOST * torch.finfo(x.dtype).eps * self._scale
-        self._both |= side == 1 and bool((removed > lost).any())
+        drifted = _DRIFTED * torch.finfo(x.dtype).eps * self._scale
+        self._both |= side == 1 and bool((removed > drifted).any())
         return unit, length
 
     def _grow(self) -> None:

@@ -151,15 +151,14 @@ def one_norm(
 
 
 def _largest_column_sum(op: JacobianOperator) -> Tensor:
-    best = torch.zeros(op.batch_size, dtype=torch.float64)
-    sums: Tensor | None = None
+    largest = torch.zeros(op.batch_size, dtype=torch.float64)
+    sums = torch.zeros(op.batch_size, op.in_size, dtype=torch.float64, device=op.device)
     for by_columns, block in entry_blocks(op):
         if by_columns:
-            best = torch.maximum(best, block.abs().sum(-1).amax(0).cpu())
+            largest = torch.maximum(largest, block.abs().sum(-1).amax(0).cpu())
         else:
-            more = block.abs().sum(0)
-            sums = more if sums is None else sums + more
-    return best if sums is None else sums.amax(-1).cpu()
+            sums = sums + block.abs().sum(0)
+    return torch.maximum(largest, sums.amax(-1).cpu())
 
 
 def _estimate(flat: FlatProducts, seed: int) -> Tensor:

@@ -283,10 +283,10 @@ class Triplets:
             if not bool(running.any()):
                 return
             if full:
-                kept = self.k + (limit - self.k) // 2
+                ritz = self.k + (limit - self.k) // 2
                 if bound is not None:
-                    bound.restart(small, kept)
-                process.restart(small, kept)
+                    bound.restart(small, ritz)
+                process.restart(small, ritz)
             if bool((exhausted & running).any()):
                 process.refresh(exhausted & running)
             if 4 * int(running.sum()) <= 3 * len(running):

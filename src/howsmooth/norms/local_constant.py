@@ -341,15 +341,11 @@ def token_influence(
     attention = as_attention_map(f, *x.shape[-2:-1], kind=MapModule)
     if attention is None:
         return _dense_influence(f, x)
-    if head is None:
-        operator = closed_jacobian(attention, x, per_head=per_head, reduced=per_head, memory=memory)
-        return _influence(operator, rtol, seed)
-    if not -attention.heads <= head < attention.heads:
+    if head is not None and not -attention.heads <= head < attention.heads:
         raise InvalidInput(f"there is no head {head}: the attention has {attention.heads}, counted from 0.")
-    operator = closed_jacobian(attention, x, per_head=True, reduced=True, memory=memory)
-    index = torch.arange(operator.batch_size, device=operator.device).unflatten(0, operator.batch_shape)[..., head]
-    maps = [_influence_of_one(operator.subset(item[None]), rtol, seed)[0] for item in index.reshape(-1)]
-    return torch.stack(maps).reshape(*index.shape, *maps[0].shape)
+    by_head = per_head or head is not None
+    operator = closed_jacobian(attention, x, per_head=by_head, reduced=by_head, memory=memory)
+    return _influence(operator, rtol, seed, head)
 
 
 def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -360,12 +356,16 @@ def _dense_influence(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return spectral(operator.dense().unflatten(-1, into).unflatten(-3, out).transpose(-3, -2))
 
 
-def _influence(operator: AttentionJacobian | CompositeJacobian, rtol: float, seed: int) -> Tensor:
+def _influence(
+    operator: AttentionJacobian | CompositeJacobian, rtol: float, seed: int, head: int | None = None
+) -> Tensor:
+    """‖J_ij‖₂ of every map of the operator, one item of the batch after the other; of one head alone on request."""
     items = operator.batch_shape[:-1] if operator.by_head else operator.batch_shape
-    maps_per_item = operator.batch_shape[-1] if operator.by_head else 1
-    maps = torch.arange(operator.batch_size, device=operator.device).split(maps_per_item)
-    influences = [_influence_of_one(operator.subset(index), rtol, seed) for index in maps]
-    return torch.stack(influences).reshape(*items, *influences[0].shape)
+    maps = torch.arange(operator.batch_size, device=operator.device).reshape(math.prod(items), -1)
+    chosen = maps if head is None else maps[:, [head]]
+    influences = torch.stack([_influence_of_one(operator.subset(index), rtol, seed) for index in chosen])
+    influences = influences if head is None else influences[:, 0]
+    return influences.reshape(*items, *influences.shape[1:])
 
 
 def _influence_of_one(operator: AttentionJacobian | CompositeJacobian, rtol: float, seed: int) -> Tensor:

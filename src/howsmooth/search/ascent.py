@@ -172,10 +172,11 @@ class Climb(ABC):
     def better_half(self) -> list[int]:
         """Leave the worse half of the starts behind; the places of the others among all."""
         order = sorted(range(len(self.best)), key=lambda i: -self.best[i].value)
-        kept = sorted(order[: max(FEWEST, (len(order) + 1) // 2)])
-        self.retired += [self.best[i] for i in order if i not in kept]
-        self.best = [self.best[i] for i in kept]
-        return kept
+        half = max(FEWEST, (len(order) + 1) // 2)
+        self.retired += [self.best[i] for i in order[half:]]
+        remaining = sorted(order[:half])
+        self.best = [self.best[i] for i in remaining]
+        return remaining
 
 
 class Ascent(Climb):
@@ -207,8 +208,8 @@ class Ascent(Climb):
 
     def milestone(self) -> None:
         """Go on with the better half, from their best points, with vectors found anew."""
-        kept = self.better_half()
-        self.stride = torch.stack([self.stride[i] * (SHORTER if self.fallen[i] else 1.0) for i in kept])
+        remaining = self.better_half()
+        self.stride = torch.stack([self.stride[i] * (SHORTER if self.fallen[i] else 1.0) for i in remaining])
         self.z = torch.stack([peak.z for peak in self.best])
         values, self.vectors = first_vectors(self.over.at(self.z), self.roughness)
         pairs = zip(self.best, values.tolist(), strict=True)
@@ -272,9 +273,9 @@ class Exchange(Climb):
         self.history.append(self.leader.value)
 
     def milestone(self) -> None:
-        kept = self.better_half()
-        self.ids, self.vectors = self.ids[kept], self.vectors[kept]
-        self.values, self.stuck = [self.values[i] for i in kept], [self.stuck[i] for i in kept]
+        remaining = self.better_half()
+        self.ids, self.vectors = self.ids[remaining], self.vectors[remaining]
+        self.values, self.stuck = [self.values[i] for i in remaining], [self.stuck[i] for i in remaining]
 
     def _gradient(self) -> Tensor:
         """Of ‖J‖ in the embedded tokens, ``(starts, n, d)``."""

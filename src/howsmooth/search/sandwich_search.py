@@ -288,7 +288,7 @@ def sandwich(
 
 def _checked(lengths: Sequence[int]) -> list[int]:
     counts = sorted(set(lengths))
-    if not counts or any(n < 1 or n != int(n) for n in counts):
+    if not counts or counts[0] < 1:
         raise InvalidInput(f"lengths are whole numbers of tokens, at least one, got {list(lengths)}.")
     return [int(n) for n in counts]
 

@@ -78,7 +78,10 @@ class Question:
         plain_json(options.get("source", {}), "source")
         for x in given:
             check_tensor(x, "the start", dims=(1, 2), floating=False)
-        n = _length(region, given, n)
+        sizes = [size for size in (n, region.length, *map(len, given)) if size is not None]
+        if not sizes:
+            raise InvalidInput("how many tokens? Give n, a start, or a set that knows it.")
+        n = sizes[0]
         f = as_attention_map(f, n, kind=nn.Module) or f
         if isinstance(f, AttentionMap):
             f = (f if head is None else f.head(head)).in_dtype(torch.float64)
@@ -133,15 +136,6 @@ def _check_map(attention: AttentionMap, region: InputSet) -> None:
         raise InvalidInput(
             f"this {attention.kind} attention has no Lipschitz constant on all inputs: give a set such as Ball(1.0)."
         )
-
-
-def _length(region: InputSet, given: tuple[Tensor, ...], n: int | None) -> int:
-    """n, from the argument, the set or a start."""
-    if n is None:
-        n = region.length if region.length is not None else len(given[0]) if given else None
-    if n is None:
-        raise InvalidInput("how many tokens? Give n, a start, or a set that knows it.")
-    return n
 
 
 def _width(f: object, region: InputSet, given: tuple[Tensor, ...], n: int) -> int:
@@ -239,7 +233,9 @@ def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
     """
     if over.x is not None and over.centre is not None:
         return [Start("the centre", over.centre.clone())]
-    starts = [Start("equal tokens", _centre(over, n, d))]
+    z = torch.zeros(n, over.rank(d), dtype=torch.float64)
+    z[:, 0] = over.body == "sphere"
+    starts = [Start("equal tokens", over.at(z))]
     if isinstance(f, AttentionMap) and n > 1:
         tokens = over.ellipsoid(d)
         if f.kind == "l2":
@@ -247,13 +243,6 @@ def constructions(f: object, over: InputSet, n: int, d: int) -> list[Start]:
         elif tokens is not None:
             starts += _two_clusters(f, tokens, n)
     return [Start(start.name, over.project_(start.x)) for start in starts]
-
-
-def _centre(over: InputSet, n: int, d: int) -> Tensor:
-    z = torch.zeros(n, over.rank(d), dtype=torch.float64)
-    if over.body == "sphere":
-        z[:, 0] = 1
-    return over.at(z)
 
 
 def _two_clusters(attention: AttentionMap, tokens: Ellipsoid, n: int) -> Iterator[Start]:

@@ -41,7 +41,7 @@ _RATE, _MASS_RATE = 0.1, 0.3
 _JITTER = 0.05
 _LIGHTEST = -300.0
 """Logarithm of the least mass: its root is what displacements are divided by."""
-_MOST_LOGIT = 1e5
+_LARGEST_LOGIT = 1e5
 """Beyond this float64 no longer holds the logarithms of masses beside the logits to the accuracy that J needs."""
 
 
@@ -242,8 +242,8 @@ class _Climb:
             raise InvalidInput("the attention logits overflow on this set: choose a smaller radius.")
         better = value.detach() > self.highest
         self.highest = torch.where(better, value.detach(), self.highest)
-        for kept, now in zip(self.best, (self.z, self.log_mass), strict=True):
-            kept[better] = now.detach()[better]
+        for best, now in zip(self.best, (self.z, self.log_mass), strict=True):
+            best[better] = now.detach()[better]
         for group, full in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = full * (0.01 + 0.99 * rate)
         self.optimizer.zero_grad()
@@ -274,10 +274,10 @@ class _Climb:
 
 def _largest_logit(attention: AttentionMap, x: Tensor) -> float:
     query, key, _ = attention.staged(x)
-    most = float((query @ key.mT).abs().max())
-    if not most <= _MOST_LOGIT:
-        raise InvalidInput(f"logits as large as {most:.2g} drown the masses of atoms: choose a smaller radius.")
-    return most
+    largest = float((query @ key.mT).abs().max())
+    if not largest <= _LARGEST_LOGIT:
+        raise InvalidInput(f"logits as large as {largest:.2g} drown the masses of atoms: choose a smaller radius.")
+    return largest
 
 
 def _random_masses(starts: int, atoms: int, depth: float, generator: torch.Generator) -> Tensor:
