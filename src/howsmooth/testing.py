@@ -184,9 +184,9 @@ def _check_masks(attention: AttentionMap, x: Tensor, expected: Tensor) -> None:
             bias = bias + block
     hidden = bias == -math.inf
     seen = attention.weights(x).masked_fill(~hidden, 0.0)
-    _require(not bool(seen.any()), f"{_name(attention)} gives weight to a token that its mask hides.")
+    _require(not seen.any(), f"{_name(attention)} gives weight to a token that its mask hides.")
     moved = expected.reshape(n, -1, n, x.shape[1]).abs().amax((1, 3)) * hidden.all(0)
-    if bool(moved.any()):
+    if moved.any():
         i, j = divmod(int(moved.argmax()), n)
         raise AssertionError(f"token {j} moves the output of token {i} of {_name(attention)}, from which it is hidden.")
 

@@ -342,7 +342,7 @@ def check_finite(tensor: Tensor, name: str) -> None:
     Traceback (most recent call last):
     howsmooth.errors.InvalidInput: x holds 1 NaN or infinite value, at index (0, 1): replace or drop it.
     """
-    if bool(torch.isfinite(tensor.sum())):  # then all are, and no array of their size was needed
+    if torch.isfinite(tensor.sum()):  # then all are, and no array of their size was needed
         return
     bad = (~torch.isfinite(tensor)).nonzero()
     if len(bad):
@@ -361,7 +361,7 @@ def check_no_nan(value: Tensor, name: str) -> None:
     if not value.is_floating_point() or torch.compiler.is_compiling():
         return
     try:
-        there = not bool(torch.isfinite(value.sum())) and bool(value.isnan().any())
+        there = not torch.isfinite(value.sum()) and bool(value.isnan().any())
     except RuntimeError:  # inside torch.func
         return
     if there:

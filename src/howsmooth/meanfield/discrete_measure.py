@@ -47,7 +47,7 @@ class Measure:
         if points.dim() != 2 or points.numel() == 0:
             raise InvalidInput(f"a measure needs atoms of shape (m, d), at least one, got {tuple(points.shape)}.")
         mass = _vector(weights, len(points), "weight")
-        if bool((mass < 0).any()):
+        if (mass < 0).any():
             raise InvalidInput(f"a measure has no negative weights, but one of these is {float(mass.min()):.6g}.")
         total = float(mass.sum())
         if abs(total - 1) > MASS_TOLERANCE:
@@ -55,7 +55,7 @@ class Measure:
                 f"the weights of a measure must sum to one, but sum to {total:.10g}: divide them by their sum."
             )
         places = None if positions is None else _vector(positions, len(points), "position")
-        if places is not None and bool(((places < 0) | (places > 1)).any()):
+        if places is not None and ((places < 0) | (places > 1)).any():
             raise InvalidInput("the positions of a measure lie in [0, 1]: divide the places of n tokens by n.")
         there = mass > 0
         vars(self).update(  # frozen for everybody else

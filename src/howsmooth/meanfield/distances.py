@@ -86,7 +86,7 @@ def _transport(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
         ot = need("ot", "the distance between measures")
     x, a, y, b = (tensor.detach().cpu() for tensor in (x, a, y, b))
     costs = (x[:, None] - y).norm(dim=-1) ** float(p)
-    if not bool(costs.isfinite().all()):
+    if not costs.isfinite().all():
         raise InvalidInput(f"the costs |x − y|^p are beyond float64 for p = {p:g}: choose a smaller p.")
     return float(ot.emd2(a.numpy(), b.numpy(), costs.numpy(), numItermax=_MOST_PIVOTS))
 

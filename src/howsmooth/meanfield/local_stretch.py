@@ -220,7 +220,7 @@ def two_atom(gamma: float, radius: float) -> TwoAtom:
 def two_atom_measure(direction: Tensor, radius: Positive, heavy: Positive) -> Measure:
     """The light atom at −Ru and the heavy one, ``heavy`` times its mass, at Ru, with u the direction at unit length."""
     direction = check_numbers(direction, "direction")
-    if direction.dim() != 1 or not bool(direction.any()):
+    if direction.dim() != 1 or not direction.any():
         raise InvalidInput("two atoms lie along a vector that is not zero: give a direction of shape (d,).")
     u = direction / direction.norm()
     return Measure(torch.stack([-radius * u, radius * u]), [1 / (1 + heavy), heavy / (1 + heavy)])

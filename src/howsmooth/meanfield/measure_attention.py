@@ -38,7 +38,7 @@ class LogMass(LogitBias):
     def __init__(self, weights: Tensor):
         super().__init__()
         _check_vector(weights, "weights")
-        if bool((weights < 0).any()) or bool((weights[1:][weights[:-1] == 0] > 0).any()):
+        if (weights < 0).any() or (weights[1:][weights[:-1] == 0] > 0).any():
             raise InvalidInput("the weights of a measure are not negative, and those that are zero come last.")
         self.log_weights: Tensor
         self.register_buffer("log_weights", weights.log(), persistent=False)
@@ -67,7 +67,7 @@ class Past(LogitBias):
 
     def block(self, rows: slice, cols: slice, maps: Maps) -> Tensor | None:
         seen = self.positions[cols] <= self.positions[rows, None]
-        return None if bool(seen.all()) else maps.hide(seen)[None]
+        return None if seen.all() else maps.hide(seen)[None]
 
     def check(self, n: int, heads: int, batch: int) -> None:
         if len(self.positions) != n:
@@ -136,7 +136,7 @@ def _check_points(measure: Measure, points: Tensor, positions: Tensor | None) ->
     _check_vector(positions, "positions")
     if len(positions) != len(points):
         raise InvalidInput(f"{len(points)} points need as many positions, got {len(positions)}.")
-    if bool((positions < places.min()).any()):
+    if (positions < places.min()).any():
         raise InvalidInput(
             f"a point at position {float(positions.min()):.6g} sees nothing: the first atom is at "
             f"{float(places.min()):.6g}."

@@ -150,14 +150,14 @@ class Bidiagonalisation:
         self._drift = self._drift[:, mask]
 
     def _combined(self, coefficients: Tensor, basis: Tensor, maps: Tensor | None = None) -> Tensor:
-        chosen = slice(None) if maps is None or bool(maps.all()) else maps  # a slice does not copy the basis
+        chosen = slice(None) if maps is None or maps.all() else maps  # a slice does not copy the basis
         some = basis[chosen, : coefficients.shape[1]]
         return torch.bmm(coefficients[chosen].mT.to(some), some)
 
     def _orthonormal(self, x: Tensor, basis: Tensor, side: int) -> tuple[Tensor, Tensor]:
         length = quick_lengths(x)
         self._scale = torch.maximum(self._scale, length)
-        if not bool(torch.isfinite(self._scale).all()):
+        if not torch.isfinite(self._scale).all():
             raise not_finite(self.products.op)
         if basis.shape[1] >= basis.shape[2]:  # the basis spans everything: what is left is rounding
             unit, length, removed = torch.zeros_like(x), torch.zeros_like(length), length
@@ -189,7 +189,7 @@ def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Ten
     nothing = torch.zeros(len(x), dtype=torch.float64)
     unit, length, _ = _orthonormalise(x, quick_lengths(x), basis, nothing)
     dead = length == 0
-    if bool(dead.any()):
+    if dead.any():
         w = torch.randn(int(dead.sum()), x.shape[-1], generator=generator, dtype=x.dtype).to(x.device)
         index = dead.to(x.device)
         unit[index], *_ = _orthonormalise(w, quick_lengths(w), basis[index], nothing[dead])
@@ -208,7 +208,7 @@ def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> 
         x = x - torch.bmm(shares.mT.to(x), basis).squeeze(1)
         before, length = length, quick_lengths(x)
         removed = removed + quick_lengths(shares.squeeze(-1))
-        if bool(((length >= 0.7 * before) | (length <= floor)).all()):
+        if ((length >= 0.7 * before) | (length <= floor)).all():
             break
     alive = length > floor
     inverse = torch.where(alive, 1 / length, 0.0)

@@ -29,8 +29,8 @@ def product_error(op: JacobianOperator) -> Tensor:
     [0.0, 0.5, 1.0]
     """
     stated = torch.as_tensor(op.accuracy.product, dtype=torch.float64).detach().cpu()
-    bound = stated.expand(op.batch_shape).reshape(-1)
-    if not bool((bound >= 0).all()):
+    bound = stated.expand(op.batch_shape).flatten()
+    if not (bound >= 0).all():
         raise InvalidInput(f"{op!r} states a rounding error that is negative or NaN: it must be a bound, 0 or more.")
     return bound
 
@@ -52,7 +52,7 @@ def entries_error(op: JacobianOperator, norm: float | str, value: Tensor) -> Ten
     info = torch.finfo(op.dtype)
     by_columns, lines, length = _lines(op)
     end_of_dtype = 4 * info.tiny * info.eps * math.sqrt(length)
-    one = product_error(op) + torch.where(value.reshape(-1) > 0, end_of_dtype, 0.0)
+    one = product_error(op) + torch.where(value.flatten() > 0, end_of_dtype, 0.0)
     if norm == 2:
         return min(math.sqrt(lines), 1 + math.sqrt(lines) * op.accuracy.alignment) * one
     if norm == "fro":
@@ -167,7 +167,7 @@ class FlatProducts:
         length = quick_lengths(y)
         large = ~(length <= 2.0**plain)
         odd = large | (length < 2.0**-plain)
-        if not bool(odd.any()) or bool((self.scale != 1).any()):
+        if not odd.any() or (self.scale != 1).any():
             return y
         self.scale = torch.exp2(reach * (large.double() - (odd & ~large).double()))
         length = quick_lengths(self.matvec(v))
@@ -197,7 +197,7 @@ class FlatProducts:
         return self._scaled(u, forward=False)
 
     def _scaled(self, x: Tensor, forward: bool) -> Tensor:
-        if bool((self.scale == 1).all()):
+        if (self.scale == 1).all():
             return self._apply(x, forward)
         reach = _REACH[self.op.dtype]
         before = (1 / self.scale).clamp(2.0**-reach, 2.0**reach)  # all powers of two: nothing is rounded
@@ -227,7 +227,7 @@ def entry_blocks(op: JacobianOperator) -> Iterator[tuple[bool, Tensor]]:
     for index in torch.arange(lines, device=op.device).split(chunk):
         block = op.columns(index) if by_columns else op.rows(index)
         block = block.reshape(len(index), op.batch_size, length).double()
-        if not bool(torch.isfinite(block).all()):
+        if not torch.isfinite(block).all():
             raise not_finite(op)
         yield by_columns, block
 

@@ -81,7 +81,7 @@ def dense_norm(op: JacobianOperator, norm: NormKind = 2, k: int = 1, rtol: float
         raise InvalidInput(f"k={k} singular values do not exist for {op!r}: choose 1 to {products}.")
     with torch.no_grad():
         matrix = op.dense().detach()
-        if not bool(torch.isfinite(matrix).all()):
+        if not torch.isfinite(matrix).all():
             raise not_finite(op)
         matrix = matrix.cpu().double()
     scale = power_of_two(matrix.abs().amax((-2, -1)))
@@ -243,14 +243,14 @@ def _sampled(op: JacobianOperator, rtol: float, confidence: float, seed: int, pr
     samples, stretch = _samples(flat, probes, seed)
     root = samples.mean(0).sqrt()
     # The products of one probe z are off by η|z|; as lengths in R^probes, so is √Y by the root mean square of that.
-    top = spectral.upper.reshape(-1) / flat.scale
+    top = spectral.upper.flatten() / flat.scale
     error = stretch * (8 * torch.finfo(op.dtype).eps * top + product_error(op) / flat.scale)
     low, _ = interval((root - error).clamp_min(0) ** 2, top, probes, delta / 2)
     _, high = interval((root + error) ** 2, top, probes, delta / 2)
     widening = 1 + 2 * op.accuracy.point
     largest = math.sqrt(min(op.in_size, op.out_size)) * top
     upper = torch.minimum(high.sqrt() * widening, largest) * flat.scale
-    lower, upper, notes = uncrossed(spectral.lower.reshape(-1), upper)
+    lower, upper, notes = uncrossed(spectral.lower.flatten(), upper)
     value = torch.minimum(torch.maximum(root * flat.scale, lower), upper)
     likely = torch.maximum(low.sqrt() / widening * flat.scale, lower) / torch.where(value > 0, value, 1.0)
     spread = samples.std(0) / math.sqrt(probes) / (2 * torch.where(root > 0, root, 1.0)) * flat.scale
@@ -305,6 +305,6 @@ def _samples(flat: FlatProducts, probes: int, seed: int) -> tuple[Tensor, Tensor
         squares.append(quick_lengths(flat.matvec(z)) ** 2)
         inputs += quick_lengths(z) ** 2
     samples = torch.stack(squares)
-    if not bool(torch.isfinite(samples).all()):
+    if not torch.isfinite(samples).all():
         raise not_finite(op)
     return samples, (inputs / probes).sqrt()

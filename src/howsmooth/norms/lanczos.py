@@ -112,13 +112,13 @@ def golub_kahan(
         del first
         results = Triplets(op, k, rtol, products.scale, stop_at, stop_below)
         # Decided before anything is known of the start, so that the two chances of failing add up to 1 − confidence.
-        spare = _SPARE if op.dtype == torch.float32 or bool((results.product_error > 0).any()) else 0.0
+        spare = _SPARE if op.dtype == torch.float32 or (results.product_error > 0).any() else 0.0
         failing = 1 - confidence
         results.run(process, None if start is not None else 1 - (1 - spare) * failing, max_steps, limit, progress)
         del process
         count = products.count + (results.verify(generator) if verify else 0)
         again = results.limited & ~results.converged & (results.values[:, 0] < results.stop_at)
-        if spare and bool(again.any()) and start is None and rtol >= results.smallest_rtol:
+        if spare and again.any() and start is None and rtol >= results.smallest_rtol:
             each = 1 - (spare * failing) ** (1 / _REPEATS)
             count += _repeat(results, again, each, seed, max_steps, limit)
     notes = [] if start is None else ["no upper bound, as the start was given: converged means the residuals alone"]
@@ -134,7 +134,7 @@ def spectral_norm_and_products(
 ) -> tuple[Measurement, FlatProducts]:
     """A rough ‖J‖₂, as a bound on other norms, and products whose squares neither overflow nor vanish."""
     spectral = golub_kahan(op, rtol=min(10 * rtol, 0.1), confidence=confidence, seed=seed)
-    return spectral, FlatProducts(op, harmless_scale(spectral.value.reshape(-1), op.dtype))
+    return spectral, FlatProducts(op, harmless_scale(spectral.value.flatten(), op.dtype))
 
 
 def below_spectral_norm(
@@ -152,7 +152,7 @@ def below_spectral_norm(
     spectral, flat = spectral_norm_and_products(op, rtol, confidence, seed)
     value = estimate(flat, spectral)
     lower, _ = widened(value, rounding_allowance(op.dtype, 1, op.accuracy.point), factor * product_error(op))
-    lower, upper, notes = uncrossed(lower, factor * spectral.upper.reshape(-1))
+    lower, upper, notes = uncrossed(lower, factor * spectral.upper.flatten())
     notes = ("the value is the largest one found, hence a lower bound", *notes)
     facts = {"products": flat.count + spectral.products, "seconds": time.perf_counter() - started}
     return measurement_between(op, value, (lower, upper), rtol, confidence, notes, norm=norm, method=method, **facts)
@@ -175,7 +175,7 @@ def _repeat(results: Triplets, maps: Tensor, confidence: float, seed: int, max_s
         again.run(process, confidence, max_steps, limit)
         count += products.count
         largest = torch.maximum(largest, again.upper)
-        if bool((largest >= results.upper)[maps].all()):
+        if (largest >= results.upper)[maps].all():
             break
     results.upper[maps] = torch.minimum(results.upper, largest)[maps]
     return count
@@ -226,7 +226,7 @@ class Triplets:
         The error of Σ q_j J v_j, |q| = 1, is at most √m times that of one product, which the allowance includes.
         """
         rounding = rounding_allowance(self.op.dtype, 2 * self.steps)
-        return self.k == 1 and rounding <= 2 * self.op.accuracy.point and not bool((self.product_error > 0).any())
+        return self.k == 1 and rounding <= 2 * self.op.accuracy.point and not (self.product_error > 0).any()
 
     @property
     def smallest_rtol(self) -> float:
@@ -258,7 +258,7 @@ class Triplets:
                 done = running & self._settled(small, bound, products.maps)
                 self._record(process, small, bound, done)
                 running = running & ~done
-                if not bool(running.any()):
+                if not running.any():
                     if progress is not None:
                         progress(step, max(value, float((small.values[:, 0] * products.scale).max())))
                     return
@@ -280,14 +280,14 @@ class Triplets:
                 done = running & (m >= self.k) & (reached | self._settled(small, bound, products.maps))
             self._record(process, small, bound, done)
             running = running & ~done
-            if not bool(running.any()):
+            if not running.any():
                 return
             if full:
                 ritz = self.k + (limit - self.k) // 2
                 if bound is not None:
                     bound.restart(small, ritz)
                 process.restart(small, ritz)
-            if bool((exhausted & running).any()):
+            if (exhausted & running).any():
                 process.refresh(exhausted & running)
             if 4 * int(running.sum()) <= 3 * len(running):
                 process.keep(running)
@@ -305,7 +305,7 @@ class Triplets:
         target = self._target(top, bound.product_error)
         accurate = (_residuals(small, self.k, target) <= within[:, None]).all(-1)
         has_limit = bool((self.stop_below[maps] > 0).any())
-        if not (has_limit or bool(accurate.any())):
+        if not (has_limit or accurate.any()):
             return accurate
         open_share, limited = bound.judge(target**2, small)
         if small.skew is None:
@@ -336,7 +336,7 @@ class Triplets:
         self, process: Bidiagonalisation, small: RitzProjection, bound: LanczosBound | None, done: Tensor
     ) -> None:
         """Write down the results of the finished maps of the process, where ``done`` is true."""
-        if not bool(done.any()):
+        if not done.any():
             return
         where, k = process.products.maps[done], min(self.k, process.size)
         scale = self.scale[where]
@@ -377,7 +377,7 @@ class Triplets:
         """Where J v is rounding, any left vector orthogonal to those before will do; its residual is taken for true."""
         limit = self.allowance * self.values[:, 0] + self.product_error if i else 0.0
         null = self.values[:, i] <= limit
-        if not bool(null.any()):
+        if not null.any():
             return
         device = null.to(self.op.device)
         basis = self.left[device, :i]
@@ -434,7 +434,7 @@ def _residuals(small: RitzProjection, k: int, largest: Tensor) -> Tensor:
 def _per_map(op: JacobianOperator, number: Tensor | float, name: str) -> Tensor:
     if isinstance(number, Tensor) and number.shape not in (torch.Size(()), op.batch_shape):
         raise InvalidInput(f"{name} is one number or one per map, got shape {tuple(number.shape)}.")
-    return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).reshape(-1)
+    return torch.as_tensor(number, dtype=torch.float64).cpu().expand(op.batch_shape).flatten()
 
 
 def _check(op: JacobianOperator, k: int, rtol: float, max_steps: int, basis_limit: int | None) -> int:

@@ -131,7 +131,7 @@ def _row_blocks(op: JacobianOperator) -> Iterator[Tensor]:
     for tokens in torch.arange(out, device=op.device).split(chunk):
         index = (tokens[:, None] * width + torch.arange(width, device=op.device)).flatten()
         rows = op.rows(index).reshape(len(tokens), width, op.batch_size, _tokens(op.in_shape), op.in_shape[-1])
-        if not bool(torch.isfinite(rows).all()):
+        if not torch.isfinite(rows).all():
             raise not_finite(op)
         yield rows.movedim(2, 0).double().cpu()
 
@@ -229,7 +229,7 @@ def _ascent(flat: FlatProducts, spectral: Measurement, seed: int) -> Tensor:
             step = flat.matvec(y.flatten(1)).reshape(-1, *out)
             largest, token = torch.linalg.vector_norm(step.double(), dim=-1).max(-1)
             largest = largest.cpu()
-            if not bool(torch.isfinite(largest).all()):
+            if not torch.isfinite(largest).all():
                 raise not_finite(op)
             rests = bool((largest <= (1 + _ROUGHLY) * reached).all())
             reached = torch.maximum(reached, largest)

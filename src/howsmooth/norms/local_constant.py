@@ -241,14 +241,14 @@ class Explanation:
     gate_path: Measurement | None = None
 
     def _repr_html_(self) -> str:
-        sinks = zip(self.sink.reshape(-1).tolist(), self.sink_token.reshape(-1).tolist(), strict=True)
-        shares = self.value_share.reshape(-1).tolist()
+        sinks = zip(self.sink.flatten().tolist(), self.sink_token.flatten().tolist(), strict=True)
+        shares = self.value_share.flatten().tolist()
         facts = [
             ("value path", f"{repr(self.value_path).partition(' (')[0]}: the weights held fixed"),
             ("score path", f"{repr(self.score_path).partition(' (')[0]}: what moves through the weights"),
             ("through the values", ", ".join(f"{100 * share:.0f} %" for share in shares)),
             ("sink", ", ".join(f"token {token} receives {amount:.3g}" for amount, token in sinks)),
-            ("entropy, nats", ", ".join(f"{nats:.3g}" for nats in self.entropy.reshape(-1).tolist())),
+            ("entropy, nats", ", ".join(f"{nats:.3g}" for nats in self.entropy.flatten().tolist())),
         ]
         return card(repr(self.total), facts, self.total.notes)
 

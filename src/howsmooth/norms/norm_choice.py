@@ -103,7 +103,7 @@ def operator_norm(
 
     if not isinstance(op, Truncated):
         return solve(op, rtol)
-    if kind == 2 and plain and not small and bool((op.error > rtol / 8 * op.lower).any()):
+    if kind == 2 and plain and not small and (op.error > rtol / 8 * op.lower).any():
         return deflated_norm(op, rtol, confidence, seed, **solver)
     # With upper ≤ (1 + r) lower of the cheap maps, both ends moved by e ≤ s·lower are (r + (2 + rtol) s) apart.
     share = float(torch.where(op.lower > 0, op.error / op.lower, math.inf).max())
@@ -182,7 +182,7 @@ def deflated_norm(op: Truncated, rtol: float, confidence: float, seed: int, **gi
         residuals=near.residual[..., None],
         rounding=op.accuracy.guarantee,
     )
-    return m if bool(m.converged.all()) else _in_full(op.exact, m, rtol, confidence, seed, started, **given)
+    return m if m.converged.all() else _in_full(op.exact, m, rtol, confidence, seed, started, **given)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class _Near:
             u = times(u, torch.where(value > 0, 1 / value, 0.0))
             back, dropped_back = op.rmatvec_within(u, residual / 4 * op.lower)
             apart = length(back - times(y, value)).cpu() + dropped + dropped_back
-            if step == _OWN_STEPS or bool((apart <= residual * value.cpu()).all()):
+            if step == _OWN_STEPS or (apart <= residual * value.cpu()).all():
                 break
             y = back
         value, error = value.cpu(), product_error(op.exact).reshape(batch)
@@ -260,7 +260,7 @@ def _in_full(
     exact: JacobianOperator, m: Measurement, rtol: float, confidence: float, seed: int, started: float, **options: Any
 ) -> Measurement:
     """The same measurement, with the open maps measured again by exact products."""
-    open_maps = (~m.converged).reshape(-1).nonzero().flatten()
+    open_maps = (~m.converged).flatten().nonzero().flatten()
     part = exact.subset(open_maps) if len(open_maps) < exact.batch_size else None
     again = golub_kahan(exact if part is None else part, 1, rtol, confidence, seed, **options)
     note = f"{len(open_maps)} of {exact.batch_size} maps were measured with all tiles: what is left out is too much"

@@ -97,7 +97,7 @@ class _Running(TorchDispatchMode):
             return
         if func.overloadpacket in _COMPARISONS:
             apart, room = (args[0] - args[1]).abs(), self.of(args[0]) + self.of(args[1])
-            if bool(((apart > room) | apart.isnan() | (room == 0)).all()):
+            if ((apart > room) | apart.isnan() | (room == 0)).all():
                 return
         raise UnknownRounding(str(func))
 

@@ -218,7 +218,7 @@ def _given(question: Question) -> tuple[list[Start], tuple[str, ...]]:
 def _ids(ids: Tensor, region: Tokens, n: int) -> Tensor:
     if ids.shape != (n,) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise InvalidInput(f"a start among embeddings is a vector of {n} token ids, got shape {tuple(ids.shape)}.")
-    if not bool(((ids >= 0) & (ids < len(region.matrix))).all()):
+    if not ((ids >= 0) & (ids < len(region.matrix))).all():
         raise InvalidInput(f"token ids must lie between 0 and {len(region.matrix) - 1}.")
     return ids.detach().long().cpu()
 
@@ -257,7 +257,7 @@ def _two_clusters(attention: AttentionMap, tokens: Ellipsoid, n: int) -> Iterato
         if head != order[0]:
             continue
         real = eigenvalues[head]
-        if not bool(real.isnan().all()):
+        if not real.isnan().all():
             for sign, near, name in ((-1.0, -1.0, "−γ branch"), (1.0, 0.5, "γ/8 branch")):
                 u = tokens.radius * eigenvectors[head, int((sign * real).nan_to_num(nan=-math.inf).argmax())]
                 outlier, others = (u, near * u) if sign > 0 else (near * u, u)

@@ -161,10 +161,10 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if name in tensors:
             check_finite(check_tensor(tensors[name], name), name)
     history = tensors["history"]
-    if history.dim() != 1 or history.dtype != torch.float64 or bool(history.isnan().any()):
+    if history.dim() != 1 or history.dtype != torch.float64 or history.isnan().any():
         raise InvalidInput("history is no list of numbers")
     ids = tensors.get("ids")
-    if ids is not None and (ids.dtype != torch.int64 or ids.shape != x.shape[:1] or bool((ids < 0).any())):
+    if ids is not None and (ids.dtype != torch.int64 or ids.shape != x.shape[:1] or (ids < 0).any()):
         raise InvalidInput("ids are not the tokens of x")
 
 

@@ -238,7 +238,7 @@ class _Climb:
     def step(self, rate: float) -> None:
         """One step of every start, with this share of the full step length."""
         self.left, value = self._follow()
-        if not bool(value.isfinite().any()):
+        if not value.isfinite().any():
             raise InvalidInput("the attention logits overflow on this set: choose a smaller radius.")
         better = value.detach() > self.highest
         self.highest = torch.where(better, value.detach(), self.highest)

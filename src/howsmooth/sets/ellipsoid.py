@@ -86,7 +86,7 @@ class Ellipsoid:
         if gain.dim() != 1 or centre.shape != gain.shape:
             shapes = f"{tuple(gain.shape)} and {tuple(centre.shape)}"
             raise InvalidInput(f"gain and shift must be vectors of one length, got shapes {shapes}.")
-        if not bool(gain.any()):
+        if not gain.any():
             raise InvalidInput(f"the gain of this {name} must not be all zero.")
         plane = torch.eye(len(gain), dtype=torch.float64) - centring / len(gain)
         reach = len(gain) ** 0.5
@@ -102,7 +102,7 @@ class Ellipsoid:
     def is_ball(self) -> bool:
         """Whether this is a ball around the origin."""
         identity = torch.eye(self.width, dtype=self.axes.dtype)
-        return self.axes.shape == identity.shape and torch.equal(self.axes, identity) and not bool(self.centre.any())
+        return self.axes.shape == identity.shape and torch.equal(self.axes, identity) and not self.centre.any()
 
     def at(self, z: Tensor) -> Tensor:
         """The tokens c + ρΓz for coordinates z in the unit ball, ``(…, r)`` → ``(…, d)``."""

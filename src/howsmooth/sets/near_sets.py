@@ -147,7 +147,7 @@ class Box(InputSet):
     def __init__(self, lower: Tensor, upper: Tensor):
         for name, bound in (("lower", lower), ("upper", upper)):
             check_tokens(bound, name)
-        if lower.dim() != 2 or lower.shape != upper.shape or bool((lower > upper).any()):
+        if lower.dim() != 2 or lower.shape != upper.shape or (lower > upper).any():
             shapes = f"{tuple(lower.shape)} and {tuple(upper.shape)}"
             raise InvalidInput(f"a box needs lower ≤ upper, both of shape (n, d), got shapes {shapes}.")
         self.lower, self.upper = lower.detach().double().cpu(), upper.detach().double().cpu()
