@@ -1,7 +1,6 @@
-from .discrete_measure import Measure
 from .distances import conditional, distance, largest_ratio, ratio, w2
 from .local_stretch import LocalConstant, local_constant, two_atom, two_atom_measure
-from .measure_attention import field, push
+from .measure_attention import Measure, field, push
 
 __all__ = [
     "LocalConstant",

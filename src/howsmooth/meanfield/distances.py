@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from howsmooth._util.optional_deps import need
 from howsmooth._util.validation import validated
 from howsmooth.errors import InvalidInput
-from howsmooth.meanfield.discrete_measure import MASS_TOLERANCE, Measure
-from howsmooth.meanfield.measure_attention import push
+from howsmooth.meanfield.measure_attention import MASS_TOLERANCE, Measure, push
 
 _MOST_PIVOTS = 10_000_000
 

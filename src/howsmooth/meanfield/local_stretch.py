@@ -42,8 +42,7 @@ from howsmooth._util.validation import Positive, check_numbers, validated
 from howsmooth.errors import InvalidInput
 from howsmooth.jacobians import JacobianOperator, attention_jacobian
 from howsmooth.jacobians.operator import Accuracy
-from howsmooth.meanfield.discrete_measure import Measure
-from howsmooth.meanfield.measure_attention import weighted
+from howsmooth.meanfield.measure_attention import Measure, weighted
 from howsmooth.norms import Measurement
 from howsmooth.norms.local_constant import solve
 
