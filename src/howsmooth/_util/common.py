@@ -43,7 +43,7 @@ FORMATS = (".png", ".svg", ".pdf")
 def check_figure_path(path: Path) -> None:
     """Refuse a file name that no picture can be written to, before any work is done."""
     if not isinstance(path, Path):
-        raise InvalidInput(f"a picture goes to a pathlib.Path, not to {type(path).__name__}.")
+        raise InvalidInput(f"a picture is written to a pathlib.Path, not to {type(path).__name__}.")
     if path.suffix.lower() not in FORMATS:
         raise InvalidInput(f"{path} does not end like a picture: use {', '.join(FORMATS)}.")
     if not path.parent.is_dir():
@@ -189,9 +189,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """One process at a time, by a lock on a file of this name, which is empty and gone afterwards.
+    """One process at a time, by a lock on a file of this name, which is empty and removed afterwards.
 
-    The folder is made when missing. The lock goes with the process that holds it, however it ends.
+    The folder is made when missing. The lock ends with the process that holds it, however that ends.
 
     Raises:
         Busy: somebody else holds it.
@@ -249,7 +249,7 @@ def distinct_files(read: Iterable[Named], written: Iterable[Named]) -> None:
     """Refuse to write over what is read, or twice to the same file; links count as the files they lead to.
 
     Args:
-        read, written: what each file is, for the message, and its path; None for none.
+        read, written: a name of each file, for the message, and its path; None for none.
 
     >>> distinct_files(read=[("--text", "a.txt")], written=[("--out", "s.sqlite"), ("--export", "./s.sqlite")])
     Traceback (most recent call last):

@@ -1,9 +1,9 @@
 """Checks of arguments: a value that does not fit is refused in one sentence.
 
 Every check returns the value it was given, in the type the code behind it works with, or raises `InvalidInput` with the
-name of the argument, what it takes and what it got. `validated` does the same for a call, by its annotations: numbers,
-paths and arrays are judged here, because a number of numpy is one and a tensor is a sequence of numbers; `beartype`
-judges everything else.
+name of the argument, the values it takes and the one it got. `validated` does the same for a call, by its annotations:
+numbers, paths and arrays are judged here, because a number of numpy is one and a tensor is a sequence of numbers;
+`beartype` judges everything else.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def in_words(kind: Any) -> str:
 
 
 def _holds(value: object, origin: Any, inner: tuple[Any, ...]) -> bool:
-    """Whether a value can be gone through and, where it is a list, whether each of it fits."""
+    """Whether a value can be iterated over and, where it is a list, whether each item fits."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
     if isinstance(value, Tensor) and value.is_nested:
@@ -256,7 +256,7 @@ def check_one_of(value: _T, choices: Iterable[object], name: str) -> _T:
     try:
         if any(type(value) is type(choice) and value == choice for choice in known) or value in known:
             return value
-    except Exception:  # what cannot even be compared is none of them
+    except Exception:  # a value that cannot be compared is none of them
         pass
     hint = did_you_mean(value, [choice for choice in known if isinstance(choice, str)])
     raise InvalidInput(f"{name} is {', '.join(map(str, known))}, got {shown(value)}{hint or '.'}")
@@ -393,7 +393,7 @@ def check_fields(record: Any) -> None:
 
 
 def check_options(given: Mapping[str, object], known: Iterable[str], name: str) -> None:
-    """Refuse options that nobody takes.
+    """Refuse unknown options.
 
     >>> check_options({"rtoll": 1}, ["rtol", "seed"], "measure")
     Traceback (most recent call last):

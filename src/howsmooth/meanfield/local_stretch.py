@@ -79,7 +79,7 @@ class WeightedJacobian(JacobianOperator):
 class FieldJacobian(JacobianOperator):
     """∂_xΓ_μ(x_i) for every atom: a batch of (d_out × d) matrices.
 
-    A copy of the atoms with weight zero goes through attention beside the atoms themselves. Nobody sees the copy, so
+    A copy of the atoms with weight zero passes through attention beside the atoms themselves. No atom sees the copy, so
     its part of the Jacobian is block diagonal, and one product serves all atoms.
     """
 

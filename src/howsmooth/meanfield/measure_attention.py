@@ -32,7 +32,7 @@ MASS_TOLERANCE = 1e-9
 class Measure:
     r"""The probability measure :math:`\mu = \sum_i w_i\,\delta_{x_i}` on tokens, or on pairs (position, token).
 
-    Everything is kept in float64, and weights as they are given, which must sum to one within 1e-9. Atoms of weight
+    Everything is stored in float64, and weights as they are given, which must sum to one within 1e-9. Atoms of weight
     zero are dropped.
 
     Attributes:
@@ -71,7 +71,7 @@ class Measure:
         if places is not None and ((places < 0) | (places > 1)).any():
             raise InvalidInput("the positions of a measure lie in [0, 1]: divide the places of n tokens by n.")
         there = mass > 0
-        vars(self).update(  # frozen for everybody else
+        vars(self).update(  # frozen afterwards
             atoms=points[there], weights=mass[there], positions=None if places is None else places[there]
         )
 
@@ -163,7 +163,7 @@ _POINTS_AT_ONCE = 512
 
 
 class LogMass(LogitBias):
-    """The logit of key j gains ln w_j; a token of weight zero is seen by nobody.
+    """The logit of key j gains ln w_j; no token sees one of weight zero.
 
     Args:
         weights: ``(n,)``, not negative. Tokens of weight zero come last.
@@ -294,7 +294,7 @@ def field(attention: nn.Module, measure: Measure) -> Field:
 
 @validated
 def push(attention: nn.Module, measure: Measure) -> Measure:
-    r"""The image :math:`F(\mu) = (\Gamma_\mu)_\#\mu`: every atom goes to where the field takes it."""
+    r"""The image :math:`F(\mu) = (\Gamma_\mu)_\#\mu`: the field moves every atom."""
     map_, tokens = weighted(attention, measure)
     with torch.no_grad():
         return Measure(map_(tokens), measure.weights, measure.positions)

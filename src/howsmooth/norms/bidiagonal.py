@@ -7,11 +7,11 @@ Reorthogonalising V alone is enough: J V = U B holds by construction, so an orth
 quotient of JᵀJ, and U inherits its orthogonality up to the condition of B [3]. It is the cheaper half when V has the
 shorter vectors. After a restart, which mixes the left vectors, or where α is small, U is reorthogonalised too, and from
 then on where more than rounding has to be taken away from a right vector: maps with a null space, as every
-normalisation has one, make B so ill-conditioned that U is lost within twenty steps. What reorthogonalisation removes
-from a vector is the error of the relations above; it is added up for the upper bound.
+normalisation has one, make B so ill-conditioned that U loses orthogonality within twenty steps. The part that
+reorthogonalisation removes from a vector is the error of the relations above; it is added up for the upper bound.
 
-A small β is no proof that the space is exhausted: rounding may hide a direction. The process goes on along whatever is
-left, be it rounding, and only a β of nothing at all ends it; the upper bound decides when that is enough.
+A small β is no proof that the space is exhausted: rounding may hide a direction. The process continues along the
+remainder, be it rounding, and only β = 0 ends it; the upper bound decides when the accuracy is reached.
 
 References:
     [1] G. Golub, W. Kahan, "Calculating the singular values and pseudo-inverse of a matrix", SIAM J. Numer. Anal. 2
@@ -64,7 +64,7 @@ class Bidiagonalisation:
         self._b = torch.zeros(maps, capacity, capacity, dtype=torch.float64)
         self._right[:, 0] = start
         self._first: Tensor | None = products.calibrated(start)
-        self._drift = torch.zeros(2, maps, capacity, dtype=torch.float64)  # what was removed from each u and v
+        self._drift = torch.zeros(2, maps, capacity, dtype=torch.float64)  # the length removed from each u and v
         self._follows_left = False  # whether J v_m meets the left basis in its last vector only
         self._both = False  # whether left vectors are to be reorthogonalised too
 
@@ -159,7 +159,7 @@ class Bidiagonalisation:
         self._scale = torch.maximum(self._scale, length)
         if not torch.isfinite(self._scale).all():
             raise not_finite(self.products.op)
-        if basis.shape[1] >= basis.shape[2]:  # the basis spans everything: what is left is rounding
+        if basis.shape[1] >= basis.shape[2]:  # the basis spans everything: the remainder is rounding
             unit, length, removed = torch.zeros_like(x), torch.zeros_like(length), length
         else:
             floor = _NOTHING * torch.finfo(x.dtype).eps * self._scale
@@ -185,7 +185,7 @@ def _moved_up(basis: Tensor, mask: Tensor, used: int) -> Tensor:
 
 
 def orthonormalised(x: Tensor, basis: Tensor, generator: torch.Generator) -> Tensor:
-    """Unit vectors orthogonal to the bases ``(maps, m, size)``: along x where something of x is left, else random."""
+    """Unit vectors orthogonal to the bases ``(maps, m, size)``: along x where a part of x remains, else random."""
     nothing = torch.zeros(len(x), dtype=torch.float64)
     unit, length, _ = _orthonormalise(x, quick_lengths(x), basis, nothing)
     dead = length == 0
@@ -200,7 +200,7 @@ def _orthonormalise(x: Tensor, length: Tensor, basis: Tensor, floor: Tensor) -> 
     """x (of this length) minus its part in the span of the basis: unit vector and length, both zero up to ``floor``.
 
     The third is the length of that part. Gram–Schmidt, repeated while it removes a large part: twice is enough
-    (Daniel, Gragg, Kaufman & Stewart 1976), once more when all that is left is rounding.
+    (Daniel, Gragg, Kaufman & Stewart 1976), once more when the remainder is rounding.
     """
     removed = torch.zeros_like(length)
     for _ in range(4 if basis.shape[1] else 0):

@@ -161,8 +161,11 @@ class FlatProducts:
 
     def calibrated(self, v: Tensor) -> Tensor:
         """J v for unit vectors v, once ``scale`` (unless it was given) makes its length near 1 or harmless anyway."""
-        known = self._known(v)
-        y = self.matvec(v) if known is None else known
+        cached, plain_scale = self.op.cached_product, len(v) == self.op.batch_size and (self.scale == 1).all()
+        if cached is not None and plain_scale and torch.equal(cached[0].reshape(v.shape), v):
+            y = cached[1].reshape(len(v), -1)  # made when the operator was built
+        else:
+            y = self.matvec(v)
         plain, reach = _PLAIN[self.op.dtype], _REACH[self.op.dtype]
         length = quick_lengths(y)
         large = ~(length <= 2.0**plain)
@@ -174,14 +177,6 @@ class FlatProducts:
         wanted = (self.scale * power_of_two(length)).clamp(2.0**-1000, 2.0**1000)
         self.scale = torch.where(odd & (length > 0) & torch.isfinite(length), wanted, 1.0)
         return self.matvec(v)
-
-    def _known(self, v: Tensor) -> Tensor | None:
-        """J v where building the operator has made it."""
-        cached = self.op.cached_product
-        plain = bool((self.scale == 1).all()) and len(v) == self.op.batch_size
-        if cached is None or not plain or not torch.equal(cached[0].reshape(v.shape), v):
-            return None
-        return cached[1].reshape(len(v), -1)
 
     def keep(self, mask: Tensor) -> None:
         """Go on with the maps where ``mask`` is true; they are cut out of the operator when it can do that."""

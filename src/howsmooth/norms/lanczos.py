@@ -318,7 +318,7 @@ class Triplets:
         return settled
 
     def _promising(self, maps: Tensor) -> bool:
-        """Whether half a step may settle one of ``maps``: what is open falls about as much as in half of the last.
+        """Whether half a step may settle one of ``maps``: the open distance falls about as much as in half of the last.
 
         It always may where an upper end below some number is requested.
         """

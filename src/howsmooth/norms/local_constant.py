@@ -1,8 +1,8 @@
 r"""`hs.measure`: the local Lipschitz constant σ of a map at an input; `hs.explain`: the paths and tokens that make it.
 
 A model does not know in which units its tokens are measured. With the gain of a normalisation multiplied by c and the
-weights behind it divided by c it computes the same function, and σ of its attention is divided by c. What does not
-change is the **relative condition**
+weights behind it divided by c it computes the same function, and σ of its attention is divided by c. The
+**relative condition** does not change:
 
 .. math:: \kappa = \|J(X)\|\,\frac{|X|}{|f(X)|},
 
@@ -214,7 +214,7 @@ class Explanation:
     Attributes:
         total: the local Lipschitz constant itself, with its top singular vectors.
         value_path: norm with the weights P held fixed: P ⊗ WV. Grows with the attention sink.
-        score_path: norm with the values held fixed: what moves through the weights.
+        score_path: norm with the values held fixed: the movement through the weights.
         value_share: uᵀJ_value v/σ for the top singular vectors u, v: the share of σ = uᵀJv that the value path has in
             the worst direction. The rest is the score path's (and the gate's, if there is one); below 0 or above 1
             they work against each other.
@@ -225,7 +225,7 @@ class Explanation:
         input_energy: |v_j|² of the top right singular vector, ``(…, n)``: where a perturbation does most. Sums to one.
         output_energy: |u_i|² of the top left singular vector: where it shows.
         influence: ‖J_ij‖₂ for output token i and input token j, ``(…, n, n)``, or None when not requested.
-        gate_path: norm with attention held fixed: what moves through an output gate; None where there is none.
+        gate_path: norm with attention held fixed: the movement through an output gate; None where there is none.
     """
 
     total: Measurement
@@ -245,7 +245,7 @@ class Explanation:
         shares = self.value_share.flatten().tolist()
         facts = [
             ("value path", f"{repr(self.value_path).partition(' (')[0]}: the weights held fixed"),
-            ("score path", f"{repr(self.score_path).partition(' (')[0]}: what moves through the weights"),
+            ("score path", f"{repr(self.score_path).partition(' (')[0]}: the movement through the weights"),
             ("through the values", ", ".join(f"{100 * share:.0f} %" for share in shares)),
             ("sink", ", ".join(f"token {token} receives {amount:.3g}" for amount, token in sinks)),
             ("entropy, nats", ", ".join(f"{nats:.3g}" for nats in self.entropy.flatten().tolist())),

@@ -7,7 +7,7 @@ say from J₀, then bettered by a step or two with J. With a = |Jy|², r = |Jᵀ
 .. math:: a \le \|J\|^2 \le \frac{a + b^2}{2} + \sqrt{\Bigl(\frac{a - b^2}{2}\Bigr)^2 + r^2}.
 
 *Proof.* For a unit vector z = αy + βp with p ⟂ y, |Jz|² ≤ α²a + 2|αβ| r + β²b², the form of a 2 × 2 matrix whose larger
-eigenvalue stands on the right. ∎
+eigenvalue is on the right. ∎
 
 The upper end is above a by about r²/(a − b²) only. So b need not be sharp: b = b₀ + ε will do, where
 b₀ ≥ ‖J₀(1 − yyᵀ)‖ comes from a rough run (`howsmooth.norms.lanczos_bound`) with a start drawn independently of
@@ -263,7 +263,7 @@ def _in_full(
     open_maps = (~m.converged).flatten().nonzero().flatten()
     part = exact.subset(open_maps) if len(open_maps) < exact.batch_size else None
     again = golub_kahan(exact if part is None else part, 1, rtol, confidence, seed, **options)
-    note = f"{len(open_maps)} of {exact.batch_size} maps were measured with all tiles: what is left out is too much"
+    note = f"{len(open_maps)} of {exact.batch_size} maps were measured with all tiles: the dropped tiles weigh too much"
     fields: dict[str, Any] = {}
     for name in ("value", "lower", "upper", "converged", "left", "right", "values", "residuals"):
         old, new = getattr(m, name), getattr(again, name)

@@ -13,8 +13,7 @@ singular vector does not see another overtake it, and the worse half of the star
 **Exchange**, among sequences of real tokens. With E the embeddings, replacing token i of a sequence by token w changes
 ‖J‖ to first order by :math:`g_i\cdot(E_w - E_{t_i})`, g the gradient in the embedded tokens. One product with E scores
 every token of the vocabulary at every position. The most promising exchanges, alone and several together, are then
-tried, and the best one is taken if it is an improvement in truth. A sequence that no exchange improves is shaken and
-goes on.
+tried, and the best one is taken if it is an improvement in truth. A sequence that no exchange improves is perturbed.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _ALL_ROWS = 2**20
 _SOME_ROWS, _PROBES, _BOYD_ROUNDS = 32, 24, 3
 _POWER_ROUNDS, _ROW_TRIES = 10, 4
 ROUGH = 1e-2
-"""Accuracy that is enough to set out with: the climb itself goes on improving the vectors."""
+"""Accuracy that is enough to set out with: the climb itself continues to improve the vectors."""
 
 
 def norm_at(f: Callable[[Tensor], Any], x: Tensor, norm: float) -> Measurement:
-    """‖J(x)‖ at one input in float64: what a witness reports, and what `howsmooth.measure` gives there."""
+    """‖J(x)‖ at one input in float64: the value of a witness and of `howsmooth.measure`."""
     return measure(f, x.double(), norm=norm)
 
 
@@ -115,7 +114,7 @@ MILESTONES = (0.25, 0.5, 0.75)
 FEWEST = 2
 """Starts that are never left behind, so that one that falls back does not end the search."""
 FALLEN, SHORTER = 0.9, 0.3
-"""A start that is below this share of its own best at a milestone goes on from there with steps shorter by this."""
+"""A start that is below this share of its own best at a milestone continues from there with steps shorter by this."""
 SETTLED = 1e-7
 """Relative gain below which steps brought nothing."""
 _FIRST, _SECOND = 0.9, 0.99

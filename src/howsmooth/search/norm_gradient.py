@@ -12,7 +12,7 @@ t = rowsum(T):
     F = dS ∘ (G − m) + H − tG,            B = P ∘ (F − rowsum(P∘F)),
     gq = Bk + E dk,   gk = Bᵀq + Eᵀdq,   gdq = Ek,   gdk = Eᵀq,   gv = Cᵀg,   gdv = Pᵀg.
 
-All n × n arrays are local to a block of queries, so memory is O(block · n), and nothing is kept between blocks.
+All n × n arrays are local to a block of queries, so memory is O(block · n), and nothing is stored between blocks.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class SandwichCell:
         witness: an input of the set and the norm of the Jacobian there, the lower end.
         upper: the smallest upper bound that holds on the set; None when no theorem applies.
         centre: the norm of the Jacobian at the centre of a neighbourhood.
-        file: where the witness is kept.
+        file: of the witness.
     """
 
     n: int
@@ -220,7 +220,7 @@ def sandwich(
 ) -> Sandwich:
     """The worst input found and the best theorem known, for every number of tokens on every set.
 
-    A witness is offered as a start to the next search: its tokens repeated when more are asked for, and itself on a
+    A witness is offered as a start to the next search: its tokens repeated when more are requested, and itself on a
     larger set. An upper bound below a witness would be a mistake in this package and raises `ContradictedBound`.
 
     Args:
@@ -232,8 +232,8 @@ def sandwich(
         head: one head of the map with its slice of the output projection; None for the whole.
         starts, steps, seed: of each search; see `howsmooth.worst_case`.
         seconds: for all searches together.
-        files: where the witness of a cell is kept as the search goes.
-        source: how the map was made, kept in those files.
+        files: the file of the witness of a cell, renewed during the search.
+        source: how the map was made, stored in those files.
         progress: called with a label, the cells done (in parts), all cells, and the best value of the present one.
         executor: for the starts of each search; see `howsmooth.worst_case`.
 
@@ -259,7 +259,7 @@ def sandwich(
 
                 show(0, 1, 0.0)
                 upper = tightest_upper(f, n, region, norm=norm, head=head)
-                left = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(questions) - done)
+                share = None if seconds is None else (seconds - (time.monotonic() - began)) / (len(questions) - done)
                 file = None if files is None else files(n, region)
                 witness = worst_case(
                     f,
@@ -270,7 +270,7 @@ def sandwich(
                     head=head,
                     starts=starts,
                     steps=steps,
-                    seconds=None if left is None else max(left, 0.01),
+                    seconds=None if share is None else max(share, 0.01),
                     seed=seed,
                     save=file,
                     source=source,

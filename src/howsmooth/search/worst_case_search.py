@@ -67,7 +67,7 @@ def worst_case(
     r"""Look for the X in a set at which ‖J(X)‖ is largest; on a convex set the supremum is the Lipschitz constant.
 
     The search climbs from many starts at once by the gradient of ‖J(X)‖ through fixed singular vectors
-    (`howsmooth.search.norm_gradient`), with the theorems' own inputs among the starts. What it finds is a lower bound
+    (`howsmooth.search.norm_gradient`), with the theorems' own inputs among the starts. Its result is a lower bound
     with a witness: no search can say that there is nothing worse. For the other end see `howsmooth.bounds.table`.
 
     Args:
@@ -86,7 +86,7 @@ def worst_case(
         seconds: most seconds to climb; the first and last measurements come on top.
         seed: of the random starts; the same seed gives the same witness, unless ``seconds`` cuts it short.
         save: a file that always holds the best witness so far, whole.
-        source: how the map was made, kept in that file, so that it can be made again.
+        source: how the map was made, stored in that file, so that it can be made again.
         progress: called after every step with the step, ``steps`` and the best value so far; with an executor, after
             every start with the starts that are done, all of them, and the best value. A notebook shows a bar without
             it.
@@ -145,8 +145,7 @@ class Search:
         peak, measurement = self._best(climb)
         measurement = replace(measurement, notes=(*measurement.notes, *self.notes))
         witness = self._witness(climb, peak, measurement, self.stopped)
-        if self.save is not None:
-            self._store(witness)
+        self._store(witness)
         return witness
 
     def _climb(self) -> Climb:
@@ -246,7 +245,8 @@ class Search:
 
     def _store(self, witness: Witness) -> None:
         """Save; a disk that fills up during the search costs the file, never the result."""
-        assert self.save is not None
+        if self.save is None:
+            return
         self.saved_at = time.perf_counter()
         try:
             witness.save(self.save)
@@ -259,7 +259,7 @@ class Search:
 def best_of_all(
     question: Question, began: float, starts: list[Start], notes: tuple[str, ...], engine: Executor | Engine
 ) -> Witness:
-    """The best witness of all starts, of equal ones the first; what could not be climbed is noted.
+    """The best witness of all starts, of equal ones the first; starts that could not be climbed are noted.
 
     The seconds of a search are shared out: those that one worker climbs one after the other have them together.
     """

@@ -8,10 +8,10 @@ For a measure μ = Σ w_i δ_{x_i} the local constant of attention in the Wasser
 is the norm of one matrix: that of the moving part with each atom written as two halves, which can also part. So it is
 climbed like any norm, through fixed singular vectors (Danskin): the gradient of :math:`\langle u,
 D^{1/2}JD^{-1/2}v\rangle` in atoms and masses at fixed u, v. Masses climb as logarithms: the roughest measures have
-atoms of mass :math:`e^{-2a}, a = \|A\|R^2`, that everybody looks at.
+atoms of mass :math:`e^{-2a}, a = \|A\|R^2`, that every token attends to.
 
-What k atoms reach holds for long inputs, too: n tokens, n·w_i of them at x_i, have the same constant, to rounding of
-n·w_i. That is why there is no n in it. Under a causal mask atoms stand in order, each sees those before it and itself,
+The constant of k atoms holds for long inputs, too: n tokens, n·w_i of them at x_i, have the same constant, to rounding
+of n·w_i. That is why there is no n in it. Under a causal mask atoms stand in order, each sees those before it and itself,
 and the distance is d₂, which keeps positions. The tokens of one atom then see each other, which causal tokens at
 different places do not: spread onto n tokens such a measure is a start for a search, and its value no bound for them.
 """
