@@ -11,8 +11,8 @@ D^{1/2}JD^{-1/2}v\rangle` in atoms and masses at fixed u, v. Masses climb as log
 atoms of mass :math:`e^{-2a}, a = \|A\|R^2`, that every token attends to.
 
 The constant of k atoms holds for long inputs, too: n tokens, n·w_i of them at x_i, have the same constant, to rounding
-of n·w_i. That is why there is no n in it. Under a causal mask atoms stand in order, each sees those before it and itself,
-and the distance is d₂, which keeps positions. The tokens of one atom then see each other, which causal tokens at
+of n·w_i. That is why there is no n in it. Under a causal mask atoms are in order, each sees those before it and itself,
+and the distance is d₂, which preserves positions. The tokens of one atom then see each other, which causal tokens at
 different places do not: spread onto n tokens such a measure is a start for a search, and its value no bound for them.
 """
 
